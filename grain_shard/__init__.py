@@ -1,0 +1,1 @@
+"""End a Grain pipeline with ``.shard_to(mesh)``."""

@@ -1,0 +1,108 @@
+"""What can go wrong, as a tree.
+
+::
+
+    GrainShardError
+    ├── ShardingError (ValueError)         data, mesh, spec or batch size do not fit together
+    ├── StateError (ValueError)            a saved state belongs to something else
+    └── AgreementError (RuntimeError)      the hosts do not run the same program
+        └── HostTimeoutError (TimeoutError)    a host did not answer in time
+
+Every message of a `ShardingError` has the same four parts, so that whoever meets it in a log
+knows where to look: the leaf's path, its shape and dtype, the mesh axes and sizes, the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class GrainShardError(Exception):
+    """The root of every error that this package defines."""
+
+
+class ShardingError(GrainShardError, ValueError):
+    """The data, the mesh, the spec or the batch size do not fit together.
+
+    Args:
+        problem: What is wrong, in one sentence.
+        path: Where the leaf is in the batch, e.g. ``batch['tokens']``; None when every leaf is meant.
+        leaf: What the leaf is, e.g. ``int32[256, 1000]``; None when it is not known yet.
+        spec: The leaf's `PartitionSpec`, if it plays a part.
+        mesh_axes: (name, size) of every mesh axis.
+        remedy: What to do about it.
+
+    Example:
+        >>> print(ShardingError("7 rows do not split into 2 shards.", path="batch['x']",
+        ...                     leaf="float32[7]", mesh_axes=[("data", 2)], remedy="use 8 rows."))
+        batch['x']: 7 rows do not split into 2 shards.
+          leaf:   float32[7]   mesh: data=2
+          remedy: use 8 rows.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        remedy: str,
+        path: str | None = None,
+        leaf: str | None = None,
+        spec: Any = None,
+        mesh_axes: Iterable[tuple[str, int]] = (),
+    ):
+        self.problem, self.remedy, self.path, self.leaf = problem, remedy, path, leaf
+        self.spec, self.mesh_axes = spec, tuple(mesh_axes)
+        super().__init__(self._text())
+
+    def with_mesh(self, mesh_axes: Iterable[tuple[str, int]]) -> ShardingError:
+        """The same error with the mesh filled in, for code that knows it when the raiser did not."""
+        if not self.mesh_axes:
+            self.mesh_axes = tuple(mesh_axes)
+            self.args = (self._text(),)
+        return self
+
+    def _text(self) -> str:
+        head = f"{self.path}: {self.problem}" if self.path else self.problem
+        facts = [f"leaf:   {self.leaf or 'every leaf'}"]
+        if self.spec is not None:
+            facts.append(f"spec: {describe_spec(self.spec)}")
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
+        facts.append(f"mesh: {axes or 'none'}")
+        return f"{head}\n  {'   '.join(facts)}\n  remedy: {self.remedy}"
+
+    def __reduce__(self):
+        # A Grain worker pickles what it raised; BaseException would call __init__(*args).
+        return _rebuild_sharding_error, (type(self), self.__dict__.copy())
+
+
+def _rebuild_sharding_error(cls: type[ShardingError], fields: dict[str, Any]) -> ShardingError:
+    names = ("problem", "remedy", "path", "leaf", "spec", "mesh_axes")
+    error = cls(**{name: fields[name] for name in names})
+    for note in fields.get("__notes__", ()):
+        error.add_note(note)
+    return error
+
+
+class StateError(GrainShardError, ValueError):
+    """A saved state belongs to another pipeline, batch size or data set."""
+
+
+class AgreementError(GrainShardError, RuntimeError):
+    """The hosts do not run the same program; the message names the host and the field."""
+
+
+class HostTimeoutError(AgreementError, TimeoutError):
+    """A host did not answer in time; the message names it."""
+
+
+def describe_spec(spec: Any) -> str:
+    """A `PartitionSpec` as people write it: ``P('data', None)``."""
+    return f"P({', '.join(repr(entry) for entry in spec)})"
+
+
+def describe_leaf(leaf: Any) -> str:
+    """An array as ``int32[256, 1000]``; anything else by its type's name."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+    return type(leaf).__name__
