@@ -27,7 +27,7 @@ class ShardingError(GrainShardError, ValueError):
 
     Args:
         problem: What is wrong, in one sentence.
-        path: Where the leaf is in the batch, e.g. ``batch['tokens']``; None when every leaf is meant.
+        path: Where the leaf is in the batch, e.g. ``batch['tokens']``; None if all are meant.
         leaf: What the leaf is, e.g. ``int32[256, 1000]``; None when it is not known yet.
         spec: The leaf's `PartitionSpec`, if it plays a part.
         mesh_axes: (name, size) of every mesh axis.
@@ -56,7 +56,7 @@ class ShardingError(GrainShardError, ValueError):
         super().__init__(self._text())
 
     def with_mesh(self, mesh_axes: Iterable[tuple[str, int]]) -> ShardingError:
-        """The same error with the mesh filled in, for code that knows it when the raiser did not."""
+        """This error with the mesh filled in, where the raiser did not know it."""
         if not self.mesh_axes:
             self.mesh_axes = tuple(mesh_axes)
             self.args = (self._text(),)
@@ -106,3 +106,16 @@ def describe_leaf(leaf: Any) -> str:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
     return type(leaf).__name__
+
+
+def require_int(name: str, value: Any, minimum: int) -> None:
+    """Refuses an option that is no integer, or is too small.
+
+    Raises:
+        ShardingError: `value` is not an int of at least `minimum`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ShardingError(
+            f"{name}={value!r} is not an integer of at least {minimum}.",
+            remedy=f"pass {name} as a whole number, {minimum} or more.",
+        )

@@ -1,0 +1,144 @@
+"""The one place that looks at what Grain keeps private. Hints for speed, never for correctness.
+
+Grain has no public way to ask a dataset for its batch size, its seed, or several records at once.
+Every function here may return "unknown"; its caller then takes a public path that is slower and
+gives the same batches. The test suite runs its core with all hints turned off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+
+_BATCH = type(grain.MapDataset.range(1).batch(1))
+_ITER_BATCH = type(grain.MapDataset.range(1).to_iter_dataset().batch(1))
+_DEFAULT_BATCH_FN = getattr(grain.MapDataset.range(1).batch(1), "_batch_fn", object())
+_ITER_SEED = type(grain.MapDataset.range(1).to_iter_dataset().seed(0))
+_READ_AHEAD = type(grain.MapDataset.range(1).to_iter_dataset())
+_SEED = type(grain.MapDataset.range(1).seed(0))
+_SLICE = type(grain.MapDataset.range(1)[:1])
+_REPEAT = type(grain.MapDataset.range(1).repeat(1))
+# One element in, one out, at the same index.
+_ELEMENTWISE = (
+    _SEED,
+    type(grain.MapDataset.range(1).map(str)),
+    type(grain.MapDataset.range(1).random_map(str, seed=0)),
+    type(grain.MapDataset.range(1).map_with_index(str)),
+)
+
+
+@dataclass(frozen=True)
+class BatchNode:
+    """What is known of the ``.batch(B)`` below a dataset of batches.
+
+    Attributes:
+        records: The dataset that stands above ``.batch``.
+        global_batch_size: B.
+        drop_remainder: Whether Grain drops the short batch.
+        batch_index: From an index of the dataset to one of the batch node.
+        only_stacks: Whether a row of the batch depends on its record alone: Grain's default batch
+            function, and no ``.map`` after it.
+        epochs_in_order: Whether the dataset is whole epochs of the batch node (no slice).
+    """
+
+    records: grain.MapDataset
+    global_batch_size: int
+    drop_remainder: bool
+    batch_index: Callable[[int], int]
+    only_stacks: bool
+    epochs_in_order: bool
+
+
+def batch_node(ds: grain.MapDataset) -> BatchNode | None:
+    """Finds the batch node under maps, seeds, slices and repeats; None if there is none."""
+    node, maps, only_stacks, in_order = ds, [], True, True
+    try:
+        while type(node) is not _BATCH:
+            if type(node) is _SLICE:
+                maps.append(node._sliced_index)  # pyright: ignore[reportAttributeAccessIssue]
+                in_order = False
+            elif type(node) is _REPEAT:
+                if not node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
+                    maps.append(_FirstEpoch(node.parents[0]))
+            elif type(node) in _ELEMENTWISE:
+                only_stacks = only_stacks and type(node) is _SEED
+            else:
+                return None
+            (node,) = node.parents
+        size, drop = node._batch_size, node._drop_remainder  # pyright: ignore
+        default_batch_fn = node._batch_fn is _DEFAULT_BATCH_FN  # pyright: ignore
+    except AttributeError:
+        return None
+    records = node.parents[0]
+    batches = len(records) // size if drop else -(-len(records) // size)
+    if len(node) != batches:  # this Grain batches in a way that we do not know
+        return None
+    return BatchNode(
+        records=records,
+        global_batch_size=size,
+        drop_remainder=drop,
+        batch_index=_Composed(tuple(maps)),
+        only_stacks=only_stacks and default_batch_fn,
+        epochs_in_order=in_order,
+    )
+
+
+def iter_batch_size(ds: grain.IterDataset) -> int | None:
+    """B of an ``IterDataset.batch(B)`` that stands right below, or None."""
+    return getattr(ds, "_batch_size", None) if type(ds) is _ITER_BATCH else None
+
+
+def below_read_ahead(
+    ds: grain.IterDataset,
+) -> tuple[grain.MapDataset, grain.ReadOptions | None] | None:
+    """Looks through ``.to_iter_dataset(read_options)``; None if something else stands there.
+
+    Returns:
+        The `MapDataset` below, and the read options if they are not Grain's defaults.
+    """
+    while type(ds) in (_ITER_SEED, grain.experimental.WithOptionsIterDataset):
+        (ds,) = ds.parents  # they change no element
+    if type(ds) is not _READ_AHEAD or getattr(ds, "_allow_nones", False):
+        return None
+    options = getattr(ds, "_read_options", None)
+    (parent,) = ds.parents
+    assert isinstance(parent, grain.MapDataset)
+    return parent, None if options == grain.ReadOptions() else options
+
+
+def get_records(ds: grain.MapDataset, indices: Sequence[int]) -> Sequence[Any]:
+    """The elements at `indices`, in one batched read where Grain offers it."""
+    getitems = getattr(ds, "_getitems", None)
+    return [ds[i] for i in indices] if getitems is None else getitems(indices)
+
+
+def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:
+    """The seeds that a node was given: ``.seed``, ``.shuffle`` and ``.random_map``."""
+    found = [getattr(ds, name, None) for name in ("_seed_rng_seed", "_seed")]
+    found.append(getattr(getattr(ds, "_rng_pool", None), "_seed", None))
+    return tuple(int(seed) for seed in found if seed is not None)
+
+
+@dataclass(frozen=True)
+class _Composed:
+    """Applies index maps one after the other; a class so that it pickles."""
+
+    maps: tuple[Callable[[int], int], ...]
+
+    def __call__(self, index: int) -> int:
+        for fn in self.maps:
+            index = fn(index)
+        return index
+
+
+@dataclass(frozen=True)
+class _FirstEpoch:
+    """The index map of ``repeat(reseed_each_epoch=False)``."""
+
+    parent: grain.MapDataset
+
+    def __call__(self, index: int) -> int:
+        return index % len(self.parent)

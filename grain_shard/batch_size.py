@@ -1,0 +1,102 @@
+"""The largest batch that fits in a device's memory, from the compiler's own accounting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def estimate_max_batch_size(
+    step: Callable[..., Any],
+    make_batch: Callable[[int], Any],
+    *args: Any,
+    memory_limit_bytes: int | None = None,
+    multiple_of: int = 8,
+) -> int:
+    """The largest batch with which ``step(*args, make_batch(batch_size))`` fits on a device.
+
+    The step is compiled, never run, and nothing is allocated for it. XLA says what the compiled
+    step holds on one device: arguments, results, temporaries and code. That is close to a fixed
+    part plus a part per example, so two sizes determine the line and the limit picks the batch.
+
+    Small batches hide the slope behind tile padding and on-chip scratch. So the size grows by
+    four until the step holds a quarter of the limit. Memory grows at most in proportion to the
+    batch, so the last size tried still fits.
+
+    Args:
+        step: The training step, e.g. ``step(state, batch)``. One that is compiled already
+            (`jax.jit`, `nnx.jit`) is used as it is, with its donated arguments.
+        make_batch: Makes the step's last argument for a batch size. Best made of
+            `jax.ShapeDtypeStruct`, which takes no memory. With sharded leaves the batch size is
+            the global one, and the memory that of one device.
+        *args: The step's other arguments; arrays or `jax.ShapeDtypeStruct`.
+        memory_limit_bytes: What one device can hold. None asks the first local device. Batches
+            that wait in a prefetch buffer are not part of the step: subtract their bytes.
+        multiple_of: The result is a multiple of this, which is also the smallest size tried. With
+            a sharded batch it must be a multiple of the number of shards.
+
+    Returns:
+        The global batch size in examples.
+
+    Raises:
+        ValueError: The device does not tell its limit and none is given; the smallest batch does
+            not fit; or `make_batch` ignores its argument.
+
+    Example:
+        >>> step = lambda weights, batch: (batch @ weights).sum()
+        >>> estimate_max_batch_size(
+        ...     step,
+        ...     lambda batch_size: jax.ShapeDtypeStruct((batch_size, 1024), "float32"),
+        ...     jax.ShapeDtypeStruct((1024, 1024), "float32"),
+        ...     memory_limit_bytes=2**30,
+        ... )
+        130528
+    """
+    limit = _device_memory_limit() if memory_limit_bytes is None else memory_limit_bytes
+    compiled_step = step if hasattr(step, "lower") else jax.jit(step)
+
+    def held_bytes(batch_size: int) -> int:
+        compiled = compiled_step.lower(*args, make_batch(batch_size)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        memory = compiled.memory_analysis()
+        return (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+            + memory.generated_code_size_in_bytes
+        )
+
+    small, large = multiple_of, 2 * multiple_of
+    if _num_elements(make_batch(small)) == _num_elements(make_batch(large)):
+        raise ValueError(f"make_batch({small}) and make_batch({large}) are of the same size.")
+    small_bytes, large_bytes = held_bytes(small), held_bytes(large)
+    if small_bytes > limit:
+        raise ValueError(
+            f"A batch of {small} takes {small_bytes:,} bytes on a device that holds {limit:,}: "
+            "use a smaller multiple_of, shard the state, or rematerialize activations."
+        )
+    while large_bytes < limit / 4:
+        small, small_bytes = large, large_bytes
+        large *= 4
+        large_bytes = held_bytes(large)
+    bytes_per_example = (large_bytes - small_bytes) / (large - small)
+    batch_size = small + (limit - small_bytes) / bytes_per_example
+    return multiple_of * math.floor(batch_size / multiple_of)
+
+
+def _device_memory_limit() -> int:
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        raise ValueError(
+            f"A device of kind {device.device_kind!r} does not tell how much memory it has: "
+            "pass memory_limit_bytes=, e.g. 16 * 2**30."
+        )
+    return limit
+
+
+def _num_elements(batch: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(batch))

@@ -1,0 +1,137 @@
+"""`shard_to`: the whole chain, and its installation on Grain's classes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import grain
+
+from grain_shard import _grain
+from grain_shard.errors import ShardingError
+from grain_shard.fingerprint import Fingerprint, fingerprint
+from grain_shard.shardings import ShardingTree
+from grain_shard.transforms.device_put import DevicePut, DevicePutIterDataset
+from grain_shard.transforms.pad import PadToDivisible, Remainder
+from grain_shard.transforms.shard_batch import ShardBatch
+from grain_shard.transforms.validate import ValidateBatchSize
+
+
+def shard_to(
+    ds: grain.MapDataset | grain.IterDataset,
+    mesh_or_sharding: Any,
+    spec: Any = None,
+    *,
+    remainder: Remainder = "pad",
+    mask_key: str | None = "valid_mask",
+    cpu_buffer_size: int = 4,
+    device_buffer_size: int = 2,
+    num_threads: int | None = None,
+    num_workers: int = 0,
+) -> DevicePutIterDataset:
+    """Ends a Grain pipeline: this host's rows, padded, placed and prefetched as global arrays.
+
+    Installed as a method on Grain's datasets by ``import grain_shard``.
+
+    Example:
+        >>> import grain, jax
+        >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        >>> ds = grain.MapDataset.range(3).map(lambda i: {"x": i}).batch(2).pipe(shard_to, mesh)
+        >>> for batch in ds:
+        ...     print(batch["x"], batch["valid_mask"])
+        [0 1] [ True  True]
+        [2 0] [ True False]
+
+    Args:
+        ds: A dataset of global batches: ``.batch(B)`` with the B of all hosts together. With a
+            `MapDataset` (``.to_iter_dataset()`` may follow it), every host reads only its rows.
+        mesh_or_sharding: A `Mesh`; or, in place of mesh and spec, a `Sharding`, a device, or a
+            tree prefix of shardings.
+        spec: A `PartitionSpec`, or a tree prefix of them, e.g. ``{"image": P("data"), "tokens":
+            P("data", "seq")}``. By default ``P("data")``, or the mesh's only axis. A spec for
+            several leaves is trimmed to the rank of each; scalars are replicated.
+        remainder: What becomes of a batch that is short, or that the shards do not divide: "pad"
+            it with zero rows, "drop" a short one, or "error".
+        mask_key: The key at which the batch gets a mask, ``bool[global_batch_size]``, True for
+            real rows; None for no mask.
+        cpu_buffer_size: Batches that may wait on the host or be in the making there.
+        device_buffer_size: Batches that may wait on the devices or be on their way there.
+        num_threads: Threads that each make a batch (`MapDataset` only); None chooses by the
+            machine.
+        num_workers: Grain worker processes that make the batches instead (`MapDataset` only).
+
+    Returns:
+        A dataset of batches whose leaves are global `jax.Array`s, padded to a multiple of the
+        shards; text stays on the host. Its iterators have a state of under 200 bytes that any
+        number of hosts, workers and devices can restore.
+
+    Raises:
+        ShardingError: Dataset, mesh, spec or batch size do not fit together.
+    """
+    ds, read_options = _random_access(ds)
+    if read_options is not None:
+        num_threads = num_threads or max(1, int(read_options.num_threads))
+        cpu_buffer_size = max(1, int(read_options.prefetch_buffer_size))
+    shardings = ShardingTree.of(mesh_or_sharding, spec).with_mask(mask_key)
+    layout = shardings.layout()
+    try:
+        return (
+            ds.pipe(ValidateBatchSize(layout.divisor, must_divide=remainder != "pad"))
+            .pipe(PadToDivisible(layout.divisor, remainder=remainder, mask_key=mask_key))
+            .pipe(ShardBatch(layout))
+            .pipe(
+                DevicePut(
+                    shardings,
+                    cpu_buffer_size=cpu_buffer_size,
+                    device_buffer_size=device_buffer_size,
+                    num_threads=num_threads,
+                    num_workers=num_workers,
+                    fingerprint=_fingerprint(ds, remainder),
+                )
+            )
+        )
+    except ShardingError as error:
+        raise error.with_mesh(layout.mesh_axes) from None
+
+
+def install() -> None:
+    """Makes `shard_to` a method of Grain's datasets; importing `grain_shard` does it.
+
+    A ``shard_to`` that a class has from elsewhere is left alone, with a warning.
+    """
+    for cls in _CLASSES:
+        existing = getattr(cls, _METHOD, None)
+        if existing is None:
+            setattr(cls, _METHOD, shard_to)
+        elif existing is not shard_to:
+            warnings.warn(
+                f"grain.{cls.__name__} already has a method {_METHOD!r} that is not grain_shard's;"
+                " it is left alone. Use ds.pipe(grain_shard.shard_to, mesh) instead.",
+                stacklevel=3,
+            )
+
+
+def uninstall() -> None:
+    """Takes the method off Grain's datasets again."""
+    for cls in _CLASSES:
+        if getattr(cls, _METHOD, None) is shard_to:
+            delattr(cls, _METHOD)
+
+
+_METHOD = "shard_to"
+_CLASSES = (grain.MapDataset, grain.IterDataset)
+
+
+def _random_access(
+    ds: grain.MapDataset | grain.IterDataset,
+) -> tuple[grain.MapDataset | grain.IterDataset, grain.ReadOptions | None]:
+    """The `MapDataset` below ``.to_iter_dataset(read_options)``, which keeps random access."""
+    if isinstance(ds, grain.IterDataset) and (below := _grain.below_read_ahead(ds)) is not None:
+        return below
+    return ds, None
+
+
+def _fingerprint(
+    ds: grain.MapDataset | grain.IterDataset, remainder: Remainder
+) -> Fingerprint | None:
+    return fingerprint(ds, remainder) if isinstance(ds, grain.MapDataset) else None

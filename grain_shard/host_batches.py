@@ -1,0 +1,208 @@
+"""How this host's batches are produced, and which state goes with each.
+
+Two kinds. `RandomAccess` reads batch k of a `MapDataset`: its position is k, whoever reads it,
+in whatever thread or process. `Stream` asks an `IterDataset` for its next batch: its position is
+whatever Grain's iterator says after that batch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import grain
+import numpy as np
+from absl import flags
+
+from grain_shard.errors import StateError
+from grain_shard.fingerprint import Fingerprint, check_fingerprint
+from grain_shard.prefetch import Background
+from grain_shard.trees import Batch
+
+Position = Any
+_THREAD = "grain-shard-host"
+
+
+class HostBatches(Protocol):
+    """A sequence of this host's batches that can be opened at any position."""
+
+    def open(
+        self, position: Position | None
+    ) -> tuple[Position, Background[Any, tuple[Batch, Position]]]:
+        """Starts at a position, or at the beginning.
+
+        Returns:
+            The position, and an iterator of each batch with the position after it.
+        """
+        ...
+
+    def num_batches(self) -> int | None:
+        """The length of one pass; None if only the end tells it."""
+        ...
+
+    def to_state(self, position: Position) -> dict[str, Any]:
+        """The position as plain JSON, if what the user wrote allows it."""
+        ...
+
+    def from_state(self, state: dict[str, Any]) -> Position:
+        """The position that a state was made from.
+
+        Raises:
+            StateError: The state belongs to something else.
+        """
+        ...
+
+
+class RandomAccess:
+    """The batches of a `MapDataset`.
+
+    Args:
+        ds: A dataset of this host's batches.
+        fingerprint: What a state must agree with.
+        buffer_size: Batches that may wait on the host or be in the making.
+        num_threads: Threads that each make a batch; None chooses by the machine.
+        num_workers: Grain worker processes that make them instead, if not 0.
+    """
+
+    def __init__(
+        self,
+        ds: grain.MapDataset,
+        fingerprint: Fingerprint,
+        *,
+        buffer_size: int,
+        num_threads: int | None,
+        num_workers: int,
+    ):
+        self._ds, self._fingerprint, self._buffer_size = ds, fingerprint, buffer_size
+        # More threads than this only hand the interpreter lock around; see benchmarks/RESULTS.md.
+        self._num_threads = num_threads or min(2, os.cpu_count() or 1)
+        self._num_workers = num_workers
+
+    def num_batches(self) -> int | None:
+        return len(self._ds)
+
+    def open(self, position: int | None) -> tuple[int, Background[Any, tuple[Batch, Position]]]:
+        start = position or 0
+        indices = range(start, len(self._ds))
+        if not self._num_workers or not indices:
+            return start, Background(
+                lambda index: (self._ds[index], index + 1),
+                iter(indices),
+                buffer_size=self._buffer_size,
+                num_threads=self._num_threads,
+                name=_THREAD,
+            )
+        # The workers hold the buffer; one batch waits here, out of shared memory.
+        batches = iter(self._in_workers(self._ds[start:]))
+        return start, Background(
+            lambda ticket: (ticket[1], ticket[0] + 1),
+            _Numbered(batches, start),
+            buffer_size=1,
+            name=_THREAD,
+        )
+
+    def _in_workers(self, ds: grain.MapDataset) -> grain.IterDataset:
+        if not flags.FLAGS.is_parsed():
+            # Grain reads absl's flags to start a worker, which only absl.app.run parses
+            # (grain#1355): a plain script, a notebook or pytest never does.
+            flags.FLAGS.mark_as_parsed()
+        per_worker = max(1, self._buffer_size // self._num_workers)
+        # In a worker, one thread makes the next batch while the last one is being sent.
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+        return ds.to_iter_dataset(options).mp_prefetch(
+            grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=per_worker)
+        )
+
+    def to_state(self, position: int) -> dict[str, Any]:
+        return {"batch": position, **self._fingerprint}
+
+    def from_state(self, state: dict[str, Any]) -> int:
+        check_fingerprint(state, self._fingerprint)
+        batch, batches = state["batch"], len(self._ds)
+        if not isinstance(batch, int) or not 0 <= batch <= batches:
+            raise StateError(
+                f"the state stands at batch {batch!r} of {batches}.\n"
+                "  remedy: pass what get_state() gave, unchanged."
+            )
+        return batch
+
+
+class _Numbered(Iterator[tuple[int, Batch]]):
+    """Batches with their indices; closes where they come from."""
+
+    def __init__(self, batches: grain.DatasetIterator, start: int):
+        self._batches, self._next = batches, start
+
+    def __next__(self) -> tuple[int, Batch]:
+        batch = next(self._batches)
+        self._next += 1
+        return self._next - 1, batch
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+class Stream:
+    """The batches of an `IterDataset`; a position is the pickled state of its iterator.
+
+    Args:
+        ds: A dataset of this host's batches.
+        buffer_size: Batches that may wait on the host or be in the making.
+    """
+
+    def __init__(self, ds: grain.IterDataset, *, buffer_size: int):
+        self._ds, self._buffer_size = ds, buffer_size
+
+    def num_batches(self) -> int | None:
+        return None
+
+    def open(self, position: bytes | None) -> tuple[bytes, Background[Any, tuple[Batch, Position]]]:
+        iterator = iter(self._ds)
+        if position is not None:
+            iterator.set_state(pickle.loads(position))
+        return _position(iterator), Background(
+            lambda ticket: ticket,
+            _WithPosition(iterator),
+            buffer_size=self._buffer_size,
+            name=_THREAD,
+        )
+
+    def to_state(self, position: bytes) -> dict[str, Any]:
+        return {"parent": _plain(pickle.loads(position))}
+
+    def from_state(self, state: dict[str, Any]) -> bytes:
+        if set(state) != {"parent"}:
+            raise StateError(
+                f"this is no state of a stream: it has the fields {sorted(state)}.\n"
+                "  remedy: restore with the pipeline that saved it."
+            )
+        return pickle.dumps(state["parent"])
+
+
+class _WithPosition(Iterator[tuple[Batch, bytes]]):
+    """Batches with the position after each; closes where they come from."""
+
+    def __init__(self, iterator: grain.DatasetIterator):
+        self._iterator = iterator
+
+    def __next__(self) -> tuple[Batch, bytes]:
+        return next(self._iterator), _position(self._iterator)
+
+    def close(self) -> None:
+        self._iterator.close()
+
+
+def _position(iterator: grain.DatasetIterator) -> bytes:
+    # A copy, since iterators may hand out what they go on to change; pickle is the fastest one.
+    return pickle.dumps(iterator.get_state())
+
+
+def _plain(state: Any) -> Any:
+    """The state with numpy scalars as Python's, which JSON can hold."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(_plain, state))
+    return state.item() if isinstance(state, np.generic) else state

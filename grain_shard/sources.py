@@ -1,0 +1,30 @@
+"""`ArrayRecordSource`: Grain's ArrayRecord source, with the batched reads that it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grain
+
+
+class ArrayRecordSource(grain.sources.ArrayRecordDataSource):
+    """Records of ArrayRecord files by index, read many at a time.
+
+    A batch of rows is then one call into the reader of each file. Grain asks a source for several
+    records through ``_getitems`` (its protocol for batched reads); `ArrayRecordDataSource` can do
+    as much, but under the name ``__getitems__`` only.
+
+    Example:
+        >>> source = ArrayRecordSource(["train-00000-of-00002", ...])  # doctest: +SKIP
+        >>> grain.MapDataset.source(source).batch(256).shard_to(mesh)  # doctest: +SKIP
+
+    Args:
+        paths: One path, or several; see `array_record`'s `ArrayRecordDataSource`.
+        reader_options: Passed to each reader.
+
+    Raises:
+        ValueError: No path is given, or not a path.
+    """
+
+    def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
+        return self.__getitems__(indices)

@@ -1,0 +1,212 @@
+"""`PadToDivisible`: every batch gets the same number of rows, and a mask of the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import grain
+import numpy as np
+
+from grain_shard._grain import iter_batch_size
+from grain_shard.errors import ShardingError, describe_leaf, require_int
+from grain_shard.rows import Epoch, RowMapDataset, RowReader, row_reader
+from grain_shard.trees import Batch, FlatBatch
+
+Remainder = Literal["pad", "drop", "error"]
+REMAINDERS = ("pad", "drop", "error")
+
+
+@dataclass(frozen=True)
+class PadToDivisible:
+    """Pads the rows of every batch to a multiple of `divisor`, with zeros, and adds a mask.
+
+    Every batch gets as many rows as a full one, so a training step compiles once. The mask is
+    ``bool[global_batch_size]``, True for real rows.
+
+    Example:
+        >>> import grain
+        >>> ds = grain.MapDataset.range(3).map(lambda x: {"x": x}).batch(3).pipe(PadToDivisible(2))
+        >>> ds[0]
+        {'x': array([0, 1, 2, 0]), 'valid_mask': array([ True,  True,  True, False])}
+
+    Attributes:
+        divisor: What the number of rows must be a multiple of.
+        remainder: What becomes of a short batch at the end of an epoch: "pad" it, "drop" it, or
+            "error" to refuse it.
+        mask_key: The key of the mask in the batch; None for no mask.
+        global_batch_size: Rows of a full batch before padding; by default that of the dataset.
+    """
+
+    divisor: int
+    remainder: Remainder = "pad"
+    mask_key: str | None = "valid_mask"
+    global_batch_size: int | None = None
+
+    def __post_init__(self):
+        require_int("divisor", self.divisor, 1)
+        if self.global_batch_size is not None:
+            require_int("global_batch_size", self.global_batch_size, 1)
+        if self.remainder not in REMAINDERS:
+            raise ShardingError(
+                f"remainder={self.remainder!r} is not one of {', '.join(REMAINDERS)}.",
+                remedy="choose one of them.",
+            )
+
+    def __call__(self, ds: Any) -> Any:
+        """The padded dataset, of the same kind.
+
+        Raises:
+            ShardingError: `remainder` is "error" and the last batch is short, or "drop" and it
+                cannot be told which batches are short.
+        """
+        if isinstance(ds, grain.MapDataset):
+            return _PadMapDataset(ds, self)
+        return _PadIterDataset(ds, self)
+
+    def padded(self, global_batch_size: int) -> int:
+        """The number of rows after padding."""
+        return -(-global_batch_size // self.divisor) * self.divisor
+
+
+def pad_batch(batch: Batch, size: int, mask_key: str | None) -> Batch:
+    """The batch with zero rows added up to `size`, and the mask.
+
+    Args:
+        batch: A tree of arrays ``[m, ...]``, m <= size; scalars stay as they are.
+        size: Rows to pad to.
+        mask_key: Where to put the mask, ``bool[size]``; None for no mask.
+
+    Raises:
+        ShardingError: A mask is asked for and the batch is no mapping, or holds that key already.
+    """
+    flat = FlatBatch.of(batch)
+    arrays, missing = flat.arrays, size - flat.rows
+    if missing:
+        arrays = [_with_zero_rows(array, missing) if array.ndim else array for array in arrays]
+    padded = flat.structure.unflatten(arrays)
+    if mask_key is None:
+        return padded
+    if not isinstance(padded, Mapping):
+        flat.refuse(
+            f"the batch is a {type(padded).__name__}, so there is no place for the mask.",
+            remedy="turn records into dicts with .map before .batch, or pass mask_key=None.",
+        )
+    if mask_key in padded:
+        raise ShardingError(
+            f"the batch already has a leaf {mask_key!r}, the key of the mask.",
+            path=f"batch[{mask_key!r}]",
+            leaf=describe_leaf(padded[mask_key]),
+            remedy="pass another mask_key, or mask_key=None to pad without a mask.",
+        )
+    return {**padded, mask_key: np.arange(size) < flat.rows}
+
+
+def _with_zero_rows(array: np.ndarray, count: int) -> np.ndarray:
+    return np.concatenate([array, np.zeros((count, *array.shape[1:]), array.dtype)])
+
+
+class _PaddedRows:
+    """A reader whose batches are all full."""
+
+    def __init__(self, inner: RowReader, pad: PadToDivisible):
+        self._inner, self._pad = inner, pad
+        self.reads_whole_batches = inner.reads_whole_batches
+        if pad.remainder == "pad":
+            return
+        epoch = inner.epoch()
+        if epoch is None:
+            raise ShardingError(
+                f"remainder={pad.remainder!r} needs to know which batches are short, and a slice"
+                " stands between .batch and it.",
+                remedy="use .batch(B, drop_remainder=True), or slice the records before .batch.",
+            )
+        if pad.remainder == "error" and epoch.full < epoch.batches:
+            raise ShardingError(
+                f"the records do not fill the last batch of {inner.global_batch_size} rows.",
+                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+            )
+
+    @property
+    def global_batch_size(self) -> int:
+        return self._pad.padded(self._pad.global_batch_size or self._inner.global_batch_size)
+
+    def epoch(self) -> Epoch | None:
+        epoch = self._inner.epoch()
+        if epoch is not None and self._pad.remainder == "drop":
+            return Epoch(batches=epoch.full, full=epoch.full)
+        return epoch
+
+    def num_batches(self) -> int:
+        batches, epoch = self._inner.num_batches(), self._dropping()
+        return batches if epoch is None else batches // epoch.batches * epoch.full
+
+    def read(self, index: int, rows: np.ndarray) -> Batch:
+        if (epoch := self._dropping()) is not None:
+            index = index // epoch.full * epoch.batches + index % epoch.full
+        return pad_batch(self._inner.read(index, rows), len(rows), self._pad.mask_key)
+
+    def _dropping(self) -> Epoch | None:
+        return self._inner.epoch() if self._pad.remainder == "drop" else None
+
+
+class _PadMapDataset(RowMapDataset):
+    def __init__(self, parent: grain.MapDataset, pad: PadToDivisible):
+        super().__init__(parent, _PaddedRows(row_reader(parent), pad))
+        self._pad = pad
+
+    def __str__(self) -> str:
+        return str(self._pad)
+
+
+class _PadIterDataset(grain.IterDataset):
+    def __init__(self, parent: grain.IterDataset, pad: PadToDivisible):
+        super().__init__(parent)
+        self._pad = pad
+
+    def __iter__(self) -> grain.DatasetIterator:
+        (parent,) = self.parents
+        rows = self._pad.global_batch_size or iter_batch_size(parent) or 0
+        return _PadIterator(iter(parent), self._pad, rows)
+
+    def __str__(self) -> str:
+        return str(self._pad)
+
+
+class _PadIterator(grain.DatasetIterator):
+    """Takes the first batch for a full one if nothing else says how large that is.
+
+    The size is part of the state: after a restore the first batch may be the short last one.
+    """
+
+    def __init__(self, parent: grain.DatasetIterator, pad: PadToDivisible, rows: int):
+        super().__init__(parent)
+        self._source, self._pad, self._rows = parent, pad, rows
+
+    def __next__(self) -> Batch:
+        remainder = self._pad.remainder
+        while True:
+            batch = next(self._source)
+            flat = FlatBatch.of(batch)
+            self._rows = self._rows or flat.rows
+            if flat.rows == self._rows or (flat.rows < self._rows and remainder == "pad"):
+                if remainder != "pad" and self._rows % self._pad.divisor:
+                    flat.refuse(
+                        f"{self._rows} rows do not split into {self._pad.divisor} shards.",
+                        remedy=f'batch by {self._pad.padded(self._rows)}, or pass remainder="pad".',
+                    )
+                return pad_batch(batch, self._pad.padded(self._rows), self._pad.mask_key)
+            if flat.rows > self._rows or remainder == "error":
+                flat.refuse(
+                    f"the batch has {flat.rows} rows, a full one has {self._rows}.",
+                    remedy="batch the stream with one size; a short last batch needs"
+                    ' remainder="pad" or "drop".',
+                )
+
+    def get_state(self) -> dict[str, Any]:
+        return {"parent": self._source.get_state(), "rows": self._rows}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._source.set_state(state["parent"])
+        self._rows = state["rows"]

@@ -1,0 +1,102 @@
+"""`ShardBatch`: keeps this host's rows of the global batch, and reads no others where it can."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+
+from grain_shard.layout import BatchLayout
+from grain_shard.rows import row_reader, take_rows
+from grain_shard.trees import Batch, FlatBatch
+
+
+@dataclass(frozen=True)
+class ShardBatch:
+    """Keeps the rows of each batch that this host's devices hold.
+
+    Over a `MapDataset` it reaches below ``.batch`` and evaluates those rows alone. What it hands
+    out is in fresh arrays that nothing else refers to.
+
+    Example:
+        >>> import grain
+        >>> ds = grain.MapDataset.range(16).map(lambda i: {"x": i}).batch(8)
+        >>> ds.pipe(ShardBatch(BatchLayout(divisor=4, shards=(1, 3))))[1]
+        {'x': array([10, 11, 14, 15])}
+
+    Attributes:
+        layout: Which rows this host holds.
+    """
+
+    layout: BatchLayout
+
+    def __call__(self, ds: Any) -> Any:
+        """The dataset of this host's rows, of the same kind: leaves are ``[host_batch_size, ...]``.
+
+        Raises:
+            ShardingError: The shards do not divide the batch size.
+        """
+        if isinstance(ds, grain.MapDataset):
+            return ShardBatchMapDataset(ds, self.layout)
+        return ShardBatchIterDataset(ds, self.layout)
+
+
+class ShardBatchMapDataset(grain.MapDataset):
+    """This host's rows of a random-access dataset of batches."""
+
+    def __init__(self, parent: grain.MapDataset, layout: BatchLayout):
+        super().__init__(parent)
+        self._layout = layout
+        self._reader = row_reader(parent)
+        self._rows = layout.rows(self._reader.global_batch_size)
+        if self._reader.reads_whole_batches and not layout.holds_all:
+            warnings.warn(
+                f"this host holds {len(layout.shards)} of {layout.divisor} shards and still has to"
+                " evaluate every row: with a custom batch_fn, or a .map after .batch, no row can"
+                " be had alone. Move the .map before .batch to read only the rows it needs.",
+                stacklevel=2,
+            )
+
+    def __len__(self) -> int:
+        return self._reader.num_batches()
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        return self._reader.read(index, self._rows)
+
+    def __str__(self) -> str:
+        return str(ShardBatch(self._layout))
+
+
+class ShardBatchIterDataset(grain.IterDataset):
+    """This host's rows of a stream of batches that is the same on every host."""
+
+    def __init__(self, parent: grain.IterDataset, layout: BatchLayout):
+        super().__init__(parent)
+        self._layout = layout
+
+    def __iter__(self) -> grain.DatasetIterator:
+        (parent,) = self.parents
+        return _ShardBatchIterator(iter(parent), self._layout)
+
+    def __str__(self) -> str:
+        return str(ShardBatch(self._layout))
+
+
+class _ShardBatchIterator(grain.DatasetIterator):
+    def __init__(self, parent: grain.DatasetIterator, layout: BatchLayout):
+        super().__init__(parent)
+        self._source, self._layout = parent, layout
+
+    def __next__(self) -> Batch:
+        batch = FlatBatch.of(next(self._source))
+        return take_rows(batch, self._layout.rows(batch.rows))
+
+    def get_state(self) -> dict[str, Any]:
+        return self._source.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._source.set_state(state)

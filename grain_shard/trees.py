@@ -1,0 +1,121 @@
+"""Batches as trees: the path of each leaf, and the checks that every stage shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+
+from grain_shard.errors import ShardingError, describe_leaf
+
+Batch = Any  # a tree of numpy arrays that share their leading axis
+ROOT = "batch"
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
+    """Paths, leaves and structure of a tree; None counts as a leaf, so that it can be named."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
+    paths = [root + jax.tree_util.keystr(path) for path, _ in pairs]
+    return paths, [leaf for _, leaf in pairs], structure
+
+
+def is_text(leaf: Any) -> bool:
+    """Whether a leaf holds strings, which live on the host only."""
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "US"
+
+
+def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
+    """The leaves as numpy arrays of a dtype that JAX or, for text, the host can hold.
+
+    Raises:
+        ShardingError: A leaf is None, ragged, of object dtype, or of another dtype that no device
+            can hold.
+    """
+    arrays = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        try:
+            array = np.asarray(leaf)
+        except ValueError:  # numpy: "inhomogeneous shape"
+            array = np.empty((), object)
+        if array.dtype.kind == "O":
+            raise ShardingError(
+                "the leaf holds Python objects (ragged rows, or a None among them).",
+                path=path,
+                leaf=describe_leaf(leaf),
+                remedy="pad the rows to one shape and replace None by a number in .map, or drop"
+                " the leaf.",
+            )
+        if not (is_text(array) or is_numeric(array.dtype)):
+            raise ShardingError(
+                f"dtype {array.dtype} is not one that JAX can hold.",
+                path=path,
+                leaf=describe_leaf(array),
+                remedy="convert it to a number in .map.",
+            )
+        arrays.append(array)
+    return arrays
+
+
+def is_numeric(dtype: np.dtype) -> bool:
+    """Whether JAX can hold the dtype: numbers, booleans and ml_dtypes' small floats."""
+    return dtype == np.bool_ or jax.dtypes.issubdtype(dtype, np.number)
+
+
+class FlatBatch(NamedTuple):
+    """A batch taken apart: its leaves with their paths, and the rows that they share.
+
+    Attributes:
+        paths: Of each leaf, e.g. ``batch['image']``.
+        arrays: The leaves.
+        structure: The tree that holds them.
+        rows: The leading size of every leaf of rank >= 1.
+    """
+
+    paths: list[str]
+    arrays: list[np.ndarray]
+    structure: Any
+    rows: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> FlatBatch:
+        """Takes a batch apart.
+
+        Raises:
+            ShardingError: A leaf cannot be a batch of rows, or two leaves differ in their rows.
+        """
+        paths, leaves, structure = flatten(batch)
+        arrays = as_arrays(paths, leaves)
+        return cls(paths, arrays, structure, _leading_size(paths, arrays))
+
+    def refuse(self, problem: str, remedy: str) -> NoReturn:
+        """Raises a `ShardingError` that shows the first leaf."""
+        raise ShardingError(
+            problem, path=self.paths[0], leaf=describe_leaf(self.arrays[0]), remedy=remedy
+        )
+
+
+def _leading_size(paths: Sequence[str], arrays: Sequence[np.ndarray]) -> int:
+    sized = [(path, array) for path, array in zip(paths, arrays, strict=True) if array.ndim]
+    if not sized:
+        raise ShardingError(
+            "the batch has no leaf with a leading axis.",
+            path=ROOT,
+            remedy="call .batch(global_batch_size) before .shard_to.",
+        )
+    first_path, first = sized[0]
+    for path, array in sized[1:]:
+        if len(array) != len(first):
+            raise ShardingError(
+                f"the leading axis has {len(array)} rows, that of {first_path} has {len(first)}.",
+                path=path,
+                leaf=describe_leaf(array),
+                remedy="give every leaf one row per record; make what belongs to the whole batch a"
+                " scalar.",
+            )
+    return len(first)
