@@ -25,8 +25,8 @@ _REPEAT = type(grain.MapDataset.range(1).repeat(1))
 _ELEMENTWISE = (
     _SEED,
     type(grain.MapDataset.range(1).map(str)),
-    type(grain.MapDataset.range(1).random_map(str, seed=0)),
-    type(grain.MapDataset.range(1).map_with_index(str)),
+    type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0)),
+    type(grain.MapDataset.range(1).map_with_index(lambda i, x: x)),
 )
 
 
@@ -86,18 +86,18 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     )
 
 
-def iter_batch_size(ds: grain.IterDataset) -> int | None:
+def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
     """B of an ``IterDataset.batch(B)`` that stands right below, or None."""
     return getattr(ds, "_batch_size", None) if type(ds) is _ITER_BATCH else None
 
 
 def below_read_ahead(
-    ds: grain.IterDataset,
-) -> tuple[grain.MapDataset, grain.ReadOptions | None] | None:
+    ds: grain.MapDataset | grain.IterDataset,
+) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
     """Looks through ``.to_iter_dataset(read_options)``; None if something else stands there.
 
     Returns:
-        The `MapDataset` below, and the read options if they are not Grain's defaults.
+        The `MapDataset` below, and (threads, batches to buffer) if they are not Grain's defaults.
     """
     while type(ds) in (_ITER_SEED, grain.experimental.WithOptionsIterDataset):
         (ds,) = ds.parents  # they change no element
@@ -106,7 +106,9 @@ def below_read_ahead(
     options = getattr(ds, "_read_options", None)
     (parent,) = ds.parents
     assert isinstance(parent, grain.MapDataset)
-    return parent, None if options == grain.ReadOptions() else options
+    if options is None or options == grain.ReadOptions():
+        return parent, None
+    return parent, (int(options.num_threads), int(options.prefetch_buffer_size))
 
 
 def get_records(ds: grain.MapDataset, indices: Sequence[int]) -> Sequence[Any]:

@@ -70,8 +70,8 @@ def shard_to(
     """
     ds, read_options = _random_access(ds)
     if read_options is not None:
-        num_threads = num_threads or max(1, int(read_options.num_threads))
-        cpu_buffer_size = max(1, int(read_options.prefetch_buffer_size))
+        num_threads = num_threads or max(1, read_options[0])
+        cpu_buffer_size = max(1, read_options[1])
     shardings = ShardingTree.of(mesh_or_sharding, spec).with_mask(mask_key)
     layout = shardings.layout()
     try:
@@ -124,7 +124,7 @@ _CLASSES = (grain.MapDataset, grain.IterDataset)
 
 def _random_access(
     ds: grain.MapDataset | grain.IterDataset,
-) -> tuple[grain.MapDataset | grain.IterDataset, grain.ReadOptions | None]:
+) -> tuple[grain.MapDataset | grain.IterDataset, tuple[int, int] | None]:
     """The `MapDataset` below ``.to_iter_dataset(read_options)``, which keeps random access."""
     if isinstance(ds, grain.IterDataset) and (below := _grain.below_read_ahead(ds)) is not None:
         return below

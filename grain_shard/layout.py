@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from grain_shard.errors import ShardingError
 
@@ -156,7 +156,7 @@ def _blocks_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, i
     if not isinstance(sharding, NamedSharding):
         devices = list(sharding.device_set)
         return devices, np.zeros(len(devices), np.int64), 1
-    mesh = sharding.mesh
+    mesh = cast(Mesh, sharding.mesh)
     axes = batch_axes(sharding.spec)
     block = np.zeros(mesh.devices.shape, np.int64)
     for name in axes:

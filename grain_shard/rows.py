@@ -196,9 +196,8 @@ class _Row(NamedTuple):
     def _stack_leaf(self, i: int, column: Sequence[Any], records: Sequence[int]) -> np.ndarray:
         shape, dtype = self.shapes[i], self.dtypes[i]
         text = dtype.kind in "US"  # its dtype carries a width, which may differ from row to row
-        if text or {(np.shape(v), getattr(v, "dtype", type(v))) for v in column} != {
-            (shape, dtype)
-        }:
+        kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
+        if text or kinds != {(shape, dtype)}:
             for value, record in zip(column, records, strict=True):
                 self._check_row(i, np.asarray(value), record)
         if shape and not text:

@@ -27,4 +27,4 @@ class ArrayRecordSource(grain.sources.ArrayRecordDataSource):
     """
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
-        return self.__getitems__(indices)
+        return super().__getitems__(indices)  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf
@@ -64,7 +65,7 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
 
 def is_numeric(dtype: np.dtype) -> bool:
     """Whether JAX can hold the dtype: numbers, booleans and ml_dtypes' small floats."""
-    return dtype == np.bool_ or jax.dtypes.issubdtype(dtype, np.number)
+    return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
 class FlatBatch(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,6 +15,7 @@ from grain_shard.fingerprint import Fingerprint, fingerprint
 from grain_shard.host_batches import HostBatches, Position, RandomAccess, Stream
 from grain_shard.prefetch import Background
 from grain_shard.shardings import ShardingTree
+from grain_shard.state_files import read_state, write_state
 from grain_shard.transforms.shard_batch import ShardBatchMapDataset
 from grain_shard.trees import Batch
 
@@ -167,6 +170,23 @@ class DevicePutIterator(grain.DatasetIterator[Batch]):
         position = self._host.from_state(state)
         self._stage.close()
         self._open(position)
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Orbax's v1 API: writes the state while the loop goes on."""
+        state = self.get_state()
+
+        async def write() -> None:
+            await asyncio.to_thread(write_state, await directory.await_creation(), state)
+
+        return write()
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """Orbax's v1 API: restores what `save` wrote."""
+
+        async def read() -> None:
+            self.set_state(await asyncio.to_thread(read_state, directory))
+
+        return read()
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""

@@ -1,0 +1,68 @@
+"""Orbax: save on N hosts, restore on M.
+
+A random-access pipeline has one state, the same on every host: the first host writes it, all read
+it. A stream has a state for each host, in a file each, and needs as many hosts to restore.
+
+The iterators also work with Orbax's v1 API as they are, by their ``save`` and ``load``, which come
+to the same files.
+
+Example:
+    >>> import orbax.checkpoint as ocp
+    >>> manager = ocp.CheckpointManager(directory)  # doctest: +SKIP
+    >>> manager.save(step, args=ocp.args.Composite(  # doctest: +SKIP
+    ...     model=ocp.args.StandardSave(params), data=CheckpointSave(iterator)))
+    >>> manager.restore(step, args=ocp.args.Composite(  # doctest: +SKIP
+    ...     model=ocp.args.StandardRestore(params), data=CheckpointRestore(iterator)))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from grain_shard.state_files import read_state, write_state
+from grain_shard.transforms.device_put import DevicePutIterator
+
+
+class CheckpointHandler(ocp.CheckpointHandler):
+    """Writes and reads the state of an iterator that `shard_to` made."""
+
+    def save(self, directory: Any, args: CheckpointSave) -> None:
+        """Writes the state of the last batch that was handed out."""
+        write_state(directory, args.iterator.get_state())
+
+    def restore(self, directory: Any, args: CheckpointRestore) -> DevicePutIterator:
+        """Sets the iterator to the saved state, and returns it.
+
+        Raises:
+            StateError: The state was saved by another pipeline, or by a stream on another number
+                of hosts.
+        """
+        args.iterator.set_state(read_state(directory))
+        return args.iterator
+
+
+@ocp.args.register_with_handler(CheckpointHandler, for_save=True)
+@dataclass
+class CheckpointSave(ocp.args.CheckpointArgs):
+    """Saves the state of an iterator.
+
+    Attributes:
+        iterator: Of a dataset that `shard_to` made.
+    """
+
+    iterator: DevicePutIterator
+
+
+@ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
+@dataclass
+class CheckpointRestore(ocp.args.CheckpointArgs):
+    """Restores the state into an iterator, new or in use.
+
+    Attributes:
+        iterator: Of the same pipeline, on any hosts and any mesh.
+    """
+
+    iterator: DevicePutIterator
