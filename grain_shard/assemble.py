@@ -46,6 +46,7 @@ class Assembler:
 
     def __init__(self, shardings: ShardingTree, layout: BatchLayout, *, copies: bool):
         self._shardings, self._layout = shardings, layout
+        self.mesh_axes = shardings.mesh_axes
         devices = {d for s in shardings.shardings() for d in s.addressable_devices}
         self._copies = copies and any(d.platform == "cpu" for d in devices)
         self._structure: Any = None
@@ -113,7 +114,6 @@ class Assembler:
 
     def _refuse(self, batch: Batch) -> None:
         flat = FlatBatch.of(batch)
-        axes = self._shardings.mesh_axes
         remedy = "give all batches one tree, one shape and one dtype, so that a step compiles once."
         if flat.structure != self._structure:
             before = {leaf.path for leaf in self._leaves}
@@ -121,7 +121,7 @@ class Assembler:
             raise ShardingError(
                 "the batch is another tree than the first one.",
                 path=path,
-                mesh_axes=axes,
+                mesh_axes=self.mesh_axes,
                 remedy=remedy,
             )
         for leaf, array in zip(self._leaves, flat.arrays, strict=True):
@@ -131,6 +131,6 @@ class Assembler:
                     " here, on this host.",
                     path=leaf.path,
                     leaf=describe_leaf(array),
-                    mesh_axes=axes,
+                    mesh_axes=self.mesh_axes,
                     remedy=remedy,
                 )

@@ -44,6 +44,7 @@ def estimate_max_batch_size(
     Raises:
         ValueError: The device does not tell its limit and none is given; the smallest batch does
             not fit; or `make_batch` ignores its argument.
+        NotImplementedError: The backend's compiler does not account for memory.
 
     Example:
         >>> step = lambda weights, batch: (batch @ weights).sum()
@@ -56,11 +57,13 @@ def estimate_max_batch_size(
         130528
     """
     limit = _device_memory_limit() if memory_limit_bytes is None else memory_limit_bytes
-    compiled_step = step if hasattr(step, "lower") else jax.jit(step)
+    compiled_step: Any = step if hasattr(step, "lower") else jax.jit(step)
 
     def held_bytes(batch_size: int) -> int:
-        compiled = compiled_step.lower(*args, make_batch(batch_size)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        compiled = compiled_step.lower(*args, make_batch(batch_size)).compile()
         memory = compiled.memory_analysis()
+        if memory is None:
+            raise NotImplementedError("XLA gives no memory analysis for this backend.")
         return (
             memory.argument_size_in_bytes
             + memory.output_size_in_bytes

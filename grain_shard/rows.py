@@ -116,17 +116,12 @@ class RecordRows:
     def read(self, index: int, rows: np.ndarray) -> Batch:
         records = _record_indices(self._node, index, rows)
         if not records:
-            return self._row_of(self._read_one(0)).empty_batch()
+            # All padding. One record, once, tells what the rows would look like.
+            self._row = self._row or _Row.of(self._read_all(0, [0])[0])
+            return self._row.empty_batch()
         values = self._read_all(index, records)
-        return self._row_of(values[0]).stack(values, records)
-
-    def _row_of(self, value: Any) -> _Row:
-        if self._row is None:
-            self._row = _Row.of(value)
-        return self._row
-
-    def _read_one(self, record: int) -> Any:
-        return self._read_all(0, [record])[0]
+        self._row = self._row or _Row.of(values[0])
+        return self._row.stack(values, records)
 
     def _read_all(self, index: int, records: Sequence[int]) -> Sequence[Any]:
         source = self._node.records

@@ -144,8 +144,9 @@ class DevicePutIterator(grain.DatasetIterator[Batch]):
 
     def _open(self, position: Position | None) -> None:
         self._position, batches = self._host.open(position)
+        assembler = self._assembler  # threads must not refer to self, or it is never collected
         self._stage: Background[Any, tuple[Batch, Position]] = Background(
-            lambda ticket: (self._assembler(ticket[0]), ticket[1]),
+            lambda ticket: (assembler(ticket[0]), ticket[1]),
             batches,
             buffer_size=self._device_buffer_size,
             name="grain-shard-device",
@@ -153,7 +154,11 @@ class DevicePutIterator(grain.DatasetIterator[Batch]):
 
     def __next__(self) -> Batch:
         self._assert_not_closed()
-        batch, self._position = next(self._stage)
+        try:
+            batch, self._position = next(self._stage)
+        except ShardingError as error:
+            # What stands before placement knows no mesh, and may run where there is none.
+            raise error.with_mesh(self._assembler.mesh_axes)  # noqa: B904 (it is the same error)
         return batch
 
     def get_state(self) -> dict[str, Any]:

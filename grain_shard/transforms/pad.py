@@ -122,6 +122,12 @@ class _PaddedRows:
                 " stands between .batch and it.",
                 remedy="use .batch(B, drop_remainder=True), or slice the records before .batch.",
             )
+        if pad.remainder == "drop" and not epoch.full:
+            raise ShardingError(
+                "no batch is left: there are fewer records than one batch of"
+                f' {inner.global_batch_size} rows, and remainder="drop".',
+                remedy='pass remainder="pad", or make the batch smaller.',
+            )
         if pad.remainder == "error" and epoch.full < epoch.batches:
             raise ShardingError(
                 f"the records do not fill the last batch of {inner.global_batch_size} rows.",

@@ -1,0 +1,423 @@
+"""Rehearse a multi-host JAX program on one machine: one process a host, virtual CPU devices.
+
+A script runs as on a pod: ``jax.distributed.initialize()`` needs no arguments, and collectives
+cross the processes. A test calls a function on every host and has what each of them returned::
+
+    $ python -m grain_shard rehearse --hosts 4 --devices-per-host 2 train.py --steps 20
+    [host 2] step 0: loss 4.12
+    [host 0] step 0: loss 4.12
+
+    assert rehearse.run(jax.process_index, hosts=2) == [0, 1]
+
+The first host to fail ends the others, and is the one that is reported. However a rehearsal ends,
+its hosts and their own child processes end with it; only if it is itself killed by SIGKILL do they
+go on, until they next print. Linux, and macOS from Python 3.13 (which gives it `os.waitid`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+from grain_shard.errors import GrainShardError
+
+# From SIGTERM to SIGKILL. After jax.distributed.initialize() JAX's preemption service catches
+# SIGTERM and leaves the rest to the program, so a host that is blocked uses all of it.
+GRACE_S = 2.0
+_TAIL_LINES = 40
+
+# Runs a script or module as `python` does, but leaves at once when it fails: an orderly exit waits
+# for the other hosts (JAX's atexit handler, up to 5 minutes) while they wait for this one. It must
+# import neither JAX nor this package: a script may set variables before it imports them.
+_HOST_PROGRAM = """
+import os, runpy, sys
+del sys.argv[0]
+code = 0
+try:
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as error:
+    code = error.code or 0
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+except BaseException as error:
+    tb = error.__traceback__
+    while tb and tb.tb_frame.f_code.co_filename in ("<string>", "<frozen runpy>"):
+        tb = tb.tb_next
+    sys.excepthook(type(error), error, tb)
+    code = 1
+if code:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+"""
+
+# The script behind `run`; a host's own worker processes import it again, under another __name__.
+_CALL_SCRIPT = """
+import os, pickle, sys
+if __name__ == "__main__":
+    with open(sys.argv[1], "rb") as call:
+        sys.path[:] = pickle.load(call)
+        import cloudpickle, jax
+        jax.distributed.initialize()
+        function, args = pickle.load(call)
+    value = cloudpickle.dumps(function(*args))
+    with open(sys.argv[1] + "." + os.environ["SLURM_PROCID"], "wb") as returned:
+        returned.write(value)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class RehearsalResult:
+    """How a rehearsal went; lists have an entry a host.
+
+    Attributes:
+        returncodes: As in `subprocess.Popen.returncode`: -9 if signal 9 killed the host.
+        outputs: What each host wrote to stdout and stderr.
+        failed_host: The host that failed first, if any did.
+        timed_out_hosts: The hosts that still ran when the time was over.
+    """
+
+    returncodes: list[int]
+    outputs: list[str]
+    failed_host: int | None
+    timed_out_hosts: list[int]
+
+    @property
+    def exit_code(self) -> int:
+        """That of the first host to fail (128 + n if signal n killed it), 124 at a timeout, or 0."""
+        if self.failed_host is not None:
+            code = self.returncodes[self.failed_host]
+            return code if code >= 0 else 128 - code
+        return 124 if self.timed_out_hosts else 0
+
+    def summary(self) -> str:
+        """Which host failed or which hosts hung, how, and their last lines."""
+        if self.failed_host is None:
+            hosts = self.timed_out_hosts
+            head = f"timed out, still running: {', '.join(f'host {host}' for host in hosts)}"
+        else:
+            hosts = [self.failed_host]
+            head = f"host {self.failed_host} failed first, with exit code {self.exit_code}"
+            if (code := self.returncodes[self.failed_host]) < 0:
+                head += f" (signal {-code}: {signal.strsignal(-code)})"
+        tails = [
+            f"[host {host}] {line}"
+            for host in hosts
+            for line in self.outputs[host].splitlines()[-_TAIL_LINES:]
+        ]
+        return "\n".join([head, *tails])
+
+
+class RehearsalError(GrainShardError, RuntimeError):
+    """A host failed, or the time was over.
+
+    Attributes:
+        result: How the rehearsal went. Of it, for short:
+        host: The host that failed first; None at a timeout.
+        exit_code: Its exit code, 128 + n if signal n killed it; 124 at a timeout.
+        outputs: What each host wrote.
+    """
+
+    def __init__(self, result: RehearsalResult):
+        super().__init__(result)
+        self.result, self.host = result, result.failed_host
+        self.exit_code, self.outputs = result.exit_code, result.outputs
+
+    def __str__(self) -> str:
+        return self.result.summary()
+
+
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    hosts: int,
+    devices_per_host: int = 1,
+    timeout_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    end_others: bool = True,
+) -> list[Any]:
+    """Calls ``function(*args)`` on every host, after ``jax.distributed.initialize()``.
+
+    Args:
+        function: Any function, closures and those of a test module too: cloudpickle sends it.
+            What it returns should be NumPy or plain Python: a `jax.Array` would start a JAX
+            backend in this process.
+        *args: Its arguments, the same on every host.
+        hosts: The number of processes.
+        devices_per_host: The number of CPU devices each has.
+        timeout_s: End all hosts after this many seconds.
+        env: Variables to set on every host, on top of this process's own.
+        end_others: Whether the first host to fail ends the others. If not they go on, until they
+            end by themselves or time out: to test how they take it.
+
+    Returns:
+        What the function returned on each host, in host order.
+
+    Raises:
+        RehearsalError: A host failed, or the time was over.
+
+    Example:
+        >>> run(lambda scale: scale * jax.process_index(), 10, hosts=2)
+        [0, 10]
+    """
+    with tempfile.TemporaryDirectory(prefix="rehearse-") as directory:
+        script, call = Path(directory, "call.py"), Path(directory, "call")
+        script.write_text(_CALL_SCRIPT)
+        call.write_bytes(pickle.dumps(sys.path) + _pickle_call(function, args))
+        result = run_script(
+            [str(script), str(call)],
+            hosts=hosts,
+            devices_per_host=devices_per_host,
+            timeout_s=timeout_s,
+            env=env,
+            end_others=end_others,
+        )
+        if result.exit_code != 0:
+            raise RehearsalError(result)
+        return [pickle.loads(Path(f"{call}.{host}").read_bytes()) for host in range(hosts)]
+
+
+def run_script(
+    argv: Sequence[str],
+    *,
+    hosts: int,
+    devices_per_host: int = 1,
+    timeout_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    end_others: bool = True,
+    echo: TextIO | None = None,
+) -> RehearsalResult:
+    """Runs a script on every host. A host's failure is in the result; it raises nothing.
+
+    Args:
+        argv: What would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
+        hosts, devices_per_host, timeout_s, env, end_others: As in `run`.
+        echo: Where to write each line as it arrives, prefixed with its host.
+    """
+    if hosts < 1 or devices_per_host < 1:
+        raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")
+    deadline = time.monotonic() + timeout_s
+    events: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
+    lines: list[list[str]] = [[] for _ in range(hosts)]
+    running, timed_out_hosts = set(range(hosts)), []
+    failed_host: int | None = None
+
+    def record(host: int, line: str) -> None:
+        lines[host].append(line)
+        if echo is not None:
+            print(f"[host {host}]", line.removesuffix("\n"), file=echo, flush=True)
+
+    processes: list[_Host] = []
+    with _reserved_port() as port, contextlib.ExitStack() as cleanup:
+        cleanup.callback(_end, processes)
+        for host in range(hosts):
+            variables = _environment(host, hosts, devices_per_host, port)
+            processes.append(_Host(host, argv, variables | dict(env or {}), events))
+        while running and (failed_host is None or not end_others):
+            if (remaining_s := deadline - time.monotonic()) <= 0:
+                timed_out_hosts = sorted(running)
+                break
+            with contextlib.suppress(queue.Empty):
+                host, line = events.get(timeout=remaining_s)
+                if line is not None:
+                    record(host, line)
+                    continue
+                running.remove(host)
+                if processes[host].reap() != 0 and failed_host is None:
+                    failed_host = host
+    while not events.empty():
+        host, line = events.get()
+        if line is not None:
+            record(host, line)
+    returncodes = [process.reap() for process in processes]
+    outputs = ["".join(host_lines) for host_lines in lines]
+    return RehearsalResult(returncodes, outputs, failed_host, timed_out_hosts)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line that `main` takes."""
+    parser.description = (
+        "Rehearse a multi-host JAX script on this machine, one process a host: in it "
+        "jax.distributed.initialize() needs no arguments, and collectives cross the processes."
+    )
+    add = parser.add_argument
+    add("--hosts", type=int, required=True, help="number of hosts")
+    add("--devices-per-host", type=int, default=1, help="CPU devices of each (default: 1)")
+    add("--timeout", type=float, default=600.0, help="seconds until all are ended (default: 600)")
+    add("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
+    add("script", help="the training script")
+    add("args", nargs=argparse.REMAINDER, help="all that follows is the script's")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Rehearses a script from the command line, and returns the exit code.
+
+    That is 0, that of the first host to fail (128 + n if signal n killed it), or 124 at a timeout.
+    """
+
+    def stop(number: int, frame: types.FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {
+        number: signal.signal(number, stop)
+        # SIGHUP: the hosts are in sessions of their own, where a closed terminal ends nobody.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN  # nohup(1) asks for that
+    }
+    try:
+        result = run_script(
+            [*(["-m"] if args.module else []), args.script, *args.args],
+            hosts=args.hosts,
+            devices_per_host=args.devices_per_host,
+            timeout_s=args.timeout,
+            echo=sys.stdout,
+        )
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if result.exit_code != 0:
+        print(f"rehearse: {result.summary()}", file=sys.stderr)
+    return result.exit_code
+
+
+class _Host:
+    """One host's process, a thread that reads its lines and one that waits for its end.
+
+    They put ``(index, line)`` and, once, ``(index, None)`` into `events`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        events: queue.SimpleQueue[tuple[int, str | None]],
+    ):
+        self._index, self._events = index, events
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _HOST_PROGRAM, *argv],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,  # so that a signal to its group reaches its children too
+        )
+        assert self._process.stdout is not None
+        stdout = self._process.stdout
+        self._reader = threading.Thread(target=self._read, args=(stdout,), daemon=True)
+        self._waiter = threading.Thread(target=self._wait, daemon=True)
+        self._reader.start()
+        self._waiter.start()
+
+    def _read(self, stdout: IO[str]) -> None:
+        with stdout:
+            for line in stdout:
+                self._events.put((self._index, line))
+
+    def _wait(self) -> None:
+        # WNOWAIT leaves the process to `reap`: until then its number, and so that of its group,
+        # cannot pass to a stranger, and is safe to signal.
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self._events.put((self._index, None))
+
+    def terminate(self) -> None:
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+
+    def join(self, timeout_s: float) -> None:
+        self._waiter.join(timeout_s)
+
+    def reap(self) -> int:
+        """Kills what is left of the process and its children; returns its return code."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._waiter.join()
+            # Not for ever: a daemon that has left the group may keep the pipe open.
+            self._reader.join(GRACE_S)
+        return self._process.wait()
+
+
+def _end(processes: Sequence[_Host]) -> None:
+    """Ends all that still run: by SIGTERM and, after `GRACE_S`, by SIGKILL."""
+    try:
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:  # a second Ctrl-C ends the wait, and not the killing
+        for process in processes:
+            process.reap()
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that the system gives to nobody else, and on which JAX's coordinator can listen."""
+    with socket.socket() as reservation:
+        # The coordinator sets this option too, so we need not give the port up first.
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reservation.bind(("127.0.0.1", 0))
+        yield reservation.getsockname()[1]
+
+
+def _environment(host: int, hosts: int, devices_per_host: int, port: int) -> dict[str, str]:
+    """This process's variables, and those that make a process one host of a SLURM job."""
+    # What a real cluster may have set, and would contradict ours.
+    foreign = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_LOCAL_DEVICE_IDS")
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    if any(name.lower().endswith("_proxy") for name in variables):
+        variables["no_grpc_proxy"] = "127.0.0.1"  # else gRPC asks the proxy for it, and hangs
+    # Collectives need 2 threads a device not to starve one another: on 2 cores, where XLA starts 2
+    # in all, JAX 0.10.2 hung with 2 devices a host, with and without asynchronous dispatch.
+    threads = max(os.cpu_count() or 1, 4 * devices_per_host)
+    return variables | {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_STEP_NUM_NODES": str(hosts),
+        "SLURM_NTASKS": str(hosts),
+        "SLURM_PROCID": str(host),
+        "SLURM_LOCALID": "0",
+        "JAX_COORDINATOR_PORT": str(port),
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices_per_host),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "PJRT_NPROC": str(threads),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    import cloudpickle  # Grain depends on it; the command line does without
+
+    with contextlib.ExitStack() as cleanup:
+        if isinstance(function, types.FunctionType):
+            # By value: a host need not import the test module, nor be able to.
+            module = sys.modules[function.__module__]
+            cloudpickle.register_pickle_by_value(module)
+            cleanup.callback(cloudpickle.unregister_pickle_by_value, module)
+        return cloudpickle.dumps((function, args))

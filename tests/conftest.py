@@ -1,0 +1,69 @@
+"""Eight virtual CPU devices, and no background thread that outlives its test."""
+
+import gc
+import threading
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from grain_shard import _grain
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def background_threads():
+    return {t for t in threading.enumerate() if t.name.startswith("grain-shard")}
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives_its_test(request):
+    failed_before = request.session.testsfailed
+    others = background_threads()
+    yield
+    if request.session.testsfailed > failed_before:
+        return  # the traceback keeps the test's iterators alive
+    gc.collect()
+    for thread in background_threads() - others:
+        thread.join(timeout=10)
+        assert not thread.is_alive(), f"{thread.name} outlived the test"
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((8,), ("data",))
+
+
+@pytest.fixture(params=["with Grain's hints", "public path only"])
+def hints(request, monkeypatch):
+    """Runs a test twice: with what `_grain` learns from Grain's private attributes, and without."""
+    if request.param == "public path only":
+        monkeypatch.setattr(_grain, "batch_node", lambda ds: None)
+        monkeypatch.setattr(_grain, "iter_batch_size", lambda ds: None)
+        monkeypatch.setattr(_grain, "get_records", lambda ds, indices: [ds[i] for i in indices])
+        monkeypatch.setattr(_grain, "seeds", lambda ds: ())
+    return request.param
+
+
+def data_mesh(num_devices, name="data"):
+    """A 1-D mesh of the first devices."""
+    return jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), (name,))
+
+
+def numbered(num_records, global_batch_size, **batch_options):
+    """Records that carry their own index, in global batches."""
+    return (
+        grain.MapDataset.range(num_records)
+        .map(lambda i: {"id": np.int32(i), "image": np.full((2, 3), i, np.float32)})
+        .batch(global_batch_size, **batch_options)
+    )
+
+
+def ids(batches, key="id", mask_key="valid_mask"):
+    """The ids of the valid rows of each batch."""
+    return [np.asarray(b[key])[np.asarray(b[mask_key])].tolist() for b in batches]
+
+
+def to_numpy(batch):
+    return jax.tree.map(np.asarray, batch)

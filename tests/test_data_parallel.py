@@ -1,0 +1,456 @@
+"""Data-parallel training gives the losses of one device on any number of them."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from grain_shard import data_parallel
+from grain_shard.data_parallel import (
+    create_data_parallel_sharding,
+    data_parallel_rules,
+    data_parallel_train_step,
+    place_batch_on_shards,
+    place_model_state_on_shards,
+    place_nnx_state_on_shards,
+    reduce_gradient_tree,
+    reduce_gradients_across_devices,
+    spmd_train_step,
+)
+from grain_shard.errors import ShardingError
+
+NUM_CLASSES = 8
+NUM_STEPS = 3
+DEVICE_COUNTS = [1, 2, 4, 8]
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def axis_type(request):
+    return request.param
+
+
+def mesh_of(num_devices, axis_type=AxisType.Auto):
+    return jax.make_mesh(
+        (num_devices,), ("data",), (axis_type,), devices=jax.devices()[:num_devices]
+    )
+
+
+def numpy_batches():
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "image": rng.normal(size=(16, 8)).astype(np.float32),
+            "label": rng.integers(0, NUM_CLASSES, 16),
+        }
+        for _ in range(NUM_STEPS)
+    ]
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        x = nn.relu(nn.Dense(16)(x))
+        x = nn.Dropout(0.5, deterministic=deterministic)(x)
+        return nn.Dense(NUM_CLASSES)(x)
+
+
+LINEN = LinenModel()
+ADAM = optax.adam(0.01)
+
+
+def linen_loss(params, batch):
+    logits = LINEN.apply({"params": params}, batch["image"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+
+def new_state(kind):
+    params = LINEN.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+    if kind == "TrainState":
+        return TrainState.create(apply_fn=LINEN.apply, params=params, tx=ADAM)
+    return params, ADAM.init(params)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(8, 16, rngs=rngs)
+        self.out = nnx.Linear(16, NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(x)))
+
+
+def nnx_loss(model, batch):
+    targets = jax.nn.one_hot(batch["label"], NUM_CLASSES)
+    return optax.softmax_cross_entropy(model(batch["image"]), targets).mean()
+
+
+@functools.cache
+def one_device_nnx_losses():
+    model = NnxModel(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    losses = []
+    for batch in numpy_batches():
+        loss, gradients = nnx.value_and_grad(nnx_loss)(model, batch)
+        optimizer.update(model, gradients)
+        losses.append(float(loss))
+    return losses
+
+
+@functools.cache
+def one_device_linen_losses():
+    params, opt_state = new_state("tuple")
+    losses = []
+    for batch in numpy_batches():
+        loss, gradients = jax.value_and_grad(linen_loss)(params, batch)
+        updates, opt_state = ADAM.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    return losses
+
+
+class TestSharding:
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    def test_rows_are_split(self, num_devices):
+        sharding = create_data_parallel_sharding(mesh_of(num_devices))
+        assert sharding.spec == P("data")
+        assert sharding.shard_shape((16, 3)) == (16 // num_devices, 3)
+
+    def test_over_several_axes(self):
+        mesh = jax.make_mesh((4, 2), ("data", "fsdp"))
+        assert create_data_parallel_sharding(mesh, ("data", "fsdp")).spec == P(("data", "fsdp"))
+
+    def test_unknown_axis_lists_those_of_the_mesh(self, mesh):
+        with pytest.raises(ShardingError) as error:
+            create_data_parallel_sharding(mesh, "batch")
+        assert "'batch', which does not exist" in str(error.value)
+        assert "data=8" in str(error.value)
+
+    def test_rules_are_those_of_meshes(self):
+        assert data_parallel_rules()("data", "embed", "mlp") == ("data", None, None)
+
+
+class TestPlaceBatch:
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    def test_defect_in_peer_numpy_leaves_stay_on_the_host(self, num_devices, axis_type):
+        mesh = mesh_of(num_devices, axis_type)
+        batch = numpy_batches()[0]
+        placed = place_batch_on_shards(batch, create_data_parallel_sharding(mesh))
+        for name, rows in batch.items():
+            assert isinstance(placed[name], jax.Array)
+            np.testing.assert_array_equal(placed[name], rows)
+            shards = placed[name].addressable_shards
+            assert [shard.data.shape[0] for shard in shards] == [16 // num_devices] * num_devices
+
+    def test_one_spec_serves_all_ranks(self):
+        mesh = jax.make_mesh((4, 2), ("data", "seq"))
+        placed = place_batch_on_shards(
+            {
+                "tokens": np.zeros((8, 6), np.int32),
+                "weight": np.zeros(8, np.float32),
+                "temperature": np.float32(0.5),
+                "epoch": 3,
+            },
+            NamedSharding(mesh, P("data", "seq")),
+        )
+        assert {name: leaf.sharding.spec for name, leaf in placed.items()} == {
+            "tokens": P("data", "seq"),
+            "weight": P("data"),
+            "temperature": P(),
+            "epoch": P(),
+        }
+        assert (float(placed["temperature"]), int(placed["epoch"])) == (0.5, 3)
+
+    def test_jax_arrays_and_keys(self, mesh):
+        sharding = create_data_parallel_sharding(mesh)
+        placed = place_batch_on_shards(
+            {"x": jnp.arange(8), "keys": jax.random.split(jax.random.key(0), 8)}, sharding
+        )
+        assert placed["x"].sharding == placed["keys"].sharding == sharding
+        assert place_batch_on_shards(placed, sharding)["x"].sharding == sharding
+
+    def test_on_one_device(self):
+        sharding = SingleDeviceSharding(jax.devices()[5])
+        placed = place_batch_on_shards({"x": np.arange(3)}, sharding)
+        assert placed["x"].sharding == sharding
+
+    def test_strings_stay_on_the_host(self, mesh):
+        names = np.array(["cat", "dog"])
+        batch = {"name": names, "x": np.zeros(8)}
+        placed = place_batch_on_shards(batch, create_data_parallel_sharding(mesh))
+        assert placed["name"] is names
+
+    def test_a_reused_host_buffer_does_not_change_the_batch(self, mesh):
+        # Page-aligned memory, such as Grain's workers return, is what the CPU backend aliases.
+        memory = np.zeros(8 * 4096 + 4096, np.uint8)
+        start = -memory.ctypes.data % 4096
+        buffer = memory[start : start + 8 * 4096].reshape(8, 4096)
+        placed = place_batch_on_shards(buffer, create_data_parallel_sharding(mesh))
+        buffer[:] = 1
+        assert int(placed.sum()) == 0
+
+    def test_defect_in_peer_indivisible_batch_passes(self, mesh):
+        with pytest.raises(ShardingError) as error:
+            place_batch_on_shards(
+                {"x": np.zeros((10, 3), np.float32)}, create_data_parallel_sharding(mesh)
+            )
+        assert str(error.value).splitlines()[:2] == [
+            "batch['x']: dim 0 has size 10, which mesh axis 'data' (size 8) does not divide.",
+            "  leaf:   float32[10, 3]   spec: P('data')   mesh: data=8",
+        ]
+        assert error.value.remedy
+
+    def test_ragged_rows_are_refused(self, mesh):
+        ragged = np.array([[1], [1, 2]] * 4, dtype=object)
+        with pytest.raises(ShardingError, match=r"batch\['x'\]: dtype object has no place"):
+            place_batch_on_shards({"x": ragged}, create_data_parallel_sharding(mesh))
+
+
+class TestSpmdTrainStep:
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    def test_losses_are_those_of_one_device(self, num_devices, axis_type):
+        model = NnxModel(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+        mesh = mesh_of(num_devices, axis_type)
+        state = place_nnx_state_on_shards(nnx.state((model, optimizer)), mesh, {...: P()})
+        nnx.update((model, optimizer), state)
+        traces = []
+
+        @nnx.jit
+        def train_step(model, optimizer, batch):
+            traces.append(1)
+            return spmd_train_step(model, optimizer, nnx_loss, batch)
+
+        sharding = create_data_parallel_sharding(mesh)
+        losses = [
+            float(train_step(model, optimizer, place_batch_on_shards(batch, sharding)))
+            for batch in numpy_batches()
+        ]
+        np.testing.assert_allclose(losses, one_device_nnx_losses(), rtol=1e-6)
+        assert len(traces) == 1
+
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    def test_seed_004_under_set_mesh(self, num_devices):
+        mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+        model = NnxModel(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+        batch = place_batch_on_shards(numpy_batches()[0], create_data_parallel_sharding(mesh))
+
+        @nnx.jit
+        def train_step(model, optimizer, batch):
+            return spmd_train_step(model, optimizer, nnx_loss, batch)
+
+        with jax.set_mesh(mesh):
+            loss = train_step(model, optimizer, batch)
+        np.testing.assert_allclose(loss, one_device_nnx_losses()[0], rtol=1e-6)
+
+
+class TestDataParallelTrainStep:
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    @pytest.mark.parametrize(
+        ("kind", "param_sharding"), [("TrainState", "replicate"), ("tuple", "fsdp")]
+    )
+    def test_losses_are_those_of_one_device(self, num_devices, kind, param_sharding, axis_type):
+        mesh = mesh_of(num_devices, axis_type)
+        state = place_model_state_on_shards(new_state(kind), mesh, param_sharding)
+        before = jax.tree.map(lambda leaf: leaf.sharding, state)
+        losses = []
+        for batch in numpy_batches():
+            state, metrics = data_parallel_train_step(linen_loss, ADAM, batch, state)
+            losses.append(float(metrics["loss"]))
+        np.testing.assert_allclose(losses, one_device_linen_losses(), rtol=1e-6)
+        same_sharding = jax.tree.map(
+            lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim),
+            state,
+            before,
+        )
+        assert all(jax.tree.leaves(same_sharding))
+
+    def test_defect_in_peer_flax_train_state_and_optax_fail(self):
+        state = new_state("TrainState")
+        new, metrics = data_parallel_train_step(linen_loss, None, numpy_batches()[0], state)
+        assert isinstance(new, TrainState)
+        assert (state.step, int(new.step)) == (0, 1)
+        assert set(metrics) == {"loss"}
+
+    def test_defect_in_peer_each_call_traces_again(self):
+        traces = []
+
+        def loss_fn(params, batch):
+            traces.append(1)
+            return linen_loss(params, batch)
+
+        for kind in ("TrainState", "tuple"):
+            traces.clear()
+            state = new_state(kind)
+            for batch in numpy_batches():
+                state, _ = data_parallel_train_step(loss_fn, ADAM, batch, state)
+            assert len(traces) == 1
+
+    def test_unplaced_numpy_is_spread_over_all_devices(self):
+        state, _ = data_parallel_train_step(
+            linen_loss, ADAM, numpy_batches()[0], new_state("tuple")
+        )
+        for leaf in jax.tree.leaves(state):
+            assert leaf.sharding.num_devices == 8
+
+    def test_unplaced_numpy_goes_to_the_mesh_in_use(self, axis_type):
+        with jax.set_mesh(mesh_of(2, axis_type)):
+            state, _ = data_parallel_train_step(
+                linen_loss, ADAM, numpy_batches()[0], new_state("tuple")
+            )
+        for leaf in jax.tree.leaves(state):
+            assert leaf.sharding.num_devices == 2
+
+    def test_rows_really_are_split(self):
+        # Per-device work: each device multiplies its own 2 of the 16 rows.
+        state, batch, _ = data_parallel._on_one_mesh(new_state("tuple"), numpy_batches()[0], None)
+        compiled = (
+            data_parallel._compiled_step(linen_loss, ADAM).lower(state, batch, None).compile()
+        )
+        assert "f32[2,8]" in compiled.as_text()
+        assert "all-reduce" in compiled.as_text()
+
+    def test_tensor_parallel_state_on_a_2d_mesh(self, axis_type):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2)
+        state = place_model_state_on_shards(
+            new_state("TrainState"),
+            mesh,
+            {"Dense_0/kernel": P(None, "model"), "Dense_1/kernel": P("model", None)},
+        )
+        losses = []
+        for batch in numpy_batches():
+            state, metrics = data_parallel_train_step(linen_loss, None, batch, state)
+            losses.append(float(metrics["loss"]))
+        np.testing.assert_allclose(losses, one_device_linen_losses(), rtol=1e-6)
+
+    def test_rngs_reach_the_loss(self, axis_type):
+        def loss_fn(params, batch, rngs):
+            logits = LINEN.apply({"params": params}, batch["image"], False, rngs=rngs)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+        def loss_with(seed):
+            state = place_model_state_on_shards(new_state("tuple"), mesh_of(8, axis_type))
+            batch, rngs = numpy_batches()[0], {"dropout": jax.random.key(seed)}
+            return float(data_parallel_train_step(loss_fn, ADAM, batch, state, rngs)[1]["loss"])
+
+        assert loss_with(0) == loss_with(0)
+        assert loss_with(0) != loss_with(1)
+
+    def test_padding_rows_do_not_count(self, mesh):
+        def masked_loss(params, batch):
+            logits = LINEN.apply({"params": params}, batch["image"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+            return jnp.sum(losses * batch["valid_mask"]) / jnp.sum(batch["valid_mask"])
+
+        batch = {name: rows[:13] for name, rows in numpy_batches()[0].items()}
+        padded = {
+            name: np.concatenate([rows, np.zeros_like(rows[:3])]) for name, rows in batch.items()
+        }
+        padded["valid_mask"] = np.arange(16) < 13
+        _, metrics = data_parallel_train_step(masked_loss, ADAM, padded, new_state("tuple"))
+        expected = linen_loss(new_state("tuple")[0], batch)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+
+    def test_under_a_jit_that_donates_the_state(self, axis_type):
+        @jax.jit(donate_argnums=0)
+        def train_step(state, batch):
+            return data_parallel_train_step(linen_loss, ADAM, batch, state)
+
+        mesh = mesh_of(8, axis_type)
+        state = place_model_state_on_shards(new_state("tuple"), mesh)
+        batch = place_batch_on_shards(numpy_batches()[0], create_data_parallel_sharding(mesh))
+        new, metrics = train_step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], one_device_linen_losses()[0], rtol=1e-6)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state[0]))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
+
+    def test_losses_that_are_no_longer_used_are_let_go(self):
+        def loss_number(i):
+            return lambda params, batch: jnp.mean(params * batch) + i
+
+        for i in range(40):
+            data_parallel._compiled_step(loss_number(i), ADAM)
+        assert data_parallel._compiled_step.cache_info().currsize <= 32
+
+    def test_indivisible_batch(self):
+        batch = {name: rows[:9] for name, rows in numpy_batches()[0].items()}
+        with pytest.raises(ShardingError, match=r"batch\['image'\]: dim 0 has size 9"):
+            data_parallel_train_step(linen_loss, ADAM, batch, new_state("tuple"))
+
+    def test_a_mesh_without_a_data_axis(self):
+        state = place_model_state_on_shards(new_state("tuple"), jax.make_mesh((4, 2), ("x", "y")))
+        with pytest.raises(ShardingError, match="none of the mesh axes 'x', 'y' is called 'data'"):
+            data_parallel_train_step(linen_loss, ADAM, numpy_batches()[0], state)
+
+    def test_state_and_optimizer_that_do_not_go_together(self):
+        batch = numpy_batches()[0]
+        model = NnxModel(nnx.Rngs(0))
+        with pytest.raises(TypeError, match="use spmd_train_step"):
+            data_parallel_train_step(
+                nnx_loss, nnx.Optimizer(model, ADAM, wrt=nnx.Param), batch, model
+            )
+        with pytest.raises(TypeError, match="brings its optimizer"):
+            data_parallel_train_step(linen_loss, optax.sgd(1.0), batch, new_state("TrainState"))
+        with pytest.raises(TypeError, match="got a tuple and no optimizer"):
+            data_parallel_train_step(linen_loss, None, batch, new_state("tuple"))
+        with pytest.raises(TypeError, match="got a dict and an optimizer"):
+            data_parallel_train_step(linen_loss, ADAM, batch, new_state("tuple")[0])
+
+
+class TestReduceGradients:
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    @pytest.mark.parametrize(("reduce_type", "expected"), [("mean", 1.0), ("sum", None)])
+    def test_across_devices(self, num_devices, reduce_type, expected):
+        mesh = Mesh(np.array(jax.devices()[:num_devices]), ("batch",))
+        gradients = {"w": jnp.ones((num_devices, 3)), "b": jnp.ones(num_devices)}
+        reduced = jax.shard_map(
+            lambda gradients: reduce_gradients_across_devices(gradients, reduce_type),
+            mesh=mesh,
+            in_specs=P("batch"),
+            out_specs=P(),
+        )(gradients)
+        value = num_devices if expected is None else expected
+        np.testing.assert_array_equal(reduced["w"], np.full((1, 3), value))
+        np.testing.assert_array_equal(reduced["b"], [value])
+
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    @pytest.mark.parametrize("reduce_type", ["mean", "sum"])
+    def test_defect_in_peer_gradients_become_scalars(self, num_devices, reduce_type, axis_type):
+        gradients = {
+            "w": np.arange(num_devices * 6, dtype=np.float32).reshape(num_devices, 2, 3),
+            "b": np.arange(num_devices, dtype=np.float32),
+        }
+        sharding = create_data_parallel_sharding(mesh_of(num_devices, axis_type))
+        reduced = reduce_gradient_tree(place_batch_on_shards(gradients, sharding), reduce_type)
+        for name, stacked in gradients.items():
+            np.testing.assert_allclose(reduced[name], getattr(stacked, reduce_type)(axis=0))
+            assert reduced[name].shape == stacked.shape[1:]
+
+    def test_mean_of_per_device_gradients_is_the_global_gradient(self):
+        params, batch = new_state("tuple")[0], numpy_batches()[0]
+        by_device = jax.tree.map(lambda rows: rows.reshape(8, 2, *rows.shape[1:]), batch)
+        stacked = jax.vmap(jax.grad(linen_loss), in_axes=(None, 0))(params, by_device)
+        expected = jax.grad(linen_loss)(params, batch)
+        jax.tree.map(
+            lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-7),
+            reduce_gradient_tree(stacked),
+            expected,
+        )
+
+    def test_unknown_reduction_lists_the_valid_ones(self):
+        with pytest.raises(ValueError, match=r"'max' is not one of \['mean', 'sum'\]"):
+            reduce_gradient_tree({"w": jnp.ones((2, 3))}, "max")
+        with pytest.raises(ValueError, match=r"'max' is not one of \['mean', 'sum'\]"):
+            reduce_gradients_across_devices({"w": jnp.ones((2, 3))}, "max")
+
+    def test_a_scalar_has_nothing_to_reduce(self):
+        with pytest.raises(ShardingError, match=r"gradients\['b'\]: a scalar has no axis"):
+            reduce_gradient_tree({"b": jnp.ones(())})

@@ -1,0 +1,384 @@
+"""Bad input is refused by name, at build time if it can be: C7.
+
+Every message has four parts: the leaf's path, its shape and dtype, the mesh, the remedy.
+"""
+
+import copy
+import pickle
+
+import grain
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import DevicePut, PadToDivisible, ShardingError, ShardingTree
+from tests.conftest import data_mesh, numbered
+
+
+def dicts(*leaves, batch=4, n=8):
+    """n records with these leaves, each a function of the index, in batches."""
+    ds = grain.MapDataset.range(n)
+    return ds.map(lambda i: {f"leaf{j}": leaf(i) for j, leaf in enumerate(leaves)}).batch(batch)
+
+
+def ragged(items):
+    return {"tokens": np.array([np.zeros(len(items)), None], object)}
+
+
+def uneven(items):
+    return {"image": np.zeros((4, 2)), "label": np.zeros(3, np.int32)}
+
+
+AT_BUILD = {
+    "an axis that does not exist": (
+        lambda: numbered(8, 8).shard_to(data_mesh(4), P("batch")),
+        """\
+the spec names the mesh axis 'batch', which does not exist.
+  leaf:   every leaf   spec: P('batch')   mesh: data=4
+  remedy: use each of 'data' at most once.""",
+    ),
+    "an axis named twice": (
+        lambda: numbered(8, 8).shard_to(data_mesh(4), P("data", "data")),
+        """\
+the spec names the mesh axis 'data', twice.
+  leaf:   every leaf   spec: P('data', 'data')   mesh: data=4
+  remedy: use each of 'data' at most once.""",
+    ),
+    "no spec where none can be guessed": (
+        lambda: numbered(8, 8).shard_to(jax.make_mesh((4, 2), ("dp", "tp"))),
+        """\
+no spec is given, and none of the mesh axes 'dp', 'tp' is called 'data'.
+  leaf:   every leaf   mesh: dp=4, tp=2
+  remedy: say which axis shards the batch, e.g. PartitionSpec('dp').""",
+    ),
+    "a spec that is none": (
+        lambda: numbered(8, 8).shard_to(data_mesh(4), "data"),
+        """\
+'data' is no PartitionSpec.
+  leaf:   every leaf   mesh: data=4
+  remedy: write jax.sharding.PartitionSpec('data'), or a tree of them.""",
+    ),
+    "a mesh that is none": (
+        lambda: numbered(8, 8).shard_to("data"),
+        """\
+cannot place batches by a str.
+  leaf:   every leaf   mesh: none
+  remedy: pass a Mesh, a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a device, or a tree of these.""",  # noqa: E501
+    ),
+    "a batch size that the shards don't divide": (
+        lambda: numbered(12, 6).shard_to(data_mesh(4), remainder="error"),
+        """\
+a batch of 6 rows does not split into 4 shards.
+  leaf:   every leaf   mesh: data=4
+  remedy: use a batch size of 8, or remainder="pad".""",
+    ),
+    "the same when dropping": (
+        lambda: numbered(12, 6).shard_to(data_mesh(4), remainder="drop"),
+        """\
+a batch of 6 rows does not split into 4 shards.
+  leaf:   every leaf   mesh: data=4
+  remedy: use a batch size of 8, or remainder="pad".""",
+    ),
+    "records that do not fill the last batch": (
+        lambda: numbered(9, 4).shard_to(data_mesh(4), remainder="error"),
+        """\
+the records do not fill the last batch of 4 rows.
+  leaf:   every leaf   mesh: data=4
+  remedy: pass remainder="pad" (zeros and a mask) or remainder="drop".""",
+    ),
+    "fewer records than one batch": (
+        lambda: numbered(3, 8, drop_remainder=True).shard_to(data_mesh(4)),
+        """\
+the dataset has no batch: it is empty, or has fewer records than one batch and drops the remainder.
+  leaf:   every leaf   mesh: data=4
+  remedy: check the source; keep a short batch with .batch(B, drop_remainder=False) and remainder="pad".""",  # noqa: E501
+    ),
+    "fewer records than one batch, dropped by us": (
+        lambda: numbered(3, 8).shard_to(data_mesh(4), remainder="drop"),
+        """\
+no batch is left: there are fewer records than one batch of 8 rows, and remainder="drop".
+  leaf:   every leaf   mesh: data=4
+  remedy: pass remainder="pad", or make the batch smaller.""",
+    ),
+    "an empty dataset": (
+        lambda: grain.MapDataset.source([]).batch(8).shard_to(data_mesh(4)),
+        """\
+the dataset has no batch: it is empty, or has fewer records than one batch and drops the remainder.
+  leaf:   every leaf   mesh: data=4
+  remedy: check the source; keep a short batch with .batch(B, drop_remainder=False) and remainder="pad".""",  # noqa: E501
+    ),
+    "a slice of batches, to be dropped": (
+        lambda: numbered(9, 4)[1:].shard_to(data_mesh(4), remainder="drop"),
+        """\
+remainder='drop' needs to know which batches are short, and a slice stands between .batch and it.
+  leaf:   every leaf   mesh: data=4
+  remedy: use .batch(B, drop_remainder=True), or slice the records before .batch.""",
+    ),
+    "a remainder that is none": (
+        lambda: numbered(8, 8).shard_to(data_mesh(4), remainder="wrap"),
+        """\
+remainder='wrap' is not one of pad, drop, error.
+  leaf:   every leaf   mesh: data=4
+  remedy: choose one of them.""",
+    ),
+    "workers after placement": (
+        lambda: numbered(8, 8).shard_to(data_mesh(4)).mp_prefetch(),
+        """\
+worker processes come before placement, since they must not hold a device.
+  leaf:   every leaf   mesh: data=4
+  remedy: pass num_workers to .shard_to instead of calling .mp_prefetch after it.""",
+    ),
+    **{
+        f"{name}={value!r}": (
+            lambda name=name, value=value: numbered(8, 8).shard_to(data_mesh(4), **{name: value}),
+            f"""\
+{name}={value!r} is not an integer of at least {minimum}.
+  leaf:   every leaf   mesh: data=4
+  remedy: pass {name} as a whole number, {minimum} or more.""",
+        )
+        for name, value, minimum in [
+            ("cpu_buffer_size", 0, 1),
+            ("cpu_buffer_size", 2.5, 1),
+            ("device_buffer_size", -1, 1),
+            ("num_threads", 0, 1),
+            ("num_workers", -2, 0),
+            ("num_workers", True, 0),
+        ]
+    },
+}
+
+AT_FIRST_BATCH = {
+    "a sequence that its axis doesn't divide": (
+        lambda: dicts(lambda i: np.zeros(10, np.int32)).shard_to(
+            jax.make_mesh((2, 4), ("data", "seq")), P("data", "seq")
+        ),
+        """\
+batch['leaf0']: dim 1 has size 10, which mesh axis 'seq' (size 4) does not divide.
+  leaf:   int32[4, 10]   spec: P('data', 'seq')   mesh: data=2, seq=4
+  remedy: pad dim 1 to 12 before .batch, or drop 'seq' from this leaf's spec.""",
+    ),
+    "a spec longer than its leaf's rank": (
+        lambda: dicts(lambda i: np.zeros(4), lambda i: i).shard_to(
+            jax.make_mesh((2, 4), ("data", "seq")),
+            {"leaf0": P("data", "seq"), "leaf1": P("data", "seq")},
+        ),
+        """\
+batch['leaf1']: the spec names 2 dims, the leaf has 1.
+  leaf:   int64[4]   spec: P('data', 'seq')   mesh: data=2, seq=4
+  remedy: shorten the spec to 1 entries, the first for the batch axis.""",
+    ),
+    "a spec longer than every leaf's rank": (
+        lambda: dicts(lambda i: i).shard_to(
+            jax.make_mesh((2, 4), ("data", "seq")), P("data", "seq")
+        ),
+        """\
+batch['leaf0']: the spec names 2 dims, the leaf has 1.
+  leaf:   int64[4]   spec: P('data', 'seq')   mesh: data=2, seq=4
+  remedy: shorten the spec to 1 entries, the first for the batch axis.""",
+    ),
+    "a leaf without a spec": (
+        lambda: dicts(lambda i: i, lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data")}),
+        """\
+batch['leaf1']: the leaf has no spec.
+  leaf:   int64[4]   mesh: data=4
+  remedy: add it to the tree of specs, which has batch['leaf0'], batch['valid_mask'].""",
+    ),
+    "a spec without a leaf": (
+        lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data"), "lable": P("data")}),
+        """\
+batch['lable']: the tree of specs names a leaf that the batch does not have.
+  leaf:   every leaf   mesh: data=4
+  remedy: remove it from the specs, or mend its name.""",
+    ),
+    "leading dims that differ": (
+        lambda: numbered(8, 4, batch_fn=uneven).shard_to(data_mesh(4)),
+        """\
+batch['label']: the leading axis has 3 rows, that of batch['image'] has 4.
+  leaf:   int32[3]   mesh: data=4
+  remedy: give every leaf one row per record; make what belongs to the whole batch a scalar.""",
+    ),
+    "an object-dtype leaf": (
+        lambda: numbered(8, 4, batch_fn=ragged).shard_to(data_mesh(4)),
+        """\
+batch['tokens']: the leaf holds Python objects (ragged rows, or a None among them).
+  leaf:   object[2]   mesh: data=4
+  remedy: pad the rows to one shape and replace None by a number in .map, or drop the leaf.""",
+    ),
+    "ragged records": (
+        lambda: dicts(lambda i: np.zeros(3 + i % 2)).shard_to(data_mesh(4)),
+        """\
+batch['leaf0']: record 1 holds float64[4], other records hold float64[3].
+  leaf:   float64[4]   mesh: data=4
+  remedy: give every record one shape and dtype before .batch (pad or cast in .map), or pass a batch_fn that does.""",  # noqa: E501
+    ),
+    "records of two dtypes": (
+        lambda: dicts(lambda i: np.float32(i) if i < 3 else i).shard_to(data_mesh(4)),
+        """\
+batch['leaf0']: record 3 holds int64[], other records hold float32[].
+  leaf:   int64[]   mesh: data=4
+  remedy: give every record one shape and dtype before .batch (pad or cast in .map), or pass a batch_fn that does.""",  # noqa: E501
+    ),
+    "a None among the records": (
+        lambda: dicts(lambda i: None if i == 2 else i).shard_to(data_mesh(4)),
+        """\
+batch['leaf0']: the leaf holds Python objects (ragged rows, or a None among them).
+  leaf:   NoneType   mesh: data=4
+  remedy: pad the rows to one shape and replace None by a number in .map, or drop the leaf.""",
+    ),
+    "None in every record": (
+        lambda: dicts(lambda i: None, lambda i: i).shard_to(data_mesh(4)),
+        """\
+batch['leaf0']: the leaf holds Python objects (ragged rows, or a None among them).
+  leaf:   NoneType   mesh: data=4
+  remedy: pad the rows to one shape and replace None by a number in .map, or drop the leaf.""",
+    ),
+    "a dtype that no device holds": (
+        lambda: dicts(lambda i: np.datetime64("2026-01-01")).shard_to(data_mesh(4)),
+        """\
+batch['leaf0']: dtype datetime64[D] is not one that JAX can hold.
+  leaf:   datetime64[D][]   mesh: data=4
+  remedy: convert it to a number in .map.""",
+    ),
+    "a batch that is no mapping": (
+        lambda: grain.MapDataset.range(8).batch(4).shard_to(data_mesh(4)),
+        """\
+batch: the batch is a ndarray, so there is no place for the mask.
+  leaf:   int64[4]   mesh: data=4
+  remedy: turn records into dicts with .map before .batch, or pass mask_key=None.""",
+    ),
+    "a leaf called like the mask": (
+        lambda: (
+            grain.MapDataset.range(8)
+            .map(lambda i: {"valid_mask": i})
+            .batch(4)
+            .shard_to(data_mesh(4))
+        ),
+        """\
+batch['valid_mask']: the batch already has a leaf 'valid_mask', the key of the mask.
+  leaf:   int64[4]   mesh: data=4
+  remedy: pass another mask_key, or mask_key=None to pad without a mask.""",
+    ),
+    "no batch at all": (
+        lambda: (
+            grain.MapDataset.range(8)
+            .to_iter_dataset()
+            .map(lambda i: {"x": i})
+            .shard_to(data_mesh(4))
+        ),
+        """\
+batch: the batch has no leaf with a leading axis.
+  leaf:   every leaf   mesh: data=4
+  remedy: call .batch(global_batch_size) before .shard_to.""",
+    ),
+    "a stream whose batches the shards don't divide": (
+        lambda: (
+            numbered(8, 4)
+            .to_iter_dataset()
+            .map(lambda b: b)
+            .shard_to(data_mesh(8), remainder="error")
+        ),
+        """\
+a batch of 4 rows does not split into 8 shards.
+  leaf:   every leaf   mesh: data=8
+  remedy: use a batch size of 8, or remainder="pad".""",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), AT_BUILD.values(), ids=AT_BUILD.keys())
+def test_refused_when_built(build, message):
+    with pytest.raises(ShardingError) as caught:
+        build()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("build", "message"), AT_FIRST_BATCH.values(), ids=AT_FIRST_BATCH.keys())
+def test_refused_at_the_first_batch(build, message):
+    iterator = iter(build())
+    for _ in range(2):  # and ever after: C8
+        with pytest.raises(ShardingError) as caught:
+            next(iterator)
+        assert str(caught.value) == message
+
+
+def test_a_later_batch_unlike_the_first_is_refused(mesh):
+    ds = (
+        numbered(16, 8)
+        .to_iter_dataset()
+        .map_with_index(
+            lambda k, b: {**b, "image": b["image"].astype(np.float32 if k == 0 else np.float16)}
+        )
+    )
+    iterator = iter(ds.shard_to(mesh))
+    next(iterator)
+    with pytest.raises(ShardingError) as caught:
+        next(iterator)
+    assert (
+        str(caught.value)
+        == """\
+batch['image']: the first batch had float32[8, 2, 3] here, on this host.
+  leaf:   float16[8, 2, 3]   mesh: data=8
+  remedy: give all batches one tree, one shape and one dtype, so that a step compiles once."""
+    )
+
+
+def test_what_grain_refuses_it_still_refuses():
+    with pytest.raises(ValueError, match="batch_size must be positive"):
+        numbered(8, -1)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_record_that_raises_is_named_and_keeps_its_traceback(num_workers):
+    def decode(i):
+        if i == 13:
+            raise ZeroDivisionError("thirteen")
+        return {"id": i}
+
+    ds = grain.MapDataset.range(20).seed(0).map(decode).batch(8)
+    iterator = iter(ds.shard_to(data_mesh(2), num_workers=num_workers))
+    next(iterator)
+    with pytest.raises(ZeroDivisionError, match="thirteen") as caught:
+        next(iterator)
+    if num_workers == 0:  # Grain's worker sends the traceback as text, without notes
+        assert caught.value.__notes__[0] == (
+            "grain_shard: while evaluating record 13 of the dataset above .batch, for batch 1"
+        )
+    frames = [entry.name for entry in caught.traceback]
+    assert "decode" in frames
+    iterator.close()
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_a_placed_dataset_does_not_travel_to_workers(how):
+    with pytest.raises(ShardingError, match="workers? processes come before placement"):
+        how(numbered(8, 8).shard_to(data_mesh(4)))
+
+
+def test_an_error_survives_the_way_from_a_worker():
+    error = ShardingError("wrong.", path="batch['x']", leaf="int8[]", remedy="mend it.")
+    error.add_note("in a worker")
+    copied = pickle.loads(pickle.dumps(error))
+    assert str(copied) == str(error)
+    assert copied.__notes__ == ["in a worker"]
+
+
+def test_every_error_is_one_of_ours_and_a_builtin_too():
+    assert issubclass(grain_shard.ShardingError, ValueError)
+    assert issubclass(grain_shard.StateError, ValueError)
+    assert issubclass(grain_shard.AgreementError, RuntimeError)
+    assert issubclass(grain_shard.HostTimeoutError, TimeoutError)
+    for name in ("ShardingError", "StateError", "AgreementError", "HostTimeoutError"):
+        assert issubclass(getattr(grain_shard, name), grain_shard.GrainShardError)
+
+
+@pytest.mark.parametrize("value", [0, -4, 2.0, "8", None, True])
+def test_the_stages_refuse_sizes_that_are_none(value):
+    for build in (
+        lambda: PadToDivisible(value),
+        lambda: grain_shard.ValidateBatchSize(value),
+        lambda: DevicePut(ShardingTree.of(data_mesh(1)), device_buffer_size=value),
+    ):
+        with pytest.raises(ShardingError, match="is not an integer of at least 1"):
+            build()

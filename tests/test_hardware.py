@@ -1,0 +1,221 @@
+"""Which chip a device is, and the batch sizes for it."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from grain_shard import hardware
+from grain_shard.hardware import (
+    CHIP_SPECS,
+    BatchSizeRecommendation,
+    HardwareType,
+    detect_hardware,
+    get_batch_size_recommendation,
+    roofline_batch_size,
+    validate_batch_size,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    platform: str
+    device_kind: str
+
+
+@pytest.mark.parametrize(
+    ("platform", "device_kind", "expected"),
+    [
+        ("cpu", "cpu", HardwareType.CPU),
+        ("tpu", "TPU v4", HardwareType.TPU_V4),
+        ("tpu", "TPU v5 lite", HardwareType.TPU_V5E),
+        ("tpu", "TPU v5e", HardwareType.TPU_V5E),
+        ("tpu", "TPU v5", HardwareType.TPU_V5P),
+        ("tpu", "TPU v5p", HardwareType.TPU_V5P),
+        ("tpu", "TPU v6 lite", HardwareType.TPU_V6E),
+        ("tpu", "TPU v6e", HardwareType.TPU_V6E),
+        ("tpu", "TPU7x", HardwareType.TPU7X),
+        ("gpu", "Tesla V100-SXM2-16GB", HardwareType.V100),
+        ("gpu", "NVIDIA A100-SXM4-80GB", HardwareType.A100),
+        ("gpu", "A100-SXM4-40GB", HardwareType.A100),
+        ("gpu", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", HardwareType.A100),
+        ("gpu", "NVIDIA H100 80GB HBM3", HardwareType.H100),
+        ("gpu", "NVIDIA H100 PCIe", HardwareType.H100),
+        ("gpu", "NVIDIA H200", HardwareType.H200),
+        ("gpu", "NVIDIA B200", HardwareType.B200),
+        ("gpu", "NVIDIA GB200", HardwareType.GB200),
+        ("gpu", "NVIDIA L4", HardwareType.L4),
+        ("gpu", "AMD Instinct MI300X", HardwareType.MI300X),
+        ("gpu", "AMD Instinct MI300X VF", HardwareType.MI300X),
+    ],
+)
+def test_detects_real_device_kinds(platform, device_kind, expected):
+    assert detect_hardware(FakeDevice(platform, device_kind)) is expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "device_kind"),
+    [
+        ("tpu", "TPU v2"),
+        ("tpu", "TPU v3"),
+        ("tpu", "TPU v4 lite"),
+        ("tpu", "TPU8i"),
+        ("gpu", "NVIDIA L40S"),
+        ("gpu", "NVIDIA L40"),
+        ("gpu", "NVIDIA A10G"),
+        ("gpu", "NVIDIA H20"),
+        ("gpu", "NVIDIA H800"),
+        ("gpu", "NVIDIA GH200 480GB"),
+        ("gpu", "NVIDIA B300 SXM6 AC"),
+        ("gpu", "NVIDIA GeForce RTX 4090"),
+        ("gpu", "AMD Instinct MI300A"),
+        ("gpu", "gfx942"),
+        ("neuron", "trn2"),
+    ],
+)
+def test_unknown_stays_unknown(platform, device_kind):
+    assert detect_hardware(FakeDevice(platform, device_kind)) is HardwareType.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("platform", "device_kind", "mistaken_for"),
+    [
+        ("tpu", "TPU v5", HardwareType.TPU_V4),
+        ("tpu", "TPU v6 lite", HardwareType.TPU_V4),
+        ("tpu", "TPU7x", HardwareType.TPU_V4),
+        ("gpu", "NVIDIA H200", HardwareType.A100),
+        ("gpu", "NVIDIA B200", HardwareType.A100),
+        ("gpu", "NVIDIA L4", HardwareType.A100),
+    ],
+)
+def test_defect_in_peer_new_chip_taken_for_an_old_one(platform, device_kind, mistaken_for):
+    assert detect_hardware(FakeDevice(platform, device_kind)) is not mistaken_for
+
+
+def test_detects_this_machine():
+    assert detect_hardware() is detect_hardware(jax.local_devices()[0]) is HardwareType.CPU
+
+
+@pytest.mark.parametrize(
+    ("hardware_type", "min_size", "optimal", "critical"),
+    [
+        (HardwareType.TPU_V5E, 64, 256, 240),
+        (HardwareType.TPU_V5P, 128, 512, 480),
+        (HardwareType.TPU_V4, 64, 256, 192),
+        (HardwareType.H100, 64, 320, 298),
+        (HardwareType.A100, 32, 256, 240),
+        (HardwareType.V100, 16, 128, 96),
+        (HardwareType.CPU, 1, 32, 16),
+        (HardwareType.UNKNOWN, 32, 128, 64),
+        # From here on computed from peak rates.
+        (HardwareType.TPU_V6E, 144, 576, 560),
+        (HardwareType.TPU7X, 80, 320, 313),
+        (HardwareType.H200, 56, 256, 206),
+        (HardwareType.B200, 72, 320, 281),
+        (HardwareType.GB200, 80, 320, 312),
+        (HardwareType.L4, 104, 448, 403),
+        (HardwareType.MI300X, 64, 256, 247),
+    ],
+)
+def test_recommendations(hardware_type, min_size, optimal, critical):
+    sizes = get_batch_size_recommendation(hardware_type)
+    assert (sizes.min_batch_size, sizes.optimal_batch_size, sizes.critical_batch_size) == (
+        min_size,
+        optimal,
+        critical,
+    )
+    assert sizes.max_memory_batch_size is None
+    assert sizes.notes.startswith("Tokens or examples per chip")
+
+
+def test_every_chip_has_a_recommendation():
+    for hardware_type in HardwareType:
+        get_batch_size_recommendation(hardware_type)
+
+
+@pytest.mark.parametrize(
+    ("hardware_type", "critical"),
+    [
+        (HardwareType.TPU_V4, 229),
+        (HardwareType.TPU_V5E, 241),
+        (HardwareType.TPU_V5P, 166),
+        (HardwareType.TPU_V6E, 560),
+        (HardwareType.TPU7X, 313),
+        (HardwareType.V100, 139),
+        (HardwareType.A100, 153),
+        (HardwareType.H100, 295),
+        (HardwareType.H200, 206),
+        (HardwareType.B200, 281),
+        (HardwareType.GB200, 312),
+        (HardwareType.L4, 403),
+        (HardwareType.MI300X, 247),
+    ],
+)
+def test_roofline_of_each_chip(hardware_type, critical):
+    spec = CHIP_SPECS[hardware_type]
+    assert roofline_batch_size(spec.flops_per_second, spec.bytes_per_second) == critical
+    assert spec.source
+
+
+def test_int8_weights_are_read_in_half_the_time():
+    assert roofline_batch_size(197e12, 819e9, bytes_per_weight=1) == 120
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "warn_suboptimal", "valid", "says"),
+    [
+        (63, True, False, "Batch size 63 is below minimum recommended 64 for h100"),
+        (63, False, False, "Batch size 63 is below minimum recommended 64 for h100"),
+        (64, True, True, "Batch size 64 is below critical size 298 for h100"),
+        (64, False, True, "Batch size 64 is acceptable for h100"),
+        (298, True, True, "Batch size 298 is acceptable for h100"),
+        (320, True, True, "Batch size 320 is optimal for h100"),
+        (10_000, False, True, "Batch size 10000 is optimal for h100"),
+    ],
+)
+def test_validate_batch_size(batch_size, warn_suboptimal, valid, says):
+    is_valid, message = validate_batch_size(batch_size, HardwareType.H100, warn_suboptimal)
+    assert is_valid is valid
+    assert message.startswith(says)
+
+
+def test_sizes_ascend_on_every_chip():
+    for hardware_type in HardwareType:
+        sizes = get_batch_size_recommendation(hardware_type)
+        assert sizes.min_batch_size <= sizes.critical_batch_size <= sizes.optimal_batch_size
+
+
+def test_seed_000_getting_recommendations():
+    rec = get_batch_size_recommendation()
+    assert rec == get_batch_size_recommendation(HardwareType.CPU)
+    assert isinstance(rec, BatchSizeRecommendation)
+    h100_rec = get_batch_size_recommendation(HardwareType.H100)
+    assert h100_rec.optimal_batch_size == 320
+
+
+def test_seed_000_validating_batch_sizes():
+    is_valid, message = validate_batch_size(64)
+    assert (is_valid, message) == (True, "Batch size 64 is optimal for cpu.")
+    assert validate_batch_size(64, warn_suboptimal=False) == (is_valid, message)
+
+
+def test_recommendation_is_frozen_and_takes_a_measured_maximum():
+    rec = get_batch_size_recommendation(HardwareType.H100)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rec.notes = "mine"
+    assert dataclasses.replace(rec, max_memory_batch_size=512).max_memory_batch_size == 512
+
+
+def test_importing_the_module_starts_no_backend_and_needs_no_jax():
+    program = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("hardware", {str(Path(hardware.__file__))!r})
+module = importlib.util.module_from_spec(spec)
+sys.modules["hardware"] = module
+spec.loader.exec_module(module)
+assert not {{"jax", "grain", "numpy"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

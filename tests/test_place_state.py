@@ -1,0 +1,243 @@
+"""Model and optimizer states on a mesh."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from grain_shard.data_parallel import place_model_state_on_shards, place_nnx_state_on_shards
+from grain_shard.errors import ShardingError
+
+PARAMS = {
+    "up": {"kernel": np.ones((8, 16), np.float32), "bias": np.zeros(16, np.float32)},
+    "down": {"kernel": np.ones((16, 3), np.float32), "bias": np.zeros(3, np.float32)},
+}
+
+
+def specs(tree):
+    """The spec of each leaf by its path, without trailing Nones."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): trimmed(leaf.sharding.spec)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def trimmed(spec):
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def mesh_2d(request):
+    return jax.make_mesh((4, 2), ("data", "model"), (request.param,) * 2)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("word", [None, "replicate"])
+def test_replicates(num_devices, word):
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
+    placed = place_model_state_on_shards(PARAMS, mesh, word)
+    for leaf, original in zip(jax.tree.leaves(placed), jax.tree.leaves(PARAMS), strict=True):
+        assert leaf.sharding.is_fully_replicated
+        assert leaf.sharding.num_devices == num_devices
+        np.testing.assert_array_equal(leaf, original)
+
+
+def test_defect_in_peer_fsdp_replicates(mesh):
+    placed = place_model_state_on_shards(PARAMS, mesh, "fsdp")
+    assert specs(placed) == {
+        "up/kernel": P(None, "data"),  # 16, its largest dim
+        "up/bias": P("data"),
+        "down/kernel": P("data"),
+        "down/bias": P(),  # 8 does not divide 3
+    }
+    assert placed["up"]["kernel"].addressable_shards[0].data.shape == (8, 2)
+
+
+def test_fsdp_takes_the_axis_of_that_name():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    placed = place_model_state_on_shards({"kernel": np.ones((4, 4))}, mesh, "fsdp")
+    assert specs(placed) == {"kernel": P("fsdp")}
+
+
+def test_fsdp_on_a_mesh_that_has_no_axis_for_it():
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    with pytest.raises(ShardingError, match="none of the mesh axes 'x', 'y' is called 'data'"):
+        place_model_state_on_shards(PARAMS, mesh, "fsdp")
+
+
+def test_by_path(mesh_2d):
+    placed = place_model_state_on_shards(
+        PARAMS, mesh_2d, {"up/kernel": P(None, "model"), "down/kernel": P("model", None)}
+    )
+    assert specs(placed) == {
+        "up/kernel": P(None, "model"),
+        "up/bias": P(),
+        "down/kernel": P("model"),
+        "down/bias": P(),
+    }
+
+
+def test_the_end_of_a_path_is_enough_and_the_longest_counts(mesh_2d):
+    placed = place_model_state_on_shards(
+        PARAMS, mesh_2d, {"kernel": P("model"), "up/kernel": P("data", "model"), "bias": P()}
+    )
+    assert specs(placed)["up/kernel"] == P("data", "model")
+    assert specs(placed)["down/kernel"] == P("model")
+
+
+def test_optimizer_moments_follow_their_parameter(mesh):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16)(x)
+
+    model = Model()
+    params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.1))
+    placed = place_model_state_on_shards(state, mesh, {"Dense_0/kernel": P(None, "data")})
+    assert specs(placed) == {
+        "step": P(),
+        "params/Dense_0/bias": P(),
+        "params/Dense_0/kernel": P(None, "data"),
+        "opt_state/0/count": P(),
+        "opt_state/0/mu/Dense_0/bias": P(),
+        "opt_state/0/mu/Dense_0/kernel": P(None, "data"),
+        "opt_state/0/nu/Dense_0/bias": P(),
+        "opt_state/0/nu/Dense_0/kernel": P(None, "data"),
+    }
+    assert placed.step.dtype == jnp.int32
+
+
+def test_a_longer_spec_is_cut_to_the_rank(mesh_2d):
+    placed = place_model_state_on_shards(
+        {"scale": np.ones(4), "step": 7}, mesh_2d, {"scale": P("data", "model"), "step": P("data")}
+    )
+    assert specs(placed) == {"scale": P("data"), "step": P()}
+
+
+def test_defect_in_peer_unknown_word_replicates(mesh):
+    with pytest.raises(ShardingError) as error:
+        place_model_state_on_shards(PARAMS, mesh, "fspd")
+    assert str(error.value) == (
+        "param_sharding='fspd' is not known.\n"
+        "  leaf:   every leaf   mesh: data=8\n"
+        "  remedy: use None, 'replicate', 'fsdp' or a dict from paths to PartitionSpec."
+    )
+
+
+@pytest.mark.parametrize("path", ["up/kernle", "p/kernel", "kernel/up", ""])
+def test_defect_in_peer_mistyped_path_is_ignored(mesh, path):
+    with pytest.raises(ShardingError, match=f"the path '{path}' matches no leaf") as error:
+        place_model_state_on_shards(PARAMS, mesh, {path: P("data")})
+    assert error.value.remedy == "use one of down/bias, down/kernel, up/bias, up/kernel."
+
+
+def test_a_long_list_of_paths_is_cut(mesh):
+    with pytest.raises(ShardingError, match="layer_19 and 5 more"):
+        place_model_state_on_shards(
+            {f"layer_{i:02}": np.ones(8) for i in range(25)}, mesh, {"layer": P("data")}
+        )
+
+
+def test_an_axis_that_the_mesh_does_not_have(mesh):
+    with pytest.raises(ShardingError, match="names the mesh axis 'modle', which does not exist"):
+        place_model_state_on_shards(PARAMS, mesh, {"kernel": P("modle")})
+
+
+def test_an_axis_that_does_not_divide_its_dim(mesh):
+    with pytest.raises(ShardingError) as error:
+        place_model_state_on_shards(PARAMS, mesh, {"down/kernel": P(None, "data")})
+    assert str(error.value) == (
+        "down/kernel: dim 1 has size 3, which mesh axis 'data' (size 8) does not divide.\n"
+        "  leaf:   float32[16, 3]   spec: P(None, 'data')   mesh: data=8\n"
+        "  remedy: shard another dim of this leaf, or replicate it with PartitionSpec()."
+    )
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def test_nnx_state_has_paths_without_value(mesh_2d):
+    state = nnx.state(NnxModel(nnx.Rngs(0)))
+    placed = place_model_state_on_shards(state, mesh_2d, {"up/kernel": P(None, "model")})
+    assert specs(placed)["up/kernel/value"] == P(None, "model")
+    assert specs(placed)["dropout/rngs/key/value"] == P()
+
+
+@pytest.mark.parametrize("as_state_sharding", [False, True])
+def test_nnx_state_by_filter(mesh_2d, as_state_sharding):
+    model = NnxModel(nnx.Rngs(0))
+    kernel = np.asarray(model.up.kernel.get_value())
+    filters = {
+        nnx.PathContains("kernel"): P(None, "model"),
+        nnx.Param: P("data"),
+        ...: NamedSharding(mesh_2d, P()),
+    }
+    placed = place_nnx_state_on_shards(
+        nnx.state(model), mesh_2d, nnx.StateSharding(filters) if as_state_sharding else filters
+    )
+    assert specs(placed) == {
+        "up/kernel/value": P(None, "model"),
+        "up/bias/value": P("data"),
+        "norm/scale/value": P("data"),
+        "norm/bias/value": P("data"),
+        "norm/mean/value": P(),
+        "norm/var/value": P(),
+        "dropout/rngs/count/value": P(),
+        "dropout/rngs/key/value": P(),
+    }
+    nnx.update(model, placed)
+    np.testing.assert_array_equal(model.up.kernel.get_value(), kernel)
+
+
+def test_nnx_state_of_model_and_optimizer(mesh):
+    model = NnxModel(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    placed = place_nnx_state_on_shards(nnx.state((model, optimizer)), mesh, {...: P()})
+    nnx.update((model, optimizer), placed)
+    for leaf in jax.tree.leaves(nnx.state((model, optimizer))):
+        assert leaf.sharding.is_fully_replicated
+        assert leaf.sharding.num_devices == 8
+
+
+def test_nnx_sharding_may_be_of_any_kind(mesh):
+    device = jax.devices()[3]
+    placed = place_nnx_state_on_shards(
+        nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0))), mesh, {...: SingleDeviceSharding(device)}
+    )
+    assert {leaf.device for leaf in jax.tree.leaves(placed)} == {device}
+
+
+def test_nnx_variable_without_a_filter(mesh):
+    with pytest.raises(ShardingError) as error:
+        place_nnx_state_on_shards(nnx.state(NnxModel(nnx.Rngs(0))), mesh, {nnx.Param: P()})
+    assert str(error.value) == (
+        "dropout/rngs/count: no filter matches this RngCount.\n"
+        "  leaf:   uint32[]   mesh: data=8\n"
+        "  remedy: add a filter for it, or `...: PartitionSpec()` for all that remain."
+    )
+
+
+def test_nnx_filter_that_matches_nothing(mesh):
+    state = nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    with pytest.raises(ShardingError, match=r"'kernle'.* matches no leaf") as error:
+        place_nnx_state_on_shards(state, mesh, {nnx.PathContains("kernle"): P("data"), ...: P()})
+    assert error.value.remedy == "use one of bias, kernel."
+
+
+def test_nnx_variable_type_that_the_model_lacks(mesh):
+    state = nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    place_nnx_state_on_shards(state, mesh, {nnx.BatchStat: P(), nnx.Param: P("data"), ...: P()})
