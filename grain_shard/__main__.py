@@ -22,8 +22,8 @@ class _Subcommand(NamedTuple):
 _SUBCOMMANDS = {
     "demo": _Subcommand(
         "grain_shard.demo",
-        "train a classifier on real images, from files to a checked result, in half a minute",
-        "python -m grain_shard demo",
+        "train a classifier on real images, from files to a checked result",
+        "python -m grain_shard demo --hosts 2",
     ),
     "rehearse": _Subcommand(
         "grain_shard.rehearse",
@@ -69,8 +69,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"example:\n  {subcommand.example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"example: {subcommand.example}",
         )
         if name == called:
             module = import_module(subcommand.module)

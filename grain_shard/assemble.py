@@ -7,11 +7,12 @@ global shape given asks for the shards of this process's devices, one by one, an
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.layout import BatchLayout
@@ -50,6 +51,7 @@ class Assembler:
         devices = {d for s in shardings.shardings() for d in s.addressable_devices}
         self._copies = copies and any(d.platform == "cpu" for d in devices)
         self._structure: Any = None
+        self.digest = ""  # of this host's rows of the first batch
         self._leaves: list[_Leaf] = []
 
     def __call__(self, batch: Batch) -> Batch:
@@ -110,7 +112,20 @@ class Assembler:
             if sharding is not None:
                 check_fits(path, array, sharding, shape)
             self._leaves.append(_Leaf(path, sharding, array.shape, shape, array.dtype))
+        digest = hashlib.sha256()
+        for array in flat.arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        self.digest = digest.hexdigest()[:16]
         self._structure = flat.structure
+
+    def describe(self) -> dict[str, str]:
+        """Every leaf of the first batch: its global shape, dtype and spec, by its path."""
+        return {
+            leaf.path: f"{leaf.dtype}[{', '.join(map(str, leaf.global_shape))}]"
+            + (f" {leaf.sharding.spec}" if isinstance(leaf.sharding, NamedSharding) else "")
+            for leaf in self._leaves
+            if leaf.sharding is not None
+        }
 
     def _refuse(self, batch: Batch) -> None:
         flat = FlatBatch.of(batch)

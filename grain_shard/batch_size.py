@@ -24,7 +24,8 @@ def estimate_max_batch_size(
 
     Small batches hide the slope behind tile padding and on-chip scratch. So the size grows by
     four until the step holds a quarter of the limit. Memory grows at most in proportion to the
-    batch, so the last size tried still fits.
+    batch, so the last size tried still fits. The result is what fits as the step is written:
+    close to the limit XLA may recompute activations and make room for more, in a slower step.
 
     Args:
         step: The training step, e.g. ``step(state, batch)``. One that is compiled already
@@ -54,7 +55,7 @@ def estimate_max_batch_size(
         ...     jax.ShapeDtypeStruct((1024, 1024), "float32"),
         ...     memory_limit_bytes=2**30,
         ... )
-        130528
+        261112
     """
     limit = _device_memory_limit() if memory_limit_bytes is None else memory_limit_bytes
     compiled_step: Any = step if hasattr(step, "lower") else jax.jit(step)

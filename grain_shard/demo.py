@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +34,15 @@ from jax.experimental import multihost_utils
 from grain_shard import ArrayRecordSource, rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.errors import GrainShardError
+from grain_shard.transforms.device_put import DevicePutIterDataset
 from grain_shard.trees import Batch
 
 _VIRTUAL_DEVICES = 8
 _FILES = {"train": 4, "test": 2}
-# Of 1,797. Neither it nor the rest is a multiple of 8, so the last batch is padded on any mesh.
-_TEST_IMAGES = 297
+_TEST_IMAGES = 297  # of 1,797; both parts end with a batch that has to be padded
 _MIN_ACCURACY = 0.97
-# Adam divides by gradients as small as rounding errors, and hosts add up in another order.
-_MAX_DIFFERENCE = 1e-3
+# Several hosts add up the gradients in another order, which changes the last bits.
+_MAX_DIFFERENCE = 1e-5
 
 
 class Classifier(nnx.Module):
@@ -57,11 +59,11 @@ class Classifier(nnx.Module):
         return self.linear(x.reshape(x.shape[0], -1))
 
 
-@partial(nnx.jit, static_argnums=(0, 1))  # under jit, so that all devices of the mesh hold it
-def create(seed: int, learning_rate: float) -> tuple[Classifier, nnx.Optimizer]:
+@partial(nnx.jit, static_argnums=0)  # under jit, so that every device of the mesh has a copy
+def create(seed: int) -> tuple[Classifier, nnx.Optimizer]:
     """A new model and its optimizer, on the mesh that is set."""
     model = Classifier(nnx.Rngs(seed))
-    return model, nnx.Optimizer(model, optax.adamw(learning_rate), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, optax.adamw(5e-3), wrt=nnx.Param)
 
 
 @nnx.jit
@@ -86,12 +88,7 @@ def eval_step(model: Classifier, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def train(
-    ds: grain.IterDataset[Batch],
-    directory: epath.Path,
-    *,
-    seed: int,
-    learning_rate: float,
-    stop_at: int | None = None,
+    ds: DevicePutIterDataset, directory: epath.Path, seed: int, stop_at: int | None = None
 ) -> tuple[Classifier, float]:
     """Trains to the end of the dataset, from the last checkpoint if there is one.
 
@@ -99,42 +96,34 @@ def train(
         ds: The global batches of all epochs.
         directory: Where the checkpoints are; on several hosts, a folder that they share.
         seed: Of the parameters.
-        learning_rate: Of AdamW.
         stop_at: Save and give up after this step, as a job does that is preempted.
 
     Returns:
         The model, and the seconds that the loop took.
     """
-    model, optimizer = create(seed, learning_rate)
+    from tqdm import tqdm  # here, since --help has to work without the extra
+
+    model, optimizer = create(seed)
     with ocp.CheckpointManager(directory) as checkpoints, iter(ds) as batches:
         step = checkpoints.latest_step() or 0
         if step:
-            restored = checkpoints.restore(
-                step,
-                args=ocp.args.Composite(
-                    model=ocp.args.StandardRestore(nnx.state(model)),
-                    optimizer=ocp.args.StandardRestore(nnx.state(optimizer)),
-                    data=CheckpointRestore(batches),
-                ),
-            )
-            nnx.update(model, restored.model)
-            nnx.update(optimizer, restored.optimizer)
+            state = ocp.args.StandardRestore(nnx.state((model, optimizer)))
+            items = ocp.args.Composite(state=state, data=CheckpointRestore(batches))
+            nnx.update((model, optimizer), checkpoints.restore(step, args=items).state)
+
+        bar_off = jax.process_index() > 0 or None  # None: off unless there is a terminal
         began = time.perf_counter()
-        for batch in progress_bar(batches, total=len(ds), initial=step):
+        for batch in tqdm(batches, "train", len(ds), initial=step, disable=bar_off):
             train_step(model, optimizer, batch)
             step += 1
             if step == stop_at:
                 break
         jax.block_until_ready(nnx.state(model))
         seconds = time.perf_counter() - began
-        checkpoints.save(
-            step,
-            args=ocp.args.Composite(
-                model=ocp.args.StandardSave(nnx.state(model)),
-                optimizer=ocp.args.StandardSave(nnx.state(optimizer)),
-                data=CheckpointSave(batches),
-            ),
-        )
+
+        state = ocp.args.StandardSave(nnx.state((model, optimizer)))
+        items = ocp.args.Composite(state=state, data=CheckpointSave(batches))
+        checkpoints.save(step, args=items)
     return model, seconds
 
 
@@ -152,41 +141,41 @@ def decode(record: bytes) -> Batch:
     return {"image": image, "label": np.int32(label)}
 
 
-def run(options: argparse.Namespace, directory: epath.Path) -> int:
-    """Trains on the hosts that there are, says what happened, and checks it.
-
-    Returns:
-        The exit code: 0 if every promise was kept.
-    """
+def run(args: argparse.Namespace, directory: epath.Path) -> bool:
+    """Trains on the hosts that there are, and says what happened and if it is as promised."""
     compilations = count_compilations()
-    train_source = CountingSource(sorted(options.data_dir.glob("train-*")))
-    test_source = ArrayRecordSource(sorted(options.data_dir.glob("test-*")))
+    train_source, test_source = (
+        CountingSource(ArrayRecordSource(sorted(args.data_dir.glob(f"{split}-*"))))
+        for split in ("train", "test")
+    )
+    # No type checker sees a method that an import installs. `.pipe(shard_to, mesh)` is the same.
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     train_ds = (
         grain.MapDataset.source(train_source)
-        .seed(options.seed)
+        .seed(args.seed)
         .shuffle()
         .map(decode)
-        .batch(options.batch_size)
-        .repeat(options.epochs)
-        .shard_to(mesh)
+        .batch(args.batch_size)
+        .repeat(args.epochs)
+        .shard_to(mesh)  # pyright: ignore[reportAttributeAccessIssue]
     )
     test_ds = (
-        grain.MapDataset.source(test_source).map(decode).batch(options.batch_size).shard_to(mesh)
+        grain.MapDataset.source(test_source)
+        .map(decode)
+        .batch(args.batch_size)
+        .shard_to(mesh)  # pyright: ignore[reportAttributeAccessIssue]
     )
     show_placement(test_ds, mesh)
 
-    steps, images = len(train_ds), len(train_source)
-    middle = options.epochs // 2 * (steps // options.epochs) + steps // options.epochs // 2
-    fit = partial(
-        train, train_ds, directory, seed=options.seed, learning_rate=options.learning_rate
-    )
+    steps, steps_per_epoch = len(train_ds), len(train_ds) // args.epochs
+    middle = args.epochs // 2 * steps_per_epoch + steps_per_epoch // 2
     with jax.set_mesh(mesh):
-        fit(stop_at=middle)
-        say(f"interrupted after batch {middle} of {steps}; now a new model and a new iterator")
-        model, seconds = fit()
+        train(train_ds, directory, args.seed, stop_at=middle)
+        say(f"interrupted after batch {middle} of {steps}, and again from the checkpoint:")
+        model, seconds = train(train_ds, directory, args.seed)
         right, tested = evaluate(model, test_ds)
-    say(f"{(steps - middle) * options.batch_size / seconds:,.0f} images per second")
+    records = args.epochs * len(train_source)
+    say(f"trained on {records * (steps - middle) / steps / seconds:,.0f} examples per second")
 
     train_source.reads = 0
     expected = digests(train_ds)[middle:]
@@ -194,100 +183,77 @@ def run(options: argparse.Namespace, directory: epath.Path) -> int:
     with ocp.CheckpointManager(directory) as checkpoints, iter(train_ds) as batches:
         checkpoints.restore(middle, args=ocp.args.Composite(data=CheckpointRestore(batches)))
         resumed = digests(batches)
-    # The rows that the last batch of an epoch lacks are all the last hosts'.
-    uneven = options.epochs * options.batch_size // len(reads)
-    each = ", ".join(f"host {host} {count:,}" for host, count in enumerate(reads))
-    return verdict(
-        {
-            f"test accuracy {right / tested:.2%}, at least {_MIN_ACCURACY:.0%}": (
-                right / tested >= _MIN_ACCURACY
-            ),
-            f"tested on {tested} images, each of the {len(test_source)} once": (
-                tested == len(test_source)
-            ),
-            f"train_step compiled {compilations['jit(train_step)']} time(s)": (
-                compilations["jit(train_step)"] == 1
-            ),
-            f"eval_step compiled {compilations['jit(eval_step)']} time(s)": (
-                compilations["jit(eval_step)"] == 1
-            ),
-            f"{len(resumed)} batches after the restore, the same bits as without it": (
-                resumed == expected
-            ),
-            f"{options.epochs} x {images:,} records read once, in equal shares: {each}": (
-                sum(reads) == options.epochs * images and max(reads) - min(reads) <= uneven
-            ),
-        }
-    )
+    # The rows that the last batch of an epoch lacks, it lacks on the last hosts.
+    equal = max(reads) - min(reads) <= args.epochs * args.batch_size // len(reads)
+    shares = ", ".join(f"host {i} {n:,} ({n / records:.0%})" for i, n in enumerate(reads))
+    accuracy = right / tested
+    trains, evals = (compilations[f"jit({name})"] for name in ("train_step", "eval_step"))
+    promises = [
+        check(accuracy >= _MIN_ACCURACY, f"test accuracy {accuracy:.2%} (>= {_MIN_ACCURACY:.0%})"),
+        check(tested == len(test_source), f"{tested} of {len(test_source)} test images counted"),
+        check(trains == evals == 1, f"compilations: {trains} of train_step, {evals} of eval_step"),
+        check(resumed == expected, f"{len(expected)} batches after a restore, all bits as without it"),
+        check(equal and sum(reads) == records, f"every epoch reads each record once: {shares}"),
+    ]
+    return all(promises)
 
 
-def compare(options: argparse.Namespace, directory: epath.Path) -> int:
-    """Trains on one host, then on several with as many devices, and compares what comes out.
-
-    Returns:
-        The exit code: 0 if every promise was kept.
-    """
-    say("--- one host")
-    failed = run(options, directory / "one")
-    say(f"--- {options.hosts} hosts")
-    words = ["--distributed", directory / "several", "--data-dir", options.data_dir]
-    for name in ("epochs", "batch_size", "learning_rate", "seed"):
-        words += [f"--{name.replace('_', '-')}", getattr(options, name)]
+def compare(args: argparse.Namespace, directory: epath.Path) -> bool:
+    """Trains on one host, then on several with as many devices, and compares the parameters."""
+    say("1 host")
+    if not run(args, directory / "1"):
+        return False
+    say(f"{args.hosts} hosts")
+    command = ["-m", "grain_shard", "demo", "--distributed", str(directory / "n")]
+    for option in ("epochs", "batch_size", "seed", "data_dir"):
+        command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
     rehearsal = rehearse.run_script(
-        ["-m", "grain_shard", "demo", *map(str, words)],
-        hosts=options.hosts,
-        devices_per_host=_VIRTUAL_DEVICES // options.hosts,
+        command,
+        hosts=args.hosts,
+        devices_per_host=_VIRTUAL_DEVICES // args.hosts,
+        timeout_s=600,
         echo=sys.stdout,
     )
     if rehearsal.exit_code:
-        print(rehearsal.summary(), file=sys.stderr)
-        return 1
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    with jax.set_mesh(mesh):
-        target = nnx.state(create(options.seed, options.learning_rate)[0])
-    ends = []
-    for name in ("one", "several"):
-        with ocp.CheckpointManager(directory / name) as checkpoints:
-            items = ocp.args.Composite(model=ocp.args.StandardRestore(target))
-            ends.append(checkpoints.restore(checkpoints.latest_step(), args=items).model)
-    difference = max(
-        float(jnp.max(jnp.abs(a - b))) for a, b in zip(*map(jax.tree.leaves, ends), strict=True)
-    )
-    say("--- both")
-    return failed | verdict(
-        {
-            f"parameters differ by at most {difference:.1g} (limit {_MAX_DIFFERENCE:g})": (
-                difference <= _MAX_DIFFERENCE
-            )
-        }
+        raise rehearse.RehearsalError(rehearsal)
+    with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(nnx.state(create(args.seed))))
+    states = []
+    for run_directory in (directory / "1", directory / "n"):
+        with ocp.CheckpointManager(run_directory) as checkpoints:
+            states.append(checkpoints.restore(checkpoints.latest_step(), args=items).state)
+    difference = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), *states)
+    largest = max(jax.tree.leaves(difference))
+    return check(
+        largest <= _MAX_DIFFERENCE,
+        f"parameters and optimizer of {args.hosts} hosts are those of 1, but for {largest:.1g}"
+        f" (<= {_MAX_DIFFERENCE:g})",
     )
 
 
-class CountingSource(ArrayRecordSource):
-    """Counts the records that this host reads, in whatever thread."""
+class CountingSource:
+    """A source that counts the records that this host reads, in whatever thread."""
 
-    def __init__(self, paths):
-        super().__init__(paths)
-        self.reads, self._lock = 0, threading.Lock()
+    def __init__(self, source: Any):
+        self._source, self._lock, self.reads = source, threading.Lock(), 0
 
-    def __getitem__(self, index):
-        self._count(1)
-        return super().__getitem__(index)
+    def __len__(self) -> int:
+        return len(self._source)
 
-    def _getitems(self, indices):
-        self._count(len(indices))
-        return super()._getitems(indices)
+    def __getitem__(self, index: int) -> bytes:
+        return self._getitems([index])[0]
 
-    def _count(self, records: int) -> None:
+    def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
         with self._lock:
-            self.reads += records
+            self.reads += len(indices)
+        return self._source._getitems(indices)
 
 
 def count_compilations() -> Counter[str]:
     """Counts, from now on, how often XLA compiles each function, e.g. ``jit(train_step)``."""
     counts: Counter[str] = Counter()
 
-    def listen(event: str, duration_s: float, **fields: Any) -> None:
+    def listen(event: str, duration_secs: float, **fields: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             counts[fields["fun_name"]] += 1
 
@@ -296,52 +262,44 @@ def count_compilations() -> Counter[str]:
 
 
 def digests(ds: Iterable[Batch]) -> list[str]:
-    """Of each batch, a digest of what this host's devices hold of it."""
-    return [
-        hashlib.sha256(
-            b"".join(
-                np.asarray(shard.data).tobytes()
-                for leaf in jax.tree.leaves(batch)
-                for shard in leaf.addressable_shards
-            )
-        ).hexdigest()
-        for batch in ds
-    ]
+    """Of each batch, a digest of what this host's devices hold."""
+
+    def digest(batch: Batch) -> str:
+        shards = [shard for leaf in jax.tree.leaves(batch) for shard in leaf.addressable_shards]
+        return hashlib.sha256(b"".join(np.asarray(s.data).tobytes() for s in shards)).hexdigest()
+
+    return [digest(batch) for batch in ds]
 
 
-def show_placement(ds: grain.IterDataset[Batch], mesh: jax.sharding.Mesh) -> None:
-    """Prints the mesh, and which rows of each leaf are on which device."""
+def show_placement(ds: DevicePutIterDataset, mesh: jax.sharding.Mesh) -> None:
+    """Prints the mesh, the type of each leaf, and where its rows are."""
     with iter(ds) as batches:
         leaves = jax.tree.leaves_with_path(next(batches))
-    say(f"{mesh.size} devices of {jax.process_count()} host(s), as the mesh {dict(mesh.shape)}")
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    say(f"mesh {axes}: {mesh.size} x {mesh.devices.flat[0].device_kind}")
     for path, leaf in leaves:
         rows = leaf.sharding.shard_shape(leaf.shape)[0]
-        say(f"  batch{jax.tree_util.keystr(path):15} {jax.typeof(leaf)!s:26} {rows} rows a device")
+        say(f"  batch{jax.tree_util.keystr(path):15} {jax.typeof(leaf)!s:28} {rows} rows a device")
     leaf = leaves[0][1]
     for host in range(jax.process_count()):
-        rows = [
-            f"{range(*index[0].indices(len(leaf)))[0]}.. on {device}"
+        rows = ", ".join(
+            "{}:{} on {}".format(*index[0].indices(len(leaf))[:2], device)
             for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
             if device.process_index == host
-        ]
-        say(f"  host {host}: rows {', '.join(rows)}")
-
-
-def progress_bar(batches: Iterable[Batch], total: int, initial: int) -> Iterable[Batch]:
-    """The batches, with a bar on the first host's terminal, if it has one."""
-    from tqdm import tqdm
-
-    off = True if jax.process_index() else None
-    return tqdm(batches, "train", total, initial=initial, unit="batch", disable=off)
+        )
+        say(f"  rows of host {host}: {rows}")
 
 
 def write_digits(directory: Path) -> None:
     """Writes scikit-learn's digits as ArrayRecord files, unless they are there.
 
     The folder gets its name when it is complete, so a run that is killed leaves no half of it.
+
+    Raises:
+        GrainShardError: The folder is there and holds something else.
     """
     if any(directory.glob("train-*")):
-        say(f"found the digits in {directory}")
+        say(f"digits found in {directory}")
         return
     from sklearn.datasets import load_digits
 
@@ -362,20 +320,19 @@ def write_digits(directory: Path) -> None:
                 writer.close()
         try:
             complete.rename(directory)
-        except OSError:
-            if not any(directory.glob("train-*")):  # or another process was faster
-                raise GrainShardError(f"{directory} is no empty folder.") from None
-    say(f"wrote the digits to {directory}")
+        except OSError as error:
+            if not any(directory.glob("train-*")):  # or else another process was faster
+                raise GrainShardError(f"no digits, and no place for them: {error}") from error
+    say(f"digits written to {directory}")
 
 
-def verdict(promises: dict[str, bool]) -> int:
-    """Says which promises were kept (those that were not, on every host); the exit code."""
-    for promise, kept in promises.items():
-        if kept:
-            say(f"  ok: {promise}")
-        else:
-            print(f"FAILED: {promise}", flush=True)
-    return 0 if all(promises.values()) else 1
+def check(kept: bool, promise: str) -> bool:
+    """Prints a promise if it was kept; on every host if it was not."""
+    if kept:
+        say(f"  ok: {promise}")
+    else:
+        print(f"  FAILED: {promise}", flush=True)
+    return kept
 
 
 def say(text: str) -> None:
@@ -385,21 +342,70 @@ def say(text: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data-dir", type=Path, default=Path("/tmp/demo_wk/cache/digits"))
-    parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--distributed")
+    """Declares the options of ``demo``, for `main`."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    parser.description = (
+        "Train a classifier on 1,797 images of handwritten digits: ArrayRecord files,"
+        " .shard_to(mesh), nnx.jit, Orbax. No network and no accelerator is needed: without one,"
+        f" the mesh is of {_VIRTUAL_DEVICES} virtual CPU devices. Exits with 1 unless"
+        f" {_MIN_ACCURACY:.0%} of held-out images are told right, each step compiles once, and"
+        " the batches after an interruption are, bit for bit, those that would have come."
+    )
+    add = partial(parser.add_argument, metavar="N", type=int)
+    add("--epochs", default=10, help="default: %(default)s")
+    add("--batch-size", default=128, help="of all hosts together; default: %(default)s")
+    add("--seed", default=0, help="of the parameters and the shuffling; default: %(default)s")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        default=Path(cache, "grain_shard", "digits").expanduser(),
+        metavar="DIR",
+        help="where the images are, or will be; default: %(default)s",
+    )
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "--hosts",
+        type=int,
+        choices=(1, 2, 4, 8),
+        default=1,
+        help="train on one host, then on so many (processes on this machine), and compare",
+    )
+    hosts.add_argument(
+        "--distributed",
+        metavar="DIR",
+        help="be one host of several, as jax.distributed.initialize() finds them on a TPU slice,"
+        " under SLURM or in a rehearsal; checkpoints go to this new folder, which all share",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
+    """Runs the demo.
+
+    Args:
+        args: What the parser of `add_arguments` made of the command line.
+
+    Returns:
+        The exit code: 0 if every promise was kept, else 1.
+
+    Raises:
+        GrainShardError: The demo cannot run here; the message says why.
+    """
+    if missing := [name for name in ("sklearn", "tqdm") if find_spec(name) is None]:
+        raise GrainShardError(
+            f"the demo needs {' and '.join(missing)}, which is not installed.\n"
+            '  remedy: pip install "grain-shard[demo]"'
+        )
+    if args.epochs < 1 or not 1 <= args.batch_size <= 750:
+        raise GrainShardError("--epochs is at least 1, --batch-size from 1 to 750.")
     with tempfile.TemporaryDirectory() as scratch:
         directory = epath.Path(args.distributed or scratch)
+        if any(directory.glob("*")):
+            raise GrainShardError(f"{directory} is not empty.\n  remedy: name a new folder.")
         if args.distributed:
             jax.distributed.initialize()
         else:
             jax.config.update("jax_num_cpu_devices", _VIRTUAL_DEVICES)
+        if args.hosts > 1:
+            jax.config.update("jax_platforms", "cpu")  # which is what the hosts will have
         write_digits(args.data_dir)
-        return (compare if args.hosts > 1 else run)(args, directory)
+        return 0 if (run if args.hosts == 1 else compare)(args, directory) else 1

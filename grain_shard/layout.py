@@ -47,7 +47,7 @@ class BatchLayout:
     @classmethod
     def from_shardings(
         cls,
-        shardings: Iterable[Sharding],
+        shardings: Sequence[Sharding],
         *,
         host: int | None = None,
         host_of: Callable[[Any], int] = lambda device: device.process_index,
@@ -63,15 +63,7 @@ class BatchLayout:
             ShardingError: The host has no device in the mesh.
         """
         host = jax.process_index() if host is None else host
-        cuts = [_blocks_of_devices(sharding) for sharding in shardings]
-        divisor = math.lcm(*(count for _, _, count in cuts))
-        held: dict[int, set[int]] = {}
-        for devices, blocks, count in cuts:
-            width = divisor // count  # one block of this leaf is `width` blocks of the layout
-            hosts = np.fromiter(map(host_of, devices), np.int64, len(devices))
-            for pair in np.unique(np.stack([hosts, blocks]), axis=1).T.tolist():
-                start = pair[1] * width
-                held.setdefault(pair[0], set()).update(range(start, start + width))
+        divisor, held = shards_by_host(shardings, host_of=host_of)
         mesh_axes = mesh_axes_of(shardings)
         if host not in held:
             raise ShardingError(
@@ -81,7 +73,7 @@ class BatchLayout:
             )
         return cls(
             divisor=divisor,
-            shards=tuple(sorted(held[host])),
+            shards=held[host],
             mesh_axes=mesh_axes,
             num_hosts=len(held),
             rows_read=sum(map(len, held.values())),
@@ -129,6 +121,27 @@ class BatchLayout:
     def global_batch_size(self, host_batch_size: int) -> int:
         """The rows of the whole batch, from the number that this host holds."""
         return host_batch_size // len(self.shards) * self.divisor
+
+
+def shards_by_host(
+    shardings: Iterable[Sharding],
+    *,
+    host_of: Callable[[Any], int] = lambda device: device.process_index,
+) -> tuple[int, dict[int, tuple[int, ...]]]:
+    """The blocks of the batch axis that each host holds, for leaves sharded in these ways.
+
+    Returns:
+        The number of blocks, and the blocks of every host in the mesh, ascending.
+    """
+    cuts = [_blocks_of_devices(sharding) for sharding in shardings]
+    divisor = math.lcm(*(count for _, _, count in cuts))
+    held: dict[int, set[int]] = {}
+    for devices, blocks, count in cuts:
+        width = divisor // count  # one block of this leaf is `width` blocks of the layout
+        hosts = np.fromiter(map(host_of, devices), np.int64, len(devices))
+        for host, block in np.unique(np.stack([hosts, blocks]), axis=1).T.tolist():
+            held.setdefault(host, set()).update(range(block * width, (block + 1) * width))
+    return divisor, {host: tuple(sorted(held[host])) for host in sorted(held)}
 
 
 def batch_axes(spec: PartitionSpec) -> tuple[str, ...]:

@@ -33,7 +33,8 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array:
     shape = np.shape(leaf)
     if isinstance(sharding, NamedSharding):
         if len(sharding.spec) > len(shape):
-            sharding = sharding.update(spec=PartitionSpec(*sharding.spec[: len(shape)]))
+            spec = PartitionSpec(*sharding.spec[: len(shape)])
+            sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
         check_fits(path, leaf, sharding, shape)
     if isinstance(leaf, jax.Array):
         # Moving what is global already is JAX's to do, in the same order on every process.
@@ -42,7 +43,7 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = place_leaf(path, jax.random.key_data(leaf), sharding)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    # The CPU backend does not copy aligned host memory; it would change under the array's feet.
+    # The CPU backend may take aligned host memory as it is, and its owner may then write to it.
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     host_array = np.array(leaf) if on_cpu else np.asarray(leaf)
     if host_array.dtype.kind in "OUS":

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.layout import BatchLayout, batch_axes, mesh_axes_of
+from grain_shard.layout import BatchLayout, batch_axes, mesh_axes_of, shards_by_host
 from grain_shard.trees import ROOT, Batch, is_text
 
 DATA_AXIS = "data"
@@ -68,6 +68,26 @@ class ShardingTree:
     def layout(self) -> BatchLayout:
         """The rows that this host holds."""
         return BatchLayout.from_shardings(self.shardings())
+
+    def hosts(self) -> list[int]:
+        """The hosts that have a device in the mesh, ascending."""
+        return list(shards_by_host(self.shardings())[1])
+
+    def spread(self) -> ShardingTree:
+        """Shardings of the same devices that cut the batch axis over all mesh axes.
+
+        No two devices then hold the same row, so that every row is read on one host only.
+        """
+
+        def spread_one(sharding: Sharding) -> Sharding:
+            if not isinstance(sharding, NamedSharding):
+                return sharding
+            axes = batch_axes(sharding.spec)
+            others = [name for name in sharding.mesh.axis_names if name not in axes]
+            spec = PartitionSpec((*axes, *others))
+            return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+        return ShardingTree(jax.tree.map(spread_one, self.prefix, is_leaf=_is_sharding))
 
     def with_mask(self, key: str | None) -> ShardingTree:
         """The tree with a place for the mask, which is sharded like the rows."""

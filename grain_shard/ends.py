@@ -1,0 +1,149 @@
+"""When streams end: no host takes a step that another one does not take.
+
+Hosts whose streams end at different batches would leave each other waiting in a collective for
+ever. So batch k is handed out once all hosts have said whether they have it. The thread that makes
+a batch posts so at once, the thread that places it reads the verdict, batches later; in between the
+training step runs, and waits for neither.
+
+With ``remainder="drop"`` all stop where the first stream ends. With ``"pad"`` a host whose stream
+has ended goes on with batches of padding until the last one ends, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from grain_shard.errors import AgreementError
+from grain_shard.multihost import Answers, Rounds
+from grain_shard.trees import Batch
+
+BATCH, END = "batch", "end"
+# Rounds that are kept: more than the batches by which one host can be ahead of another.
+_KEPT_ROUNDS = 64
+
+
+class Announced(Iterator[Any]):
+    """A stream that posts, for each batch, that this host has it; and its end, or its failure."""
+
+    def __init__(self, stream: Iterator[Any], rounds: Rounds):
+        self._stream, self._rounds, self._next = stream, rounds, 0
+
+    def __next__(self) -> Any:
+        answer: Any = BATCH
+        try:
+            return next(self._stream)
+        except StopIteration:
+            answer = END
+            raise
+        except BaseException as error:
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+            raise
+        finally:
+            self._rounds.post(str(self._next), answer)
+            self._next += 1
+
+    def close(self) -> None:
+        self._stream.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class AgreedEnd(Iterator[tuple[Batch, Any]]):
+    """Hands out a host's batches until the end that all hosts have agreed on.
+
+    Args:
+        batches: (batch, position) of this host, from an `Announced` stream.
+        rounds: The series that it posts to.
+        pads: Whether hosts that have ended go on with padding until the last one ends.
+        same_rows: Whether every host produces the same batches, so that all have to end at once.
+        template: Makes a batch like this host's, if it ends before its first one.
+        waited_s: How long the training loop has been waiting for a batch, in seconds.
+    """
+
+    def __init__(
+        self,
+        batches: Any,
+        rounds: Rounds,
+        *,
+        pads: bool,
+        same_rows: bool,
+        template: Callable[[], tuple[Batch, Any]],
+        waited_s: Callable[[], float],
+    ):
+        self._batches, self._rounds, self._template = batches, rounds, template
+        self._decide = _Decide(pads, same_rows)
+        self._waited_s = waited_s
+        self._next = 0
+        self._ended = self._stopped = False
+        self._last: tuple[Batch, Any] | None = None
+
+    def __next__(self) -> tuple[Batch, Any]:
+        round_ = str(self._next)
+        item, failure = None, None
+        if self._ended:
+            self._rounds.post(round_, END)
+        else:
+            try:
+                item = next(self._batches)
+            except StopIteration:
+                if self._stopped:
+                    raise
+                self._ended = True
+            except BaseException as error:
+                failure = error
+        try:
+            verdict = self._rounds.verdict(
+                round_, self._decide, waited_s=self._waited_s, stopped=lambda: self._stopped
+            )
+        except AgreementError:
+            if failure is not None:
+                raise failure from None  # this is the host that failed
+            raise
+        if verdict != BATCH:
+            raise StopIteration
+        self._rounds.forget(str(self._next - _KEPT_ROUNDS))
+        self._next += 1
+        if item is None:
+            item = _padding(self._last or self._template())
+        self._last = item
+        return item
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._batches.stop()
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+class _Decide:
+    """Host 0's verdict on one batch."""
+
+    def __init__(self, pads: bool, same_rows: bool):
+        self._pads, self._same_rows = pads, same_rows
+
+    def __call__(self, answers: Answers) -> Any:
+        failed = {h: a["failed"] for h, a in answers.items() if isinstance(a, dict)}
+        if failed:
+            lines = [f"  host {host}: {text}" for host, text in failed.items()]
+            return {"error": "\n".join(["a host's stream failed.", *lines])}
+        ended = [host for host, answer in answers.items() if answer == END]
+        if not ended:
+            return BATCH
+        if self._same_rows and len(ended) < len(answers):
+            return {
+                "error": f'rows="global" says that every host produces the same batches, and the'
+                f" streams of {len(ended)} of {len(answers)} hosts (the first: host {ended[0]})"
+                " end earlier than the others.\n"
+                "  remedy: read the same files on every host, or shard the source by"
+                ' grain_shard.ShardByMesh and pass rows="local".'
+            }
+        return BATCH if self._pads and len(ended) < len(answers) else END
+
+
+def _padding(item: tuple[Batch, Any]) -> tuple[Batch, Any]:
+    """A batch of the same shapes that is all zeros, so its mask is False; at the same position."""
+    batch, position = item
+    return jax.tree.map(np.zeros_like, batch), position
