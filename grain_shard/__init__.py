@@ -12,6 +12,7 @@ from grain_shard.errors import (
     StateError,
 )
 from grain_shard.layout import BatchLayout
+from grain_shard.sharding_options import ShardByMesh
 from grain_shard.shardings import ShardingTree
 from grain_shard.sources import ArrayRecordSource
 from grain_shard.transforms.device_put import DevicePut
@@ -30,6 +31,7 @@ __all__ = [
     "HostTimeoutError",
     "PadToDivisible",
     "ShardBatch",
+    "ShardByMesh",
     "ShardingError",
     "ShardingTree",
     "StateError",

@@ -28,7 +28,7 @@ _SUBCOMMANDS = {
     "rehearse": _Subcommand(
         "grain_shard.rehearse",
         "run a multi-host script on this machine, as one process for each host",
-        "python -m grain_shard rehearse --hosts 4 --devices-per-host 2 train.py",
+        "python -m grain_shard rehearse --hosts 4 train.py",
     ),
 }
 

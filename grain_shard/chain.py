@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import grain
 
 from grain_shard import _grain
 from grain_shard.errors import ShardingError
-from grain_shard.fingerprint import Fingerprint, fingerprint
+from grain_shard.fingerprint import fingerprint
+from grain_shard.layout import BatchLayout
+from grain_shard.rows import row_reader
 from grain_shard.shardings import ShardingTree
 from grain_shard.transforms.device_put import DevicePut, DevicePutIterDataset
 from grain_shard.transforms.pad import PadToDivisible, Remainder
@@ -28,6 +30,9 @@ def shard_to(
     device_buffer_size: int = 2,
     num_threads: int | None = None,
     num_workers: int = 0,
+    rows: Literal["global", "local"] | None = None,
+    read: Literal["auto", "needed", "once"] = "auto",
+    timeout_s: float = 60.0,
 ) -> DevicePutIterDataset:
     """Ends a Grain pipeline: this host's rows, padded, placed and prefetched as global arrays.
 
@@ -59,6 +64,15 @@ def shard_to(
         num_threads: Threads that each make a batch (`MapDataset` only); None chooses by the
             machine.
         num_workers: Grain worker processes that make the batches instead (`MapDataset` only).
+        rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
+            say. "global": every host the same whole batches. "local": each host the rows of its
+            own devices, from its own slice of the source (see `ShardByMesh`).
+        read: With several hosts and a mesh axis other than the batch's across them (`MapDataset`
+            only): "needed" reads on each host what its devices hold, so some rows on several
+            hosts; "once" reads each row on one host, and has the devices exchange them as the
+            batch is handed out. "auto" takes "once" where rows would be read more than once and
+            the devices divide the batch.
+        timeout_s: How long one host waits for another, in seconds, before it raises.
 
     Returns:
         A dataset of batches whose leaves are global `jax.Array`s, padded to a multiple of the
@@ -68,30 +82,36 @@ def shard_to(
     Raises:
         ShardingError: Dataset, mesh, spec or batch size do not fit together.
     """
-    ds, read_options = _random_access(ds)
-    if read_options is not None:
-        num_threads = num_threads or max(1, read_options[0])
-        cpu_buffer_size = max(1, read_options[1])
-    shardings = ShardingTree.of(mesh_or_sharding, spec).with_mask(mask_key)
-    layout = shardings.layout()
+    if rows != "local":
+        ds, read_options = _random_access(ds)
+        if read_options is not None:
+            num_threads = num_threads or max(1, read_options[0])
+            cpu_buffer_size = max(1, read_options[1])
+    target = ShardingTree.of(mesh_or_sharding, spec).with_mask(mask_key)
     try:
-        return (
-            ds.pipe(ValidateBatchSize(layout.divisor, must_divide=remainder != "pad"))
-            .pipe(PadToDivisible(layout.divisor, remainder=remainder, mask_key=mask_key))
-            .pipe(ShardBatch(layout))
-            .pipe(
-                DevicePut(
-                    shardings,
-                    cpu_buffer_size=cpu_buffer_size,
-                    device_buffer_size=device_buffer_size,
-                    num_threads=num_threads,
-                    num_workers=num_workers,
-                    fingerprint=_fingerprint(ds, remainder),
-                )
-            )
+        shardings = _to_read_by(target, ds, rows, read)
+        layout = shardings.layout()
+        ds = _checked_rows(ds, rows, layout, num_workers)
+        local = rows == "local"
+        divisor = len(layout.shards) if local else layout.divisor
+        put = DevicePut(
+            shardings,
+            cpu_buffer_size=cpu_buffer_size,
+            device_buffer_size=device_buffer_size,
+            num_threads=num_threads,
+            num_workers=num_workers,
+            fingerprint=fingerprint(ds, remainder) if isinstance(ds, grain.MapDataset) else None,
+            final_shardings=None if shardings is target else target,
+            rows=rows or "global",
+            remainder=remainder,
+            timeout_s=timeout_s,
         )
+        padded = ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad")).pipe(
+            PadToDivisible(divisor, remainder=remainder, mask_key=mask_key)
+        )
+        return (padded if local else padded.pipe(ShardBatch(layout))).pipe(put)
     except ShardingError as error:
-        raise error.with_mesh(layout.mesh_axes) from None
+        raise error.with_mesh(target.mesh_axes) from None
 
 
 def install() -> None:
@@ -131,7 +151,51 @@ def _random_access(
     return ds, None
 
 
-def _fingerprint(
-    ds: grain.MapDataset | grain.IterDataset, remainder: Remainder
-) -> Fingerprint | None:
-    return fingerprint(ds, remainder) if isinstance(ds, grain.MapDataset) else None
+def _to_read_by(target: ShardingTree, ds: Any, rows: str | None, read: str) -> ShardingTree:
+    """The shardings to read by: the target's own, or spread so that each row is read once."""
+    if read not in ("auto", "needed", "once"):
+        raise ShardingError(
+            f"read={read!r} is not one of auto, needed, once.", remedy="choose one of them."
+        )
+    if rows == "local" or not isinstance(ds, grain.MapDataset):
+        if read != "once":
+            return target
+        raise ShardingError(
+            'read="once" needs random access, and the dataset is a stream.',
+            remedy="keep a MapDataset down to .batch, or shard the source by"
+            ' grain_shard.ShardByMesh and pass rows="local".',
+        )
+    if read == "needed":
+        return target
+    layout, spread = target.layout(), target.spread()
+    if read == "once":
+        return spread
+    size = layout.padded(row_reader(ds).global_batch_size)
+    wins = layout.amplification > 1 and size % spread.layout().divisor == 0
+    return spread if wins else target
+
+
+def _checked_rows(ds: Any, rows: str | None, layout: BatchLayout, num_workers: int) -> Any:
+    """The dataset, if it says what it has to about its rows; a stream if they are local."""
+    if rows not in (None, "global", "local"):
+        raise ShardingError(
+            f"rows={rows!r} is not one of global, local.", remedy="choose one of them."
+        )
+    if rows == "local" and isinstance(ds, grain.MapDataset):
+        ds = ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
+    if isinstance(ds, grain.MapDataset):
+        return ds
+    if num_workers:
+        raise ShardingError(
+            "num_workers needs random access, and the dataset is a stream.",
+            remedy="call .mp_prefetch before .shard_to, or keep a MapDataset down to .batch.",
+        )
+    if rows is None and layout.num_hosts > 1:
+        raise ShardingError(
+            f"the dataset is a stream, and does not say what it yields on each of"
+            f" {layout.num_hosts} hosts.",
+            remedy='pass rows="local" if each host yields the rows of its own devices (shard the'
+            ' source by grain_shard.ShardByMesh), or rows="global" if every host yields the same'
+            " whole batches. A MapDataset down to .batch needs neither.",
+        )
+    return ds

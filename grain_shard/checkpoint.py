@@ -22,8 +22,8 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from grain_shard.iterator import ShardedIterator
 from grain_shard.state_files import read_state, write_state
-from grain_shard.transforms.device_put import DevicePutIterator
 
 
 class CheckpointHandler(ocp.CheckpointHandler):
@@ -33,7 +33,7 @@ class CheckpointHandler(ocp.CheckpointHandler):
         """Writes the state of the last batch that was handed out."""
         write_state(directory, args.iterator.get_state())
 
-    def restore(self, directory: Any, args: CheckpointRestore) -> DevicePutIterator:
+    def restore(self, directory: Any, args: CheckpointRestore) -> ShardedIterator:
         """Sets the iterator to the saved state, and returns it.
 
         Raises:
@@ -53,7 +53,7 @@ class CheckpointSave(ocp.args.CheckpointArgs):
         iterator: Of a dataset that `shard_to` made.
     """
 
-    iterator: DevicePutIterator
+    iterator: ShardedIterator
 
 
 @ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
@@ -65,4 +65,4 @@ class CheckpointRestore(ocp.args.CheckpointArgs):
         iterator: Of the same pipeline, on any hosts and any mesh.
     """
 
-    iterator: DevicePutIterator
+    iterator: ShardedIterator

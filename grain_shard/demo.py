@@ -111,9 +111,9 @@ def train(
             items = ocp.args.Composite(state=state, data=CheckpointRestore(batches))
             nnx.update((model, optimizer), checkpoints.restore(step, args=items).state)
 
-        bar_off = jax.process_index() > 0 or None  # None: off unless there is a terminal
+        off = jax.process_index() > 0 or None  # None: off unless there is a terminal
         began = time.perf_counter()
-        for batch in tqdm(batches, "train", len(ds), initial=step, disable=bar_off):
+        for batch in tqdm(batches, "train", len(ds), unit="batch", initial=step, disable=off):
             train_step(model, optimizer, batch)
             step += 1
             if step == stop_at:
@@ -160,10 +160,7 @@ def run(args: argparse.Namespace, directory: epath.Path) -> bool:
         .shard_to(mesh)  # pyright: ignore[reportAttributeAccessIssue]
     )
     test_ds = (
-        grain.MapDataset.source(test_source)
-        .map(decode)
-        .batch(args.batch_size)
-        .shard_to(mesh)  # pyright: ignore[reportAttributeAccessIssue]
+        grain.MapDataset.source(test_source).map(decode).batch(args.batch_size).shard_to(mesh)  # pyright: ignore[reportAttributeAccessIssue]
     )
     show_placement(test_ds, mesh)
 
@@ -192,7 +189,7 @@ def run(args: argparse.Namespace, directory: epath.Path) -> bool:
         check(accuracy >= _MIN_ACCURACY, f"test accuracy {accuracy:.2%} (>= {_MIN_ACCURACY:.0%})"),
         check(tested == len(test_source), f"{tested} of {len(test_source)} test images counted"),
         check(trains == evals == 1, f"compilations: {trains} of train_step, {evals} of eval_step"),
-        check(resumed == expected, f"{len(expected)} batches after a restore, all bits as without it"),
+        check(resumed == expected, f"{len(expected)} batches after the restore, bit for bit"),
         check(equal and sum(reads) == records, f"every epoch reads each record once: {shares}"),
     ]
     return all(promises)

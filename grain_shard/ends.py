@@ -58,7 +58,8 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
         rounds: The series that it posts to.
         pads: Whether hosts that have ended go on with padding until the last one ends.
         same_rows: Whether every host produces the same batches, so that all have to end at once.
-        template: Makes a batch like this host's, if it ends before its first one.
+        position: Where this host's stream starts.
+        template: Makes a batch like this host's, if its stream ends at once.
         waited_s: How long the training loop has been waiting for a batch, in seconds.
     """
 
@@ -69,7 +70,8 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
         *,
         pads: bool,
         same_rows: bool,
-        template: Callable[[], tuple[Batch, Any]],
+        position: Any,
+        template: Callable[[], Batch],
         waited_s: Callable[[], float],
     ):
         self._batches, self._rounds, self._template = batches, rounds, template
@@ -77,7 +79,7 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
         self._waited_s = waited_s
         self._next = 0
         self._ended = self._stopped = False
-        self._last: tuple[Batch, Any] | None = None
+        self._last, self._position = None, position
 
     def __next__(self) -> tuple[Batch, Any]:
         round_ = str(self._next)
@@ -106,9 +108,11 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
         self._rounds.forget(str(self._next - _KEPT_ROUNDS))
         self._next += 1
         if item is None:
-            item = _padding(self._last or self._template())
-        self._last = item
-        return item
+            batch = self._template() if self._last is None else self._last
+            self._last = jax.tree.map(np.zeros_like, batch)  # zeros, so the mask is False
+        else:
+            self._last, self._position = item
+        return self._last, self._position
 
     def stop(self) -> None:
         self._stopped = True
@@ -141,9 +145,3 @@ class _Decide:
                 ' grain_shard.ShardByMesh and pass rows="local".'
             }
         return BATCH if self._pads and len(ended) < len(answers) else END
-
-
-def _padding(item: tuple[Batch, Any]) -> tuple[Batch, Any]:
-    """A batch of the same shapes that is all zeros, so its mask is False; at the same position."""
-    batch, position = item
-    return jax.tree.map(np.zeros_like, batch), position

@@ -47,9 +47,9 @@ def fingerprint(ds: grain.MapDataset, remainder: str) -> Fingerprint:
         "records": len(node.records) if node else None,
         "global_batch_size": node.global_batch_size if node else None,
         "remainder": remainder,
-        "source": _digest(sources),
-        "seeds": _digest([_grain.seeds(n) for n in nodes]),
-        "transforms": _digest([_text(n) for n in nodes]),
+        "source": digest(sources),
+        "seeds": digest([_grain.seeds(n) for n in nodes]),
+        "transforms": digest([_text(n) for n in nodes]),
     }
 
 
@@ -91,5 +91,6 @@ def _paths(node: Any) -> list[Any]:
     return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Eight hex digits of a value's repr."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]

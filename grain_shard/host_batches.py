@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grain
 import numpy as np
 from absl import flags
 
-from grain_shard.errors import StateError
+from grain_shard.ends import Announced
+from grain_shard.errors import AgreementError, StateError
 from grain_shard.fingerprint import Fingerprint, check_fingerprint
+from grain_shard.multihost import Rounds
 from grain_shard.prefetch import Background
 from grain_shard.trees import Batch
 
@@ -25,21 +27,31 @@ Position = Any
 _THREAD = "grain-shard-host"
 
 
+class Opened(NamedTuple):
+    """A position, and an iterator of each batch from there with the position after it."""
+
+    position: Position
+    batches: Background[Any, tuple[Batch, Position]]
+
+
 class HostBatches(Protocol):
     """A sequence of this host's batches that can be opened at any position."""
 
-    def open(
-        self, position: Position | None
-    ) -> tuple[Position, Background[Any, tuple[Batch, Position]]]:
+    def open(self, position: Position | None, rounds: Rounds | None) -> Opened:
         """Starts at a position, or at the beginning.
 
-        Returns:
-            The position, and an iterator of each batch with the position after it.
+        Args:
+            position: Where to start; None for the beginning.
+            rounds: Where a stream posts, for the other hosts, how far it goes.
         """
         ...
 
     def num_batches(self) -> int | None:
         """The length of one pass; None if only the end tells it."""
+        ...
+
+    def place(self, position: Position) -> int | None:
+        """The index of the next batch, if it is the same on every host."""
         ...
 
     def to_state(self, position: Position) -> dict[str, Any]:
@@ -83,25 +95,27 @@ class RandomAccess:
     def num_batches(self) -> int | None:
         return len(self._ds)
 
-    def open(self, position: int | None) -> tuple[int, Background[Any, tuple[Batch, Position]]]:
+    def open(self, position: int | None, rounds: Rounds | None = None) -> Opened:
         start = position or 0
         indices = range(start, len(self._ds))
         if not self._num_workers or not indices:
-            return start, Background(
+            batches = Background(
                 lambda index: (self._ds[index], index + 1),
                 iter(indices),
                 buffer_size=self._buffer_size,
                 num_threads=self._num_threads,
                 name=_THREAD,
             )
+            return Opened(start, batches)
         # The workers hold the buffer; one batch waits here, out of shared memory.
-        batches = iter(self._in_workers(self._ds[start:]))
-        return start, Background(
+        from_workers = iter(self._in_workers(self._ds[start:]))
+        batches = Background(
             lambda ticket: (ticket[1], ticket[0] + 1),
-            _Numbered(batches, start),
+            _Numbered(from_workers, start),
             buffer_size=1,
             name=_THREAD,
         )
+        return Opened(start, batches)
 
     def _in_workers(self, ds: grain.MapDataset) -> grain.IterDataset:
         if not flags.FLAGS.is_parsed():
@@ -114,6 +128,9 @@ class RandomAccess:
         return ds.to_iter_dataset(options).mp_prefetch(
             grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=per_worker)
         )
+
+    def place(self, position: int) -> int | None:
+        return position
 
     def to_state(self, position: int) -> dict[str, Any]:
         return {"batch": position, **self._fingerprint}
@@ -158,16 +175,36 @@ class Stream:
     def num_batches(self) -> int | None:
         return None
 
-    def open(self, position: bytes | None) -> tuple[bytes, Background[Any, tuple[Batch, Position]]]:
+    def open(self, position: bytes | None, rounds: Rounds | None = None) -> Opened:
         iterator = iter(self._ds)
         if position is not None:
             iterator.set_state(pickle.loads(position))
-        return _position(iterator), Background(
-            lambda ticket: ticket,
-            _WithPosition(iterator),
-            buffer_size=self._buffer_size,
-            name=_THREAD,
+        stream: Iterator[tuple[Batch, bytes]] = _WithPosition(iterator)
+        if rounds is not None:
+            stream = Announced(stream, rounds)
+        batches = Background(
+            lambda ticket: ticket, stream, buffer_size=self._buffer_size, name=_THREAD
         )
+        return Opened(_position(iterator), batches)
+
+    def first(self) -> Batch:
+        """The first batch of the stream, for its shapes.
+
+        Raises:
+            AgreementError: It has none.
+        """
+        iterator = iter(self._ds)
+        batch = next(iterator, None)
+        iterator.close()
+        if batch is None:
+            raise AgreementError(
+                "this host's stream has no batch at all, so nothing tells what its padding should"
+                ' look like.\n  remedy: give every host some records, or pass remainder="drop".'
+            )
+        return batch
+
+    def place(self, position: bytes) -> None:
+        return None  # each host's own
 
     def to_state(self, position: bytes) -> dict[str, Any]:
         return {"parent": _plain(pickle.loads(position))}

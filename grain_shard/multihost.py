@@ -1,8 +1,8 @@
 """What hosts tell each other: short rounds over the distributed runtime's key-value store.
 
 In a round every host posts its answer, the first host makes a verdict of all answers, and every
-host reads the verdict. That is two calls a host and no device collective, so it may run in any thread; and
-since all read the same verdict, all raise or none does. Every wait has an end.
+host reads the verdict. That is two calls a host and no device collective, so it may run in any
+thread; and since all read the same verdict, all raise or none does. Every wait has an end.
 """
 
 from __future__ import annotations

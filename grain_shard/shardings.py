@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.fingerprint import digest
 from grain_shard.layout import BatchLayout, batch_axes, mesh_axes_of, shards_by_host
 from grain_shard.trees import ROOT, Batch, is_text
 
@@ -72,6 +73,15 @@ class ShardingTree:
     def hosts(self) -> list[int]:
         """The hosts that have a device in the mesh, ascending."""
         return list(shards_by_host(self.shardings())[1])
+
+    def describe(self) -> dict[str, Any]:
+        """What hosts compare of it: mesh axes, the order of the devices, and specs. Plain JSON."""
+        named = [s for s in self.shardings() if isinstance(s, NamedSharding)]
+        return {
+            "mesh": list(self.mesh_axes),
+            "devices": digest([d.id for s in named for d in cast(Mesh, s.mesh).devices.flat]),
+            "specs": [str(s.spec) for s in named],
+        }
 
     def spread(self) -> ShardingTree:
         """Shardings of the same devices that cut the batch axis over all mesh axes.

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import grain
 
 from grain_shard.assemble import Assembler
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.fingerprint import Fingerprint, fingerprint
-from grain_shard.host_batches import HostBatches, Position, RandomAccess, Stream
-from grain_shard.prefetch import Background
+from grain_shard.host_batches import HostBatches, RandomAccess, Stream
+from grain_shard.iterator import AcrossHosts, ShardedIterator
+from grain_shard.reshard import Resharder
 from grain_shard.shardings import ShardingTree
-from grain_shard.state_files import read_state, write_state
+from grain_shard.transforms.pad import Remainder
 from grain_shard.transforms.shard_batch import ShardBatchMapDataset
-from grain_shard.trees import Batch
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,13 @@ class DevicePut:
         num_threads: Threads that each make a batch; None chooses by the machine. `MapDataset` only.
         num_workers: Grain worker processes that make the batches, if not 0. `MapDataset` only.
         fingerprint: What a saved state must agree with; by default that of the dataset.
+        final_shardings: If not None, the shardings to which the devices move each batch as it is
+            handed out; `shardings` are then those by which it is read.
+        rows: What a stream yields on several hosts: "global" batches, the same on each, or the
+            "local" rows of each.
+        remainder: Whether a stream that ends before those of other hosts goes on with padding
+            ("pad") or ends them all.
+        timeout_s: How long one host waits for another, in seconds.
     """
 
     shardings: ShardingTree
@@ -51,6 +56,10 @@ class DevicePut:
     num_threads: int | None = None
     num_workers: int = 0
     fingerprint: Fingerprint | None = None
+    final_shardings: ShardingTree | None = None
+    rows: Literal["global", "local"] = "global"
+    remainder: Remainder = "pad"
+    timeout_s: float = 60.0
 
     def __post_init__(self):
         require_int("cpu_buffer_size", self.cpu_buffer_size, 1)
@@ -58,6 +67,11 @@ class DevicePut:
         require_int("num_workers", self.num_workers, 0)
         if self.num_threads is not None:
             require_int("num_threads", self.num_threads, 1)
+        if not self.timeout_s > 0:
+            raise ShardingError(
+                f"timeout_s={self.timeout_s!r} is not a positive number of seconds.",
+                remedy="pass how long one host may wait for another.",
+            )
 
     def __call__(self, ds: grain.MapDataset | grain.IterDataset) -> DevicePutIterDataset:
         """The dataset of global batches."""
@@ -88,11 +102,14 @@ class DevicePutIterDataset(grain.IterDataset):
     def __bool__(self) -> bool:
         return True  # not by len(), which a stream does not have
 
-    def __iter__(self) -> DevicePutIterator:
-        return DevicePutIterator(
+    def __iter__(self) -> ShardedIterator:
+        put = self._put
+        return ShardedIterator(
             self._host_batches(),
-            Assembler(self._put.shardings, self._layout, copies=self._copies),
-            self._put.device_buffer_size,
+            Assembler(put.shardings, self._layout, copies=self._copies),
+            device_buffer_size=put.device_buffer_size,
+            reshard=put.final_shardings and Resharder(put.final_shardings),
+            across=self._across_hosts(),
         )
 
     def __str__(self) -> str:
@@ -129,87 +146,21 @@ class DevicePutIterDataset(grain.IterDataset):
             )
         return Stream(parent, buffer_size=put.cpu_buffer_size)
 
-
-class DevicePutIterator(grain.DatasetIterator[Batch]):
-    """Hands out global batches. A context manager; its state is that of the last batch handed out.
-
-    After the end ``next`` keeps raising StopIteration; after an error, that error.
-    """
-
-    def __init__(self, host: HostBatches, assembler: Assembler, device_buffer_size: int):
-        super().__init__()
-        self._host, self._assembler = host, assembler
-        self._device_buffer_size = device_buffer_size
-        self._open(None)
-
-    def _open(self, position: Position | None) -> None:
-        self._position, batches = self._host.open(position)
-        assembler = self._assembler  # threads must not refer to self, or it is never collected
-        self._stage: Background[Any, tuple[Batch, Position]] = Background(
-            lambda ticket: (assembler(ticket[0]), ticket[1]),
-            batches,
-            buffer_size=self._device_buffer_size,
-            name="grain-shard-device",
+    def _across_hosts(self) -> AcrossHosts | None:
+        put, layout = self._put, self._layout
+        if layout.num_hosts == 1:
+            return None
+        fields = {
+            **(put.fingerprint or {}),
+            "rows": put.rows,
+            "remainder": put.remainder,
+            "read": "needed" if put.final_shardings is None else "once",
+            **(put.final_shardings or put.shardings).describe(),
+        }
+        return AcrossHosts(
+            hosts=put.shardings.hosts(),
+            timeout_s=put.timeout_s,
+            fields=fields,
+            own_rows=layout.shards if put.rows == "local" else None,
+            pads=put.remainder == "pad",
         )
-
-    def __next__(self) -> Batch:
-        self._assert_not_closed()
-        try:
-            batch, self._position = next(self._stage)
-        except ShardingError as error:
-            # What stands before placement knows no mesh, and may run where there is none.
-            raise error.with_mesh(self._assembler.mesh_axes)  # noqa: B904 (it is the same error)
-        return batch
-
-    def get_state(self) -> dict[str, Any]:
-        """The position after the last batch that ``next`` returned, as plain JSON."""
-        return self._host.to_state(self._position)
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved position, in an iterator that is new or in use.
-
-        Raises:
-            StateError: The state was saved by another pipeline; the message names what changed.
-        """
-        self._assert_not_closed()
-        position = self._host.from_state(state)
-        self._stage.close()
-        self._open(position)
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        """Orbax's v1 API: writes the state while the loop goes on."""
-        state = self.get_state()
-
-        async def write() -> None:
-            await asyncio.to_thread(write_state, await directory.await_creation(), state)
-
-        return write()
-
-    async def load(self, directory: Any) -> Awaitable[None]:
-        """Orbax's v1 API: restores what `save` wrote."""
-
-        async def read() -> None:
-            self.set_state(await asyncio.to_thread(read_state, directory))
-
-        return read()
-
-    def start_prefetch(self) -> None:
-        """Starts working ahead before the first ``next``."""
-        self._assert_not_closed()
-        self._stage.start()
-
-    def close(self) -> None:
-        """Stops the background threads and waits for them; a second call does nothing."""
-        if not self._closed:
-            self._closed = True
-            self._stage.close()
-
-    def __enter__(self) -> DevicePutIterator:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __del__(self):
-        if (stage := getattr(self, "_stage", None)) is not None:
-            stage.stop()  # without waiting: the garbage collector runs anywhere

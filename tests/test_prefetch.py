@@ -1,0 +1,520 @@
+"""The background stage by itself.
+
+Where threads meet, events and barriers say who goes first; a timeout only ends what hangs.
+"""
+
+import contextlib
+import gc
+import signal
+import threading
+import time
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grain_shard import prefetch
+from grain_shard.prefetch import Background
+
+HANG_S = 30
+
+
+class Tickets:
+    """Counts up; knows when it was asked, by whom, and how often it was closed."""
+
+    def __init__(self, count=10**9):
+        self._numbers = iter(range(count))
+        self._asking = threading.Lock()
+        self.drawn = 0
+        self.closed_by = []
+
+    def __next__(self):
+        assert self._asking.acquire(blocking=False), "two threads ask for a ticket"
+        try:
+            assert not self.closed_by, "asked after close"
+            number = next(self._numbers)
+            self.drawn += 1
+            return number
+        finally:
+            self._asking.release()
+
+    def __iter__(self):
+        return self
+
+    def close(self):
+        assert not self._asking.locked(), "closed while it is asked"
+        self.closed_by.append(threading.current_thread().name)
+
+
+def stage(work, tickets=None, *, buffer_size=2, num_threads=1):
+    tickets = Tickets() if tickets is None else tickets
+    return Background(
+        work, tickets, buffer_size=buffer_size, num_threads=num_threads, name="grain-shard-test"
+    )
+
+
+def wait(event):
+    assert event.wait(HANG_S), "hangs"
+
+
+def eventually(condition):
+    """Polls for what must come true; how soon does not matter."""
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, "hangs"
+        time.sleep(0.001)
+
+
+def threads_of(background):
+    return background._shared.threads
+
+
+def assert_ended(threads):
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(HANG_S)
+        assert not thread.is_alive()
+
+
+class TestOrder:
+    @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+    @pytest.mark.parametrize("buffer_size", [1, 2, 8])
+    @pytest.mark.parametrize("count", [0, 1, 7, 100])
+    def test_results_come_in_the_order_of_the_tickets(self, num_threads, buffer_size, count):
+        tickets = Tickets(count)
+        with contextlib.closing(
+            stage(lambda n: n * n, tickets, buffer_size=buffer_size, num_threads=num_threads)
+        ) as squares:
+            assert list(squares) == [n * n for n in range(count)]
+        assert len(tickets.closed_by) == 1
+
+    def test_even_when_the_threads_finish_in_the_opposite_order(self):
+        done = [threading.Event() for _ in range(4)]
+        done[3].set()
+        finished = []
+
+        def after_the_next_one(n):
+            wait(done[n + 1])
+            finished.append(n)
+            done[n].set()
+            return n
+
+        numbers = stage(after_the_next_one, iter(range(3)), buffer_size=3, num_threads=3)
+        assert list(numbers) == [0, 1, 2]
+        assert finished == [2, 1, 0]
+
+    def test_the_threads_work_side_by_side(self):
+        together = threading.Barrier(3)
+
+        def meet(n):
+            together.wait(HANG_S)
+            return n
+
+        assert list(stage(meet, iter(range(6)), buffer_size=3, num_threads=3)) == list(range(6))
+
+    def test_a_result_is_handed_out_while_a_later_one_is_still_in_the_making(self):
+        release = threading.Event()
+        numbers = stage(lambda n: n if n == 0 else wait(release), buffer_size=4)
+        assert next(numbers) == 0
+        release.set()
+        numbers.close()
+
+    def test_nothing_starts_before_it_is_asked_for(self):
+        tickets = Tickets()
+        numbers = stage(lambda n: n, tickets)
+        assert not any(thread.is_alive() for thread in threads_of(numbers))
+        assert tickets.drawn == 0
+        numbers.start()
+        numbers.start()
+        eventually(lambda: tickets.drawn == 2)
+        assert next(numbers) == 0
+        numbers.close()
+
+    def test_the_end_is_the_end_for_good(self):
+        numbers = stage(lambda n: n, iter(range(2)))
+        assert list(numbers) == [0, 1]
+        for _ in range(3):
+            with pytest.raises(StopIteration):
+                next(numbers)
+
+
+class TestBound:
+    @pytest.mark.parametrize("num_threads", [1, 3])
+    @pytest.mark.parametrize("buffer_size", [1, 2, 5])
+    def test_no_more_than_buffer_size_results_exist_the_ones_in_the_making_included(
+        self, num_threads, buffer_size
+    ):
+        asked_for, alive, too_many = 0, weakref.WeakSet(), threading.Event()
+
+        class Result:
+            pass
+
+        def make(n):
+            # The consumer may hold what it asked for last.
+            if n >= asked_for + buffer_size:
+                too_many.set()
+            result = Result()
+            alive.add(result)
+            return result
+
+        tickets = Tickets()
+        results = stage(make, tickets, buffer_size=buffer_size, num_threads=num_threads)
+        results.start()
+        for _ in range(20):
+            eventually(lambda: tickets.drawn == asked_for + buffer_size)
+            eventually(lambda: len(alive) == buffer_size)  # it works as far ahead as it may
+            asked_for += 1
+            next(results)
+        eventually(lambda: tickets.drawn == asked_for + buffer_size)
+        assert not too_many.wait(0.2)
+        results.close()
+        assert len(alive) == 0, "close() lets go of what nobody took"
+
+    def test_a_waiting_thread_keeps_no_result_alive(self):
+        class Result:
+            pass
+
+        results = stage(lambda n: Result(), iter(range(3)), buffer_size=1)
+        for _ in range(3):
+            last = weakref.ref(next(results))
+            eventually(lambda: last() is None)
+        results.close()
+
+
+class Odd(BaseException):
+    """Neither an Exception nor one of Python's own."""
+
+
+ERRORS = [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, Odd]
+
+
+class TestErrors:
+    @pytest.mark.parametrize("num_threads", [1, 3])
+    @pytest.mark.parametrize("where", ["in the work", "in the tickets"])
+    @pytest.mark.parametrize("error", ERRORS)
+    def test_one_of_any_class_reaches_the_consumer_in_its_place_and_stays(
+        self, num_threads, where, error
+    ):
+        def fail():
+            raise error("here")
+
+        def tickets():
+            yield from range(2)
+            if where == "in the tickets":
+                fail()
+            yield from range(2, 100)
+
+        def work(n):
+            return fail() if n == 2 else n
+
+        numbers = stage(work, tickets(), buffer_size=4, num_threads=num_threads)
+        assert [next(numbers), next(numbers)] == [0, 1]
+        raised = []
+        for _ in range(3):
+            with pytest.raises(error, match="here") as caught:
+                next(numbers)
+            assert "fail" in [entry.name for entry in caught.traceback]
+            raised.append((caught.value, len(caught.traceback)))
+        assert raised == [raised[0]] * 3, "the same error, its traceback no longer each time"
+        assert_ended(threads_of(numbers))
+
+    def test_an_error_waits_for_the_results_before_it(self):
+        failed = threading.Event()
+
+        def work(n):
+            if n == 1:
+                failed.set()
+                raise ValueError
+            wait(failed)
+            return n
+
+        numbers = stage(work, num_threads=2)
+        assert next(numbers) == 0
+        with pytest.raises(ValueError):
+            next(numbers)
+
+    def test_after_an_error_no_more_tickets_are_drawn(self):
+        tickets = Tickets()
+
+        def fail(n):
+            raise ValueError
+
+        numbers = stage(fail, tickets, buffer_size=8)
+        with pytest.raises(ValueError):
+            next(numbers)
+        assert_ended(threads_of(numbers))
+        assert tickets.drawn == 1
+        assert len(tickets.closed_by) == 1
+
+    def test_a_stop_iteration_inside_the_work_does_not_pass_for_the_end(self):
+        numbers = stage(lambda n: next(iter([])))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+                next(numbers)
+            assert isinstance(caught.value.__cause__, StopIteration)
+
+    def test_a_keyboard_interrupt_of_the_waiting_consumer_loses_nothing(self):
+        waiting, interrupted = threading.Event(), threading.Event()
+
+        def work(n):
+            if n == 1:
+                wait(waiting)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                wait(interrupted)
+            return n
+
+        numbers = stage(work)
+        assert next(numbers) == 0
+        with pytest.raises(KeyboardInterrupt):
+            waiting.set()
+            next(numbers)
+        interrupted.set()
+        assert [next(numbers), next(numbers)] == [1, 2]
+        numbers.close()
+
+    def test_a_constructor_that_fails_leaves_nothing_to_complain_about(self):
+        with pytest.raises(TypeError):
+            Background(lambda n: n)
+        gc.collect()  # pytest turns what __del__ raises into an error
+
+
+def before_the_start(numbers):
+    pass
+
+
+def after_some(numbers):
+    next(numbers), next(numbers)
+
+
+def after_the_end(numbers):
+    list(numbers)
+
+
+def after_close(numbers):
+    next(numbers)
+    numbers.close()
+
+
+class TestClose:
+    @pytest.mark.parametrize(
+        "phase", [before_the_start, after_some, after_the_end, after_close], ids=lambda f: f.__name__
+    )
+    @pytest.mark.parametrize("num_threads", [1, 3])
+    def test_in_every_phase_it_ends_the_threads_and_closes_the_tickets_once(
+        self, phase, num_threads
+    ):
+        tickets = Tickets(10)
+        numbers = stage(lambda n: n, tickets, buffer_size=3, num_threads=num_threads)
+        phase(numbers)
+        numbers.close()
+        numbers.close()
+        assert not any(thread.is_alive() for thread in threads_of(numbers))
+        assert len(tickets.closed_by) == 1
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                next(numbers)
+        numbers.start()  # it is over
+        assert not any(thread.is_alive() for thread in threads_of(numbers))
+
+    def test_after_an_error_the_error_stays(self):
+        def fail(n):
+            raise ValueError
+
+        numbers = stage(fail)
+        with pytest.raises(ValueError):
+            next(numbers)
+        numbers.close()
+        with pytest.raises(ValueError):
+            next(numbers)
+
+    def test_the_last_thread_to_end_closes_the_tickets(self):
+        busy, release = threading.Barrier(4), [threading.Event() for _ in range(3)]
+
+        def work(n):
+            busy.wait(HANG_S)
+            wait(release[n])
+            return threading.current_thread().name
+
+        tickets = Tickets()
+        names = stage(work, tickets, buffer_size=3, num_threads=3)
+        names.start()
+        busy.wait(HANG_S)
+        names.stop()
+        for n in range(2):
+            release[n].set()
+            alive = 2 - n
+            eventually(lambda: sum(t.is_alive() for t in threads_of(names)) == alive)
+            assert tickets.closed_by == [], "a thread may still ask"
+        (last,) = [t for t in threads_of(names) if t.is_alive()]
+        release[2].set()
+        names.close()
+        assert tickets.closed_by == [last.name]
+
+    def test_from_another_thread_it_wakes_the_consumer(self):
+        in_work, release = threading.Event(), threading.Event()
+
+        def work(n):
+            in_work.set()
+            wait(release)
+
+        numbers = stage(work)
+
+        def close():
+            wait(in_work)
+            numbers.stop()
+
+        closer = threading.Thread(target=close)
+        closer.start()
+        with pytest.raises(StopIteration):
+            next(numbers)
+        release.set()
+        closer.join(HANG_S)
+        numbers.close()
+
+    @pytest.mark.parametrize("where", ["in the work", "in the tickets"])
+    def test_a_source_that_blocks_for_ever_does_not_block_it_for_ever(self, where, monkeypatch):
+        monkeypatch.setattr(prefetch, "_JOIN_TIMEOUT_S", 0.1)
+        blocked, release = threading.Event(), threading.Event()
+
+        def block():
+            blocked.set()
+            wait(release)
+
+        class Blocking(Tickets):
+            def __next__(self):
+                if where == "in the tickets" and self.drawn == 1:
+                    block()
+                return super().__next__()
+
+        tickets = Blocking()
+        numbers = stage(lambda n: block() if n and where == "in the work" else n, tickets)
+        assert next(numbers) == 0
+        wait(blocked)
+        numbers.close()
+        assert tickets.closed_by == [], "it is still in use"
+        (thread,) = threads_of(numbers)
+        assert thread.is_alive()
+        release.set()
+        assert_ended([thread])
+        assert len(tickets.closed_by) == 1, "by the thread, when the user's code returned"
+
+    def test_called_by_the_work_itself_it_does_not_wait_for_itself(self):
+        numbers = stage(lambda n: numbers.close())
+        with pytest.raises(StopIteration):
+            next(numbers)
+        assert_ended(threads_of(numbers))
+
+    def test_a_stage_over_a_stage_stops_both_at_once(self):
+        blocked, release = threading.Event(), threading.Event()
+
+        def block(n):
+            if n == 1:
+                blocked.set()
+                wait(release)
+            return n
+
+        below = stage(block)
+        above = stage(lambda n: n, below)
+        assert next(above) == 0
+        wait(blocked)
+        above.stop()
+        assert below._shared._stopped
+        release.set()
+        above.close()
+        assert_ended(threads_of(above) + threads_of(below))
+
+
+class TestGarbageCollection:
+    @pytest.mark.parametrize("phase", [before_the_start, after_some, after_the_end])
+    def test_it_ends_the_threads(self, phase):
+        tickets = Tickets(10)
+        numbers = stage(lambda n: n, tickets, num_threads=2)
+        phase(numbers)
+        threads, gone = threads_of(numbers), weakref.ref(numbers)
+        del numbers
+        gc.collect()
+        assert gone() is None
+        assert_ended(threads)
+        assert len(tickets.closed_by) == 1
+
+    def test_it_frees_the_tickets_and_the_work(self):
+        class Work:
+            def __call__(self, n):
+                return n
+
+        work, tickets = Work(), Tickets()
+        kept = [weakref.ref(work), weakref.ref(tickets)]
+        numbers = stage(work, tickets)
+        next(numbers)
+        threads = threads_of(numbers)
+        del numbers, work, tickets
+        gc.collect()
+        assert_ended(threads)
+        threads.clear()
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None]
+
+    def test_it_may_happen_in_any_thread_the_stages_own_included(self):
+        # In a cycle with its tickets, so that only the collector can free it; and the collector
+        # runs where the stage's thread calls it.
+        class Cycle(Tickets):
+            stage = None
+
+        tickets = Cycle()
+        collect = threading.Event()
+
+        def work(n):
+            if n == 1:
+                wait(collect)
+                gc.collect()
+            return n
+
+        tickets.stage = numbers = stage(work, tickets)
+        assert next(numbers) == 0
+        threads = list(threads_of(numbers))
+        del numbers, tickets
+        collect.set()
+        # The thread itself refers to the tickets, and so to the stage: nothing may break.
+        (thread,) = threads
+        eventually(lambda: thread.is_alive())
+        cycle = next(o for o in gc.get_objects() if type(o) is Cycle)
+        cycle.stage.close()
+        assert_ended(threads)
+        cycle.stage = None
+
+
+class TestJaxContext:
+    def look(self, n):
+        return (
+            jnp.asarray(np.float64(n)).dtype.name,
+            dict(jax.sharding.get_mesh().shape),
+        )
+
+    @pytest.mark.parametrize("num_threads", [1, 3])
+    def test_the_mesh_and_the_precision_of_the_thread_that_made_it_reach_the_work(
+        self, mesh, num_threads
+    ):
+        with jax.set_mesh(mesh), jax.enable_x64(True):
+            inside = stage(self.look, iter(range(3)), num_threads=num_threads, buffer_size=3)
+        outside = stage(self.look, iter(range(3)), num_threads=num_threads, buffer_size=3)
+        assert list(inside) == [("float64", {"data": 8})] * 3
+        with jax.set_mesh(mesh), jax.enable_x64(True):
+            assert list(outside) == [("float32", {})] * 3
+
+    def test_and_the_tickets_too(self, mesh):
+        def tickets():
+            while True:
+                yield self.look(0)
+
+        with jax.set_mesh(mesh), jax.enable_x64(True):
+            inside = stage(lambda seen: seen, tickets())
+        assert next(inside) == ("float64", {"data": 8})
+        inside.close()
+
+    def test_the_other_threads_context_is_left_alone(self, mesh):
+        with jax.set_mesh(mesh), jax.enable_x64(True):
+            inside = stage(self.look, iter(range(2)))
+        list(inside)
+        assert self.look(0) == ("float32", {})

@@ -1,0 +1,363 @@
+"""`grain_shard.rehearse`: what a host sees, who is blamed for a failure, what is left behind."""
+
+import argparse
+import contextlib
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from grain_shard import rehearse
+from grain_shard.errors import GrainShardError
+
+COMMAND_LINE = """
+import argparse, signal, sys
+from grain_shard import rehearse
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+parser = argparse.ArgumentParser()
+rehearse.add_arguments(parser)
+sys.exit(rehearse.main(parser.parse_args()))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script, in which `host` is the host's number; most tests need no JAX in it."""
+
+    def write(text):
+        path = tmp_path / "train.py"
+        path.write_text(
+            "import os, signal, subprocess, sys\n"
+            "host = int(os.environ['SLURM_PROCID'])\n" + textwrap.dedent(text)
+        )
+        return str(path)
+
+    return write
+
+
+def has_ended(pid):
+    """Whether a process that is not our child ends, or has."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with open(handle):
+        return bool(select.select([handle], [], [], 10)[0])
+
+
+# What a host sees.
+
+
+def place_of_this_host():
+    indices = multihost_utils.process_allgather(np.array([jax.process_index()]))
+    return {
+        "process": (jax.process_index(), jax.process_count()),
+        "devices": (jax.local_device_count(), jax.device_count()),
+        "platform": jax.default_backend(),
+        "gathered": indices.ravel().tolist(),
+    }
+
+
+@pytest.mark.slow
+def test_every_host_has_its_place_and_collectives_cross_hosts():
+    assert rehearse.run(place_of_this_host, hosts=3, devices_per_host=2) == [
+        {"process": (host, 3), "devices": (2, 6), "platform": "cpu", "gathered": [0, 1, 2]}
+        for host in range(3)
+    ]
+
+
+@pytest.mark.slow
+def test_one_host_amid_the_variables_of_a_real_cluster(monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "64")
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;tcp://192.0.2.1:34911")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "192.0.2.1:1234")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+    assert rehearse.run(place_of_this_host, hosts=1, timeout_s=60) == [
+        {"process": (0, 1), "devices": (1, 1), "platform": "cpu", "gathered": [0]}
+    ]
+
+
+@pytest.mark.slow
+def test_many_steps_in_flight_do_not_starve_one_another():
+    def train(steps):
+        mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        rows = NamedSharding(mesh, PartitionSpec("data"))
+        batch = jax.make_array_from_callback((8, 64), rows, lambda i: np.ones((8, 64), "f4")[i])
+        step = jax.jit(lambda weight, batch: weight + batch.mean())
+        weight = np.float32(0)
+        for _ in range(steps):
+            weight = step(weight, batch)
+        return float(weight)
+
+    assert rehearse.run(train, 500, hosts=2, devices_per_host=2, timeout_s=60) == [500.0, 500.0]
+
+
+@pytest.mark.slow
+def test_a_function_is_sent_with_its_closure_and_returns_any_value():
+    class Row:
+        def __init__(self, host):
+            self.host = host
+
+    factor = 10
+    rows = rehearse.run(lambda offset: Row(offset + factor * jax.process_index()), 5, hosts=2)
+
+    assert [type(row) for row in rows] == [Row, Row]
+    assert [row.host for row in rows] == [5, 15]
+
+
+# The command line.
+
+
+@pytest.mark.slow
+def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
+    path = script("""
+        import jax
+        jax.distributed.initialize()
+        sys.stdout.write(f"{sys.argv[1:]} on {jax.process_index()} ")
+        sys.stderr.write("and stderr, ")
+        sys.stdout.write(f"{jax.device_count()} devices\\nno newline")
+    """)
+    command = [sys.executable, "-c", COMMAND_LINE, "--hosts", "2", "--devices-per-host", "3", path]
+    ended = subprocess.run([*command, "--steps", "7"], capture_output=True, text=True, timeout=60)
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(ended.stdout.splitlines()) == [
+        "[host 0] ['--steps', '7'] on 0 and stderr, 6 devices",
+        "[host 0] no newline",
+        "[host 1] ['--steps', '7'] on 1 and stderr, 6 devices",
+        "[host 1] no newline",
+    ]
+
+
+@pytest.mark.slow
+def test_the_command_line_ends_with_the_failure(script):
+    path = script("print('about to fail'); sys.exit(host and 7)")
+    command = [sys.executable, "-c", COMMAND_LINE, "--hosts", "2", path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert ended.returncode == 7
+    assert ended.stderr == (
+        "rehearse: host 1 failed first, with exit code 7\n[host 1] about to fail\n"
+    )
+
+
+def test_the_command_line_leaves_the_scripts_options_to_the_script():
+    parser = argparse.ArgumentParser()
+    rehearse.add_arguments(parser)
+    args = parser.parse_args(["--hosts", "4", "-m", "my.train", "--hosts", "9", "-m"])
+
+    assert vars(args) == {
+        "hosts": 4,
+        "devices_per_host": 1,
+        "timeout": 600.0,
+        "module": True,
+        "script": "my.train",
+        "args": ["--hosts", "9", "-m"],
+    }
+
+
+@pytest.mark.slow
+def test_a_module_in_place_of_a_script(script, tmp_path, monkeypatch):
+    script("print(__name__, sys.argv[1:], sys.path[0] == os.getcwd())")
+    monkeypatch.chdir(tmp_path)
+    result = rehearse.run_script(["-m", "train", "--fast"], hosts=1)
+
+    assert result.outputs == ["__main__ ['--fast'] True\n"]
+
+
+# Failures.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failure", "exit_code", "head", "last_line"),
+    [
+        ("raise ValueError('boom')", 1, "exit code 1", "ValueError: boom"),
+        ("sys.exit('no data')", 1, "exit code 1", "no data"),
+        ("sys.exit(3)", 3, "exit code 3", "started"),
+        ("os._exit(4)", 4, "exit code 4", "started"),
+        ("os.kill(os.getpid(), 9)", 137, "exit code 137 (signal 9: Killed)", "started"),
+    ],
+)
+def test_the_first_failure_is_reported_and_ends_the_others(
+    script, failure, exit_code, head, last_line
+):
+    path = script(f"""
+        print("started")
+        if host == 1:
+            {failure}
+        signal.pause()
+    """)
+    result = rehearse.run_script([path], hosts=2, timeout_s=60)
+
+    assert (result.failed_host, result.exit_code) == (1, exit_code)
+    assert result.returncodes[0] == -signal.SIGTERM
+    assert result.summary().splitlines()[0] == f"host 1 failed first, with {head}"
+    assert result.summary().splitlines()[-1] == f"[host 1] {last_line}"
+
+
+@pytest.mark.slow
+def test_a_traceback_begins_in_the_script(script):
+    path = script("def divide(): 1 / 0\ndivide()")
+    result = rehearse.run_script([path], hosts=1)
+
+    assert [line for line in result.outputs[0].splitlines() if "File" in line] == [
+        f'  File "{path}", line 4, in <module>',
+        f'  File "{path}", line 3, in divide',
+    ]
+
+
+@pytest.mark.slow
+def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path):
+    os.mkfifo(tmp_path / "host_0_is_ready")
+    path = script("""
+        if host == 1:
+            open(sys.argv[1]).close()  # blocks until host 0 opens it too
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(sys.argv[1], "w").close()
+        signal.pause()
+    """)
+    result = rehearse.run_script([path, str(tmp_path / "host_0_is_ready")], hosts=2, timeout_s=60)
+
+    assert result.returncodes == [-signal.SIGKILL, 1]
+    assert result.failed_host == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", ["raise", "exit", "kill"])
+def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure):
+    def train():
+        for step in range(1000):
+            if step == 3 and jax.process_index() == 1:
+                if failure == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("boom") if failure == "raise" else SystemExit(3)
+            multihost_utils.process_allgather(np.array([step]))
+
+    with pytest.raises(rehearse.RehearsalError) as caught:
+        rehearse.run(train, hosts=3, timeout_s=60)
+
+    assert isinstance(caught.value, GrainShardError)
+    assert caught.value.host == 1
+    assert caught.value.exit_code == {"raise": 1, "exit": 3, "kill": 137}[failure]
+    assert "host 1 failed first" in str(caught.value)
+    assert ("ValueError: boom" in caught.value.outputs[1]) == (failure == "raise")
+
+
+@pytest.mark.slow
+def test_the_others_can_go_on_after_a_failure():
+    def train():
+        try:
+            for step in range(1000):
+                if step == 3 and jax.process_index() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                multihost_utils.process_allgather(np.array([step]))
+        except ValueError:
+            print("lost a host at step", step)
+            os._exit(5)
+
+    with pytest.raises(rehearse.RehearsalError) as caught:
+        rehearse.run(train, hosts=2, timeout_s=60, end_others=False)
+
+    assert (caught.value.host, caught.value.exit_code) == (1, 137)
+    assert caught.value.result.returncodes == [5, -signal.SIGKILL]
+    assert "lost a host at step 3" in caught.value.outputs[0]
+
+
+@pytest.mark.slow
+def test_a_timeout_names_the_hosts_that_still_ran(script):
+    path = script("""
+        if host == 0:
+            sys.exit()
+        while host == 1:
+            print("busy")  # a stream of lines must not keep the clock from being read
+        signal.pause()
+    """)
+    result = rehearse.run_script([path], hosts=3, timeout_s=3)
+
+    assert (result.timed_out_hosts, result.failed_host, result.exit_code) == ([1, 2], None, 124)
+    assert result.summary().startswith("timed out, still running: host 1, host 2\n[host 1] busy\n")
+
+
+def test_no_hosts_are_refused():
+    with pytest.raises(ValueError, match="hosts=0, devices_per_host=1: each must be at least 1"):
+        rehearse.run_script(["train.py"], hosts=0)
+
+
+# What is left behind.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_rehearsal_leaves_no_process(script, number):
+    path = script("""
+        worker = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        print(os.getpid(), worker.pid)
+        signal.pause()
+    """)
+    command = [sys.executable, "-c", COMMAND_LINE, "--hosts", "2", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rehearsal:
+        lines = [rehearsal.stdout.readline() for _ in range(2)]
+        rehearsal.send_signal(number)
+        assert rehearsal.wait(timeout=60) == 128 + number
+
+    pids = [int(pid) for line in lines for pid in line.split("]")[1].split()]
+    assert len(pids) == 4
+    assert all(has_ended(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_host_end_with_it(script):
+    path = script("""
+        worker = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        print(worker.pid)
+        os._exit(0)
+    """)
+    result = rehearse.run_script([path], hosts=1, timeout_s=60)
+
+    assert result.exit_code == 0
+    assert has_ended(int(result.outputs[0]))
+
+
+@pytest.mark.slow
+def test_nothing_is_left_in_this_process(tmp_path, monkeypatch):
+    def state():
+        return sorted(os.listdir("/proc/self/fd")), threading.enumerate(), os.listdir(tmp_path)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = state()
+    with pytest.raises(rehearse.RehearsalError):
+        rehearse.run(lambda: 1 / 0, hosts=1)
+
+    assert state() == before
+    with contextlib.suppress(ChildProcessError):  # raised when there is no child at all
+        zombie = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        assert zombie is None
+
+
+@pytest.mark.slow
+def test_an_output_that_is_closed_ends_the_rehearsal(script):
+    class Pager(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    pager = Pager()
+    path = script("print(os.getpid()); signal.pause()")
+    with pytest.raises(BrokenPipeError):
+        rehearse.run_script([path], hosts=1, echo=pager)
+
+    assert has_ended(int(pager.getvalue().removeprefix("[host 0] ")))
