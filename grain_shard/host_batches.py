@@ -88,8 +88,8 @@ class RandomAccess:
         num_workers: int,
     ):
         self._ds, self._fingerprint, self._buffer_size = ds, fingerprint, buffer_size
-        # More threads than this only hand the interpreter lock around; see benchmarks/RESULTS.md.
-        self._num_threads = num_threads or min(2, os.cpu_count() or 1)
+        # A thread makes a whole batch, so more of them than the buffer has room for would idle.
+        self._num_threads = num_threads or min(buffer_size, os.cpu_count() or 1)
         self._num_workers = num_workers
 
     def num_batches(self) -> int | None:

@@ -456,33 +456,22 @@ class TestGarbageCollection:
         gc.collect()
         assert [ref() for ref in kept] == [None, None]
 
-    def test_it_may_happen_in_any_thread_the_stages_own_included(self):
-        # In a cycle with its tickets, so that only the collector can free it; and the collector
-        # runs where the stage's thread calls it.
-        class Cycle(Tickets):
-            stage = None
+    def test_it_may_happen_at_any_moment_even_where_the_stage_holds_its_lock(self):
+        tickets = Tickets()
+        numbers = stage(lambda n: n, tickets)
+        next(numbers)
+        stopped = threading.Event()
+        shared = numbers._shared
 
-        tickets = Cycle()
-        collect = threading.Event()
+        def collected_under_the_lock():
+            with shared._condition:
+                numbers.__del__()  # what the collector calls
+            stopped.set()
 
-        def work(n):
-            if n == 1:
-                wait(collect)
-                gc.collect()
-            return n
-
-        tickets.stage = numbers = stage(work, tickets)
-        assert next(numbers) == 0
-        threads = list(threads_of(numbers))
-        del numbers, tickets
-        collect.set()
-        # The thread itself refers to the tickets, and so to the stage: nothing may break.
-        (thread,) = threads
-        eventually(lambda: thread.is_alive())
-        cycle = next(o for o in gc.get_objects() if type(o) is Cycle)
-        cycle.stage.close()
-        assert_ended(threads)
-        cycle.stage = None
+        threading.Thread(target=collected_under_the_lock, daemon=True).start()
+        wait(stopped)
+        assert_ended(threads_of(numbers))
+        assert len(tickets.closed_by) == 1
 
 
 class TestJaxContext:

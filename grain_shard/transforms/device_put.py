@@ -106,7 +106,9 @@ class DevicePutIterDataset(grain.IterDataset):
         put = self._put
         return ShardedIterator(
             self._host_batches(),
-            Assembler(put.shardings, self._layout, copies=self._copies),
+            Assembler(
+                put.shardings, self._layout, copies=self._copies, digests=put.rows == "local"
+            ),
             device_buffer_size=put.device_buffer_size,
             reshard=put.final_shardings and Resharder(put.final_shardings),
             across=self._across_hosts(),

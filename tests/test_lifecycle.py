@@ -1,0 +1,519 @@
+"""The life of the whole chain: C8 (a clean life) and C9 (bounded memory)."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from grain_shard import DevicePut, ShardingTree
+from tests.conftest import background_threads, data_mesh, ids, numbered
+
+HANG_S = 60
+
+
+def wait(event):
+    assert event.wait(HANG_S), "hangs"
+
+
+def eventually(condition):
+    """Polls for what must come true; how soon does not matter."""
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, "hangs"
+        time.sleep(0.001)
+
+
+def assert_all_ended(threads):
+    for thread in threads:
+        thread.join(HANG_S)
+        assert not thread.is_alive(), f"{thread.name} lives on"
+
+
+def stream(ds):
+    """The same batches as a stream: `.shard_to` does not look through this map."""
+    return ds.to_iter_dataset(grain.ReadOptions(0, 0)).map(lambda batch: batch)
+
+
+KINDS = {"random access": lambda ds: ds, "stream": stream}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def kind(request):
+    return request.param
+
+
+class TestEnd:
+    def test_breaking_early_again_and_again_leaves_no_thread(self, mesh, kind):
+        ds = kind(numbered(80, 8)).shard_to(mesh, num_threads=2)
+        started = set()
+        for _ in range(20):
+            for batch in ds:
+                started |= background_threads()
+                assert ids([batch]) == [list(range(8))]
+                break
+        assert len(started) >= 20
+        assert_all_ended(started)
+
+    def test_an_iterator_that_is_never_asked_starts_no_thread(self, mesh, kind):
+        before = background_threads()
+        iterator = iter(kind(numbered(80, 8)).shard_to(mesh))
+        iterator.get_state()
+        assert background_threads() == before
+
+    def test_after_the_end_next_keeps_raising_stop_iteration(self, mesh, kind):
+        iterator = iter(kind(numbered(16, 8)).shard_to(mesh))
+        assert ids(iterator) == [list(range(8)), list(range(8, 16))]
+        state = iterator.get_state()
+        for _ in range(3):
+            with pytest.raises(StopIteration):
+                next(iterator)
+        assert iterator.get_state() == state
+
+    def test_at_the_end_the_threads_end_though_the_iterator_lives(self, mesh, kind):
+        before = background_threads()
+        iterator = iter(kind(numbered(16, 8)).shard_to(mesh))
+        list(iterator)
+        assert_all_ended(background_threads() - before)
+
+    def test_a_context_manager_closes(self, mesh, kind):
+        with iter(kind(numbered(80, 8)).shard_to(mesh)) as iterator:
+            next(iterator)
+            threads = background_threads()
+            assert threads
+        assert not any(thread.is_alive() for thread in threads)
+        with pytest.raises(ValueError, match="closed"):
+            next(iterator)
+
+    def test_so_does_one_that_is_left_by_an_error(self, mesh):
+        with (
+            pytest.raises(ZeroDivisionError),
+            iter(numbered(80, 8).shard_to(mesh)) as iterator,
+        ):
+            next(iterator)
+            threads = background_threads()
+            raise ZeroDivisionError
+        assert not any(thread.is_alive() for thread in threads)
+
+    def test_close_twice_is_close(self, mesh, kind):
+        iterator = iter(kind(numbered(80, 8)).shard_to(mesh))
+        next(iterator)
+        iterator.close()
+        iterator.close()
+        iter(kind(numbered(80, 8)).shard_to(mesh)).close()  # and before the first batch
+
+    def test_next_after_close_raises_what_grains_iterators_raise(self, mesh, kind):
+        for ds in (numbered(80, 8).to_iter_dataset(), kind(numbered(80, 8)).shard_to(mesh)):
+            iterator = iter(ds)
+            next(iterator)
+            iterator.close()
+            for _ in range(2):
+                with pytest.raises(ValueError, match="closed iterator"):
+                    next(iterator)
+
+    def test_set_state_after_close_is_refused_and_get_state_is_not(self, mesh, kind):
+        iterator = iter(kind(numbered(80, 8)).shard_to(mesh))
+        next(iterator)
+        state = iterator.get_state()
+        iterator.close()
+        assert iterator.get_state() == state
+        with pytest.raises(ValueError, match="closed"):
+            iterator.set_state(state)
+
+    def test_set_state_leaves_no_thread_behind(self, mesh, kind):
+        before = background_threads()
+        with iter(kind(numbered(80, 8)).shard_to(mesh, num_threads=2)) as iterator:
+            for _ in range(10):
+                state = iterator.get_state()
+                next(iterator)
+                iterator.set_state(state)
+            assert len(background_threads() - before) == 0, "until it is asked again"
+            assert ids([next(iterator)]) == [list(range(8))]
+
+    def test_garbage_collection_ends_the_threads(self, mesh, kind):
+        before = background_threads()
+        iterator = iter(kind(numbered(80, 8)).shard_to(mesh))
+        next(iterator)
+        threads, gone = background_threads() - before, weakref.ref(iterator)
+        assert threads
+        del iterator
+        gc.collect()
+        assert gone() is None
+        assert_all_ended(threads)
+
+    def test_it_closes_the_users_iterator_once_and_when_it_is_not_in_use(self, mesh):
+        closed = []
+
+        class Closing(grain.IterDataset):
+            def __iter__(self):
+                return ClosingIterator()
+
+        class ClosingIterator(grain.DatasetIterator):
+            def __next__(self):
+                assert not closed
+                return {"x": np.zeros(8)}
+
+            def get_state(self):
+                return {}
+
+            def set_state(self, state):
+                pass
+
+            def close(self):
+                closed.append(1)
+
+        ds = Closing().shard_to(mesh)
+        with iter(ds) as iterator:
+            next(iterator)
+        eventually(lambda: closed == [1])
+        iterator.close()
+        assert closed == [1]
+
+
+class Odd(BaseException):
+    """Neither an Exception nor one of Python's own."""
+
+
+class TestErrors:
+    @pytest.mark.parametrize("num_threads", [1, 2])
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, Odd])
+    def test_one_of_any_class_comes_in_its_place_and_is_kept(
+        self, mesh, kind, error, num_threads
+    ):
+        def decode(i):
+            if i == 21:
+                raise error("twenty-one")
+            return {"id": np.int32(i)}
+
+        ds = kind(grain.MapDataset.range(80).map(decode).batch(8))
+        iterator = iter(ds.shard_to(mesh, num_threads=num_threads))
+        assert ids([next(iterator), next(iterator)]) == [list(range(8)), list(range(8, 16))]
+        state = iterator.get_state()
+        for _ in range(3):
+            with pytest.raises(error, match="twenty-one"):
+                next(iterator)
+        assert iterator.get_state() == state
+        iterator.close()
+
+    def test_a_stop_iteration_in_the_users_code_is_no_silent_end(self, mesh):
+        ds = grain.MapDataset.range(80).map(lambda i: {"id": next(iter([]))}).batch(8)
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            list(ds.shard_to(mesh))
+
+    def test_after_an_error_set_state_goes_on_where_it_was(self, mesh):
+        broken = threading.Event()
+        broken.set()
+
+        def decode(i):
+            if i == 21 and broken.is_set():
+                raise OSError("the disk is away")
+            return {"id": np.int32(i)}
+
+        iterator = iter(grain.MapDataset.range(32).map(decode).batch(8).shard_to(mesh))
+        got = ids([next(iterator), next(iterator)])
+        with pytest.raises(OSError, match="away"):
+            next(iterator)
+        broken.clear()
+        iterator.set_state(iterator.get_state())
+        assert got + ids(iterator) == [list(range(k, k + 8)) for k in range(0, 32, 8)]
+
+
+class TestPromptness:
+    @pytest.mark.parametrize("num_threads", [1, 2])
+    def test_a_batch_is_handed_out_as_soon_as_it_is_ready(self, kind, num_threads):
+        release = threading.Event()
+
+        def decode(i):
+            if i == 4:  # the first record of batch 1
+                wait(release)
+            return {"id": np.int32(i)}
+
+        ds = kind(grain.MapDataset.range(12).map(decode).batch(4))
+        iterator = iter(ds.shard_to(data_mesh(2), num_threads=num_threads, cpu_buffer_size=8))
+        assert ids([next(iterator)]) == [[0, 1, 2, 3]]
+        assert not release.is_set()
+        release.set()
+        assert ids(iterator) == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+    def test_start_prefetch_works_ahead_of_the_first_next(self, mesh, kind):
+        began = threading.Event()
+
+        def decode(i):
+            began.set()
+            return {"id": np.int32(i)}
+
+        with iter(kind(grain.MapDataset.range(80).map(decode).batch(8)).shard_to(mesh)) as it:
+            assert not began.is_set()
+            it.start_prefetch()
+            wait(began)
+            assert it.get_state() == iter(
+                kind(grain.MapDataset.range(80).map(decode).batch(8)).shard_to(mesh)
+            ).get_state(), "working ahead does not move the state"
+
+
+BUFFERS = [
+    # (cpu_buffer_size, device_buffer_size, num_threads)
+    (1, 1, 1),
+    (4, 2, 1),
+    (4, 2, 2),
+    (1, 3, 2),
+    (3, 1, 8),
+]
+
+
+class TestMemory:
+    """Counted in batches, with a consumer so slow that all buffers are full at each step."""
+
+    SHAPE = (8, 7, 13)  # nothing else has this shape
+
+    def test_the_defaults_are_small(self):
+        put = DevicePut(ShardingTree.of(data_mesh(1)))
+        assert (put.cpu_buffer_size, put.device_buffer_size) == (4, 2)
+
+    @pytest.mark.parametrize(("cpu", "device", "num_threads"), BUFFERS)
+    @pytest.mark.parametrize("as_stream", [False, True])
+    def test_only_so_many_batches_wait_on_the_host_and_on_the_devices(
+        self, cpu, device, num_threads, as_stream
+    ):
+        on_host, begun, most = weakref.WeakSet(), [], [0]
+        counting = threading.Lock()
+
+        def make(k):
+            array = np.full(self.SHAPE, k, np.float32)
+            with counting:
+                on_host.add(_Referable.of(array))
+                begun.append(k)
+                most[0] = max(most[0], len(on_host))
+            return {"x": on_host_view(array)}
+
+        def on_host_view(array):
+            return _Referable.of(array)
+
+        def on_devices():
+            return sum(array.shape == self.SHAPE for array in jax.live_arrays())
+
+        ds = grain.MapDataset.range(40).map(make)
+        if as_stream:
+            ds = stream(ds)
+        put = DevicePut(
+            ShardingTree.of(data_mesh(2)),
+            cpu_buffer_size=cpu,
+            device_buffer_size=device,
+            num_threads=num_threads,
+        )
+        assert on_devices() == 0
+        with iter(ds.pipe(put)) as iterator:
+            for k in range(12):
+                batch = next(iterator)
+                # Works ahead as far as it may,
+                eventually(lambda: len(begun) >= k + 1 + cpu + device)
+                eventually(lambda: on_devices() == device + 1)  # + 1: the consumer's
+                assert np.asarray(batch["x"])[0, 0, 0] == k
+                # and no farther.
+                assert len(begun) <= k + 1 + cpu + device
+                assert on_devices() <= device + 1
+        assert most[0] <= cpu + 1, "+ 1: the one in flight between host and devices"
+        del batch
+        eventually(lambda: on_devices() == 0 and len(on_host) == 0)
+
+    def test_records_are_read_only_so_far_ahead(self, mesh):
+        read = []
+
+        def decode(i):
+            read.append(i)
+            return {"id": np.int32(i)}
+
+        ds = grain.MapDataset.range(8000).map(decode).batch(8)
+        with iter(ds.shard_to(mesh)) as iterator:
+            for k in range(5):
+                next(iterator)
+                eventually(lambda: len(read) == 8 * (k + 1 + 4 + 2))
+            eventually(lambda: len(read) == 8 * (5 + 4 + 2))
+
+
+class _Referable(np.ndarray):
+    """An array that hashes by identity, so that a WeakSet can hold it."""
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def of(cls, array):
+        return array.view(cls)
+
+    def __eq__(self, other):
+        return self is other
+
+
+def script(body):
+    """A program that has a pipeline `ds`; `decode` decides what reading a record does."""
+    return (
+        textwrap.dedent("""\
+            import os, signal, sys, threading, time
+            import grain, jax, numpy as np
+            import grain_shard
+            jax.config.update("jax_num_cpu_devices", 2)
+
+            def pipeline(decode=lambda i: {"id": np.int32(i), "x": np.zeros(1000)}, **options):
+                mesh = jax.make_mesh((2,), ("data",))
+                ds = grain.MapDataset.range(100_000).map(decode).batch(8)
+                return ds.shard_to(mesh, **options)
+
+            """)
+        + textwrap.dedent(body)
+    )
+
+
+def start(code, path):
+    path.write_text(code)
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=path.parent,
+    )
+
+
+def run(code, path, timeout_s=HANG_S):
+    """Exit code, stdout and stderr; fails if it hangs, and leaves no process behind."""
+    process = start(code, path)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"hangs; so far:\n{out}\n{err}")
+    return process.returncode, out, err
+
+
+EXITS = {
+    "with the iterator in a global": """
+        iterator = iter(pipeline())
+        for _ in range(3):
+            next(iterator)
+        print("end")
+        """,
+    "in the middle of a slow .map": """
+        inside = threading.Event()
+        def decode(i):
+            if i == 8:
+                inside.set()
+                time.sleep(0.5)
+            return {"id": np.int32(i)}
+        iterator = iter(pipeline(decode, num_threads=2))
+        next(iterator)
+        inside.wait()
+        print("end")
+        """,
+    "with a source that sleeps for an hour": """
+        inside = threading.Event()
+        def decode(i):
+            if i == 8:
+                inside.set()
+                time.sleep(3600)
+            return {"id": np.int32(i)}
+        iterator = iter(pipeline(decode))
+        next(iterator)
+        inside.wait()
+        print("end")
+        """,
+    "by sys.exit in the loop": """
+        for batch in pipeline():
+            print("end", flush=True)
+            sys.exit(0)
+        """,
+    "with ten busy iterators in a reference cycle": """
+        cycle = [iter(pipeline(num_threads=4)) for _ in range(10)]
+        cycle.append(cycle)
+        for iterator in cycle[:10]:
+            next(iterator)
+        print("end")
+        """,
+    "before the first batch": """
+        iterator = iter(pipeline())
+        iterator.start_prefetch()
+        print("end")
+        """,
+    "with a stream that has a thread of Grain's in it": """
+        ds = grain.MapDataset.range(100_000).map(lambda i: {"id": i}).batch(8).to_iter_dataset()
+        ds = grain.experimental.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=2)
+        iterator = iter(ds.map(lambda b: b).shard_to(jax.make_mesh((2,), ("data",))))
+        for _ in range(3):
+            next(iterator)
+        print("end")
+        """,
+    "with two workers": """
+        if __name__ == "__main__":
+            iterator = iter(pipeline(num_workers=2))
+            for _ in range(3):
+                next(iterator)
+            print("end")
+        """,
+}
+
+
+@pytest.mark.slow
+class TestInterpreterExit:
+    @pytest.mark.parametrize("body", EXITS.values(), ids=EXITS.keys())
+    def test_is_clean(self, body, tmp_path):
+        assert run(script(body), tmp_path / "program.py") == (0, "end\n", "")
+
+    def test_an_error_of_the_user_is_all_that_is_printed(self, tmp_path):
+        code, _, err = run(
+            script("""
+                for batch in pipeline():
+                    raise ZeroDivisionError("the user's")
+                """),
+            tmp_path / "program.py",
+        )
+        assert code == 1
+        assert err.startswith("Traceback")
+        assert err.endswith("ZeroDivisionError: the user's\n")
+        assert err.count("Traceback") == 1
+
+    @pytest.mark.parametrize("caught", [True, False])
+    def test_after_ctrl_c_in_next_is_clean(self, caught, tmp_path):
+        body = """
+            asked = threading.Event()
+            def decode(i):
+                if i == 8:
+                    asked.wait()
+                    print("waits", flush=True)
+                    time.sleep(3600)
+                return {"id": np.int32(i)}
+            iterator = iter(pipeline(decode))
+            next(iterator)
+            try:
+                asked.set()
+                next(iterator)
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+                if not CAUGHT:
+                    raise
+            """
+        process = start(script(f"CAUGHT = {caught}\n{textwrap.dedent(body)}"), tmp_path / "p.py")
+        try:
+            assert process.stdout.readline() == "waits\n"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=HANG_S)
+        finally:
+            process.kill()
+        assert out == "interrupted\n"
+        if caught:
+            assert (process.returncode, err) == (0, "")
+        else:
+            assert process.returncode == -signal.SIGINT
+            assert err.count("Traceback") == 1
+            assert err.endswith("KeyboardInterrupt\n")
