@@ -82,6 +82,12 @@ def shard_to(
     Raises:
         ShardingError: Dataset, mesh, spec or batch size do not fit together.
     """
+    if not isinstance(ds, grain.MapDataset | grain.IterDataset):
+        raise ShardingError(
+            f"cannot shard a {type(ds).__name__}.",
+            remedy="pass a grain.MapDataset or grain.IterDataset of batches; for a DataLoader or"
+            " any other iterator, use grain_shard.prefetch_to_device.",
+        )
     if rows != "local":
         ds, read_options = _random_access(ds)
         if read_options is not None:

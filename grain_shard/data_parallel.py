@@ -151,9 +151,15 @@ def data_parallel_train_step(
             of them called "data".
 
     Example:
+        >>> def loss_fn(params, batch):
+        ...     return jnp.mean((batch["x"] @ params["w"]) ** 2)
+        >>> params, optimizer = {"w": jnp.ones(3)}, optax.sgd(0.1)
         >>> state = (params, optimizer.init(params))
-        >>> for batch in dataset:
+        >>> for batch in [{"x": np.ones((8, 3))}] * 2:
         ...     state, metrics = data_parallel_train_step(loss_fn, optimizer, batch, state)
+        ...     print(f"{metrics['loss']:.2f}")
+        9.00
+        1.44
     """
     if isinstance(optimizer, nnx.Optimizer):
         raise TypeError("An nnx.Optimizer holds its own state: use spmd_train_step.")

@@ -46,9 +46,12 @@ def place_model_state_on_shards(
             that the mesh does not have or that does not divide its dim.
 
     Example:
-        >>> state = place_model_state_on_shards(
-        ...     state, mesh, {"up/kernel": P(None, "model"), "down/kernel": P("model", None)}
-        ... )
+        >>> mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+        >>> state = {"up": {"kernel": np.zeros((3, 4))}, "down": {"kernel": np.zeros((4, 3))}}
+        >>> specs = {"up/kernel": PartitionSpec(None, "model"), "down/kernel": PartitionSpec("model")}
+        >>> state = place_model_state_on_shards(state, mesh, specs)
+        >>> state["up"]["kernel"].addressable_shards[0].data.shape
+        (3, 2)
     """
     if isinstance(param_sharding, Mapping):
         spec_of = _by_path(state, mesh, param_sharding)
@@ -93,10 +96,12 @@ def place_nnx_state_on_shards(
             its dim.
 
     Example:
-        >>> state = place_nnx_state_on_shards(
-        ...     nnx.state(model), mesh, {nnx.Param: P("fsdp"), ...: P()}
-        ... )
-        >>> nnx.update(model, state)
+        >>> mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+        >>> model = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+        >>> specs = {nnx.Param: PartitionSpec("fsdp"), ...: PartitionSpec()}
+        >>> nnx.update(model, place_nnx_state_on_shards(nnx.state(model), mesh, specs))
+        >>> model.kernel.addressable_shards[0].data.shape
+        (2, 6)
     """
     if isinstance(filter_sharding, nnx.StateSharding):
         rules = list(zip(filter_sharding.filters, filter_sharding.shardings, strict=True))

@@ -183,7 +183,10 @@ def run(
         RehearsalError: A host failed, or the time was over.
 
     Example:
-        >>> run(lambda scale: scale * jax.process_index(), 10, hosts=2)
+        >>> def scaled_index(scale):
+        ...     import jax
+        ...     return scale * jax.process_index()
+        >>> run(scaled_index, 10, hosts=2)
         [0, 10]
     """
     with tempfile.TemporaryDirectory(prefix="rehearse-") as directory:

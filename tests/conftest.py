@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, and no background thread that outlives its test."""
+"""What the tests share; and no background thread outlives its test."""
 
 import gc
 import threading
@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from grain_shard import _grain
-
-jax.config.update("jax_num_cpu_devices", 8)
 
 
 def background_threads():

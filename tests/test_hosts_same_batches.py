@@ -1,0 +1,441 @@
+"""The same global batches on 1, 2 and 4 hosts, and what each host reads for them: C1, C2, C4, C5.
+
+Every case runs on 8 devices, in real processes; each host returns the shards on its own devices.
+Put together they have to be, bit for bit, what plain Grain makes in one process, with zero rows up
+to the size of a padded batch.
+"""
+
+import dataclasses
+import json
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import rehearse
+
+pytestmark = pytest.mark.slow
+
+HOSTS = (1, 2, 4)
+NUM_DEVICES = 8
+RECORD_BYTES = 32
+
+
+class CountingSource:
+    """Records of 32 bytes; remembers what is read of them."""
+
+    def __init__(self, num_records):
+        self._num_records = num_records
+        self.read = []  # (record, bytes)
+
+    def __len__(self):
+        return self._num_records
+
+    def __getitem__(self, index):
+        data = (np.arange(8, dtype=np.int32) + 8 * index).tobytes()
+        self.read.append((int(index), len(data)))
+        return data
+
+    def __repr__(self):
+        return f"CountingSource({self._num_records})"
+
+
+def decode(data):
+    tokens = np.frombuffer(data, np.int32)
+    record = int(tokens[0]) // 8
+    return {"id": np.int32(record), "tokens": tokens, "name": f"record {record}"}
+
+
+def augment(record, rng):
+    return {**record, "noise": rng.normal(size=4).astype(np.float32)}
+
+
+def records(source):
+    return grain.MapDataset.source(source).seed(3).map(decode).random_map(augment)
+
+
+def shape(sizes, names):
+    return lambda devices: Mesh(devices.reshape(sizes), names)
+
+
+def permuted(devices):
+    """No host's rows are contiguous: on 2 hosts they alternate."""
+    return Mesh(devices[[7, 0, 5, 2, 3, 4, 1, 6]], ("data",))
+
+
+MODEL_OVER_HOSTS = shape((2, 4), ("model", "data"))
+SEQ = shape((2, 4), ("data", "seq"))
+PER_LEAF = {
+    "id": P("data"),
+    "tokens": P("data", "seq"),
+    "noise": P(("data", "seq")),
+    "name": P("data"),
+}
+# The host of the devices with data=0 and seq=2, 3 holds the first half of the tokens, and the
+# second half of the ids.
+ACROSS = {"id": P("seq"), "tokens": P("data"), "noise": P(), "name": P("data")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    mesh: Callable[[np.ndarray], Mesh] = shape((8,), ("data",))
+    spec: Any = P("data")
+    num_records: int = 22
+    batched: Callable[[grain.MapDataset], Any] = lambda ds: ds.batch(8)
+    rows: int = 8  # of a padded batch
+    options: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"read": "needed"})
+    # Rows that all hosts hold together, over the rows of the batch.
+    amplification: tuple[float, float, float] = (1, 1, 1)
+    # How the records reach the hosts that should hold them, on 1, 2 and 4 hosts.
+    reads: tuple[str, str, str] = ("needed", "needed", "needed")
+
+
+ONCE = {"options": {"read": "once"}, "reads": ("once", "once", "once")}
+AUTO = {"options": {"read": "auto"}}
+
+CASES = {
+    "1-D": Case(),
+    "permuted": Case(permuted),
+    "(data, model)": Case(shape((4, 2), ("data", "model"))),
+    "(model, data)": Case(MODEL_OVER_HOSTS, amplification=(1, 2, 2)),
+    "(data, model), model over hosts": Case(
+        lambda devices: Mesh(devices.reshape(2, 4).T, ("data", "model")), amplification=(1, 2, 2)
+    ),
+    "P((data, fsdp))": Case(shape((2, 4), ("data", "fsdp")), P(("data", "fsdp"))),
+    "P((fsdp, data))": Case(shape((2, 4), ("data", "fsdp")), P(("fsdp", "data"))),
+    "sequence axis": Case(SEQ, P("data", "seq"), amplification=(1, 1, 2)),
+    "sequence axis alone": Case(
+        shape((8,), ("seq",)), {**PER_LEAF, **dict.fromkeys(("id", "noise", "name"), P())}
+        | {"tokens": P(None, "seq")}, amplification=(1, 2, 4),
+    ),
+    "replicated": Case(spec=P(), amplification=(1, 2, 4)),
+    "Explicit axes": Case(
+        lambda devices: Mesh(
+            devices.reshape(2, 4), ("model", "data"), axis_types=(AxisType.Explicit,) * 2
+        ),
+        amplification=(1, 2, 2),
+    ),
+    "jax.make_mesh": Case(lambda devices: jax.make_mesh((8,), ("data",))),
+    "a spec for each leaf": Case(SEQ, PER_LEAF, amplification=(1, 1, 2)),
+    "leaves cut by different axes": Case(
+        SEQ, {**ACROSS, "noise": P("data")}, amplification=(1, 2, 3)
+    ),
+    "a replicated leaf": Case(SEQ, ACROSS, amplification=(1, 2, 4)),
+    "B not divisible by the shards": Case(batched=lambda ds: ds.batch(6)),
+    "N < B": Case(num_records=5, batched=lambda ds: ds.batch(16), rows=16),
+    "22 records, B=4, 4 shards": Case(
+        lambda devices: Mesh(devices[::2], ("data",)), batched=lambda ds: ds.batch(4), rows=4
+    ),
+    "shuffle, repeat": Case(batched=lambda ds: ds.shuffle(seed=7).repeat(2).batch(8)),
+    "batch, repeat": Case(permuted, batched=lambda ds: ds.shuffle(seed=7).batch(8).repeat(2)),
+    "drop": Case(options={"read": "needed", "remainder": "drop"}),
+    "to_iter_dataset()": Case(batched=lambda ds: ds.batch(8).to_iter_dataset()),
+    "to_iter_dataset(options)": Case(
+        MODEL_OVER_HOSTS,
+        batched=lambda ds: ds.shuffle(seed=7).batch(8).to_iter_dataset(grain.ReadOptions(1, 2)),
+        amplification=(1, 2, 2),
+    ),
+    "a map after batch": Case(
+        batched=lambda ds: ds.batch(8).map(double_tokens), reads=("whole", "whole", "whole")
+    ),
+    "once: 1-D": Case(**ONCE),
+    "once: permuted": Case(permuted, **ONCE),
+    "once: (model, data)": Case(MODEL_OVER_HOSTS, amplification=(1, 2, 2), **ONCE),
+    "once: sequence axis": Case(SEQ, P("data", "seq"), amplification=(1, 1, 2), **ONCE),
+    "once: replicated": Case(spec=P(), amplification=(1, 2, 4), **ONCE),
+    "once: a spec for each leaf": Case(SEQ, PER_LEAF, amplification=(1, 1, 2), **ONCE),
+    "once: leaves cut by different axes": Case(SEQ, ACROSS, amplification=(1, 2, 4), **ONCE),
+    "once: Explicit axes": Case(
+        lambda devices: Mesh(
+            devices.reshape(2, 4), ("model", "data"), axis_types=(AxisType.Explicit,) * 2
+        ),
+        amplification=(1, 2, 2),
+        **ONCE,
+    ),
+    "once: B not divisible by the devices": Case(
+        MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(6), amplification=(1, 2, 2), **ONCE
+    ),
+    "once: N < B": Case(
+        MODEL_OVER_HOSTS,
+        num_records=5,
+        batched=lambda ds: ds.batch(16),
+        rows=16,
+        amplification=(1, 2, 2),
+        **ONCE,
+    ),
+    "auto: 1-D": Case(permuted, **AUTO),
+    "auto: (model, data)": Case(
+        MODEL_OVER_HOSTS, amplification=(1, 2, 2), reads=("needed", "once", "once"), **AUTO
+    ),
+    "auto: sequence axis": Case(
+        SEQ, P("data", "seq"), amplification=(1, 1, 2), reads=("needed", "needed", "once"), **AUTO
+    ),
+    "auto: fewer rows than devices": Case(
+        MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(4), rows=4, amplification=(1, 2, 2), **AUTO
+    ),
+}  # fmt: skip
+
+
+def double_tokens(batch):
+    return {**batch, "tokens": 2 * batch["tokens"]}
+
+
+# On the hosts.
+
+
+def run_cases(cases):
+    """What this host got and read in each case; the traceback of one that failed."""
+    devices = np.array(jax.devices())
+    results = {}
+    for name, case in cases.items():
+        try:
+            results[name] = run_case(case, devices)
+        except Exception:
+            results[name] = {"traceback": traceback.format_exc()}
+    return results
+
+
+def run_case(case, devices):
+    source, mesh = CountingSource(case.num_records), case.mesh(devices)
+    sharded = case.batched(records(source)).shard_to(mesh, case.spec, timeout_s=20, **case.options)
+    source.read.clear()  # what was looked at when the pipeline was built
+    batches, states = [], []
+    with iter(sharded) as iterator:
+        for batch in iterator:
+            batches.append({name: shards(leaf) for name, leaf in batch.items() if name != "name"})
+            batches[-1]["name"] = batch["name"]
+            states.append(json.dumps(iterator.get_state()))
+            for name in set(batch) - {"name", "valid_mask"}:
+                assert_sharded_by(case.spec, mesh, name, batch[name])
+    return {
+        "batches": batches,
+        "states": states,
+        "read": source.read,
+        "length": len(sharded),
+        "amplification": grain_shard.ShardingTree.of(mesh, case.spec).layout().amplification,
+    }
+
+
+def shards(array):
+    return {
+        "shape": array.shape,
+        "dtype": array.dtype,
+        "shards": [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards],
+    }
+
+
+def assert_sharded_by(spec, mesh, name, array):
+    spec = spec[name] if isinstance(spec, Mapping) else spec
+    expected = NamedSharding(mesh, P(*spec[: array.ndim]))
+    assert array.sharding.is_equivalent_to(expected, array.ndim), (name, array.sharding)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """By number of hosts, what each host returned for each case."""
+    return {
+        hosts: rehearse.run(
+            run_cases, CASES, hosts=hosts, devices_per_host=NUM_DEVICES // hosts, timeout_s=120
+        )
+        for hosts in HOSTS
+    }
+
+
+@pytest.fixture
+def run(runs, name, hosts):
+    """What each host returned for one case."""
+    results = [result[name] for result in runs[hosts]]
+    for host, result in enumerate(results):
+        assert "traceback" not in result, f"host {host}: {result['traceback']}"
+    return results
+
+
+every_case = pytest.mark.parametrize("name", CASES)
+on_any_hosts = pytest.mark.parametrize("hosts", HOSTS)
+
+
+# What is expected, from plain Grain.
+
+
+def expected_batches(case):
+    """The padded batches, and the number of valid rows of each."""
+    batches = list(case.batched(records(CountingSource(case.num_records))))
+    valid = [len(batch["id"]) for batch in batches]
+    if case.options.get("remainder") == "drop":
+        batches, valid = batches[:-1], valid[:-1]
+    return [padded(batch, case.rows) for batch in batches], valid
+
+
+def padded(batch, rows):
+    missing = rows - len(batch["id"])
+    batch = {
+        name: np.concatenate([leaf, np.zeros((missing, *leaf.shape[1:]), leaf.dtype)])
+        for name, leaf in batch.items()
+    }
+    return {**batch, "valid_mask": np.arange(rows) < rows - missing}
+
+
+def assembled(leaves):
+    """A global array from the shards that the hosts hold; what several hold must be the same."""
+    array = np.zeros(leaves[0]["shape"], leaves[0]["dtype"])
+    written = np.zeros(array.shape, bool)
+    for leaf in leaves:
+        assert (leaf["shape"], leaf["dtype"]) == (array.shape, array.dtype)
+        for index, data in leaf["shards"]:
+            assert data[written[index]].tobytes() == array[index][written[index]].tobytes()
+            array[index], written[index] = data, True
+    assert written.all(), "some rows are on no device"
+    return array
+
+
+def held_rows(batch, num_rows):
+    """The rows of a batch that a host's devices hold a part of."""
+    rows = [
+        np.arange(num_rows)[index[0]]
+        for name, leaf in batch.items()
+        if name not in ("name", "valid_mask")
+        for index, _ in leaf["shards"]
+    ]
+    return np.unique(np.concatenate(rows))
+
+
+@on_any_hosts
+@every_case
+def test_the_global_batches_are_those_of_plain_grain_bit_for_bit(run, name, hosts):
+    expected, _ = expected_batches(CASES[name])
+    assert [len(result["batches"]) for result in run] == [len(expected)] * hosts
+    assert [result["length"] for result in run] == [len(expected)] * hosts
+    for k, batch in enumerate(expected):
+        of_hosts = [result["batches"][k] for result in run]
+        assert set(of_hosts[0]) == set(batch)
+        for leaf in set(batch) - {"name"}:
+            array = assembled([of_host[leaf] for of_host in of_hosts])
+            np.testing.assert_array_equal(array, batch[leaf], err_msg=f"{leaf} of batch {k}")
+            assert (array.dtype, array.tobytes()) == (batch[leaf].dtype, batch[leaf].tobytes())
+
+
+@on_any_hosts
+def test_22_records_in_batches_of_4_come_in_6_batches_on_every_host(runs, hosts):
+    name = "22 records, B=4, 4 shards"
+    for result in runs[hosts]:
+        assert len(result[name]["batches"]) == 6
+    valid = [
+        assembled([result[name]["batches"][k]["valid_mask"] for result in runs[hosts]]).sum()
+        for k in range(6)
+    ]
+    assert valid == [4, 4, 4, 4, 4, 2]
+
+
+@on_any_hosts
+@every_case
+def test_a_host_reads_what_its_devices_hold_and_with_once_its_share(run, name, hosts):
+    case = CASES[name]
+    expected, valid = expected_batches(case)
+    ids = [batch["id"][:count].tolist() for batch, count in zip(expected, valid, strict=True)]
+    reads = [Counter(record for record, _ in result["read"]) for result in run]
+    for result in run:
+        assert all(count == RECORD_BYTES for _, count in result["read"])
+    mode = case.reads[HOSTS.index(hosts)]
+    if mode == "once":
+        assert sum(reads, Counter()) - Counter({0: hosts}) <= Counter(sum(ids, []))
+        full = [batch for batch in ids if len(batch) == case.rows]
+        for of_host in reads:
+            for batch in full:
+                assert sum(of_host[record] for record in batch) == case.rows // hosts
+            assert sum(of_host.values()) <= len(ids) * case.rows // hosts
+        return
+    for result, of_host in zip(run, reads, strict=True):
+        needed, some_batch_is_padding = Counter(), False
+        for batch, of_batch in zip(result["batches"], ids, strict=True):
+            rows = np.arange(case.rows) if mode == "whole" else held_rows(batch, case.rows)
+            held = [of_batch[row] for row in rows if row < len(of_batch)]
+            needed.update(held)
+            some_batch_is_padding |= not held
+        for_the_structure = of_host - needed
+        assert of_host - for_the_structure == needed
+        assert sum(for_the_structure.values()) <= some_batch_is_padding
+
+
+@on_any_hosts
+@every_case
+def test_every_record_is_read_on_some_host(run, name, hosts):
+    expected, valid = expected_batches(CASES[name])
+    ids = {i for b, count in zip(expected, valid, strict=True) for i in b["id"][:count].tolist()}
+    assert {record for result in run for record, _ in result["read"]} >= ids
+
+
+@on_any_hosts
+@every_case
+def test_the_rows_held_are_the_computed_amplification(run, name, hosts):
+    case = CASES[name]
+    amplification = case.amplification[HOSTS.index(hosts)]
+    assert [result["amplification"] for result in run] == [amplification] * hosts
+    held = [len(held_rows(result["batches"][0], case.rows)) for result in run]
+    assert sum(held) == amplification * case.rows
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "rows_a_step"),
+    [
+        ("1-D", 1, 8),
+        ("1-D", 2, 4),
+        ("1-D", 4, 2),
+        ("permuted", 4, 2),
+        ("(data, model)", 4, 2),
+        ("P((data, fsdp))", 4, 2),
+        ("to_iter_dataset()", 4, 2),
+        ("(model, data)", 2, 8),
+        ("(model, data)", 4, 4),
+        ("sequence axis", 2, 4),
+        ("sequence axis", 4, 4),
+        ("replicated", 4, 8),
+        ("once: (model, data)", 2, 4),
+        ("once: (model, data)", 4, 2),
+        ("once: sequence axis", 4, 2),
+        ("once: replicated", 4, 2),
+        ("once: leaves cut by different axes", 4, 2),
+        ("auto: (model, data)", 4, 2),
+        ("auto: sequence axis", 2, 4),
+        ("auto: sequence axis", 4, 2),
+    ],
+)
+def test_bytes_that_each_host_reads_for_two_full_batches(run, name, hosts, rows_a_step):
+    expected, _ = expected_batches(CASES[name])
+    in_full_batches = {*expected[0]["id"].tolist(), *expected[1]["id"].tolist()}
+    for result in run:
+        read = [count for record, count in result["read"] if record in in_full_batches]
+        # A host whose rows of the third batch are all padding may have looked at record 0.
+        assert sum(read) - 2 * rows_a_step * RECORD_BYTES in (0, RECORD_BYTES)
+
+
+@every_case
+def test_the_state_is_the_same_on_every_host_of_every_run_and_small(runs, name):
+    states = {tuple(of_host[name]["states"]) for hosts in HOSTS for of_host in runs[hosts]}
+    assert len(states) == 1
+    for k, state in enumerate(states.pop()):
+        assert json.loads(state)["batch"] == k + 1
+        assert len(state) < 200
+
+
+@on_any_hosts
+@every_case
+def test_text_stays_on_the_host_as_the_rows_that_it_read(run, name, hosts):
+    case = CASES[name]
+    expected, _ = expected_batches(case)
+    if case.reads[HOSTS.index(hosts)] == "once":
+        for k, batch in enumerate(expected):
+            names = [text for result in run for text in result["batches"][k]["name"].tolist()]
+            assert sorted(names) == sorted(batch["name"].tolist())
+        return
+    for result in run:
+        for batch, of_all in zip(result["batches"], expected, strict=True):
+            rows = held_rows(batch, case.rows)
+            assert batch["name"].tolist() == of_all["name"][rows].tolist()
