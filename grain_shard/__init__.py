@@ -18,7 +18,9 @@ from grain_shard.hardware import (
     BatchSizeRecommendation,
     HardwareType,
     detect_hardware,
+    get_batch_size_recommendation,
     roofline_batch_size,
+    validate_batch_size,
 )
 from grain_shard.iterator import ShardedIterator
 from grain_shard.layout import BatchLayout
@@ -31,23 +33,69 @@ from grain_shard.transforms.shard_batch import ShardBatch
 from grain_shard.transforms.validate import ValidateBatchSize
 
 if TYPE_CHECKING:
+    from grain_shard import rehearse
+    from grain_shard.batch_size import estimate_max_batch_size
     from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+    from grain_shard.data_parallel import (
+        create_data_parallel_sharding,
+        data_parallel_train_step,
+        place_batch_on_shards,
+        place_model_state_on_shards,
+        place_nnx_state_on_shards,
+        reduce_gradient_tree,
+        reduce_gradients_across_devices,
+        spmd_train_step,
+    )
+    from grain_shard.meshes import (
+        create_1d_mesh,
+        create_2d_mesh,
+        data_parallel_rules,
+        fsdp_rules,
+        global_batch_size,
+        tensor_parallel_rules,
+    )
+    from grain_shard.placement import (
+        DevicePlacement,
+        distribute_batch,
+        place_on_device,
+        prefetch_to_device,
+    )
+    from grain_shard.throughput import Throughput, create_sharded_pipeline, measure_throughput
 
 __version__ = "0.1.0"
 
-# What needs Orbax, which takes a second to import, or is a command: imported when it is used.
+# Imported when used: some of it needs flax or Orbax, which take a second to import.
 _ON_USE = {
-    "CheckpointRestore": "grain_shard.checkpoint",
-    "CheckpointSave": "grain_shard.checkpoint",
+    "batch_size": ["estimate_max_batch_size"],
+    "checkpoint": ["CheckpointRestore", "CheckpointSave"],
+    "data_parallel": [
+        "create_data_parallel_sharding",
+        "data_parallel_train_step",
+        "place_batch_on_shards",
+        "place_model_state_on_shards",
+        "place_nnx_state_on_shards",
+        "reduce_gradient_tree",
+        "reduce_gradients_across_devices",
+        "spmd_train_step",
+    ],
+    "meshes": [
+        "create_1d_mesh",
+        "create_2d_mesh",
+        "data_parallel_rules",
+        "fsdp_rules",
+        "global_batch_size",
+        "tensor_parallel_rules",
+    ],
+    "placement": ["DevicePlacement", "distribute_batch", "place_on_device", "prefetch_to_device"],
+    "throughput": ["Throughput", "create_sharded_pipeline", "measure_throughput"],
 }
+_MODULE_OF = {name: module for module, names in _ON_USE.items() for name in names}
 
-__all__ = [
+__all__ = [  # noqa: RUF022 (what is there at once, then what is imported when used)
     "AgreementError",
     "ArrayRecordSource",
     "BatchLayout",
     "BatchSizeRecommendation",
-    "CheckpointRestore",
-    "CheckpointSave",
     "DevicePut",
     "GrainShardError",
     "HardwareType",
@@ -61,16 +109,45 @@ __all__ = [
     "StateError",
     "ValidateBatchSize",
     "detect_hardware",
+    "get_batch_size_recommendation",
     "install",
     "roofline_batch_size",
     "shard_to",
     "uninstall",
+    "validate_batch_size",
+    "CheckpointRestore",
+    "CheckpointSave",
+    "DevicePlacement",
+    "Throughput",
+    "create_1d_mesh",
+    "create_2d_mesh",
+    "create_data_parallel_sharding",
+    "create_sharded_pipeline",
+    "data_parallel_rules",
+    "data_parallel_train_step",
+    "distribute_batch",
+    "estimate_max_batch_size",
+    "fsdp_rules",
+    "global_batch_size",
+    "measure_throughput",
+    "place_batch_on_shards",
+    "place_model_state_on_shards",
+    "place_nnx_state_on_shards",
+    "place_on_device",
+    "prefetch_to_device",
+    "reduce_gradient_tree",
+    "reduce_gradients_across_devices",
+    "rehearse",
+    "spmd_train_step",
+    "tensor_parallel_rules",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_USE:
-        return getattr(importlib.import_module(_ON_USE[name]), name)
+    if name == "rehearse":
+        return importlib.import_module("grain_shard.rehearse")
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"grain_shard.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,11 +6,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 
-from grain_shard.assemble import Assembler
 from grain_shard.ends import AgreedEnd
 from grain_shard.errors import AgreementError, ShardingError
 from grain_shard.host_batches import HostBatches, Position, Stream
@@ -39,6 +38,21 @@ class AcrossHosts:
     pads: bool
 
 
+class Placer(Protocol):
+    """What puts a host's batch on the devices; `Assembler` is one."""
+
+    mesh_axes: tuple[tuple[str, int], ...]
+    digest: str
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch on the devices."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """The leaves of the first batch, to be compared with other hosts'."""
+        ...
+
+
 class ShardedIterator(grain.DatasetIterator[Batch]):
     """Hands out global batches. A context manager; its state is that of the last batch handed out.
 
@@ -46,7 +60,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     Args:
         host: Where this host's batches come from.
-        assembler: What makes them global.
+        placer: What puts them on the devices.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         reshard: Applied to each batch as it is handed out, by the thread that asks for it; it may
             contain collectives.
@@ -56,28 +70,28 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __init__(
         self,
         host: HostBatches,
-        assembler: Assembler,
+        placer: Placer,
         *,
         device_buffer_size: int,
         reshard: Callable[[Batch], Batch] | None,
         across: AcrossHosts | None,
     ):
         super().__init__()
-        self._host, self._assembler = host, assembler
+        self._host, self._placer = host, placer
         self._device_buffer_size, self._reshard, self._across = device_buffer_size, reshard, across
         self._open(None)
 
     def _open(self, position: Position | None) -> None:
         across = self._across
-        self._begun, self._failure = False, None
-        self._rounds = Rounds(across.hosts, across.timeout_s) if across else None
-        self._position, batches = self._host.open(position, self._rounds)
+        rounds = Rounds(across.hosts, across.timeout_s) if across else None
+        self._position, batches = self._host.open(position, rounds)
+        self._begun, self._failure, self._rounds = False, None, rounds
         # The threads must refer to these and not to self, which could never be collected then.
-        self._wait, assembler = _Wait(), self._assembler
-        if across and self._rounds and isinstance(self._host, Stream):
+        self._wait, placer = _Wait(), self._placer
+        if across and rounds and isinstance(self._host, Stream):
             batches = AgreedEnd(
                 batches,
-                self._rounds,
+                rounds,
                 position=self._position,
                 pads=across.pads,
                 same_rows=across.own_rows is None,
@@ -85,7 +99,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 waited_s=self._wait.seconds,
             )
         self._stage: Background[Any, tuple[Batch, Position]] = Background(
-            lambda ticket: (assembler(ticket[0]), ticket[1]),
+            lambda ticket: (placer(ticket[0]), ticket[1]),
             batches,
             buffer_size=self._device_buffer_size,
             name="grain-shard-device",
@@ -103,7 +117,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             except ShardingError as error:
                 # What stands before placement knows no mesh, and may run where there is none.
                 self._tell(first, error)
-                raise error.with_mesh(self._assembler.mesh_axes)  # noqa: B904 (the same error)
+                raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
                 self._tell(first, error)
                 raise
@@ -124,9 +138,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             self._rounds.post("start", {"failed": f"{type(error).__name__}: {error}"})
             return
         else:
-            answer.update(self._assembler.describe())
+            answer.update(self._placer.describe())
             if self._across.own_rows is not None:
-                answer["local rows"] = [list(self._across.own_rows), self._assembler.digest]
+                answer["local rows"] = [list(self._across.own_rows), self._placer.digest]
         try:
             agree(self._rounds, answer)
         except AgreementError as failure:
@@ -145,9 +159,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             StateError: The state was saved by another pipeline; the message names what changed.
         """
         self._assert_not_closed()
-        position = self._host.from_state(state)
-        self._stage.close()
-        self._open(position)
+        position, before = self._host.from_state(state), self._position
+        self._stage.close()  # first: the next stage may draw from the same source
+        try:
+            self._open(position)
+        except BaseException:
+            self._open(before)  # a refused state changes nothing
+            raise
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: writes the state while the loop goes on."""

@@ -48,7 +48,10 @@ def place_model_state_on_shards(
     Example:
         >>> mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
         >>> state = {"up": {"kernel": np.zeros((3, 4))}, "down": {"kernel": np.zeros((4, 3))}}
-        >>> specs = {"up/kernel": PartitionSpec(None, "model"), "down/kernel": PartitionSpec("model")}
+        >>> specs = {
+        ...     "up/kernel": PartitionSpec(None, "model"),
+        ...     "down/kernel": PartitionSpec("model"),
+        ... }
         >>> state = place_model_state_on_shards(state, mesh, specs)
         >>> state["up"]["kernel"].addressable_shards[0].data.shape
         (3, 2)

@@ -220,7 +220,10 @@ class _Shared(Generic[S, T]):
             self._condition.notify_all()
 
     def _close_tickets(self) -> None:
-        if (close := getattr(self._tickets, "close", None)) is not None:
+        # Let go of it, too: what is still there when the interpreter takes its modules apart (an
+        # iterator of Grain's, say, in a global variable's reach) fails in its __del__.
+        tickets, self._tickets = self._tickets, iter(())
+        if (close := getattr(tickets, "close", None)) is not None:
             close()
 
     def _at_exit(self) -> None:

@@ -1,7 +1,7 @@
-"""Rehearse a multi-host JAX program on one machine: one process a host, virtual CPU devices.
+"""Rehearse a multi-host JAX program on one (Linux) machine: a process a host, on CPU devices.
 
 A script runs as on a pod: ``jax.distributed.initialize()`` needs no arguments, and collectives
-cross the processes. A test calls a function on every host and has what each of them returned::
+cross the processes. A test calls a function on every host, and has what each of them returned::
 
     $ python -m grain_shard rehearse --hosts 4 --devices-per-host 2 train.py --steps 20
     [host 2] step 0: loss 4.12
@@ -10,8 +10,8 @@ cross the processes. A test calls a function on every host and has what each of 
     assert rehearse.run(jax.process_index, hosts=2) == [0, 1]
 
 The first host to fail ends the others, and is the one that is reported. However a rehearsal ends,
-its hosts and their own child processes end with it; only if it is itself killed by SIGKILL do they
-go on, until they next print. Linux, and macOS from Python 3.13 (which gives it `os.waitid`).
+its hosts and their own child processes end with it. Only if it is killed by SIGKILL do they go on,
+until they next print.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from grain_shard.errors import GrainShardError
 
 # From SIGTERM to SIGKILL. After jax.distributed.initialize() JAX's preemption service catches
 # SIGTERM and leaves the rest to the program, so a host that is blocked uses all of it.
-GRACE_S = 2.0
+_GRACE_S = 2.0
 _TAIL_LINES = 40
 
-# Runs a script or module as `python` does, up to its failure. Then it does not exit in good order,
-# which waits for the other hosts (JAX's atexit handler, up to 5 minutes) while they wait for this
-# one. It breaks the connections to them, but half a second late: a process that crashes breaks its
-# own up to 15 ms (as measured) before it can be waited for, and the other hosts fail of that. So
-# the first process to end is the first that failed. It must import neither JAX nor this package,
-# as a script may want to set variables before it does.
+# Runs a script or module as `python` does, up to its failure. An exit in good order would then
+# wait for the other hosts (in JAX's atexit handler, up to 5 minutes), which wait for this one: it
+# just leaves. It stays connected for half a second first: the others fail when a connection breaks,
+# and a crash breaks it up to 15 ms (as measured) before the process can be waited for. Thus the
+# first process to end is the first that failed. The program must import neither JAX nor this
+# package, as a script may want to set variables before it does.
 _HOST_PROGRAM = """
 import os, runpy, sys, time
 del sys.argv[0]
@@ -235,10 +235,11 @@ def run_script(
     running, timed_out_hosts = set(range(hosts)), []
     failed_host: int | None = None
 
-    def record(host: int, line: str) -> None:
-        lines[host].append(line)
-        if echo is not None:
-            print(f"[host {host}]", line.removesuffix("\n"), file=echo, flush=True)
+    def record(host: int, line: str | None) -> None:
+        if line is not None:
+            lines[host].append(line)
+            if echo is not None:
+                print(f"[host {host}]", line.removesuffix("\n"), file=echo, flush=True)
 
     processes: list[_Host] = []
     with _reserved_port() as port, contextlib.ExitStack() as cleanup:
@@ -252,16 +253,13 @@ def run_script(
                 break
             with contextlib.suppress(queue.Empty):
                 host, line = events.get(timeout=remaining_s)
-                if line is not None:
-                    record(host, line)
-                    continue
-                running.remove(host)
-                if processes[host].reap() != 0 and failed_host is None:
-                    failed_host = host
+                record(host, line)
+                if line is None:
+                    running.remove(host)
+                    if processes[host].reap() != 0 and failed_host is None:
+                        failed_host = host
     while not events.empty():
-        host, line = events.get()
-        if line is not None:
-            record(host, line)
+        record(*events.get())
     returncodes = [process.reap() for process in processes]
     outputs = ["".join(host_lines) for host_lines in lines]
     return RehearsalResult(returncodes, outputs, failed_host, timed_out_hosts)
@@ -363,21 +361,26 @@ class _Host:
         self._waiter.join(timeout_s)
 
     def reap(self) -> int:
-        """Kills what is left of the process and its children; returns its return code."""
+        """Ends what is left of the process and of its children; returns its return code."""
         if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.kill(self._process.pid, signal.SIGKILL)
             self._waiter.join()
+            # The children are asked first: multiprocessing's tracker ends with the last of them,
+            # and then frees their shared memory. They keep the pipe open until they have ended.
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self._reader.join(_GRACE_S)
+            os.killpg(self._process.pid, signal.SIGKILL)
             # Not for ever: a daemon that has left the group may keep the pipe open.
-            self._reader.join(GRACE_S)
+            self._reader.join(_GRACE_S)
         return self._process.wait()
 
 
 def _end(processes: Sequence[_Host]) -> None:
-    """Ends all that still run: by SIGTERM and, after `GRACE_S`, by SIGKILL."""
+    """Ends all that still run: by SIGTERM and, after `_GRACE_S`, by SIGKILL."""
     try:
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + _GRACE_S
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
     finally:  # a second Ctrl-C ends the wait, and not the killing
@@ -426,8 +429,9 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     import cloudpickle  # Grain depends on it; the command line does without
 
     with contextlib.ExitStack() as cleanup:
-        if isinstance(function, types.FunctionType):
-            # By value: a host need not import the test module, nor be able to.
+        # A test module is in no package, and perhaps on no path: its functions travel by value, and
+        # the hosts need not import it. A library's functions need their module, so go by name.
+        if isinstance(function, types.FunctionType) and "." not in function.__module__:
             module = sys.modules[function.__module__]
             cloudpickle.register_pickle_by_value(module)
             cleanup.callback(cloudpickle.unregister_pickle_by_value, module)

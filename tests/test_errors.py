@@ -352,7 +352,7 @@ def test_a_record_that_raises_is_named_and_keeps_its_traceback(num_workers):
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
 def test_a_placed_dataset_does_not_travel_to_workers(how):
-    with pytest.raises(ShardingError, match="workers? processes come before placement"):
+    with pytest.raises(ShardingError, match="worker processes come before placement"):
         how(numbered(8, 8).shard_to(data_mesh(4)))
 
 

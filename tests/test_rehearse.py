@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from multiprocessing.shared_memory import SharedMemory
 
 import jax
 import numpy as np
@@ -116,6 +119,25 @@ def test_a_function_is_sent_with_its_closure_and_returns_any_value():
 
     assert [type(row) for row in rows] == [Row, Row]
     assert [row.host for row in rows] == [5, 15]
+
+
+def test_a_librarys_function_is_sent_by_name():
+    function, args = pickle.loads(rehearse._pickle_call(jax.process_index, ("cpu",)))
+
+    assert function is jax.process_index  # a copy would have globals of its own
+    assert args == ("cpu",)
+
+
+@pytest.mark.slow
+def test_the_hosts_need_not_find_the_functions_module(tmp_path, monkeypatch):
+    path = tmp_path / "far_away.py"
+    path.write_text("def inner(): return 'inner'\n\ndef outer(): return 'outer', inner()\n")
+    spec = importlib.util.spec_from_file_location("far_away", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "far_away", module)
+    spec.loader.exec_module(module)
+
+    assert rehearse.run(module.outer, hosts=1) == [("outer", "inner")]
 
 
 # The command line.
@@ -259,22 +281,54 @@ def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure):
 
 
 @pytest.mark.slow
-def test_the_others_can_go_on_after_a_failure():
+def test_a_crash_is_reported_even_if_another_host_notices_it_first(script, tmp_path):
+    os.mkfifo(tmp_path / "connection")
+    path = script("""
+        import time
+        if host == 0:
+            open(sys.argv[1]).read()
+            raise ConnectionError("lost host 1")
+        open(sys.argv[1], "w").close()
+        time.sleep(0.1)  # a crash, in slow motion: the connections go before the process does
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    result = rehearse.run_script([path, str(tmp_path / "connection")], hosts=2, timeout_s=60)
+
+    assert "ConnectionError: lost host 1" in result.outputs[0]
+    assert result.failed_host == 1
+
+
+@pytest.mark.slow
+def test_the_others_can_go_on_after_a_failure(script):
+    path = script("""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        if host == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(signal.sigtimedwait({signal.SIGTERM}, 1.5) is not None)
+    """)
+    result = rehearse.run_script([path], hosts=2, timeout_s=60, end_others=False)
+
+    assert (result.failed_host, result.exit_code) == (1, 137)
+    assert result.returncodes == [0, -signal.SIGKILL]
+
+
+@pytest.mark.slow
+def test_what_a_host_makes_of_the_loss_of_another():
     def train():
-        try:
-            for step in range(1000):
-                if step == 3 and jax.process_index() == 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
+        for step in range(1000):
+            if step == 3 and jax.process_index() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
                 multihost_utils.process_allgather(np.array([step]))
-        except ValueError:
-            print("lost a host at step", step)
-            os._exit(5)
+            except ValueError:
+                print("lost a host at step", step)
+                raise
 
     with pytest.raises(rehearse.RehearsalError) as caught:
         rehearse.run(train, hosts=2, timeout_s=60, end_others=False)
 
     assert (caught.value.host, caught.value.exit_code) == (1, 137)
-    assert caught.value.result.returncodes == [5, -signal.SIGKILL]
+    assert caught.value.result.returncodes == [1, -signal.SIGKILL]
     assert "lost a host at step 3" in caught.value.outputs[0]
 
 
@@ -283,14 +337,17 @@ def test_a_timeout_names_the_hosts_that_still_ran(script):
     path = script("""
         if host == 0:
             sys.exit()
-        while host == 1:
-            print("busy")  # a stream of lines must not keep the clock from being read
+        print("waiting")
         signal.pause()
     """)
     result = rehearse.run_script([path], hosts=3, timeout_s=3)
 
     assert (result.timed_out_hosts, result.failed_host, result.exit_code) == ([1, 2], None, 124)
-    assert result.summary().startswith("timed out, still running: host 1, host 2\n[host 1] busy\n")
+    assert result.summary().splitlines() == [
+        "timed out, still running: host 1, host 2",
+        "[host 1] waiting",
+        "[host 2] waiting",
+    ]
 
 
 def test_no_hosts_are_refused():
@@ -331,6 +388,19 @@ def test_the_workers_of_a_host_end_with_it(script):
 
     assert result.exit_code == 0
     assert has_ended(int(result.outputs[0]))
+
+
+@pytest.mark.slow
+def test_a_killed_hosts_shared_memory_is_freed(script):
+    path = script("""
+        from multiprocessing.shared_memory import SharedMemory
+        print(SharedMemory(create=True, size=8).name)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    result = rehearse.run_script([path], hosts=1, timeout_s=60)
+
+    with pytest.raises(FileNotFoundError):
+        SharedMemory(result.outputs[0].split()[0])
 
 
 @pytest.mark.slow

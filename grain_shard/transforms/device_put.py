@@ -106,12 +106,17 @@ class DevicePutIterDataset(grain.IterDataset):
         put = self._put
         return ShardedIterator(
             self._host_batches(),
-            Assembler(
-                put.shardings, self._layout, copies=self._copies, digests=put.rows == "local"
-            ),
+            self.assembler(),
             device_buffer_size=put.device_buffer_size,
             reshard=put.final_shardings and Resharder(put.final_shardings),
             across=self._across_hosts(),
+        )
+
+    def assembler(self) -> Assembler:
+        """What makes this host's batches global."""
+        put = self._put
+        return Assembler(
+            put.shardings, self._layout, copies=self._copies, digests=put.rows == "local"
         )
 
     def __str__(self) -> str:

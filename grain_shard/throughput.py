@@ -1,0 +1,251 @@
+"""A pipeline from a batch size per device, and the measure of any pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from grain_shard.chain import shard_to
+from grain_shard.errors import require_int
+from grain_shard.shardings import ShardingTree
+from grain_shard.transforms.device_put import DevicePutIterDataset
+
+_END = object()
+_MASK_KEY = "valid_mask"  # the default of shard_to
+
+
+def create_sharded_pipeline(
+    source: Any, mesh: Mesh, batch_size_per_device: int = 64
+) -> DevicePutIterDataset:
+    """A pipeline of global batches that gives every shard so many rows, on any mesh.
+
+    On a mesh of one device it is an ordinary loader, so a program needs no second path for it.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        >>> for batch in create_sharded_pipeline([{"x": 1}, {"x": 2}, {"x": 3}], mesh, 2):
+        ...     print(batch["x"], batch["valid_mask"])
+        [1 2] [ True  True]
+        [3 0] [ True False]
+
+    Args:
+        source: Records by index: a sequence, a Grain source, or a `grain.MapDataset` that shuffles
+            and decodes them. Or a stream of them, a `grain.IterDataset`, on one host.
+        mesh: The mesh of all processes. Its axis "data", or its only axis, shards the rows.
+        batch_size_per_device: Rows of one shard; devices that differ only along other axes hold
+            the same rows.
+
+    Returns:
+        What `shard_to` returns: the last batch is padded, and each has a ``valid_mask``.
+
+    Raises:
+        ShardingError: The mesh has several axes, none of them "data"; there is no record; or a
+            stream does not say what it yields on each of several hosts (call `shard_to` then).
+    """
+    require_int("batch_size_per_device", batch_size_per_device, 1)
+    if not isinstance(source, grain.MapDataset | grain.IterDataset):
+        source = grain.MapDataset.source(source)
+    shards = ShardingTree.of(mesh).layout().divisor
+    return shard_to(source.batch(batch_size_per_device * shards), mesh)
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What `measure_throughput` found; its text is a table. All times are averages per batch.
+
+    Attributes:
+        num_batches: Batches that were measured.
+        num_batches_asked: Batches that were to be measured; more if the dataset ended early.
+        warmup: Batches that were taken before these and left out.
+        examples_per_second: Rows of the global batches; where these have a "valid_mask", only
+            those for which it is True, unless the step donated it.
+        bytes_per_second: Of the global batches, padding included.
+        wait_share: The part of each step that was spent waiting for its batch, 0 to 1.
+        wait_s: From asking for a batch until it was on the devices, in seconds.
+        step_s: From there until the step's result was, in seconds; 0 without a step.
+        host_s: One thread making a batch on the host (read, decode, batch, pad) with nothing else
+            running, in seconds; None if the dataset has no such stage.
+        place_s: One thread placing such a batch on the devices, in seconds; None likewise.
+    """
+
+    num_batches: int
+    num_batches_asked: int
+    warmup: int
+    examples_per_second: float
+    bytes_per_second: float
+    wait_share: float
+    wait_s: float
+    step_s: float
+    host_s: float | None
+    place_s: float | None
+
+    def __repr__(self) -> str:
+        ended = self.num_batches < self.num_batches_asked
+        asked = f" of {self.num_batches_asked}, then the dataset ended" if ended else ""
+        rows = [
+            ("batches measured", f"{self.num_batches}{asked} (after {self.warmup} of warm-up)"),
+            ("examples/s", f"{self.examples_per_second:,.0f}"),
+            ("MB/s", f"{self.bytes_per_second / 1e6:,.1f}"),
+            ("waiting for data", f"{self.wait_share:.1%} of the step"),
+            ("  wait", _milliseconds(self.wait_s)),
+            ("  step", _milliseconds(self.step_s)),
+            ("one thread alone", ""),
+            ("  host: read to pad", _milliseconds(self.host_s)),
+            ("  place", _milliseconds(self.place_s)),
+        ]
+        return "\n".join(f"{name:<21}{value}".rstrip() for name, value in rows)
+
+
+def measure_throughput(
+    ds: Iterable[Any],
+    num_batches: int = 50,
+    warmup: int = 5,
+    step: Callable[[Any], Any] | None = None,
+) -> Throughput:
+    """Measures how fast batches come, and whether a training step has to wait for them.
+
+    A loop takes batches from the dataset. *Wait* ends when all of the batch is on the devices, not
+    when ``next`` returns; *step* ends when the step's result is there. A training loop that lets
+    the devices run behind its Python code is a little faster. Examples and bytes per second are by
+    the wall clock over the whole loop.
+
+    After the loop, what `shard_to` made is taken apart and its stages are timed alone, on other
+    batches than those of the loop where a `MapDataset` has enough (what was read before may come
+    from the operating system's cache), and on a new pass of a stream, whose own threads and
+    workers are part of its time. In the pipeline, `num_threads` batches are made side by side, and
+    all stages overlap with the step: if ``host_s / num_threads`` exceeds ``step_s``, the step
+    waits. On several hosts these two are each host's own.
+
+    Args:
+        ds: The dataset: what `shard_to` returns, or any iterable of batches.
+        num_batches: Batches to measure.
+        warmup: Batches to leave out before them: compilation, and the buffers that fill while it
+            lasts. Of a dataset that ends early, fewer are left out, so that one is measured.
+        step: Called with each batch, e.g. a closure around the train step that keeps the state; it
+            has to return something that the step computes, such as the loss, to be waited for.
+            None measures the pipeline alone, and the loop does nothing but wait.
+
+    Raises:
+        ValueError: The dataset has no batch.
+        ShardingError: A number of batches is no whole number, or too small.
+    """
+    require_int("num_batches", num_batches, 1)
+    require_int("warmup", warmup, 0)
+    laps = _run(ds, warmup + num_batches, step)
+    if not laps:
+        raise ValueError("the dataset has no batch to measure.")
+    warmup = min(warmup, len(laps) - 1)
+    laps = laps[warmup:]
+    wait_s = sum(lap.wait_s for lap in laps) / len(laps)
+    step_s = sum(lap.step_s for lap in laps) / len(laps)
+    # Clocks have a smallest step, and no figure may be one over nothing.
+    least_s = time.get_clock_info("perf_counter").resolution
+    seconds = max(laps[-1].end - laps[0].start, least_s)
+    host_s = place_s = None
+    if isinstance(ds, DevicePutIterDataset):
+        host_s, place_s = _stages_alone(ds, first=warmup + len(laps), num_batches=len(laps))
+    return Throughput(
+        num_batches=len(laps),
+        num_batches_asked=num_batches,
+        warmup=warmup,
+        examples_per_second=sum(lap.examples() for lap in laps) / seconds,
+        bytes_per_second=sum(lap.num_bytes for lap in laps) / seconds,
+        wait_share=wait_s / max(wait_s + step_s, least_s),
+        wait_s=wait_s,
+        step_s=step_s,
+        host_s=host_s,
+        place_s=place_s,
+    )
+
+
+class _Lap(NamedTuple):
+    """One batch of the loop; all times in seconds."""
+
+    start: float
+    end: float
+    wait_s: float
+    step_s: float
+    mask: Any
+    num_rows: int
+    num_bytes: int
+
+    def examples(self) -> int:
+        if self.mask is None or (isinstance(self.mask, jax.Array) and self.mask.is_deleted()):
+            return self.num_rows  # it may be gone because the step donated its batch
+        return int(self.mask.sum())
+
+
+def _run(ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | None) -> list[_Lap]:
+    laps = []
+    with _opened(ds) as iterator:
+        while len(laps) < num_batches:
+            start = time.perf_counter()
+            batch = next(iterator, _END)
+            if batch is _END:
+                break
+            jax.block_until_ready(batch)
+            ready = time.perf_counter()
+            leaves = jax.tree.leaves(batch)
+            # Summed after the loop: the pipeline would catch up while the step waits for it.
+            mask = batch.get(_MASK_KEY) if isinstance(batch, Mapping) else None
+            num_rows = next((leaf.shape[0] for leaf in leaves if np.ndim(leaf)), 1)
+            num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
+            begin = time.perf_counter()
+            if step is not None:
+                jax.block_until_ready(step(batch))
+            end = time.perf_counter()
+            step_s = 0.0 if step is None else end - begin
+            laps.append(_Lap(start, end, ready - start, step_s, mask, num_rows, num_bytes))
+            del batch, leaves  # not to hold one more on the devices than the pipeline means to
+    return laps
+
+
+@contextlib.contextmanager
+def _opened(ds: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    """An iterator, which is closed at the end unless it is the caller's own."""
+    iterator = iter(ds)
+    try:
+        yield iterator
+    finally:
+        if iterator is not ds and (close := getattr(iterator, "close", None)) is not None:
+            close()
+
+
+def _stages_alone(
+    ds: DevicePutIterDataset, first: int, num_batches: int
+) -> tuple[float | None, float | None]:
+    (parent,) = ds.parents
+    if isinstance(parent, grain.MapDataset):
+        # Others than the loop has read, if there are so many.
+        first = first if first + num_batches <= len(parent) else 0
+        parent = map(parent.__getitem__, range(first, first + num_batches))
+    assembler, host_s, place_s = None, [], []
+    with _opened(parent) as host:
+        for _ in range(num_batches):
+            start = time.perf_counter()
+            batch = next(host, _END)
+            made = time.perf_counter()
+            if batch is _END:
+                break
+            host_s.append(made - start)
+            if assembler is None:
+                assembler = ds.assembler()
+                assembler(batch)  # learns the shapes, once per pass
+            start = time.perf_counter()
+            jax.block_until_ready(assembler(batch))
+            place_s.append(time.perf_counter() - start)
+    if not host_s:
+        return None, None  # this host's stream has only padding
+    return sum(host_s) / len(host_s), sum(place_s) / len(place_s)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "not known" if seconds is None else f"{seconds * 1e3:.3f} ms a batch"

@@ -1,0 +1,392 @@
+"""The start-up agreement: hosts that do not run the same program are named, on every host: C7.
+
+The functions named ``case_...`` run on four hosts, one after the other in one set of processes, so
+each of them also shows that the failures before it did no lasting harm.
+"""
+
+import itertools
+import json
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import grain
+import jax
+import numpy as np
+import pytest
+from array_record.python import array_record_module
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import rehearse
+
+pytestmark = pytest.mark.slow
+
+HOSTS = 4
+ODD = 2  # the host that differs
+
+
+# On the hosts.
+
+
+def run_cases(cases, directory):
+    """What this host returned in each case; the traceback of one that failed."""
+    results = {}
+    for case in cases:
+        try:
+            results[case.__name__] = case(jax.process_index(), Path(directory))
+        except Exception:
+            results[case.__name__] = traceback.format_exc()
+    return results
+
+
+def mesh_of(devices, sizes=(8,), names=("data",)):
+    return Mesh(np.array(devices).reshape(sizes), names)
+
+
+def numbered(num_records=22, width=3, dtype=np.float32):
+    return grain.MapDataset.range(num_records).map(
+        lambda i: {"id": np.int32(i), "x": np.full(width, i, dtype)}
+    )
+
+
+def shard(ds, mesh=None, spec=None, **options):
+    mesh = mesh_of(jax.devices()) if mesh is None else mesh
+    return iter(ds.shard_to(mesh, spec, **{"timeout_s": 20, **options}))
+
+
+def first_batch(iterator):
+    """How the first batch is refused."""
+    start = time.monotonic()
+    with iterator:
+        try:
+            next(iterator)
+        except Exception as error:
+            result = {
+                "type": type(error).__name__,
+                "text": str(error),
+                "seconds": time.monotonic() - start,
+            }
+            try:
+                next(iterator)
+            except Exception as again:
+                return {**result, "same error again": again is error}
+    return None
+
+
+def own_ids(batch):
+    """The ids of the valid rows on this host's devices."""
+    ids, masks = batch["id"].addressable_shards, batch["valid_mask"].addressable_shards
+    return [
+        int(record)
+        for shard, mask in zip(ids, masks, strict=True)
+        for record in np.asarray(shard.data)[np.asarray(mask.data)]
+    ]
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        threading.Event().wait(0.02)
+
+
+def files(directory, *names):
+    return grain_shard.ArrayRecordSource([str(directory / name) for name in names])
+
+
+def decode(data):
+    return {"id": np.frombuffer(data, np.int32)[0]}
+
+
+def case_seed(host, _):
+    ds = grain.MapDataset.range(22).seed(7 if host == ODD else 1).shuffle()
+    return first_batch(shard(ds.map(lambda i: {"id": np.int32(i)}).batch(8)))
+
+
+def case_file_list(host, directory):
+    source = files(directory, "a", "c" if host == ODD else "b")
+    return first_batch(shard(grain.MapDataset.source(source).map(decode).batch(8)))
+
+
+def case_order_of_files(host, directory):
+    source = files(directory, *("ba" if host == ODD else "ab"))
+    return first_batch(shard(grain.MapDataset.source(source).map(decode).batch(8)))
+
+
+def case_number_of_records(host, directory):
+    source = files(directory, "a") if host == ODD else files(directory, "a", "b")
+    return first_batch(shard(grain.MapDataset.source(source).map(decode).batch(8)))
+
+
+def case_batch_size(host, _):
+    return first_batch(shard(numbered().batch(16 if host == ODD else 8)))
+
+
+def case_transformation(host, _):
+    def augment(record):
+        return record
+
+    ds = numbered()
+    return first_batch(shard((ds.map(augment) if host == ODD else ds).batch(8)))
+
+
+def case_spec(host, _):
+    mesh = mesh_of(jax.devices(), (4, 2), ("data", "model"))
+    spec = P(("data", "model")) if host == ODD else P("data")
+    return first_batch(shard(numbered().batch(8), mesh, spec, read="needed"))
+
+
+def case_mesh(host, _):
+    sizes = (2, 4) if host == ODD else (4, 2)
+    mesh = mesh_of(jax.devices(), sizes, ("data", "model"))
+    return first_batch(shard(numbered().batch(8), mesh, read="needed"))
+
+
+def case_order_of_devices(host, _):
+    devices = jax.devices()[::-1] if host == ODD else jax.devices()
+    return first_batch(shard(numbered().batch(8), mesh_of(devices)))
+
+
+def case_remainder(host, _):
+    remainder = "drop" if host == ODD else "pad"
+    return first_batch(shard(numbered().batch(8), remainder=remainder))
+
+
+def case_read(host, _):
+    mesh = mesh_of(jax.devices(), (2, 4), ("model", "data"))
+    read = "once" if host == ODD else "needed"
+    return first_batch(shard(numbered().batch(8), mesh, read=read))
+
+
+def case_rows(host, _):
+    ds = numbered().to_iter_dataset().map(lambda r: {**r, "id": np.int32(host)}).batch(8)
+    return first_batch(shard(ds, rows="local" if host == ODD else "global"))
+
+
+def case_restored_step(host, _):
+    iterator = shard(numbered().batch(8))
+    if host == ODD:
+        iterator.set_state({**iterator.get_state(), "batch": 1})
+    return first_batch(iterator)
+
+
+def case_record_shape(host, _):
+    return first_batch(shard(numbered(width=4 if host == ODD else 3).batch(8)))
+
+
+def case_record_dtype(host, _):
+    return first_batch(shard(numbered(dtype=np.int32 if host == ODD else np.float32).batch(8)))
+
+
+def case_record_tree(host, _):
+    ds = numbered().map(lambda record: {**record, "extra": np.int32(0)} if host == ODD else record)
+    return first_batch(shard(ds.batch(8)))
+
+
+def case_everything(host, _):
+    """Two hosts differ, each in something else."""
+    ds = numbered(23 if host == 1 else 22).seed(9 if host == 3 else 1).shuffle()
+    return first_batch(shard(ds.batch(8)))
+
+
+def case_first_record_raises(host, _):
+    def check(record):
+        if host == ODD:
+            raise ValueError(f"bad record {record['id']}")
+        return record
+
+    return first_batch(shard(numbered().map(check).batch(8)))
+
+
+def case_no_batch_left(host, _):
+    """One host is restored to the end of the epoch."""
+    iterator = shard(numbered().batch(8))
+    if host == ODD:
+        iterator.set_state({**iterator.get_state(), "batch": 3})
+    return first_batch(iterator)
+
+
+def case_two_iterators_interleaved(host, _):
+    train, evaluation = shard(numbered(24).batch(8)), shard(numbered(16).batch(8))
+    with train, evaluation:
+        batches = [next(iterator) for iterator in (train, evaluation, train, evaluation, train)]
+        return [own_ids(batch) for batch in batches]
+
+
+def case_abandoned_iterators(host, _):
+    if host == ODD:
+        shard(numbered().batch(8))  # never asked for a batch, so nobody waits for it
+    for _ in range(2):
+        next(shard(numbered(24).batch(8)))
+    return own_ids(next(shard(numbered(24).batch(8))))
+
+
+def case_own_devices_only(host, _):
+    """Each host goes its own way: other files, other steps, a stream that does not say its rows."""
+    mesh = mesh_of(jax.local_devices(), (2,))
+    with shard(numbered(8 + host).batch(4), mesh) as iterator:
+        taken = [own_ids(next(iterator)) for _ in range(host)]
+    stream = numbered(2 + host).to_iter_dataset().filter(lambda record: True).batch(4)
+    return taken, [own_ids(batch) for batch in shard(stream, mesh)]
+
+
+def late(host, directory, *, late_host, case):
+    """One host arrives when the others have given up on it."""
+    if host == late_host:
+        for other in set(range(HOSTS)) - {host}:
+            wait_for(directory / f"{case} {other}")
+    result = first_batch(shard(numbered().batch(8), timeout_s=2))
+    (directory / f"{case} {host}").touch()
+    return result
+
+
+def case_host_3_arrives_late(host, directory):
+    return late(host, directory, late_host=3, case="host 3 late")
+
+
+def case_host_0_arrives_late(host, directory):
+    return late(host, directory, late_host=0, case="host 0 late")
+
+
+def case_some_hosts_only_and_then_all(host, _):
+    """Hosts 0 and 1 have an iterator of their own, as for an evaluation, before one of all."""
+    if host < 2:
+        with shard(numbered(8).batch(8), mesh_of(jax.devices()[:4], (4,))) as iterator:
+            own_ids(next(iterator))
+    with shard(numbered(24).batch(8), timeout_s=5) as iterator:
+        return own_ids(next(iterator))
+
+
+CASES = [case for name, case in globals().items() if name.startswith("case_")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By case, what each host returned."""
+    directory = tmp_path_factory.mktemp("hosts")
+    for name, first in (("a", 0), ("b", 11), ("c", 100)):
+        writer = array_record_module.ArrayRecordWriter(str(directory / name), "group_size:1")
+        for i in range(first, first + 11):
+            writer.write(np.int32(i).tobytes())
+        writer.close()
+    values = rehearse.run(
+        run_cases, CASES, str(directory), hosts=HOSTS, devices_per_host=2, timeout_s=150
+    )
+    return {case: [value[case.__name__] for value in values] for case in CASES}
+
+
+def assert_refused(result, host):
+    assert not isinstance(result, str), f"host {host}: {result}"
+    assert result is not None, f"host {host} got a batch"
+    assert result["same error again"]
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "usual", "odd"),
+    [
+        (case_seed, "seeds", None, None),
+        (case_file_list, "source", None, None),
+        (case_order_of_files, "source", None, None),
+        (case_number_of_records, "records", "22", "11"),
+        (case_batch_size, "global_batch_size", "8", "16"),
+        (case_transformation, "transforms", None, None),
+        (case_spec, "specs", json.dumps([str(P("data"))]), json.dumps([str(P(("data", "model")))])),
+        (case_mesh, "mesh", '[["data", 4], ["model", 2]]', '[["data", 2], ["model", 4]]'),
+        (case_order_of_devices, "devices", None, None),
+        (case_remainder, "remainder", '"pad"', '"drop"'),
+        (case_read, "read", '"needed"', '"once"'),
+        (case_rows, "rows", '"global"', '"local"'),
+        (case_restored_step, "next", "0", "1"),
+        (case_record_shape, "batch['x']", None, None),
+        (case_record_dtype, "batch['x']", None, None),
+        (case_record_tree, "batch['extra']", "null", None),
+        (case_no_batch_left, "batches", "null", '"none left"'),
+    ],
+)
+def test_a_host_that_differs_is_named_with_the_field_on_every_host(
+    results, case, field, usual, odd
+):
+    for host, result in enumerate(results[case]):
+        assert_refused(result, host)
+        assert result["type"] == "AgreementError"
+        (line,) = [line for line in result["text"].splitlines() if line.startswith(f"  {field}: ")]
+        first, second = line.removeprefix(f"  {field}: ").split("; ")
+        assert first.endswith(" on hosts 0, 1, 3")
+        assert second.endswith(" on host 2")
+        assert usual is None or first == f"{usual} on hosts 0, 1, 3"
+        assert odd is None or second == f"{odd} on host 2"
+        assert result["text"].splitlines()[-1].startswith("  remedy: ")
+
+
+def test_a_field_that_is_the_same_everywhere_is_not_named(results):
+    for result in results[case_batch_size]:
+        for field in ("records", "seeds", "source", "mesh", "specs", "devices", "next"):
+            assert f"  {field}: " not in result["text"]
+
+
+def test_two_hosts_that_differ_in_two_ways_are_named_with_both_fields(results):
+    for host, result in enumerate(results[case_everything]):
+        assert_refused(result, host)
+        lines = {line.split(":")[0].strip(): line for line in result["text"].splitlines()}
+        assert lines["records"] == "  records: 22 on hosts 0, 2, 3; 23 on host 1"
+        assert lines["seeds"].endswith(" on host 3")
+
+
+def test_a_host_whose_first_record_raises_has_its_own_error_and_is_named_elsewhere(results):
+    for host, result in enumerate(results[case_first_record_raises]):
+        assert_refused(result, host)
+        assert "ValueError" in (result["type"] if host == ODD else result["text"])
+        assert "bad record " in result["text"]
+        if host != ODD:
+            assert result["type"] == "AgreementError"
+            assert "host 2 failed at the first batch." in result["text"]
+
+
+def test_two_iterators_may_be_interleaved(results):
+    for host, batches in enumerate(results[case_two_iterators_interleaved]):
+        rows = [[8 * k + 2 * host, 8 * k + 2 * host + 1] for k in range(3)]
+        assert batches == [rows[0], rows[0], rows[1], rows[1], rows[2]]
+
+
+def test_an_iterator_may_be_abandoned_by_all_hosts_and_another_one_made(results):
+    assert results[case_abandoned_iterators] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_mesh_of_one_hosts_devices_needs_no_agreement(results):
+    for host, result in enumerate(results[case_own_devices_only]):
+        batches, stream = result
+        assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]][:host]
+        assert list(itertools.chain(*stream)) == list(range(2 + host))
+
+
+@pytest.mark.parametrize(
+    ("case", "late_host"), [(case_host_3_arrives_late, 3), (case_host_0_arrives_late, 0)]
+)
+def test_a_host_that_does_not_arrive_is_named_on_every_other_host_within_the_timeout(
+    results, case, late_host
+):
+    for host, result in enumerate(results[case]):
+        if host == late_host:
+            continue
+        assert_refused(result, host)
+        assert result["type"] == "HostTimeoutError"
+        assert f"host {late_host} did not answer within 2 s" in result["text"]
+        assert result["seconds"] < 40  # 2, and some grace; 60 is the default
+
+
+@pytest.mark.parametrize(
+    ("case", "late_host"), [(case_host_3_arrives_late, 3), (case_host_0_arrives_late, 0)]
+)
+def test_a_host_that_arrives_when_the_others_have_given_up_learns_of_it(results, case, late_host):
+    result = results[case][late_host]
+    assert_refused(result, late_host)
+    assert result["type"] == "HostTimeoutError"
+
+
+def test_an_iterator_of_some_hosts_does_not_disturb_the_next_one_of_all(results):
+    for host, result in enumerate(results[case_some_hosts_only_and_then_all]):
+        assert not isinstance(result, str), f"host {host}: {result}"
+    assert results[case_some_hosts_only_and_then_all] == [[0, 1], [2, 3], [4, 5], [6, 7]]

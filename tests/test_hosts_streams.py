@@ -1,0 +1,461 @@
+"""Streams on several hosts: whose rows they yield, where they end, and what stops them.
+
+The functions named ``case_...`` run on the hosts, one after the other in one set of processes, and
+return what the tests look at.
+"""
+
+import itertools
+import json
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import grain
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import grain_shard
+from grain_shard import rehearse
+
+pytestmark = pytest.mark.slow
+
+
+# On the hosts.
+
+
+def run_cases(cases, directory):
+    """What this host returned in each case; the traceback of one that failed."""
+    results = {}
+    for case in cases:
+        try:
+            results[case.__name__] = case(jax.process_index(), Path(directory, case.__name__))
+        except Exception:
+            results[case.__name__] = traceback.format_exc()
+    return results
+
+
+def data_mesh():
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def model_over_hosts():
+    """On 4 hosts, 0 and 2 hold the same rows, and so do 1 and 3."""
+    return Mesh(np.array(jax.devices()).reshape(2, -1), ("model", "data"))
+
+
+def numbered(num_records, part=slice(None)):
+    """A stream of records that carry their number."""
+    records = grain.MapDataset.range(num_records)[part].map(lambda i: {"id": np.int32(i)})
+    return records.to_iter_dataset(grain.ReadOptions(1, 1))
+
+
+def own_part(mesh):
+    options = grain_shard.ShardByMesh(mesh)
+    return slice(options.shard_index, None, options.shard_count)
+
+
+def one_in_ten(host, ds):
+    """Host 1 filters out 90 %."""
+    return ds.filter(lambda record: host != 1 or record["id"] % 20 == 1)
+
+
+def valid_rows(batch):
+    """The ids of the valid rows that this host's devices hold, by row."""
+    rows = {}
+    pairs = zip(batch["id"].addressable_shards, batch["valid_mask"].addressable_shards, strict=True)
+    for ids, mask in pairs:
+        assert ids.index == mask.index
+        start = ids.index[0].start or 0
+        for row in np.flatnonzero(mask.data):
+            rows[start + int(row)] = int(np.asarray(ids.data)[row])
+    return rows
+
+
+def batches_of(iterator):
+    """The valid rows of every batch; with the error that ended it, if one did."""
+    result = {"batches": [], "shapes": set(), "error": None}
+    with iterator:
+        try:
+            for batch in iterator:
+                result["batches"].append(valid_rows(batch))
+                result["shapes"].add((batch["id"].shape, batch["valid_mask"].shape))
+        except Exception as error:
+            result["error"] = describe(error)
+            try:
+                next(iterator)
+            except Exception as again:
+                result["same error again"] = again is error
+    return result
+
+
+def describe(error):
+    return {"type": type(error).__name__, "text": str(error)}
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        threading.Event().wait(0.02)
+
+
+def case_unsaid(host, _):
+    with pytest.raises(grain_shard.ShardingError) as refusal:
+        numbered(40).batch(4).shard_to(data_mesh())
+    return str(refusal.value)
+
+
+def case_local(host, _):
+    mesh = data_mesh()
+    ds = numbered(22, own_part(mesh)).batch(4).shard_to(mesh, rows="local", timeout_s=20)
+    return batches_of(iter(ds))
+
+
+def case_local_random_access(host, _):
+    mesh = data_mesh()
+    records = grain.MapDataset.range(22)[own_part(mesh)].map(lambda i: {"id": np.int32(i)})
+    return batches_of(iter(records.batch(4).shard_to(mesh, rows="local", timeout_s=20)))
+
+
+def uneven(host, remainder):
+    mesh = data_mesh()
+    ds = one_in_ten(host, numbered(100, own_part(mesh))).batch(4)
+    return ds.shard_to(mesh, rows="local", remainder=remainder, timeout_s=20)
+
+
+def case_uneven_pad(host, _):
+    return batches_of(iter(uneven(host, "pad")))
+
+
+def case_uneven_drop(host, _):
+    return batches_of(iter(uneven(host, "drop")))
+
+
+def case_state_of_uneven(host, _):
+    """The continuation from the state after 0, 1, ... batches; host 1's own ones are 2."""
+    continuations = {}
+    for taken in (0, 1, 2, 5, 13):
+        with iter(uneven(host, "pad")) as iterator:
+            for _ in range(taken):
+                next(iterator)
+            state = json.loads(json.dumps(iterator.get_state()))
+        iterator = iter(uneven(host, "pad"))
+        iterator.set_state(state)
+        continuations[taken] = batches_of(iterator)
+    return continuations
+
+
+def case_no_record_pad(host, _):
+    mesh = data_mesh()
+    ds = numbered(22, own_part(mesh)).filter(lambda record: host == 0).batch(4)
+    start = time.monotonic()
+    result = batches_of(iter(ds.shard_to(mesh, rows="local", timeout_s=15)))
+    return {**result, "seconds": time.monotonic() - start}
+
+
+def case_no_record_drop(host, _):
+    mesh = data_mesh()
+    ds = numbered(22, own_part(mesh)).filter(lambda record: host == 0).batch(4)
+    return batches_of(iter(ds.shard_to(mesh, rows="local", remainder="drop", timeout_s=15)))
+
+
+def case_global(host, _):
+    ds = numbered(33).filter(lambda record: record["id"] % 3 != 0).batch(8)
+    return batches_of(iter(ds.shard_to(data_mesh(), rows="global", timeout_s=20)))
+
+
+def case_global_of_different_lengths(host, _):
+    ds = numbered([40, 24][host]).batch(8)
+    return batches_of(iter(ds.shard_to(data_mesh(), rows="global", timeout_s=20)))
+
+
+def case_same_rows_by_mistake(host, _):
+    return batches_of(iter(numbered(40).batch(4).shard_to(data_mesh(), rows="local", timeout_s=20)))
+
+
+def raising(host, at):
+    def check(record):
+        if host == 1 and record["id"] == at:
+            raise ValueError(f"bad record {at}")
+        return record
+
+    mesh = data_mesh()
+    ds = numbered(40, own_part(mesh)).map(check).batch(4)
+    return batches_of(iter(ds.shard_to(mesh, rows="local", timeout_s=20)))
+
+
+def case_raises_in_the_first_batch(host, _):
+    return raising(host, 3)
+
+
+def case_raises_later(host, _):
+    return raising(host, 21)  # the third record of host 1's third batch
+
+
+def stalling(host, stalls_on, release):
+    def stall(record):
+        if host == stalls_on and record["id"] >= 16:  # from the third batch on
+            wait_for(release)
+        return record
+
+    mesh = data_mesh()
+    ds = numbered(40, own_part(mesh)).map(stall).batch(4)
+    return iter(ds.shard_to(mesh, rows="local", timeout_s=2))
+
+
+def case_host_1_stalls(host, release, stalls_on=1):
+    start = time.monotonic()
+    result = batches_of(stalling(host, stalls_on, release))
+    if host != stalls_on:
+        release.touch()
+    return {**result, "seconds": time.monotonic() - start}
+
+
+def case_host_0_stalls(host, release):
+    return case_host_1_stalls(host, release, stalls_on=0)
+
+
+def case_long_pause_in_the_loop(host, release):
+    """Host 1 has no third batch until its loop, and that of host 0, have paused for 3 s."""
+    batches = []
+    with stalling(host, 1, release) as iterator:
+        for batch in iterator:
+            batches.append(valid_rows(batch))
+            if len(batches) == 2 and host == 1:
+                threading.Event().wait(3)  # longer than timeout_s
+                release.touch()
+            elif len(batches) == 2:
+                wait_for(release)
+    return batches
+
+
+def case_model_axis_over_hosts(host, _):
+    mesh = model_over_hosts()
+    options = grain_shard.ShardByMesh(mesh)
+    ds = numbered(22, own_part(mesh)).batch(4).shard_to(mesh, rows="local", timeout_s=20)
+    result = batches_of(iter(ds))
+    return {**result, "slice": (options.shard_index, options.shard_count)}
+
+
+def case_model_axis_over_uneven_hosts(host, _):
+    mesh = model_over_hosts()
+    ds = one_in_ten(host % 2, numbered(100, own_part(mesh))).batch(4)
+    return batches_of(iter(ds.shard_to(mesh, rows="local", timeout_s=20)))
+
+
+def case_model_axis_and_slices_by_process(host, _):
+    options = grain.sharding.ShardByJaxProcess()
+    part = slice(options.shard_index, None, options.shard_count)
+    ds = numbered(64, part).batch(4).shard_to(model_over_hosts(), rows="local", timeout_s=20)
+    return batches_of(iter(ds))
+
+
+def case_one_host_has_anothers_slice(host, _):
+    part = slice([0, 1, 2, 1][host], None, 4)
+    ds = numbered(64, part).batch(4).shard_to(data_mesh(), rows="local", timeout_s=20)
+    return batches_of(iter(ds))
+
+
+def cases(*prefixes):
+    return [f for name, f in globals().items() if name.startswith(prefixes)]
+
+
+FOUR_HOSTS = cases("case_model_axis", "case_one_host_has")
+TWO_HOSTS = [case for case in cases("case_") if case not in FOUR_HOSTS]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    results = {}
+    for of_hosts, hosts in ((TWO_HOSTS, 2), (FOUR_HOSTS, 4)):
+        directory = str(tmp_path_factory.mktemp("hosts"))
+        results[hosts] = rehearse.run(
+            run_cases, of_hosts, directory, hosts=hosts, devices_per_host=2, timeout_s=150
+        )
+    return results
+
+
+@pytest.fixture
+def result_of(runs):
+    """A function from a case to what each host returned in it."""
+
+    def result_of(case):
+        hosts = 4 if case in FOUR_HOSTS else 2
+        results = [of_host[case.__name__] for of_host in runs[hosts]]
+        for host, result in enumerate(results):
+            assert not isinstance(result, str) or "Traceback" not in result, f"{host}: {result}"
+        return results
+
+    return result_of
+
+
+def merged(of_hosts):
+    """The ids of each batch by row; hosts that hold the same row must hold the same id."""
+    batches = []
+    for parts in zip(*of_hosts, strict=True):
+        rows = {}
+        for part in parts:
+            for row, record in part.items():
+                assert rows.setdefault(row, record) == record
+        batches.append([rows[row] for row in sorted(rows)])
+    return batches
+
+
+def batches_in(results):
+    assert [result["error"] for result in results] == [None] * len(results)
+    return merged([result["batches"] for result in results])
+
+
+def test_a_stream_that_does_not_say_its_rows_is_refused_at_build_time(result_of):
+    for text in result_of(case_unsaid):
+        assert "does not say what it yields on each of 2 hosts" in text
+        assert 'rows="local"' in text
+        assert 'rows="global"' in text
+
+
+EACH_HOSTS_OWN = [
+    [0, 2, 4, 6, 1, 3, 5, 7],
+    [8, 10, 12, 14, 9, 11, 13, 15],
+    [16, 18, 20, 17, 19, 21],
+]
+
+
+@pytest.mark.parametrize("case", [case_local, case_local_random_access])
+def test_local_rows_are_those_of_each_hosts_own_slice(result_of, case):
+    results = result_of(case)
+    assert batches_in(results) == EACH_HOSTS_OWN
+    assert results[0]["shapes"] == results[1]["shapes"] == {((8,), (8,))}
+
+
+HOST_0 = list(range(0, 100, 2))
+HOST_1 = [1, 21, 41, 61, 81]  # what its filter leaves
+
+
+def test_uneven_hosts_with_pad_stop_together_and_lose_or_repeat_nothing(result_of):
+    results = result_of(case_uneven_pad)
+    batches = batches_in(results)
+    assert [len(result["batches"]) for result in results] == [13, 13]
+    assert batches == [
+        HOST_0[4 * k : 4 * k + 4] + HOST_1[4 * k : 4 * k + 4] for k in range(13)
+    ]  # fmt: skip
+    assert sorted(itertools.chain(*batches)) == sorted(HOST_0 + HOST_1)
+    assert results[0]["shapes"] == results[1]["shapes"] == {((8,), (8,))}
+
+
+def test_uneven_hosts_with_drop_stop_together_at_the_first_end(result_of):
+    results = result_of(case_uneven_drop)
+    assert batches_in(results) == [HOST_0[:4] + HOST_1[:4]]
+
+
+def test_a_streams_state_continues_on_the_same_hosts_also_past_the_end_of_one(result_of):
+    whole = batches_in(result_of(case_uneven_pad))
+    continuations = result_of(case_state_of_uneven)
+    for taken in (0, 1, 2, 5, 13):
+        of_hosts = [continuation[taken] for continuation in continuations]
+        assert batches_in(of_hosts) == whole[taken:], f"after {taken} batches"
+
+
+def test_a_host_with_no_record_at_all_is_an_agreement_error_on_every_host(result_of):
+    for result in result_of(case_no_record_pad):
+        assert result["error"]["type"] == "AgreementError", result["error"]["text"]
+        assert "no batch at all" in result["error"]["text"]
+        assert result["batches"] == []
+        assert result["same error again"]
+
+
+def test_a_host_with_no_record_at_all_ends_all_with_drop(result_of):
+    assert batches_in(result_of(case_no_record_drop)) == []
+
+
+def test_global_rows_are_those_of_the_one_stream_that_every_host_produces(result_of):
+    results = result_of(case_global)
+    records = [i for i in range(33) if i % 3]
+    assert batches_in(results) == [records[:8], records[8:16], records[16:]]
+    for host, result in enumerate(results):
+        assert set(result["batches"][0]) == set(range(4 * host, 4 * host + 4))
+
+
+def test_global_streams_of_different_lengths_are_an_error_on_every_host(result_of):
+    for result in result_of(case_global_of_different_lengths):
+        assert len(result["batches"]) == 3, "the batches that both have"
+        assert result["error"]["type"] == "AgreementError"
+        assert "host 1) end earlier than the others" in result["error"]["text"]
+        assert result["same error again"]
+
+
+def test_two_hosts_that_feed_the_same_rows_are_named_on_every_host(result_of):
+    for result in result_of(case_same_rows_by_mistake):
+        assert result["batches"] == []
+        assert result["error"]["type"] == "AgreementError"
+        assert (
+            "hosts 0 and 1 hold different shards and feed the same rows" in result["error"]["text"]
+        )
+        assert result["same error again"]
+
+
+@pytest.mark.parametrize(
+    ("case", "bad", "batches"),
+    [(case_raises_in_the_first_batch, 3, 0), (case_raises_later, 21, 2)],
+)
+def test_a_stream_that_raises_is_raised_where_it_did_and_named_elsewhere(
+    result_of, case, bad, batches
+):
+    other, own = result_of(case)
+    assert len(other["batches"]) == len(own["batches"]) == batches
+    assert own["error"]["type"] == "ValueError"
+    assert f"bad record {bad}" in own["error"]["text"]
+    assert other["error"]["type"] == "AgreementError"
+    assert f"host 1: ValueError: bad record {bad}" in other["error"]["text"]
+    assert own["same error again"]
+    assert other["same error again"]
+
+
+@pytest.mark.parametrize(("case", "stalled"), [(case_host_1_stalls, 1), (case_host_0_stalls, 0)])
+def test_a_host_whose_stream_stalls_is_named_on_every_host(result_of, case, stalled):
+    for result in result_of(case):
+        assert len(result["batches"]) == 2
+        assert result["error"]["type"] == "HostTimeoutError"
+        assert f"host {stalled} did not answer within 2 s" in result["error"]["text"]
+        assert result["same error again"]
+        assert result["seconds"] < 60
+
+
+def test_a_long_pause_in_the_loop_is_no_timeout(result_of):
+    batches = merged(result_of(case_long_pause_in_the_loop))
+    assert batches == [
+        [*range(8 * k, 8 * k + 8, 2), *range(8 * k + 1, 8 * k + 8, 2)] for k in range(5)
+    ]
+
+
+def test_hosts_that_hold_the_same_rows_get_the_same_slice(result_of):
+    results = result_of(case_model_axis_over_hosts)
+    assert [result["slice"] for result in results] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert batches_in(results) == EACH_HOSTS_OWN
+
+
+def test_a_model_axis_over_uneven_hosts_loses_and_repeats_nothing(result_of):
+    batches = batches_in(result_of(case_model_axis_over_uneven_hosts))
+    assert len(batches) == 13
+    assert sorted(itertools.chain(*batches)) == sorted(HOST_0 + HOST_1)
+
+
+def test_slices_by_process_under_a_model_axis_are_caught_on_every_host(result_of):
+    for result in result_of(case_model_axis_and_slices_by_process):
+        assert result["batches"] == []
+        assert result["error"]["type"] == "AgreementError"
+        for hosts in ("hosts 0 and 2", "hosts 1 and 3"):
+            text = f"{hosts} hold the same shards and feed different rows"
+            assert text in result["error"]["text"]
+
+
+def test_of_four_hosts_the_two_that_feed_the_same_rows_are_named(result_of):
+    for result in result_of(case_one_host_has_anothers_slice):
+        assert result["batches"] == []
+        assert result["error"]["type"] == "AgreementError"
+        assert (
+            "hosts 1 and 3 hold different shards and feed the same rows" in result["error"]["text"]
+        )
+        assert "hosts 0 and" not in result["error"]["text"]

@@ -1,0 +1,222 @@
+"""Training on several hosts, with collectives in each step: it neither hangs nor loses a record.
+
+And the loss of a host: what stops the others, and that the epoch continues where it was saved.
+"""
+
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import rehearse
+from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+
+pytestmark = pytest.mark.slow
+
+STEPS, GLOBAL_BATCH_SIZE = 500, 8
+NUM_RECORDS = STEPS * GLOBAL_BATCH_SIZE - 3
+
+
+def records(num_records):
+    return (
+        grain.MapDataset.range(num_records)
+        .seed(2)
+        .shuffle()
+        .map(lambda i: {"id": np.int32(i), "x": np.full(64, i, np.float32)})
+    )
+
+
+# On the hosts.
+
+
+def mesh_of_all(sizes=(-1,), names=("data",)):
+    return Mesh(np.array(jax.devices()).reshape(sizes), names)
+
+
+def training_step(mesh):
+    """Sums over the global batch, for which the hosts have to meet, and keeps a running total."""
+
+    def step(totals, batch):
+        mask = batch["valid_mask"]
+        mean = (batch["x"] * mask[:, None]).sum(0) / mask.sum()
+        return {
+            "steps": totals["steps"] + 1,
+            "records": totals["records"] + mask.sum(),
+            "ids": totals["ids"] + (batch["id"] * mask).sum(),
+            "weights": 0.9 * totals["weights"] + 0.1 * mean,
+        }
+
+    replicated = NamedSharding(mesh, P())
+    zeros = jax.jit(
+        lambda: {
+            **{name: jnp.int32(0) for name in ("steps", "records", "ids")},
+            "weights": jnp.zeros(64),
+        },
+        out_shardings=replicated,
+    )
+    return zeros(), jax.jit(step, out_shardings=replicated)
+
+
+def train(sharded, mesh):
+    totals, step = training_step(mesh)
+    for batch in sharded:
+        totals = step(totals, batch)
+    return {name: np.asarray(total).ravel()[0].item() for name, total in totals.items()}
+
+
+def train_epochs():
+    """Five epochs of data-parallel training, and one for each way to read under a model axis."""
+    ds = records(NUM_RECORDS).batch(GLOBAL_BATCH_SIZE)
+    mesh = mesh_of_all()
+    epochs = [train(ds.shard_to(mesh, timeout_s=60), mesh) for _ in range(5)]
+    mesh = mesh_of_all((2, -1), ("model", "data"))
+    for read in ("once", "needed"):
+        epochs.append(train(ds.shard_to(mesh, read=read, timeout_s=60), mesh))
+    mesh = mesh_of_all()
+    options = grain_shard.ShardByMesh(mesh)
+    own = records(NUM_RECORDS)[options.shard_index :: options.shard_count].to_iter_dataset()
+    stream = own.filter(lambda record: True).batch(GLOBAL_BATCH_SIZE // options.shard_count)
+    epochs.append(train(stream.shard_to(mesh, rows="local", timeout_s=60), mesh))
+    return epochs
+
+
+def test_500_steps_with_collectives_beside_the_prefetching_do_not_hang_5_times_of_5():
+    of_hosts = rehearse.run(train_epochs, hosts=2, devices_per_host=2, timeout_s=180)
+    assert of_hosts[0] == of_hosts[1]
+    for epoch in of_hosts[0]:
+        assert epoch["steps"] == STEPS
+        assert epoch["records"] == NUM_RECORDS
+        assert epoch["ids"] == sum(range(NUM_RECORDS))
+    assert len({epoch["weights"] for epoch in of_hosts[0][:5]}) == 1
+
+
+# The loss of a host.
+
+EPOCH, SAVED_AFTER, KILLED_AFTER = 20, 6, 9  # batches
+
+
+def end_soon_after_a_host_is_lost():
+    """A collective may hang when a host is lost; JAX then ends the others, by default in 100 s."""
+    jax.distributed.shutdown()
+    jax.distributed.initialize(heartbeat_timeout_seconds=5)
+
+
+def train_until_a_host_is_killed(directory, killed_host):
+    end_soon_after_a_host_is_lost()
+    mesh = mesh_of_all()
+    totals, step = training_step(mesh)
+    ds = records(EPOCH * GLOBAL_BATCH_SIZE - 3).batch(GLOBAL_BATCH_SIZE).shard_to(mesh)
+    seen = []
+    with iter(ds) as iterator, ocp.CheckpointManager(Path(directory, "manager")) as manager:
+        if manager.latest_step() is not None:
+            arguments = ocp.args.Composite(data=CheckpointRestore(iterator))
+            manager.restore(manager.latest_step(), args=arguments)
+        for count, batch in enumerate(iterator, 1):
+            totals = jax.block_until_ready(step(totals, batch))
+            if killed_host is None or count <= SAVED_AFTER:
+                seen.append(own_ids(batch))
+            if killed_host is not None and count == SAVED_AFTER:
+                manager.save(count, args=ocp.args.Composite(data=CheckpointSave(iterator)))
+                manager.wait_until_finished()
+                Path(directory, f"host {jax.process_index()}").write_text(json.dumps(seen))
+            if killed_host == jax.process_index() and count == KILLED_AFTER:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return seen
+
+
+def own_ids(batch):
+    """The ids of the valid rows on this host's devices, by row."""
+    ids, masks = batch["id"].addressable_shards, batch["valid_mask"].addressable_shards
+    return {
+        str((shard.index[0].start or 0) + int(row)): int(np.asarray(shard.data)[row])
+        for shard, mask in zip(ids, masks, strict=True)
+        for row in np.flatnonzero(mask.data)
+    }
+
+
+def merged(of_hosts):
+    """The ids of each batch, in the order of its rows."""
+    return [
+        [record for _, record in sorted((int(r), i) for part in parts for r, i in part.items())]
+        for parts in zip(*of_hosts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("killed_host", [1, 0])
+def test_when_a_host_is_killed_the_other_ends_and_a_restart_continues_exactly(
+    tmp_path, killed_host
+):
+    with pytest.raises(rehearse.RehearsalError) as failure:
+        rehearse.run(
+            train_until_a_host_is_killed,
+            str(tmp_path),
+            killed_host,
+            hosts=2,
+            devices_per_host=2,
+            timeout_s=90,
+            end_others=False,
+        )
+    result = failure.value.result
+    assert result.timed_out_hosts == []
+    assert result.returncodes[killed_host] == -signal.SIGKILL
+    assert result.returncodes[1 - killed_host] != 0, "it noticed"
+    before = merged([json.loads((tmp_path / f"host {host}").read_text()) for host in range(2)])
+    after = merged(
+        rehearse.run(
+            train_until_a_host_is_killed,
+            str(tmp_path),
+            None,
+            hosts=2,
+            devices_per_host=2,
+            timeout_s=90,
+        )
+    )
+    assert (len(before), len(after)) == (SAVED_AFTER, EPOCH - SAVED_AFTER)
+    whole = [int(record["id"]) for record in records(EPOCH * GLOBAL_BATCH_SIZE - 3)]
+    assert list(itertools.chain(*before, *after)) == whole
+
+
+def read_streams_until_host_1_is_killed(timeout_s):
+    """A loop without a collective, where nothing but the agreement can notice."""
+    if timeout_s > 100:
+        end_soon_after_a_host_is_lost()
+    mesh = mesh_of_all()
+    options = grain_shard.ShardByMesh(mesh)
+    own = records(4000)[options.shard_index :: options.shard_count].to_iter_dataset()
+    for count, _ in enumerate(own.batch(4).shard_to(mesh, rows="local", timeout_s=timeout_s)):
+        if jax.process_index() == 1 and count == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+    print("the whole stream", flush=True)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "noticed"),
+    [(2, "HostTimeoutError: host 1 did not answer within 2 s"), (300, "heartbeat")],
+)
+def test_a_host_killed_between_two_batches_of_a_stream_ends_the_other(timeout_s, noticed):
+    with pytest.raises(rehearse.RehearsalError) as failure:
+        rehearse.run(
+            read_streams_until_host_1_is_killed,
+            timeout_s,
+            hosts=2,
+            devices_per_host=2,
+            timeout_s=90,
+            end_others=False,
+        )
+    result = failure.value.result
+    assert result.timed_out_hosts == []
+    assert result.returncodes[1] == -signal.SIGKILL
+    assert result.returncodes[0] != 0
+    assert noticed in result.outputs[0]
+    assert "the whole stream" not in result.outputs[0]

@@ -1,0 +1,617 @@
+"""`DevicePlacement`: every method, and every defect of datarax's that it must not have."""
+
+import functools
+import gc
+import json
+import threading
+import time
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from grain_shard import ShardingError, StateError, placement, rehearse
+from grain_shard.placement import (
+    DevicePlacement,
+    HardwareType,
+    distribute_batch,
+    get_batch_size_recommendation,
+    place_on_device,
+    prefetch_to_device,
+)
+from tests.conftest import background_threads, data_mesh, numbered
+
+HANG_S = 60
+DEVICE_COUNTS = [1, 2, 4, 8]
+
+
+def mixed():
+    """Numpy, JAX and Python leaves of several ranks."""
+    return {
+        "image": np.arange(48, dtype=np.float32).reshape(8, 2, 3),
+        "label": jnp.arange(8),
+        "step": 3,
+        "scale": np.float32(0.5),
+        "key": jax.random.key(7),
+    }
+
+
+def assert_same_values(placed, data):
+    assert jax.tree.structure(placed) == jax.tree.structure(data)
+    for ours, theirs in zip(jax.tree.leaves(placed), jax.tree.leaves(data), strict=True):
+        assert isinstance(ours, jax.Array)
+        if jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
+            ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def refusal(call):
+    """The text of the ShardingError that the call raises."""
+    with pytest.raises(ShardingError) as caught:
+        call()
+    text = str(caught.value)
+    assert all(part in text for part in ("leaf:", "mesh:", "remedy:"))
+    return text
+
+
+def values(batches):
+    return [np.asarray(batch).tolist() for batch in batches]
+
+
+def wait(event):
+    assert event.wait(HANG_S), "hangs"
+
+
+def eventually(condition):
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, "hangs"
+        time.sleep(0.001)
+
+
+class TestDevices:
+    def test_nothing_is_looked_up_before_it_is_needed(self, monkeypatch):
+        def woken(*args):
+            raise AssertionError("starts the backend")
+
+        with monkeypatch.context() as patched:
+            for name in ("devices", "local_devices", "device_count", "process_index"):
+                patched.setattr(jax, name, woken)
+            placement = DevicePlacement()
+        assert placement.default_device == jax.local_devices()[0]
+        assert placement.hardware_type == HardwareType.CPU
+        assert placement.num_devices == 8
+
+    def test_a_default_device_of_ones_own(self):
+        placement = DevicePlacement(jax.devices()[3])
+        assert placement.place_on_device(np.ones(2)).devices() == {jax.devices()[3]}
+        assert next(placement.prefetch_to_device([np.ones(2)])).devices() == {jax.devices()[3]}
+
+    def test_device_info_is_plain_json(self):
+        info = DevicePlacement().get_device_info()
+        device = {"id": 5, "platform": "cpu", "device_kind": "cpu"}
+        assert info["devices"][5] == device
+        assert {**info, "devices": None} == {
+            "num_devices": 8,
+            "hardware_type": "cpu",
+            "platforms": ["cpu"],
+            "device_kinds": ["cpu"],
+            "devices": None,
+            "process_index": 0,
+            "process_count": 1,
+            "local_devices": list(range(8)),
+            "memory": dict.fromkeys(range(8)),
+        }
+        json.dumps(info)
+
+    def test_device_info_tells_the_memory_where_the_backend_does(self):
+        class Device:
+            def memory_stats(self):
+                return {"bytes_in_use": 1, "bytes_limit": 2, "num_allocs": 3}
+
+        assert placement._memory(Device()) == {"bytes_in_use": 1, "bytes_limit": 2}
+
+
+class TestBatchSize:
+    def test_recommendation(self):
+        placement = DevicePlacement()
+        assert placement.get_batch_size_recommendation().optimal_batch_size == 32
+        assert placement.get_batch_size_recommendation(HardwareType.H100).optimal_batch_size == 320
+        assert get_batch_size_recommendation(HardwareType.TPU_V5E).critical_batch_size == 240
+
+    @pytest.mark.parametrize(
+        ("batch_size", "warn_suboptimal", "valid", "words"),
+        [
+            (0, True, False, "below minimum recommended 1"),
+            (8, True, True, "below critical size 16"),
+            (8, False, True, "acceptable"),
+            (16, True, True, "acceptable"),
+            (32, True, True, "optimal"),
+        ],
+    )
+    def test_validation(self, batch_size, warn_suboptimal, valid, words):
+        answer = DevicePlacement().validate_batch_size(batch_size, warn_suboptimal)
+        assert answer[0] is valid
+        assert words in answer[1]
+
+
+class TestPlaceOnDevice:
+    @pytest.mark.parametrize("device_index", [0, 7])
+    def test_every_kind_of_leaf(self, device_index):
+        device = jax.devices()[device_index]
+        placed = place_on_device(mixed(), device)
+        assert_same_values(placed, mixed())
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(placed))
+        assert all(leaf.committed for leaf in jax.tree.leaves(placed))
+
+    def test_what_was_sharded_comes_together(self, mesh):
+        sharded = jax.device_put(np.arange(8), NamedSharding(mesh, P("data")))
+        placed = place_on_device(sharded)
+        assert placed.devices() == {jax.devices()[0]}
+        assert placed.tolist() == list(range(8))
+
+    def test_trees_without_leaves_and_none(self):
+        assert place_on_device(()) == ()
+        placed = place_on_device({"a": None, "b": 1})
+        assert placed["a"] is None
+        assert placed["b"].tolist() == 1
+
+    def test_text_stays_on_the_host(self):
+        names = np.array(["a", "b"])
+        assert place_on_device({"name": names, "x": 1})["name"] is names
+
+    def test_python_objects_are_refused(self):
+        text = refusal(lambda: place_on_device({"x": [np.ones(2), object()]}))
+        assert text.startswith("batch['x'][1]: the leaf holds Python objects")
+
+    def test_no_memory_is_shared_with_the_loaders_buffer(self):
+        buffer = np.zeros(4096, np.float32)
+        placed = place_on_device(buffer)
+        buffer[:] = 1
+        assert not placed.any()
+
+
+@pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+class TestDistributeBatch:
+    def test_one_spec_for_mixed_ranks(self, num_devices):
+        sharding = NamedSharding(data_mesh(num_devices), P("data", None, None))
+        placed = distribute_batch(mixed(), sharding)
+        assert_same_values(placed, mixed())
+        assert {k: v.sharding.spec for k, v in placed.items()} == {
+            "image": P("data", None, None),
+            "label": P("data"),
+            "step": P(),
+            "scale": P(),
+            "key": P(),
+        }
+        rows = [shard.data.shape for shard in placed["image"].addressable_shards]
+        assert rows == [(8 // num_devices, 2, 3)] * num_devices
+
+    def test_a_tree_prefix_of_shardings(self, num_devices):
+        mesh = data_mesh(num_devices)
+        by_rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        data = {"x": {"a": np.ones((8, 2)), "b": np.ones(8)}, "y": np.ones(3)}
+        placed = distribute_batch(data, {"x": by_rows, "y": whole})
+        assert placed["x"]["a"].sharding == placed["x"]["b"].sharding == by_rows
+        assert placed["y"].sharding == whole
+
+    def test_errors_have_four_parts(self, num_devices):
+        mesh = data_mesh(num_devices)
+        sharding = NamedSharding(mesh, P("data"))
+        no_spec = refusal(lambda: distribute_batch({"x": np.ones(8)}, {"y": sharding}))
+        assert no_spec.startswith("batch['x']: the leaf has no spec.")
+        if num_devices > 1:
+            assert refusal(lambda: distribute_batch({"x": np.ones((9, 2))}, sharding)) == (
+                f"batch['x']: dim 0 has size 9, which mesh axis 'data' (size {num_devices}) does"
+                " not divide.\n"
+                f"  leaf:   float64[9, 2]   spec: P('data')   mesh: data={num_devices}\n"
+                f"  remedy: pad dim 0 to {-(-9 // num_devices) * num_devices} before .batch, or"
+                " drop 'data' from this leaf's spec."
+            )
+
+
+def test_distribute_batch_takes_a_single_device_sharding():
+    placed = distribute_batch(mixed(), SingleDeviceSharding(jax.devices()[2]))
+    assert all(leaf.devices() == {jax.devices()[2]} for leaf in jax.tree.leaves(placed))
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def axis_type(request):
+    return request.param
+
+
+class TestReplicate:
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    def test_every_device_holds_every_leaf(self, num_devices):
+        devices = jax.devices()[:num_devices]
+        placed = DevicePlacement().replicate_across_devices(mixed(), devices)
+        assert_same_values(placed, mixed())
+        for leaf in jax.tree.leaves(placed):
+            assert leaf.sharding.is_fully_replicated
+            assert leaf.devices() == set(devices)
+
+    @pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.sgd(0.1), optax.lion(0.1)])
+    def test_defect_in_peer_optimizer_states_fail_on_their_scalars(self, optimizer):
+        state = optimizer.init({"w": jnp.ones((4, 3)), "b": jnp.zeros(())})
+        placed = DevicePlacement().replicate_across_devices(state)
+        assert_same_values(placed, state)
+        assert all(leaf.sharding.num_devices == 8 for leaf in jax.tree.leaves(placed))
+
+    def test_it_goes_with_a_batch_on_the_mesh_in_use(self, axis_type):
+        devices = np.array(jax.devices())[[0, 2, 1, 3]].reshape(2, 2)
+        mesh = Mesh(devices, ("data", "model"), axis_types=(axis_type,) * 2)
+        placement = DevicePlacement()
+        batch = placement.shard_batch_dim(np.ones((4, 3), np.float32), mesh)
+        with jax.set_mesh(mesh):
+            weights = placement.replicate_across_devices(np.ones((3, 2), np.float32))
+        assert weights.sharding.mesh == mesh
+        np.testing.assert_array_equal(jax.jit(jnp.dot)(batch, weights), np.full((4, 2), 3))
+
+
+class TestShardBatchDim:
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    def test_defect_in_peer_numpy_leaves_are_left_alone(self, num_devices, axis_type):
+        mesh = jax.make_mesh(
+            (num_devices,), ("data",), (axis_type,), devices=jax.devices()[:num_devices]
+        )
+        data = {"images": np.ones((8, 28, 28, 3), np.float32), "labels": np.arange(8)}
+        placed = DevicePlacement().shard_batch_dim(data, mesh)
+        assert_same_values(placed, data)
+        for leaf in placed.values():
+            assert leaf.sharding == NamedSharding(mesh, P("data"))
+            assert leaf.addressable_shards[0].data.shape[0] == 8 // num_devices
+
+    def test_another_dim_and_another_axis(self):
+        mesh = jax.make_mesh((2, 4), ("a", "b"))
+        data = {"x": np.ones((3, 8, 5)), "y": np.ones(3), "n": 1}
+        placed = DevicePlacement().shard_batch_dim(data, mesh, batch_axis=1, mesh_axis="b")
+        assert placed["x"].sharding.spec == P(None, "b")
+        assert placed["y"].sharding.is_fully_replicated
+        assert placed["n"].sharding.is_fully_replicated
+
+    def test_defect_in_peer_a_bad_mesh_axis_passes(self, mesh):
+        text = refusal(lambda: DevicePlacement().shard_batch_dim(np.ones(8), mesh, 0, "batch"))
+        assert "'batch', which does not exist" in text
+        assert "data=8" in text
+
+    def test_defect_in_peer_an_indivisible_batch_passes(self, mesh):
+        text = refusal(lambda: DevicePlacement().shard_batch_dim({"x": np.ones(9)}, mesh))
+        assert text.startswith("batch['x']: dim 0 has size 9, which mesh axis 'data' (size 8)")
+
+    def test_a_dim_that_no_leaf_has(self, mesh):
+        placement = DevicePlacement()
+        text = refusal(lambda: placement.shard_batch_dim({"x": np.ones(8)}, mesh, batch_axis=1))
+        assert "the spec names 2 dims, the leaf has 1" in text
+        text = refusal(lambda: placement.shard_batch_dim({"x": np.ones(8)}, mesh, batch_axis=-1))
+        assert "batch_axis=-1" in text
+
+
+def stream(ds):
+    return ds.to_iter_dataset(grain.ReadOptions(1, 1)).map(lambda batch: batch)
+
+
+def data_loader():
+    return grain.DataLoader(
+        data_source=grain.sources.RangeDataSource(0, 12, 1),
+        sampler=grain.samplers.SequentialSampler(12, grain.sharding.NoSharding()),
+        operations=[grain.transforms.Batch(2)],
+    )
+
+
+def pairs():
+    return grain.MapDataset.range(12).batch(2)
+
+
+PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+class Counting:
+    """A user's own iterator with a state."""
+
+    def __init__(self):
+        self.next, self.closed = 0, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == 6:
+            raise StopIteration
+        self.next += 1
+        return np.array([2 * self.next - 2, 2 * self.next - 1])
+
+    def get_state(self):
+        return {"next": np.int64(self.next)}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+    def close(self):
+        self.closed += 1
+
+
+WITH_STATE = {
+    "MapDataset": pairs,
+    "IterDataset": lambda: stream(pairs()),
+    "an iterator of Grain's": lambda: iter(stream(pairs())),
+    "DataLoader": data_loader,
+    "an iterator of DataLoader's": lambda: iter(data_loader()),
+    "an iterator with a state": Counting,
+}
+WITHOUT_STATE = {
+    "list": lambda: [np.array(pair) for pair in PAIRS],
+    "generator": lambda: (np.array(pair) for pair in PAIRS),
+    "iterator": lambda: iter([np.array(pair) for pair in PAIRS]),
+}
+
+
+class TestPrefetch:
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    def test_scalars_of_a_plain_generator_on_a_device(self, num_devices):
+        device = jax.devices()[num_devices - 1]
+        batches = list(prefetch_to_device(({"batch": i} for i in range(20)), device=device))
+        assert [int(batch["batch"]) for batch in batches] == list(range(20))
+        assert all(batch["batch"].devices() == {device} for batch in batches)
+
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    def test_onto_a_sharding_or_a_tree_of_them(self, num_devices):
+        mesh = data_mesh(num_devices)
+        by_rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        for batch in prefetch_to_device(stream(numbered(32, 8)), device=by_rows):
+            assert batch["id"].sharding == batch["image"].sharding == by_rows
+        tree = {"id": whole, "image": by_rows}
+        for batch in prefetch_to_device(numbered(32, 8), device=tree):
+            assert {k: v.sharding for k, v in batch.items()} == tree
+
+    @pytest.mark.parametrize(
+        "source", [*WITH_STATE.values(), *WITHOUT_STATE.values()], ids=[*WITH_STATE, *WITHOUT_STATE]
+    )
+    def test_any_source_in_order_to_its_end(self, source):
+        iterator = prefetch_to_device(source(), size=1)
+        assert values(iterator) == PAIRS
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                next(iterator)
+
+    def test_batches_may_differ_in_shape_and_structure(self):
+        batches = [np.ones(3), {"x": np.ones((2, 2))}, {}, (1, 2)]
+        placed = list(prefetch_to_device(batches))
+        assert jax.tree.map(np.shape, placed) == jax.tree.map(np.shape, batches)
+
+    def test_a_batch_that_does_not_fit_is_refused_in_its_place(self, mesh):
+        batches = [{"x": np.ones(8)}, {"x": np.ones(9)}]
+        iterator = prefetch_to_device(batches, device=NamedSharding(mesh, P("data")))
+        next(iterator)
+        assert refusal(lambda: next(iterator)).startswith("batch['x']: dim 0 has size 9")
+
+    def test_an_element_that_a_filter_dropped_is_refused(self):
+        ds = grain.MapDataset.range(4).filter(lambda i: i != 1)
+        iterator = prefetch_to_device(ds)
+        next(iterator)
+        assert "call .to_iter_dataset()" in refusal(lambda: next(iterator))
+        assert values(prefetch_to_device(ds.to_iter_dataset())) == [0, 2, 3]
+
+    def test_buffer_sizes_are_checked(self):
+        assert "device_buffer_size=0" in refusal(lambda: prefetch_to_device([], size=0))
+        assert "cpu_buffer_size=0" in refusal(lambda: prefetch_to_device([], cpu_buffer_size=0))
+
+    def test_what_is_not_iterable_is_refused(self):
+        with pytest.raises(TypeError, match="not iterable"):
+            prefetch_to_device(3)
+
+
+class TestPrefetchState:
+    @pytest.mark.parametrize("source", WITH_STATE.values(), ids=WITH_STATE)
+    @pytest.mark.parametrize("stop_after", [0, 2, 6])
+    @pytest.mark.parametrize("into", ["a fresh iterator", "a used iterator", "itself"])
+    def test_defect_in_peer_resuming_skips_what_was_prefetched(self, source, stop_after, into):
+        iterator = prefetch_to_device(source())
+        assert values(next(iterator) for _ in range(stop_after)) == PAIRS[:stop_after]
+        state = json.loads(json.dumps(iterator.get_state()))
+        if into != "itself":
+            iterator.close()
+            iterator = prefetch_to_device(source())
+            if into == "a used iterator":
+                next(iterator), next(iterator)
+        iterator.set_state(state)
+        assert iterator.get_state() == state
+        assert values(iterator) == PAIRS[stop_after:]
+
+    @pytest.mark.parametrize("source", WITHOUT_STATE.values(), ids=WITHOUT_STATE)
+    def test_a_source_without_a_state_says_so(self, source):
+        with prefetch_to_device(source()) as iterator:
+            next(iterator)
+            with pytest.raises(StateError, match=r"has no state[^§]*remedy: pass a Grain dataset"):
+                iterator.get_state()
+            with pytest.raises(StateError, match="has no state"):
+                iterator.set_state({"parent": None})
+            assert values(iterator) == PAIRS[1:], "a refused state changes nothing"
+
+    @pytest.mark.parametrize("source", WITH_STATE.values(), ids=WITH_STATE)
+    def test_a_state_of_something_else_is_refused(self, source):
+        with prefetch_to_device(source()) as iterator:
+            with pytest.raises(StateError):
+                iterator.set_state({"step": 3})
+            assert values(iterator) == PAIRS, "a refused state changes nothing"
+
+    def test_going_back_waits_for_a_next_that_is_under_way(self, monkeypatch):
+        monkeypatch.setattr("grain_shard.prefetch._JOIN_TIMEOUT_S", 0.01)
+        inside, go_on, threads = threading.Event(), threading.Event(), []
+
+        class Slow(Counting):
+            def __next__(self):
+                if self.next == 4 and not go_on.is_set():
+                    inside.set()
+                    wait(go_on)
+                return super().__next__()
+
+            def set_state(self, state):
+                assert go_on.is_set(), "the source is in use"
+                super().set_state(state)
+
+        iterator = prefetch_to_device(Slow())
+        state = iterator.get_state()
+        next(iterator)
+        wait(inside)
+        threads.append(threading.Thread(target=iterator.set_state, args=(state,)))
+        threads[0].start()
+        eventually(lambda: iterator._stage._shared._stopped)
+        go_on.set()
+        threads[0].join(HANG_S)
+        assert values(iterator) == PAIRS
+
+
+class TestPrefetchLife:
+    def test_defect_in_peer_early_breaks_leak_a_thread_each(self):
+        started = set()
+        for _ in range(11):
+            for batch in prefetch_to_device({"x": np.full(2, i)} for i in range(100)):
+                started |= background_threads()
+                assert int(batch["x"][0]) == 0
+                break
+        assert len(started) >= 11
+        gc.collect()
+        for thread in started:
+            thread.join(HANG_S)
+            assert not thread.is_alive()
+
+    def test_it_is_a_context_manager(self):
+        with prefetch_to_device(np.ones(2) for _ in range(100)) as iterator:
+            next(iterator)
+            threads = background_threads()
+            assert threads
+        assert not any(thread.is_alive() for thread in threads)
+        with pytest.raises(ValueError, match="closed iterator"):
+            next(iterator)
+
+    class Odd(BaseException):
+        pass
+
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, Odd])
+    def test_defect_in_peer_a_base_exception_ends_the_stream_in_silence(self, error):
+        def source():
+            yield np.ones(2)
+            raise error("in the source")
+
+        iterator = prefetch_to_device(source())
+        next(iterator)
+        for _ in range(2):
+            with pytest.raises(error, match="in the source"):
+                next(iterator)
+
+    @pytest.mark.parametrize(
+        ("size", "cpu_buffer_size", "ahead"), [(2, None, 6), (1, None, 3), (1, 5, 6), (3, 1, 4)]
+    )
+    def test_defect_in_peer_cpu_buffer_size_is_ignored(self, size, cpu_buffer_size, ahead):
+        drawn = []
+
+        def source():
+            for i in range(100):
+                drawn.append(i)
+                yield np.full(2, i)
+
+        with prefetch_to_device(source(), size, cpu_buffer_size=cpu_buffer_size) as iterator:
+            for k in range(4):
+                next(iterator)
+                eventually(lambda: len(drawn) >= k + 1 + ahead)
+                assert len(drawn) <= k + 1 + ahead
+
+    def test_a_generator_is_closed_with_it(self):
+        closed = threading.Event()
+
+        def source():
+            try:
+                while True:
+                    yield np.ones(2)
+            finally:
+                closed.set()
+
+        with prefetch_to_device(source()) as iterator:
+            next(iterator)
+            assert not closed.is_set()
+        assert closed.is_set()
+
+    def test_an_iterator_with_a_state_is_left_to_its_owner(self):
+        source = Counting()
+        with prefetch_to_device(source) as iterator:
+            assert values(iterator) == PAIRS
+        assert source.closed == 0
+
+    def test_an_iterator_that_it_made_itself_is_closed(self):
+        made = []
+
+        class Source:
+            def __iter__(self):
+                made.append(Counting())
+                return made[-1]
+
+        with prefetch_to_device(Source()) as iterator:
+            next(iterator)
+            iterator.set_state(iterator.get_state())
+            assert values(iterator) == PAIRS[1:]
+        eventually(lambda: [iterator.closed for iterator in made] == [1, 1])
+
+
+def on_two_processes():
+    """What each of two processes with two devices checks; see `grain_shard.rehearse`."""
+    device_put = jax.device_put
+
+    def checked(x, device=None, **kwargs):
+        host_data = not isinstance(x, jax.Array) or x.is_fully_addressable
+        spans = isinstance(device, jax.sharding.Sharding) and not device.is_fully_addressable
+        assert not (host_data and spans), "device_put would compare x across processes"
+        return device_put(x, device, **kwargs)
+
+    jax.device_put = checked
+    placement, process = DevicePlacement(), jax.process_index()
+    mesh = jax.make_mesh((4,), ("data",))
+    mine = [4 * process + i for i in range(4)]
+
+    def local_rows(array):
+        assert array.shape == (8,)
+        return np.concatenate([shard.data for shard in array.addressable_shards]).tolist()
+
+    assert placement.default_device.process_index == process, "the peer's is host 0's"
+    assert placement.place_on_device(np.ones(2)).devices() == {jax.local_devices()[0]}
+    other = next(device for device in jax.devices() if device.process_index != process)
+    for call in (lambda: DevicePlacement(other), lambda: place_on_device(np.ones(2), other)):
+        text = refusal(call)
+        assert f"belong to process {1 - process}, and this is process {process}" in text
+
+    data = {"host": np.arange(8), "device": jnp.arange(8)}
+    by_rows = NamedSharding(mesh, P("data"))
+    for placed in (placement.shard_batch_dim(data, mesh), distribute_batch(data, by_rows)):
+        assert [local_rows(leaf) for leaf in placed.values()] == [mine, mine]
+    replicated = placement.replicate_across_devices({"n": 3, "key": jax.random.key(1)})
+    assert all(leaf.sharding.num_devices == 4 for leaf in replicated.values())
+
+    with prefetch_to_device((np.arange(8) + 10 * i for i in range(3)), device=mesh) as batches:
+        for i, batch in enumerate(batches):
+            assert local_rows(batch) == [10 * i + row for row in mine]
+            assert int(batch.sum()) == 28 + 80 * i, "a collective beside the threads"
+
+    # What is global already.
+    array = distribute_batch(np.arange(8), by_rows)
+    whole = distribute_batch(array, NamedSharding(mesh, P()))
+    assert whole.sharding.is_fully_replicated
+    assert whole.addressable_data(0).tolist() == list(range(8))
+    assert next(prefetch_to_device([array], device=by_rows)).sharding == by_rows
+    moving = prefetch_to_device([array], device=NamedSharding(mesh, P()))
+    assert "no background thread may run" in refusal(lambda: next(moving))
+    assert "process_allgather" in refusal(lambda: place_on_device(array))
+
+    info = placement.get_device_info()
+    return {k: info[k] for k in ("num_devices", "process_index", "process_count", "local_devices")}
+
+
+@pytest.mark.slow
+def test_two_processes():
+    infos = rehearse.run(on_two_processes, hosts=2, devices_per_host=2)
+    ids = functools.reduce(lambda ids, info: ids + info.pop("local_devices"), infos, [])
+    assert len(set(ids)) == 4
+    assert infos == [{"num_devices": 4, "process_index": i, "process_count": 2} for i in range(2)]

@@ -1,0 +1,153 @@
+"""`ArrayRecordSource` on real ArrayRecord files."""
+
+import os
+import pickle
+
+import cloudpickle
+import grain
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from grain_shard import ArrayRecordSource, BatchLayout, PadToDivisible, ShardBatch
+from tests.conftest import data_mesh, ids
+
+SIZES = [7, 1, 20, 4]  # records of each file
+TOTAL = sum(SIZES)
+
+
+def record(i):
+    """A record of some length that tells its number."""
+    return f"record {i} ".encode() * (i % 5 + 1)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder, paths, first = tmp_path_factory.mktemp("records"), [], 0
+    for number, size in enumerate(SIZES):
+        path = str(folder / f"train-{number:05d}-of-{len(SIZES):05d}")
+        writer = ArrayRecordWriter(path, "group_size:1")
+        for i in range(first, first + size):
+            writer.write(record(i))
+        writer.close()
+        paths.append(path)
+        first += size
+    return paths
+
+
+class Counting(ArrayRecordSource):
+    """Counts the reads of each kind."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.single, self.batched = [], []
+
+    def __getitem__(self, index):
+        self.single.append(index)
+        return super().__getitem__(index)
+
+    def _getitems(self, indices):
+        self.batched.append(list(indices))
+        return super()._getitems(indices)
+
+
+def decode(value):
+    return {"id": np.int32(value.split()[1])}
+
+
+def test_it_holds_the_records_that_were_written(paths):
+    source = ArrayRecordSource(paths)
+    assert len(source) == TOTAL
+    assert [source[i] for i in range(TOTAL)] == [record(i) for i in range(TOTAL)]
+
+
+@pytest.mark.parametrize("which", [slice(0, 1), slice(None), slice(3, 1), slice(2, 3)])
+def test_the_same_as_grains_source_one_by_one_and_many_at_a_time(paths, which):
+    files = paths[which] or paths[1:2]
+    ours, grains = ArrayRecordSource(files), grain.sources.ArrayRecordDataSource(files)
+    assert len(ours) == len(grains)
+    expected = [grains[i] for i in range(len(grains))]
+    assert [ours[i] for i in range(len(ours))] == expected
+    assert list(ours._getitems(range(len(ours)))) == expected
+    assert ours.paths == grains.paths
+
+
+@pytest.mark.parametrize(
+    "indices", [[0], [31, 0], [5, 5, 5], [8, 7, 6], list(range(TOTAL))[::-3], [6, 7, 8, 27, 28]]
+)
+def test_a_batched_read_keeps_the_order_that_was_asked_for(paths, indices):
+    assert list(ArrayRecordSource(paths)._getitems(indices)) == [record(i) for i in indices]
+
+
+def test_grain_takes_it_for_a_source_with_batched_reads(paths):
+    ds = grain.MapDataset.source(Counting(paths))
+    source = ds._source
+    assert list(ds._getitems([3, 30])) == [record(3), record(30)]
+    assert (source.single, source.batched) == ([], [[3, 30]])
+    # Grain's own source has no such reads: the reason for this one.
+    assert not hasattr(grain.sources.ArrayRecordDataSource, "_getitems")
+
+
+def test_a_batch_is_one_read(paths):
+    source = Counting(paths)
+    ds = grain.MapDataset.source(source).map(decode).batch(8)
+    with iter(ds.shard_to(data_mesh(2), num_threads=1)) as iterator:
+        batches = ids(iterator)
+    assert batches == [list(range(k, k + 8)) for k in range(0, 32, 8)]
+    assert source.batched == batches
+    assert source.single == []
+
+
+def test_a_shuffled_batch_is_one_read_too_and_of_this_hosts_rows_alone(paths):
+    source = Counting(paths)
+    shuffled = grain.MapDataset.source(source).seed(7).shuffle().map(decode)
+    expected = [int(r["id"]) for r in shuffled]
+    source.single.clear(), source.batched.clear()
+    rows = shuffled.batch(8).pipe(PadToDivisible(4)).pipe(ShardBatch(BatchLayout(4, (1,))))
+    mine = [expected[k + 2 : k + 4] for k in range(0, 32, 8)]
+    assert [rows[k]["id"].tolist() for k in range(4)] == mine
+    assert source.batched == mine
+    assert source.single == []
+
+
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle])
+def test_it_pickles_before_and_after_it_was_read(paths, pickler):
+    source = ArrayRecordSource(paths)
+    for _ in range(2):
+        copied = pickle.loads(pickler.dumps(source))
+        assert type(copied) is ArrayRecordSource
+        assert len(copied) == TOTAL
+        assert list(copied._getitems([2, 29])) == [record(2), record(29)]
+        source[0]
+
+
+@pytest.mark.parametrize("as_path", [str, os.fspath])
+def test_one_path_alone_will_do(paths, as_path):
+    assert len(ArrayRecordSource(as_path(paths[2]))) == 20
+
+
+def test_reader_options_reach_the_reader(paths):
+    source = ArrayRecordSource(paths, {"index_storage_option": "in_memory"})
+    assert source[31] == record(31)
+    with pytest.raises(Exception, match="index_storage_option"):
+        ArrayRecordSource(paths, {"index_storage_option": "nowhere"})[0]
+
+
+@pytest.mark.parametrize("wrong", [[], None, 5, [5]])
+def test_what_is_no_path_is_refused(wrong):
+    with pytest.raises((ValueError, TypeError)):
+        ArrayRecordSource(wrong)
+
+
+def test_a_file_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(Exception, match="missing"):
+        len(ArrayRecordSource([str(tmp_path / "missing")]))
+
+
+@pytest.mark.parametrize("index", [TOTAL, -TOTAL - 1, 1000])
+def test_an_index_that_does_not_exist_is_an_error(paths, index):
+    source = ArrayRecordSource(paths)
+    with pytest.raises((IndexError, ValueError)):
+        source[index]
+    with pytest.raises((IndexError, ValueError)):
+        source._getitems([0, index])

@@ -1,0 +1,239 @@
+"""`create_sharded_pipeline` on any mesh, and what `measure_throughput` promises of its figures.
+
+Where a figure is asserted, the clock is one that the test moves on.
+"""
+
+import dataclasses
+import math
+import time
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from grain_shard import ShardingError
+from grain_shard.placement import prefetch_to_device
+from grain_shard.throughput import create_sharded_pipeline, measure_throughput
+from tests.conftest import data_mesh, ids, numbered
+
+DEVICE_COUNTS = [1, 2, 4, 8]
+STAGES = ("host_s", "place_s")
+
+
+def records(num_records):
+    return [{"id": np.int32(i), "image": np.full(3, i, np.float32)} for i in range(num_records)]
+
+
+class TestCreateShardedPipeline:
+    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+    def test_every_device_gets_so_many_rows(self, num_devices):
+        pipeline = create_sharded_pipeline(records(20), data_mesh(num_devices), 2)
+        batches = list(pipeline)
+        assert [i for batch in ids(batches) for i in batch] == list(range(20))
+        for batch in batches:
+            assert batch["image"].sharding.num_devices == num_devices
+            assert batch["image"].addressable_shards[0].data.shape == (2, 3)
+
+    def test_devices_along_another_axis_do_not_count(self):
+        mesh = jax.make_mesh((2, 4), ("data", "model"))
+        (batch,) = create_sharded_pipeline(records(6), mesh, 3)
+        assert batch["image"].shape == (6, 3)
+
+    def test_the_default_is_64_rows_each(self):
+        (batch,) = create_sharded_pipeline(records(5), data_mesh(2))
+        assert batch["id"].shape == (128,)
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            grain.sources.RangeDataSource(0, 8, 1),
+            grain.MapDataset.range(8).seed(1).shuffle(),
+            grain.MapDataset.range(8).to_iter_dataset().map(lambda i: i),
+        ],
+    )
+    def test_sources_and_datasets(self, source):
+        if isinstance(source, grain.sources.RangeDataSource):
+            source = grain.MapDataset.source(source)
+        rows = [
+            row
+            for batch in create_sharded_pipeline(source.map(lambda i: {"id": i}), data_mesh(2), 2)
+            for row in np.asarray(batch["id"]).tolist()
+        ]
+        assert sorted(rows) == list(range(8))
+
+    def test_refusals(self, mesh):
+        with pytest.raises(ShardingError, match="batch_size_per_device=0"):
+            create_sharded_pipeline(records(8), mesh, 0)
+        with pytest.raises(ShardingError, match="no batch"):
+            create_sharded_pipeline([], mesh)
+        with pytest.raises(ShardingError, match="none of the mesh axes"):
+            create_sharded_pipeline(records(8), jax.make_mesh((4, 2), ("x", "y")))
+
+
+def sources(num_records):
+    """Every kind of iterable of the same batches of 4, and whether its stages can be timed."""
+    mesh = data_mesh(2)
+    ds = numbered(num_records, 4)
+    stream = ds.to_iter_dataset(grain.ReadOptions(1, 1)).map(lambda batch: batch)
+    return {
+        "random access": (ds.shard_to(mesh), True),
+        "stream": (stream.shard_to(mesh), True),
+        "prefetched": (prefetch_to_device(ds), False),
+        "Grain alone": (stream, False),
+    }
+
+
+KINDS = ["random access", "stream", "prefetched", "Grain alone"]
+
+
+def assert_finite(throughput):
+    for name, value in dataclasses.asdict(throughput).items():
+        if not (name in STAGES and value is None):
+            assert math.isfinite(value), name
+            assert value >= 0, name
+    assert 0 <= throughput.wait_share <= 1
+    assert "nan" not in str(throughput)
+
+
+class Clock:
+    """Stands still until a test moves it on."""
+
+    now = 0.0
+
+    def takes(self, seconds):
+        """A step that takes so long."""
+
+        def step(batch):
+            self.now += seconds
+            return batch
+
+        return step
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+class TestMeasureThroughput:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("step", [None, lambda batch: batch["image"].sum()])
+    def test_every_kind_of_dataset_with_and_without_a_step(self, kind, step):
+        ds, has_stages = sources(80)[kind]
+        throughput = measure_throughput(ds, num_batches=10, warmup=2, step=step)
+        assert_finite(throughput)
+        counts = (throughput.num_batches, throughput.num_batches_asked, throughput.warmup)
+        assert counts == (10, 10, 2)
+        assert throughput.examples_per_second > 0
+        assert throughput.bytes_per_second > 0
+        assert throughput.wait_s > 0
+        assert [getattr(throughput, stage) is not None for stage in STAGES] == [has_stages] * 2
+        assert (throughput.step_s > 0) == (step is not None)
+        if step is None:
+            assert throughput.wait_share == 1
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        ("num_records", "measured", "warmup"), [(4, 1, 0), (12, 1, 2), (20, 1, 4), (32, 3, 5)]
+    )
+    def test_defect_in_the_guide_few_batches_give_nan(self, kind, num_records, measured, warmup):
+        throughput = measure_throughput(sources(num_records)[kind][0])
+        assert_finite(throughput)
+        assert (throughput.num_batches, throughput.warmup) == (measured, warmup)
+        assert f"{measured} of 50, then the dataset ended (after {warmup}" in str(throughput)
+
+    @pytest.mark.parametrize("ds", [[], iter(()), grain.MapDataset.range(3)[3:].to_iter_dataset()])
+    def test_an_empty_dataset_is_an_error(self, ds):
+        with pytest.raises(ValueError, match="has no batch to measure"):
+            measure_throughput(ds)
+
+    def test_sizes_are_checked(self):
+        with pytest.raises(ShardingError, match="num_batches=0"):
+            measure_throughput([], num_batches=0)
+        with pytest.raises(ShardingError, match="warmup=-1"):
+            measure_throughput([], warmup=-1)
+
+    def test_padding_rows_are_no_examples_but_are_bytes(self, clock):
+        ds = numbered(9, 4).shard_to(data_mesh(2))  # 4 + 4 + 1 rows of 4 + 24 + 1 bytes
+        throughput = measure_throughput(ds, warmup=0, step=clock.takes(2))
+        assert throughput.examples_per_second == 9 / (3 * 2)
+        assert throughput.bytes_per_second == 3 * 4 * 29 / (3 * 2)
+
+    def test_the_loop_is_waiting_or_in_the_step(self, clock):
+        def batches():
+            while True:
+                clock.now += 3
+                yield np.ones((8, 2), np.int8)
+
+        throughput = measure_throughput(batches(), 4, 2, step=clock.takes(1))
+        assert (throughput.wait_s, throughput.step_s, throughput.wait_share) == (3, 1, 0.75)
+        assert throughput.examples_per_second == 8 / 4
+        assert throughput.bytes_per_second == 16 / 4
+
+    def test_a_stage_alone_is_one_thread_with_nothing_else_running(self, clock):
+        def decode(i):
+            clock.now += 1
+            return {"id": np.int32(i)}
+
+        ds = grain.MapDataset.range(4 * 30).map(decode).batch(4).shard_to(data_mesh(2))
+        throughput = measure_throughput(ds, 10, 2)
+        assert (throughput.host_s, throughput.place_s) == (4, 0)
+
+    def test_rows_of_a_donated_batch_are_all_counted(self):
+        def step(batch):
+            batch["valid_mask"].delete()
+            return batch["id"]
+
+        assert_finite(measure_throughput(numbered(9, 4).shard_to(data_mesh(2)), step=step))
+
+    def test_the_stages_are_timed_on_batches_that_the_loop_has_not_read(self):
+        read = []
+
+        def decode(i):
+            read.append(i)
+            return {"id": np.int32(i)}
+
+        ds = grain.MapDataset.range(4 * 20).map(decode).batch(4)
+        ds = ds.shard_to(data_mesh(2), cpu_buffer_size=1, device_buffer_size=1)
+        measure_throughput(ds, num_batches=5, warmup=1)
+        assert read[-5 * 4 :] == list(range(6 * 4, 11 * 4))
+        read.clear()
+        measure_throughput(ds, num_batches=15, warmup=1)
+        assert read[-15 * 4 :] == list(range(15 * 4)), "there are not so many others"
+
+    def test_an_error_in_the_step_leaves_no_thread(self, mesh):
+        with pytest.raises(ZeroDivisionError):
+            measure_throughput(numbered(80, 8).shard_to(mesh), step=lambda batch: 1 / 0)
+
+    def test_an_iterator_is_left_to_its_owner(self, mesh):
+        with iter(numbered(80, 8).shard_to(mesh)) as iterator:
+            measure_throughput(iterator, 3, 1)
+            assert ids([next(iterator)]) == [list(range(32, 40))]
+
+    def test_it_prints_a_table(self):
+        throughput = measure_throughput(numbered(80, 4).shard_to(data_mesh(2)), 3, 1)
+        table = dataclasses.replace(
+            throughput,
+            examples_per_second=12345.6,
+            bytes_per_second=7.89e6,
+            wait_share=0.25,
+            wait_s=0.001,
+            step_s=0.003,
+            host_s=0.0005,
+            place_s=None,
+        )
+        assert str(table) == repr(table)
+        assert str(table).splitlines() == [
+            "batches measured     3 (after 1 of warm-up)",
+            "examples/s           12,346",
+            "MB/s                 7.9",
+            "waiting for data     25.0% of the step",
+            "  wait               1.000 ms a batch",
+            "  step               3.000 ms a batch",
+            "one thread alone",
+            "  host: read to pad  0.500 ms a batch",
+            "  place              not known",
+        ]

@@ -1,0 +1,687 @@
+"""Each stage alone, the options of `.shard_to`, and the layout that all of them share."""
+
+import dataclasses
+import pickle
+import warnings
+from typing import NamedTuple
+
+import grain
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import (
+    BatchLayout,
+    DevicePut,
+    PadToDivisible,
+    ShardBatch,
+    ShardingError,
+    ShardingTree,
+    ValidateBatchSize,
+)
+from grain_shard.hardware import HardwareType
+from tests.conftest import data_mesh, ids, numbered, to_numpy
+
+
+def records(n):
+    return grain.MapDataset.range(n).map(lambda i: {"x": np.int32(i)})
+
+
+def as_map(n, batch, **options):
+    return records(n).batch(batch, **options)
+
+
+def as_iter(n, batch, **options):
+    return records(n).to_iter_dataset().batch(batch, **options)
+
+
+BOTH = pytest.mark.parametrize("build", [as_map, as_iter], ids=["MapDataset", "IterDataset"])
+
+
+def lists(ds):
+    """Every batch as lists, in which True stands out from 1."""
+    return [jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), dict(b)) for b in ds]
+
+
+class TestPadToDivisible:
+    @BOTH
+    @pytest.mark.parametrize(
+        ("n", "batch", "pad", "expected"),
+        [
+            (
+                4,
+                2,
+                PadToDivisible(2),
+                [
+                    {"x": [0, 1], "valid_mask": [True, True]},
+                    {"x": [2, 3], "valid_mask": [True, True]},
+                ],
+            ),
+            (
+                5,
+                3,
+                PadToDivisible(2),
+                [
+                    {"x": [0, 1, 2, 0], "valid_mask": [True, True, True, False]},
+                    {"x": [3, 4, 0, 0], "valid_mask": [True, True, False, False]},
+                ],
+            ),
+            (3, 2, PadToDivisible(1, mask_key=None), [{"x": [0, 1]}, {"x": [2, 0]}]),
+            (
+                3,
+                2,
+                PadToDivisible(2, mask_key="real"),
+                [{"x": [0, 1], "real": [True, True]}, {"x": [2, 0], "real": [True, False]}],
+            ),
+            (5, 2, PadToDivisible(2, "drop", None), [{"x": [0, 1]}, {"x": [2, 3]}]),
+            (4, 2, PadToDivisible(2, "error", None), [{"x": [0, 1]}, {"x": [2, 3]}]),
+            # Fewer records than one batch: as large as a full one all the same.
+            (1, 3, PadToDivisible(2, mask_key=None), [{"x": [0, 0, 0, 0]}]),
+            # To a size of one's own.
+            (
+                3,
+                2,
+                PadToDivisible(2, mask_key=None, global_batch_size=5),
+                [{"x": [0, 1, 0, 0, 0, 0]}, {"x": [2, 0, 0, 0, 0, 0]}],
+            ),
+        ],
+    )
+    def test_table(self, build, n, batch, pad, expected):
+        assert lists(build(n, batch).pipe(pad)) == expected
+
+    @BOTH
+    def test_a_short_batch_that_must_not_be_is_refused(self, build):
+        with pytest.raises(ShardingError, match=r"full|fill"):
+            list(build(5, 2).pipe(PadToDivisible(2, "error")))
+
+    def test_every_leaf_is_padded_with_zeros_of_its_own_dtype_and_scalars_are_left_alone(self):
+        def collate(items):
+            return {
+                "f": np.ones((len(items), 2), np.float16),
+                "b": np.ones((len(items), 0, 3), bool),
+                "nested": (np.full(len(items), 7, np.int8), [np.full(len(items), "ab")]),
+                "step": np.int64(3),
+            }
+
+        (batch,) = grain.MapDataset.range(2).batch(2, batch_fn=collate).pipe(PadToDivisible(3))
+        assert batch["f"].tolist() == [[1, 1], [1, 1], [0, 0]]
+        assert batch["f"].dtype == np.float16
+        assert (batch["b"].shape, batch["b"].dtype) == ((3, 0, 3), np.bool_)
+        assert batch["nested"][0].tolist() == [7, 7, 0]
+        assert batch["nested"][0].dtype == np.int8
+        assert batch["nested"][1][0].tolist() == ["ab", "ab", ""]
+        assert batch["step"] == 3
+        assert batch["valid_mask"].tolist() == [True, True, False]
+
+
+class TestShardBatch:
+    @BOTH
+    @pytest.mark.parametrize(
+        ("divisor", "shards", "expected"),
+        [
+            (1, (0,), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+            (2, (1,), [[2, 3], [6, 7]]),
+            (4, (0, 3), [[0, 3], [4, 7]]),
+            (4, (0, 1, 2, 3), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ],
+    )
+    def test_table(self, build, divisor, shards, expected):
+        shard = ShardBatch(BatchLayout(divisor, shards))
+        assert [b["x"] for b in lists(build(8, 4).pipe(shard))] == expected
+
+    @BOTH
+    def test_the_hosts_together_hold_every_row_once(self, build):
+        per_host = [lists(build(8, 8).pipe(ShardBatch(BatchLayout(4, (s,)))))[0] for s in range(4)]
+        assert [host["x"] for host in per_host] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+    @BOTH
+    def test_rows_that_the_shards_do_not_divide_are_refused(self, build):
+        with pytest.raises(ShardingError, match="6 rows does not split into 4"):
+            list(build(6, 6).pipe(ShardBatch(BatchLayout(4, (0,)))))
+
+    @BOTH
+    def test_what_it_hands_out_is_nobody_elses(self, build):
+        ds = build(8, 4).pipe(ShardBatch(BatchLayout(1, (0,))))
+        for batch in ds:
+            batch["x"][:] = -1
+        assert [b["x"] for b in lists(ds)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    def test_a_batch_that_must_be_read_whole_is_and_says_so(self):
+        ds = records(8).batch(4).map(lambda b: {"x": b["x"] - b["x"].mean()})
+        with pytest.warns(UserWarning, match="still has to evaluate every row"):
+            half = ds.pipe(ShardBatch(BatchLayout(2, (1,))))
+        assert [b["x"] for b in lists(half)] == [[0.5, 1.5], [0.5, 1.5]]
+
+    def test_it_takes_slices_and_later_epochs_like_any_map_dataset(self):
+        ds = as_map(8, 4).pipe(ShardBatch(BatchLayout(2, (1,))))
+        assert [b["x"] for b in lists(ds[1:])] == [[6, 7]]
+        assert ds[2]["x"].tolist() == [2, 3]
+        assert len(ds) == 2
+        assert len(ds[:1]) == 1
+
+
+class TestValidateBatchSize:
+    @BOTH
+    def test_lets_what_works_through_unchanged(self, build):
+        ds = build(5, 4).pipe(ValidateBatchSize(2, must_divide=True))
+        assert lists(ds) == [{"x": [0, 1, 2, 3]}, {"x": [4]}]
+
+    @BOTH
+    @pytest.mark.parametrize(("batch", "divisor"), [(3, 2), (12, 8), (1, 4)])
+    def test_refuses_what_the_shards_do_not_divide_when_it_is_built(self, build, batch, divisor):
+        with pytest.raises(ShardingError, match=f"{batch} rows does not split into {divisor}"):
+            build(24, batch).pipe(ValidateBatchSize(divisor, must_divide=True))
+        build(24, batch).pipe(ValidateBatchSize(divisor))  # padding will see to it
+
+    @BOTH
+    @pytest.mark.parametrize(
+        ("batch", "said"), [(64, "below minimum"), (8 * 100, "below critical"), (8 * 512, None)]
+    )
+    def test_compares_the_rows_of_a_shard_with_the_hardware_if_asked(self, build, batch, said):
+        validate = ValidateBatchSize(8, hardware=HardwareType.TPU_V5E)
+        if said:
+            with pytest.warns(UserWarning, match=f"rows per shard: .*{said}"):
+                build(batch, batch).pipe(validate)
+        else:
+            build(batch, batch).pipe(validate)
+
+
+class TestDevicePut:
+    def put(self, num_devices=2, **options):
+        return DevicePut(ShardingTree.of(data_mesh(num_devices)), **options)
+
+    @BOTH
+    def test_places_what_it_is_given(self, build):
+        batches = list(build(8, 4).pipe(self.put()))
+        assert lists(batches) == [{"x": [0, 1, 2, 3]}, {"x": [4, 5, 6, 7]}]
+        for batch in batches:
+            assert batch["x"].sharding == NamedSharding(data_mesh(2), P("data"))
+            shards = batch["x"].addressable_shards
+            assert [s.data.tolist() for s in shards] == [
+                batch["x"].tolist()[:2],
+                batch["x"].tolist()[2:],
+            ]
+
+    def test_does_not_alias_what_the_user_may_write_to(self):
+        buffer = np.zeros((64, 1024), np.float32)  # large enough for JAX to alias
+
+        def reuse(k):
+            buffer[:] = k
+            return {"x": buffer}
+
+        ds = grain.MapDataset.range(6).map(reuse)
+        batches = list(ds.pipe(self.put(1, num_threads=1, cpu_buffer_size=1)))
+        seen = [np.unique(np.asarray(b["x"])).tolist() for b in batches]
+        buffer[:] = -1
+        assert [np.unique(np.asarray(b["x"])).tolist() for b in batches] == seen
+
+    def test_len_is_the_number_of_batches_where_it_is_known(self):
+        assert len(as_map(9, 4).pipe(self.put())) == 3
+        with pytest.raises(TypeError, match="not known"):
+            len(as_iter(9, 4).pipe(self.put()))
+        assert bool(as_iter(9, 4).pipe(self.put()))
+
+
+STAGES = {
+    "ValidateBatchSize": (
+        lambda **options: ValidateBatchSize(options.pop("divisor", 4), **options),
+        {"must_divide": True},
+    ),
+    "PadToDivisible": (
+        lambda **options: PadToDivisible(options.pop("divisor", 4), **options),
+        {"mask_key": None},
+    ),
+    "ShardBatch": (
+        lambda **options: ShardBatch(options.pop("layout", BatchLayout(4, (0, 1)))),
+        {"layout": BatchLayout(4, (2, 3))},
+    ),
+    "DevicePut": (
+        lambda **options: DevicePut(ShardingTree.of(data_mesh(2)), **options),
+        {"cpu_buffer_size": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "change"), STAGES.values(), ids=STAGES.keys())
+class TestValues:
+    """A stage is a value, like `grain.transforms.Batch`."""
+
+    def test_equal_options_make_equal_stages(self, make, change):
+        assert make() == make()
+        assert make() != make(**change)
+        assert hash(make()) == hash(make())
+
+    def test_it_cannot_be_changed(self, make, change):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(make(), next(iter(change)), 1)
+
+    def test_its_repr_shows_its_options(self, make, change):
+        ((name, value),) = change.items()
+        assert repr(make(**change)).startswith(type(make()).__name__ + "(")
+        assert f"{name}={value!r}" in repr(make(**change))
+
+    @BOTH
+    def test_its_node_is_called_by_its_name(self, make, change, build):
+        node = build(8, 4).pipe(make())
+        assert str(node).startswith(type(make()).__name__)
+        assert "object at 0x" not in str(node)
+
+    @BOTH
+    def test_it_gives_a_dataset_of_the_same_kind(self, make, change, build):
+        same_kind = grain.MapDataset if build is as_map else grain.IterDataset
+        node = build(8, 4).pipe(make())
+        assert isinstance(node, grain.IterDataset if isinstance(make(), DevicePut) else same_kind)
+        assert len(list(node.map(lambda b: b))) == 2  # and goes on like any of Grain's
+
+
+def test_the_layout_pickles_and_knows_no_device():
+    layout = ShardingTree.of(data_mesh(8)).layout()
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert b"jax" not in pickle.dumps(layout)
+
+
+CHECKPOINTED = {
+    "ValidateBatchSize, map": lambda: as_map(22, 4).pipe(ValidateBatchSize(2)).to_iter_dataset(),
+    "ValidateBatchSize, iter": lambda: as_iter(22, 4).pipe(ValidateBatchSize(2)),
+    "PadToDivisible, map": lambda: as_map(22, 4).pipe(PadToDivisible(8)).to_iter_dataset(),
+    "PadToDivisible, iter": lambda: as_iter(22, 4).pipe(PadToDivisible(8)),
+    "PadToDivisible, iter of unknown size": lambda: (
+        as_iter(22, 4).map(lambda b: b).pipe(PadToDivisible(8, global_batch_size=4))
+    ),
+    "ShardBatch, map": lambda: (
+        as_map(20, 4).pipe(ShardBatch(BatchLayout(2, (1,)))).to_iter_dataset()
+    ),
+    "ShardBatch, iter": lambda: as_iter(20, 4).pipe(ShardBatch(BatchLayout(2, (1,)))),
+    "DevicePut, map": lambda: as_map(20, 4).pipe(DevicePut(ShardingTree.of(data_mesh(2)))),
+    "DevicePut, iter": lambda: as_iter(20, 4).pipe(DevicePut(ShardingTree.of(data_mesh(2)))),
+    "the chain, map": lambda: as_map(22, 4).shard_to(data_mesh(8)),
+    "the chain, iter": lambda: as_iter(22, 4).shard_to(data_mesh(8)),
+    "the chain, dropping": lambda: as_iter(22, 4).shard_to(data_mesh(2), remainder="drop"),
+    "the chain, shuffled over epochs": lambda: (
+        records(10).seed(1).shuffle().repeat(2).batch(4).shard_to(data_mesh(8))
+    ),
+    "the chain, after packing": lambda: (
+        grain.experimental.FirstFitPackIterDataset(
+            records(30).to_iter_dataset().map(lambda r: {"x": np.full(r["x"] % 5 + 1, r["x"])}),
+            length_struct={"x": 8},
+            num_packing_bins=3,
+        )
+        .map(lambda packed: {"x": packed["x"]})
+        .batch(2)
+        .shard_to(data_mesh(2))
+    ),
+}
+
+
+@pytest.mark.parametrize("build", CHECKPOINTED.values(), ids=CHECKPOINTED.keys())
+def test_grains_own_acceptance_test_passes(build):
+    grain.experimental.assert_equal_output_after_checkpoint(build().map(to_numpy))
+
+
+class Point(NamedTuple):
+    x: object
+    y: object
+
+
+class TestSpecs:
+    """Where each leaf's rows live."""
+
+    def place(self, record, mesh, *args, n=8, batch=8, **options):
+        ds = grain.MapDataset.range(n).map(record).batch(batch)
+        return next(iter(ds.shard_to(mesh, *args, **options)))
+
+    def test_a_tree_prefix_of_specs(self):
+        mesh = jax.make_mesh((4, 2), ("data", "model"))
+        batch = self.place(
+            lambda i: {
+                "image": {"rgb": np.zeros((6, 2)), "depth": np.zeros(6)},
+                "tokens": np.zeros(10, np.int32),
+                "label": np.int32(i),
+            },
+            mesh,
+            {"image": P("data"), "tokens": P("data", "model"), "label": P(("data", "model"))},
+        )
+        shards = jax.tree.map(lambda a: a.sharding.shard_shape(a.shape), batch)
+        assert shards == {
+            "image": {"rgb": (2, 6, 2), "depth": (2, 6)},
+            "tokens": (2, 5),
+            "label": (1,),
+            "valid_mask": (1,),  # like the finest rows
+        }
+        specs = jax.tree.map(lambda a: a.sharding.spec, batch)
+        assert specs["label"] == P(("data", "model"))
+        assert specs["tokens"] == P("data", "model")
+
+    def test_a_leaf_of_lower_rank_takes_what_fits(self):
+        batch = self.place(
+            lambda i: {"tokens": np.zeros(10), "label": np.int32(i)},
+            jax.make_mesh((4, 2), ("data", "seq")),
+            P("data", "seq"),
+        )
+        assert batch["tokens"].sharding.shard_shape((8, 10)) == (2, 5)
+        assert batch["label"].sharding.spec == P("data")
+        assert batch["valid_mask"].sharding.spec == P("data")
+
+    @pytest.mark.parametrize("spec", [P(("data", "fsdp")), P(("fsdp", "data"))])
+    def test_several_axes_for_the_rows(self, spec):
+        mesh = jax.make_mesh((4, 2), ("data", "fsdp"))
+        batch = self.place(lambda i: {"id": np.int32(i)}, mesh, spec)
+        assert batch["id"].tolist() == list(range(8))
+        expected = jax.device_put(np.arange(8, dtype=np.int32), NamedSharding(mesh, spec))
+        where = {s.device: s.data.tolist() for s in batch["id"].addressable_shards}
+        assert where == {s.device: s.data.tolist() for s in expected.addressable_shards}
+
+    def test_the_default_is_the_axis_data_or_the_only_one(self):
+        for mesh, name in [
+            (jax.make_mesh((2, 4), ("model", "data")), "data"),
+            (jax.make_mesh((8,), ("rows",)), "rows"),
+        ]:
+            batch = self.place(lambda i: {"id": np.int32(i)}, mesh)
+            assert batch["id"].sharding.spec == P(name)
+
+    @pytest.mark.parametrize("spec", [P(), P(None), {"id": P(), "x": P(None, "data")}])
+    def test_rows_that_are_not_sharded(self, mesh, spec):
+        record = lambda i: {"id": np.int32(i), "x": np.arange(16)}  # noqa: E731
+        batch = self.place(record, mesh, spec, n=3, batch=3)
+        assert batch["id"].tolist() == [0, 1, 2]
+        assert batch["id"].sharding.is_fully_replicated
+
+    def test_scalars_are_replicated(self, mesh):
+        def collate(items):
+            return {"id": np.array(items), "step": np.int32(5), "rate": 0.5}
+
+        ds = grain.MapDataset.range(6).batch(6, batch_fn=collate).shard_to(mesh)
+        (batch,) = ds
+        assert (batch["step"].shape, int(batch["step"]), float(batch["rate"])) == ((), 5, 0.5)
+        assert batch["step"].sharding.is_fully_replicated
+        assert len(batch["step"].addressable_shards) == 8
+        assert batch["id"].shape == (8,)
+
+    def test_nested_trees_keep_their_containers(self, mesh):
+        def record(i):
+            return {"pair": (np.int32(i), [np.int32(i)]), "point": Point(np.ones(2), {"z": i})}
+
+        batch = self.place(record, mesh)
+        assert type(batch["pair"]) is tuple
+        assert type(batch["pair"][1]) is list
+        assert type(batch["point"]) is Point
+        assert batch["point"].y["z"].tolist() == list(range(8))
+
+    def test_a_batch_that_is_a_tuple_needs_no_mask(self, mesh):
+        ds = grain.MapDataset.range(8).map(lambda i: (i, -i)).batch(8)
+        (batch,) = ds.shard_to(mesh, (P("data"), P()), mask_key=None)
+        assert type(batch) is tuple
+        assert [leaf.tolist() for leaf in batch] == [list(range(8)), [-i for i in range(8)]]
+        assert [leaf.sharding.spec for leaf in batch] == [P("data"), P()]
+
+    def test_a_batch_that_is_one_array(self, mesh):
+        (batch,) = grain.MapDataset.range(8).batch(8).shard_to(mesh, mask_key=None)
+        assert batch.tolist() == list(range(8))
+
+    @pytest.mark.parametrize("mask_key", [None, "real", "valid_mask"])
+    def test_the_mask_has_the_key_that_was_asked_for(self, mesh, mask_key):
+        batch = self.place(lambda i: {"id": i}, mesh, n=5, mask_key=mask_key)
+        assert set(batch) == {"id"} | ({mask_key} - {None})
+        if mask_key:
+            assert batch[mask_key].tolist() == [True] * 5 + [False] * 3
+            assert batch[mask_key].sharding == batch["id"].sharding
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [(lambda i: f"row {i}", "row 4"), (lambda i: b"\x01" * (i + 1), b"\x01" * 5)],
+        ids=["str", "bytes"],
+    )
+    def test_text_stays_on_the_host_as_this_hosts_rows(self, mesh, value, expected):
+        batch = self.place(lambda i: {"id": i, "text": value(i), "list": [value(i)]}, mesh, n=5)
+        for text in (batch["text"], batch["list"][0]):
+            assert type(text) is np.ndarray
+            assert len(text) == 8
+            assert text[4] == expected
+            assert text[7] in ("", b"")
+        assert isinstance(batch["id"], jax.Array)
+
+    def test_text_may_have_another_width_in_every_batch(self, mesh):
+        ds = grain.MapDataset.range(24).map(lambda i: {"id": i, "text": "x" * i}).batch(8)
+        batches = list(ds.shard_to(mesh))
+        assert [b["text"][-1] for b in batches] == ["x" * 7, "x" * 15, "x" * 23]
+
+    @pytest.mark.parametrize(
+        "dtype",
+        [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float16, np.int8, np.uint32, bool],
+        ids=lambda dtype: np.dtype(dtype).name,
+    )
+    def test_dtypes_are_kept(self, mesh, dtype):
+        batch = self.place(lambda i: {"x": np.array([i % 2, 1], dtype)}, mesh, n=5)
+        assert batch["x"].dtype == np.dtype(dtype)
+        rows = np.asarray(batch["x"]).astype(int).tolist()
+        assert rows == [[i % 2, 1] for i in range(5)] + [[0, 0]] * 3
+
+    def test_64_bits_follow_the_users_setting(self, mesh):
+        ds = grain.MapDataset.range(8).map(lambda i: {"x": np.float64(i)}).batch(8)
+        assert next(iter(ds.shard_to(mesh)))["x"].dtype == np.float32
+        with jax.enable_x64(True):
+            iterator = iter(ds.shard_to(mesh))
+        assert next(iterator)["x"].dtype == np.float64
+
+    def test_jax_arrays_out_of_map_are_placed_like_any_other(self, mesh):
+        batch = self.place(lambda i: {"x": jnp.full(3, i), "s": jnp.float32(i)}, mesh, n=5)
+        assert batch["x"][:, 0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+        assert batch["s"].sharding.spec == P("data")
+
+    def test_empty_trailing_dims(self, mesh):
+        batch = self.place(lambda i: {"id": i, "none": np.zeros((0, 3))}, mesh, n=5)
+        assert batch["none"].shape == (8, 0, 3)
+
+
+class TestPlaces:
+    """What may stand where the mesh stands."""
+
+    def first(self, *args, **options):
+        (batch,) = numbered(8, 8).shard_to(*args, **options)
+        assert ids([batch]) == [list(range(8))]
+        return batch
+
+    def test_a_sharding(self, mesh):
+        sharding = NamedSharding(mesh, P("data"))
+        assert self.first(sharding)["id"].sharding == sharding
+
+    def test_a_tree_of_shardings(self, mesh):
+        rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        batch = self.first({"id": rows, "image": whole})
+        assert batch["id"].sharding == rows
+        assert batch["image"].sharding == whole
+        assert batch["valid_mask"].sharding == rows
+
+    def test_a_device(self):
+        device = jax.devices()[3]
+        batch = self.first(device)
+        assert {d for leaf in jax.tree.leaves(batch) for d in leaf.devices()} == {device}
+
+    def test_a_single_device_sharding(self):
+        sharding = SingleDeviceSharding(jax.devices()[5])
+        assert self.first(sharding)["image"].sharding == sharding
+
+    def test_a_mesh_of_one_device(self):
+        batch = self.first(data_mesh(1))
+        assert batch["id"].devices() == {jax.devices()[0]}
+
+    def test_a_part_of_the_devices_in_any_order(self):
+        devices = np.array(jax.devices())[[6, 1, 4, 3]]
+        batch = self.first(Mesh(devices, ("data",)))
+        assert [s.device.id for s in sorted(batch["id"].addressable_shards, key=_start)] == [
+            6,
+            1,
+            4,
+            3,
+        ]
+
+    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+    def test_meshes_of_auto_and_of_explicit_axes(self, axis_type):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+        batch = self.first(mesh)
+        shown = str(jax.typeof(batch["image"]))
+        explicit = axis_type == AxisType.Explicit
+        assert shown == ("float32[8@data,2,3]" if explicit else "float32[8,2,3]")
+        total = jax.jit(lambda b: b["id"].sum())(batch)
+        assert int(total) == sum(range(8))
+
+    def test_the_mesh_in_use_need_not_be_the_one_of_the_batches(self, mesh):
+        with jax.set_mesh(jax.make_mesh((2, 4), ("a", "b"))):
+            assert self.first(mesh)["id"].sharding == NamedSharding(mesh, P("data"))
+
+
+def _start(shard):
+    return shard.index[0].start or 0
+
+
+class TestInstallation:
+    CLASSES = (grain.MapDataset, grain.IterDataset)
+
+    @pytest.fixture(autouse=True)
+    def leaves_it_installed(self):
+        yield
+        for cls in self.CLASSES:
+            if "shard_to" in vars(cls):
+                del cls.shard_to
+        grain_shard.install()
+
+    def test_twice_is_once(self):
+        grain_shard.install()
+        grain_shard.install()
+        for cls in self.CLASSES:
+            assert cls.shard_to is grain_shard.shard_to
+        grain_shard.uninstall()
+        for cls in self.CLASSES:
+            assert not hasattr(cls, "shard_to")
+        grain_shard.uninstall()
+
+    def test_the_function_needs_no_installation(self, mesh):
+        grain_shard.uninstall()
+        assert ids(numbered(8, 8).pipe(grain_shard.shard_to, mesh)) == [list(range(8))]
+
+    @pytest.mark.parametrize("cls", CLASSES)
+    def test_a_method_of_that_name_that_is_not_ours_is_left_alone_with_a_warning(self, cls):
+        def theirs(self):
+            pass
+
+        grain_shard.uninstall()
+        cls.shard_to = theirs
+        with pytest.warns(UserWarning, match=r"ds\.pipe\(grain_shard\.shard_to, mesh\)") as caught:
+            grain_shard.install()
+        assert len(caught) == 1
+        assert cls.__name__ in str(caught[0].message)
+        grain_shard.uninstall()
+        assert cls.shard_to is theirs
+        (other,) = {*self.CLASSES} - {cls}
+        assert not hasattr(other, "shard_to")
+
+
+class TestDonation:
+    @pytest.mark.parametrize("num_devices", [1, 8])
+    def test_a_batch_given_away_hurts_no_later_one(self, num_devices):
+        step = jax.jit(
+            lambda b: jax.tree.map(lambda x: ~x if x.dtype == bool else x * 2 + 1, b),
+            donate_argnums=0,
+        )
+        ds = numbered(80, 8).shard_to(data_mesh(num_devices), device_buffer_size=3)
+        for k, batch in enumerate(ds):
+            expected = np.arange(8 * k, 8 * k + 8)
+            out = step(batch)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(batch)), "it was donated"
+            np.testing.assert_array_equal(out["id"], expected * 2 + 1)
+            np.testing.assert_array_equal(out["image"][:, 0, 0], expected * 2 + 1)
+            assert not np.asarray(out["valid_mask"]).any()
+
+    @pytest.mark.parametrize("num_devices", [1, 8])
+    def test_nor_the_data_on_the_host(self, num_devices):
+        whole = np.arange(64 * 1024, dtype=np.float32).reshape(16, 64, 64)
+        kept = whole.copy()
+        put = DevicePut(ShardingTree.of(data_mesh(num_devices)))
+        step = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+        # Both batches are views of one array that the user owns.
+        for batch in grain.MapDataset.range(2).map(lambda k: whole[8 * k : 8 * k + 8]).pipe(put):
+            step(batch).block_until_ready()
+            assert batch.is_deleted()
+        np.testing.assert_array_equal(whole, kept)
+
+
+MESHES = [
+    # (axes, spec of one leaf, spec of another leaf)
+    ({"data": 8}, P("data"), P()),
+    ({"data": 4, "model": 2}, P("data"), P(("data", "model"))),
+    ({"data": 4, "model": 2}, P("model"), P("data")),
+    ({"a": 2, "b": 2, "c": 2}, P(("a", "c")), P(("c", "b", "a"))),
+    ({"a": 2, "b": 2, "c": 2}, P(None, "b"), P("b", ("a", "c"))),
+]
+
+
+class TestLayout:
+    """Against JAX's own word on where the rows of an array live."""
+
+    @hypothesis.settings(deadline=None, max_examples=150)
+    @hypothesis.given(data=st.data())
+    def test_the_rows_of_every_host_are_those_that_jax_says_its_devices_hold(self, data):
+        axes, *specs = data.draw(st.sampled_from(MESHES), label="mesh")
+        order = data.draw(st.permutations(range(8)), label="device order")
+        devices_per_host = data.draw(st.sampled_from([1, 2, 4, 8]), label="devices per host")
+        specs = data.draw(st.sampled_from([specs[:1], specs[1:], specs]), label="leaves")
+        host_of = lambda device: device.id // devices_per_host  # noqa: E731
+        devices = np.array(jax.devices())[list(order)].reshape(tuple(axes.values()))
+        mesh = Mesh(devices, tuple(axes))
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        num_hosts = 8 // devices_per_host
+        layouts = [
+            BatchLayout.from_shardings(shardings, host=host, host_of=host_of)
+            for host in range(num_hosts)
+        ]
+        multiple = data.draw(st.integers(1, 3), label="rows per shard")
+        size = layouts[0].divisor * multiple
+        expected = {host: set() for host in range(num_hosts)}
+        for sharding, spec in zip(shardings, specs, strict=True):
+            rank = max(1, len(spec))
+            indices = sharding.devices_indices_map((size, *[8] * (rank - 1)))
+            for device, index in indices.items():
+                expected[host_of(device)] |= set(range(*index[0].indices(size)))
+        for host, layout in enumerate(layouts):
+            rows = layout.rows(size).tolist()
+            assert rows == sorted(expected[host])
+            assert layout.divisor == layouts[0].divisor
+            assert layout.num_hosts == num_hosts
+            assert layout.global_batch_size(len(rows)) == size
+            width = size // layout.divisor
+            for shard in layout.shards:
+                assert rows[layout.host_row(shard * width, size)] == shard * width
+        union = [row for layout in layouts for row in layout.rows(size).tolist()]
+        assert sorted(set(union)) == list(range(size)), "the hosts together hold exactly the batch"
+        assert layouts[0].amplification == pytest.approx(len(union) / size)
+
+    def test_a_host_without_a_device_in_the_mesh_is_told_so(self):
+        sharding = NamedSharding(data_mesh(4), P("data"))
+        with pytest.raises(ShardingError, match="host 1 has no device in the mesh"):
+            BatchLayout.from_shardings([sharding], host=1, host_of=lambda d: d.id // 4)
+
+    def test_the_divisor_is_the_least_that_fits_every_leaf(self):
+        mesh = jax.make_mesh((4, 2), ("a", "b"))
+        for specs, divisor in [
+            ([P()], 1),
+            ([P("a")], 4),
+            ([P("a"), P("b")], 4),
+            ([P("b"), P(None, "a")], 2),
+            ([P(("a", "b")), P("b")], 8),
+        ]:
+            shardings = [NamedSharding(mesh, spec) for spec in specs]
+            assert BatchLayout.from_shardings(shardings).divisor == divisor
+
+
+def test_no_warning_is_given_for_what_is_right(mesh):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(numbered(9, 8).shard_to(mesh))
+        list(numbered(9, 8).to_iter_dataset().map(lambda b: b).shard_to(mesh))

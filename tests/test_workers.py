@@ -1,0 +1,293 @@
+"""`num_workers`: Grain's worker processes, with the same batches as without, and C10.
+
+All of them start processes, a second or two each; hence few and long tests.
+"""
+
+import multiprocessing
+import os
+import textwrap
+import threading
+import time
+from dataclasses import dataclass
+
+import cloudpickle
+import grain
+import jax
+import numpy as np
+import pytest
+from jax._src import xla_bridge
+
+from grain_shard import BatchLayout, PadToDivisible, ShardBatch, ShardingError, ValidateBatchSize
+from tests.conftest import data_mesh, ids, numbered, to_numpy
+from tests.test_lifecycle import run
+
+slow = pytest.mark.slow
+
+
+def shuffled(n=46, batch=8):
+    return (
+        grain.MapDataset.range(n)
+        .seed(5)
+        .shuffle()
+        .random_map(
+            lambda i, rng: {"id": np.int32(i), "noise": rng.normal(size=(40, 3)), "text": f"#{i}"}
+        )
+        .batch(batch)
+    )
+
+
+def children():
+    return [p for p in multiprocessing.active_children() if p.is_alive()]
+
+
+def assert_no_child_is_left():
+    deadline = time.monotonic() + 60
+    while children():
+        assert time.monotonic() < deadline, f"left: {children()}"
+        time.sleep(0.01)
+
+
+@slow
+class TestTheSameAsWithout:
+    def test_batches_order_and_state_also_when_the_number_of_workers_changes_in_the_middle(self):
+        expected, states = [], []
+        with iter(shuffled().shard_to(data_mesh(4))) as iterator:
+            for batch in iterator:
+                expected.append(to_numpy(batch))
+                states.append(iterator.get_state())
+        assert len(expected) == 6
+        got, state = [], None
+        for num_workers, take in [(0, 1), (2, 2), (1, 1), (3, 2)]:
+            with iter(shuffled().shard_to(data_mesh(4), num_workers=num_workers)) as iterator:
+                if state is not None:
+                    iterator.set_state(state)
+                for _ in range(take):
+                    got.append(to_numpy(next(iterator)))
+                    state = iterator.get_state()
+                    assert state == states[len(got) - 1]
+        for ours, theirs in zip(got, expected, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        assert_no_child_is_left()
+
+    def test_in_a_used_iterator_at_the_end_and_with_padding(self):
+        ds = numbered(21, 8).shard_to(data_mesh(8), num_workers=2, remainder="pad")
+        with iter(ds) as iterator:
+            first = iterator.get_state()
+            every = ids(iterator)
+            assert every == [list(range(8)), list(range(8, 16)), list(range(16, 21))]
+            last = iterator.get_state()
+            with pytest.raises(StopIteration):
+                next(iterator)
+            iterator.set_state({**first, "batch": 2})
+            assert ids(iterator) == every[2:]
+            iterator.set_state(last)
+            assert ids(iterator) == []
+        assert_no_child_is_left()
+
+    def test_the_callers_dataset_is_not_changed(self):
+        ds = numbered(40, 8)
+        before = [batch["id"].tolist() for batch in ds]
+        sharded = ds.shard_to(data_mesh(2), num_workers=2)
+        for _ in range(2):
+            assert ids(sharded) == before
+        assert [batch["id"].tolist() for batch in ds] == before
+        assert len(ds) == len(sharded) == 5
+
+
+@slow
+class TestMemory:
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_batches_stay_intact_when_all_are_kept(self, num_devices):
+        # Pages of shared memory are aligned, so JAX's CPU backend would take them as they are,
+        # and the worker that gets them back would write into the user's batch (jax#38086).
+        ds = (
+            grain.MapDataset.range(24)
+            .map(lambda i: {"id": np.int32(i), "x": np.full((64, 1024), i, np.float32)})
+            .batch(2)
+            .shard_to(data_mesh(num_devices), num_workers=1, cpu_buffer_size=1)
+        )
+        batches = list(ds)
+        for k, batch in enumerate(batches):
+            assert np.unique(np.asarray(batch["x"])).tolist() == [2 * k, 2 * k + 1]
+            assert np.asarray(batch["x"])[:, 0, 0].tolist() == [2 * k, 2 * k + 1]
+
+    def test_text_that_stays_on_the_host_stays_intact_too(self):
+        ds = grain.MapDataset.range(24).map(lambda i: {"id": i, "t": f"{i:05d}" * 1000}).batch(2)
+        batches = list(ds.shard_to(data_mesh(2), num_workers=1))
+        for k, batch in enumerate(batches):
+            assert batch["t"].tolist() == [f"{i:05d}" * 1000 for i in (2 * k, 2 * k + 1)]
+
+
+@slow
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("fail", "error", "match"),
+        [
+            (lambda: 1 // 0, ZeroDivisionError, "division"),
+            # Grain's worker dies of what is no Exception. That is an error, and no hang.
+            (lambda: os._exit(3), RuntimeError, "terminated unexpectedly with exit code 3"),
+        ],
+        ids=["an exception", "the death of a worker"],
+    )
+    def test_in_a_worker_comes_in_its_place_and_stays(self, fail, error, match):
+        def decode(i):
+            if i == 21:
+                fail()
+            return {"id": np.int32(i)}
+
+        ds = grain.MapDataset.range(40).map(decode).batch(8)
+        iterator = iter(ds.shard_to(data_mesh(2), num_workers=2))
+        if error is ZeroDivisionError:  # a worker that dies may take its last batch with it
+            assert ids([next(iterator), next(iterator)]) == [list(range(8)), list(range(8, 16))]
+        for _ in range(2):
+            with pytest.raises(error, match=match):
+                list(iterator)
+        iterator.close()
+        assert_no_child_is_left()
+
+    def test_one_of_ours_arrives_whole(self):
+        ds = grain.MapDataset.range(8).map(lambda i: {"x": np.zeros(3 + i % 2)}).batch(4)
+        with pytest.raises(ShardingError) as caught:
+            list(ds.shard_to(data_mesh(2), num_workers=1))
+        assert str(caught.value).splitlines()[:2] == [
+            "batch['x']: record 1 holds float64[4], other records hold float64[3].",
+            "  leaf:   float64[4]   mesh: data=2",
+        ]
+
+
+@slow
+class TestLife:
+    def test_breaking_early_leaves_no_process_and_no_thread(self):
+        ds = numbered(400, 8).shard_to(data_mesh(2), num_workers=2)
+        for batch in ds:
+            assert ids([batch]) == [list(range(8))]
+            assert len(children()) == 2
+            break
+        assert_no_child_is_left()
+
+    def test_so_does_close_while_a_worker_is_busy(self, tmp_path):
+        flag = str(tmp_path / "busy")
+
+        def decode(i):
+            if i == 8:
+                open(flag, "w").close()
+                while os.path.exists(flag):
+                    threading.Event().wait(0.01)
+            return {"id": np.int32(i)}
+
+        ds = grain.MapDataset.range(80).map(decode).batch(8)
+        iterator = iter(ds.shard_to(data_mesh(2), num_workers=2))
+        next(iterator)
+        deadline = time.monotonic() + 60
+        while not os.path.exists(flag):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        closing = threading.Thread(target=iterator.close)
+        closing.start()
+        os.remove(flag)
+        closing.join(60)
+        assert not closing.is_alive()
+        assert_no_child_is_left()
+
+
+@slow
+class TestScripts:
+    PROGRAM = """\
+        import grain, jax, numpy as np
+        import grain_shard
+        from jax._src import xla_bridge
+
+        jax.config.update("jax_num_cpu_devices", 2)
+
+        def main():
+            ds = grain.MapDataset.range(12).map(lambda i: {"id": np.int32(i)}).batch(4)
+            mesh = jax.make_mesh((2,), ("data",))
+            with iter(ds.shard_to(mesh, num_workers=2)) as batches:
+                for batch in batches:
+                    print(batch["id"].tolist())
+
+        """
+
+    def test_a_plain_script_works(self, tmp_path):
+        code = textwrap.dedent(self.PROGRAM) + 'if __name__ == "__main__":\n    main()\n'
+        expected = "[0, 1, 2, 3]\n[4, 5, 6, 7]\n[8, 9, 10, 11]\n"
+        assert run(code, tmp_path / "program.py") == (0, expected, "")
+
+    def test_without_the_guard_of_the_main_module_it_fails_and_python_says_why(self, tmp_path):
+        # Each worker imports the script, which would start workers. Python refuses that.
+        code, out, err = run(textwrap.dedent(self.PROGRAM) + "main()\n", tmp_path / "program.py")
+        assert (code, out) == (1, "")
+        assert "if __name__ == '__main__':" in err
+        assert "Worker process was terminated unexpectedly" in err
+
+
+class TestC10:
+    """C10: on a TPU machine a second process cannot open the chip."""
+
+    @slow
+    def test_no_backend_is_started_in_a_worker(self):
+        initialized = xla_bridge.backends_are_initialized
+
+        def look(i):
+            return {"id": np.int32(i), "pid": np.int32(os.getpid()), "backend": initialized()}
+
+        # The whole chain is in the workers, with padding and a collate of the user's too.
+        for collate in (None, _stack):
+            ds = grain.MapDataset.range(15).map(look).batch(4, batch_fn=collate)
+            batches = [to_numpy(b) for b in ds.shard_to(data_mesh(2), num_workers=1)]
+            rows = [int(i) for b in batches for i in b["id"][b["valid_mask"]]]
+            assert rows == list(range(15))
+            assert xla_bridge.backends_are_initialized(), "here there is one"
+            for batch in batches:
+                valid = batch["valid_mask"]
+                assert os.getpid() not in batch["pid"][valid]
+                assert not batch["backend"][valid].any()
+
+    @pytest.mark.parametrize("batch_fn", [None, lambda items: _stack(items)])
+    def test_what_runs_in_a_worker_pickles_and_holds_nothing_of_a_device(self, batch_fn):
+        mesh = jax.make_mesh((4, 2), ("data", "model"))
+        put = (
+            grain.MapDataset.range(10)
+            .map(lambda i: {"id": np.int32(i)})
+            .batch(4, batch_fn=batch_fn)
+            .shard_to(mesh)
+        )
+        (in_worker,) = put.parents
+        pickled = cloudpickle.dumps(in_worker)
+        for name in (b"Mesh", b"Device", b"NamedSharding", b"PartitionSpec", b"jaxlib", b"Array"):
+            assert name not in pickled
+        with pytest.raises(Exception, match=r"workers?|pickle"):
+            cloudpickle.dumps(put)
+        copied = cloudpickle.loads(pickled)
+        for ours, theirs in zip(copied, in_worker, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+    @pytest.mark.parametrize(
+        "stage",
+        [ValidateBatchSize(2), PadToDivisible(2, mask_key=None), ShardBatch(BatchLayout(2, (0,)))],
+        ids=lambda stage: type(stage).__name__,
+    )
+    @pytest.mark.parametrize("read_before", [False, True])
+    def test_each_stage_travels_also_after_it_was_read_here(self, stage, read_before):
+        ds = grain.MapDataset.range(8).map(_as_pair).batch(4).pipe(stage)
+        if read_before:
+            ds[0]
+        copied = cloudpickle.loads(cloudpickle.dumps(ds))
+        assert [b.x.tolist() for b in copied] == [b.x.tolist() for b in ds]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Pair:
+    """A container of the user's own that JAX knows."""
+
+    x: object
+    y: object
+
+
+def _as_pair(i):
+    return Pair(np.int32(i), np.float32(i))
+
+
+def _stack(items):
+    return {key: np.stack([item[key] for item in items]) for key in items[0]}
