@@ -2,9 +2,9 @@
 
     python benchmarks/stream_agreement.py [--steps 400] [--hosts 2]
 
-The same loop over the same rows, once from a random-access pipeline, whose length is known, and once
-from streams with ``rows="local"``. A step takes `--step-ms`; what counts is how long the loop waits
-for its next batch.
+The same loop over the same rows, once from a random-access pipeline, whose length is known, and
+once from streams with ``rows="local"``. A step takes `--step-ms`; what counts is how long the loop
+waits for its next batch.
 """
 
 import argparse

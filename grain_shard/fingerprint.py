@@ -62,7 +62,8 @@ def check_fingerprint(state: Mapping[str, Any], current: Fingerprint) -> None:
     missing = [name for name in ("batch", *current) if name not in state]
     if missing:
         raise StateError(
-            f"this is no state of a random-access pipeline: it lacks {', '.join(map(repr, missing))}."
+            "this is no state of a random-access pipeline: it lacks"
+            f" {', '.join(map(repr, missing))}."
             f"\n  state:  {dict(state)}\n  remedy: pass what get_state() of such an iterator gave."
         )
     changed = [name for name in current if state[name] != current[name]]

@@ -17,7 +17,7 @@ import numpy as np
 from absl import flags
 
 from grain_shard.ends import Announced
-from grain_shard.errors import AgreementError, StateError
+from grain_shard.errors import ShardingError, StateError
 from grain_shard.fingerprint import Fingerprint, check_fingerprint
 from grain_shard.multihost import Rounds
 from grain_shard.prefetch import Background
@@ -191,15 +191,16 @@ class Stream:
         """The first batch of the stream, for its shapes.
 
         Raises:
-            AgreementError: It has none.
+            ShardingError: It has none.
         """
         iterator = iter(self._ds)
         batch = next(iterator, None)
         iterator.close()
         if batch is None:
-            raise AgreementError(
+            raise ShardingError(
                 "this host's stream has no batch at all, so nothing tells what its padding should"
-                ' look like.\n  remedy: give every host some records, or pass remainder="drop".'
+                " look like.",
+                remedy='give every host some records, or pass remainder="drop".',
             )
         return batch
 

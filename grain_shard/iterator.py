@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from grain_shard.errors import AgreementError, ShardingError
 from grain_shard.host_batches import HostBatches, Position, Stream
 from grain_shard.multihost import Rounds, agree
 from grain_shard.prefetch import Background
-from grain_shard.state_files import read_state, write_state
+from grain_shard.state_files import is_shared, read_state, write_state
 from grain_shard.trees import Batch
+
+_SAVES = itertools.count()  # every host saves as often
 
 
 @dataclass(frozen=True)
@@ -169,20 +172,26 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: writes the state while the loop goes on."""
-        state = self.get_state()
+        state, number = self.get_state(), next(_SAVES)
 
         async def write() -> None:
             await asyncio.to_thread(write_state, await directory.await_creation(), state)
+            if self._across is not None and not is_shared(state):
+                # The folder gets its final name when the first host is done; by then all must be.
+                rounds = Rounds(self._across.hosts, self._across.timeout_s)
+                await asyncio.to_thread(rounds.meet, f"save-{number}")
 
         return write()
 
     async def load(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: restores what `save` wrote."""
+        # Here and not in what is returned, whose errors Orbax reports as another handler's.
+        self.set_state(read_state(directory))
 
-        async def read() -> None:
-            self.set_state(await asyncio.to_thread(read_state, directory))
+        async def done() -> None:
+            pass
 
-        return read()
+        return done()
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""

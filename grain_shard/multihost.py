@@ -11,11 +11,12 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from grain_shard.errors import AgreementError, HostTimeoutError
+from grain_shard.fingerprint import digest
 
 Answers = Mapping[int, Any]
 # A wait is cut into pieces of this length, so that closing an iterator ends it.
@@ -32,7 +33,7 @@ class Rounds:
         timeout_s: How long one host waits for another, in seconds.
     """
 
-    _numbers = itertools.count()
+    _numbers: ClassVar[dict[str, itertools.count]] = {}
 
     def __init__(self, hosts: Sequence[int], timeout_s: float):
         from orbax.checkpoint import multihost  # it is slow to import, and needed here only
@@ -47,7 +48,9 @@ class Rounds:
 
         To be called by the training loop's thread: its order is that of the program.
         """
-        self._name = f"grain_shard/{next(self._numbers)}"
+        hosts = digest(self._hosts)  # a series of some of the hosts does not count for the others
+        number = next(self._numbers.setdefault(hosts, itertools.count()))
+        self._name = f"grain_shard/{hosts}/{number}"
 
     def post(self, round_: str, answer: Any) -> None:
         """Posts this host's answer (JSON). Does not wait for anybody."""
@@ -83,7 +86,7 @@ class Rounds:
                 return None
             silent = [host for host in self._hosts if host not in answers]
             verdict = {"silent": silent} if silent else decide(answers)
-            self._client.key_value_set(key, json.dumps(verdict))
+            verdict = self._settle(key, verdict)
             self._client.key_value_delete(f"{self._name}/{round_}/answers/")
         else:
             text = self._get(key, waited_s, stopped, self._timeout_s + _GRACE_S)
@@ -92,11 +95,34 @@ class Rounds:
                     return None
                 answers = self._posted(round_)
                 silent = [h for h in self._hosts if h not in answers] or [self._leader]
-                verdict = {"silent": silent}
+                verdict = self._settle(key, {"silent": silent})
             else:
                 verdict = json.loads(text)
         self._raise_for(verdict)
         return verdict
+
+    def _settle(self, key: str, verdict: Any) -> Any:
+        """Posts the verdict, or yields to the one that stands.
+
+        A host that has waited in vain settles it for all: the first host, when it comes at last,
+        must not go on alone.
+        """
+        try:
+            self._client.key_value_set(key, json.dumps(verdict))
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return json.loads(self._client.blocking_key_value_get(key, _SLICE_MS))
+        return verdict
+
+    def meet(self, place: str) -> None:
+        """Waits until all hosts have come to the same place, each once in a run.
+
+        Raises:
+            JaxRuntimeError: One did not come in time; the runtime's message names it.
+        """
+        timeout_ms = int(self._timeout_s * 1000)
+        self._client.wait_at_barrier(f"grain_shard/{place}", timeout_ms, self._hosts)
 
     def forget(self, round_: str) -> None:
         """Deletes a round that every host is past. The first host does it."""

@@ -8,6 +8,7 @@ evaluates the batch and keeps the rows, which costs more and gives the same.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -94,6 +95,10 @@ def row_reader(ds: grain.MapDataset) -> RowReader:
     return WholeBatchRows(ds, node)
 
 
+# Held while the structure record is read. Of no reader, since those are sent to worker processes.
+_LEARNING = threading.Lock()
+
+
 class RecordRows:
     """Rows read below ``.batch``: row r of batch k is record k * B + r of what stands above it."""
 
@@ -117,7 +122,8 @@ class RecordRows:
         records = _record_indices(self._node, index, rows)
         if not records:
             # All padding. One record, once, tells what the rows would look like.
-            self._row = self._row or _Row.of(self._read_all(0, [0])[0])
+            with _LEARNING:
+                self._row = self._row or _Row.of(self._read_all(0, [0])[0])
             return self._row.empty_batch()
         values = self._read_all(index, records)
         self._row = self._row or _Row.of(values[0])

@@ -88,11 +88,13 @@ class ShardingTree:
 
         No two devices then hold the same row, so that every row is read on one host only.
         """
+        named = [s for s in self.shardings() if isinstance(s, NamedSharding)]
+        # One order of the axes for all leaves, or a host would read other rows for each.
+        axes = batch_axes(max(named, key=_num_blocks).spec) if named else ()
 
         def spread_one(sharding: Sharding) -> Sharding:
             if not isinstance(sharding, NamedSharding):
                 return sharding
-            axes = batch_axes(sharding.spec)
             others = [name for name in sharding.mesh.axis_names if name not in axes]
             spec = PartitionSpec((*axes, *others))
             return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
