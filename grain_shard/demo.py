@@ -41,12 +41,17 @@ _VIRTUAL_DEVICES = 8
 _FILES = {"train": 4, "test": 2}
 _TEST_IMAGES = 297  # of 1,797; both parts end with a batch that has to be padded
 _MIN_ACCURACY = 0.97
-# Several hosts add up the gradients in another order, which changes the last bits.
+# Several hosts add up the gradients in another order, which changes the last bits: 5e-7 at most,
+# in trials with seeds 0 to 4.
 _MAX_DIFFERENCE = 1e-5
 
 
 class Classifier(nnx.Module):
-    """Two convolutions and a linear layer: float32[B, 8, 8, 1] to the logits float32[B, 10]."""
+    """Two convolutions and a linear layer: float32[B, 8, 8, 1] to the logits float32[B, 10].
+
+    It is smooth, so that rounding errors stay small: with relu, max_pool and Adam's usual eps they
+    grow to differences of 1e-2 in some parameters, on another number of devices already.
+    """
 
     def __init__(self, rngs: nnx.Rngs):
         self.conv1 = nnx.Conv(1, 32, kernel_size=(3, 3), rngs=rngs)
@@ -54,8 +59,8 @@ class Classifier(nnx.Module):
         self.linear = nnx.Linear(4 * 4 * 64, 10, rngs=rngs)
 
     def __call__(self, image: jax.Array) -> jax.Array:
-        x = nnx.relu(self.conv1(image))
-        x = nnx.max_pool(nnx.relu(self.conv2(x)), window_shape=(2, 2), strides=(2, 2))
+        x = nnx.silu(self.conv1(image))
+        x = nnx.avg_pool(nnx.silu(self.conv2(x)), window_shape=(2, 2), strides=(2, 2))
         return self.linear(x.reshape(x.shape[0], -1))
 
 
@@ -63,7 +68,7 @@ class Classifier(nnx.Module):
 def create(seed: int) -> tuple[Classifier, nnx.Optimizer]:
     """A new model and its optimizer, on the mesh that is set."""
     model = Classifier(nnx.Rngs(seed))
-    return model, nnx.Optimizer(model, optax.adamw(5e-3), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, optax.adamw(2e-2, eps=1e-3), wrt=nnx.Param)
 
 
 @nnx.jit
@@ -402,6 +407,9 @@ def main(args: argparse.Namespace) -> int:
             jax.distributed.initialize()
         else:
             jax.config.update("jax_num_cpu_devices", _VIRTUAL_DEVICES)
+            # By default a machine with few cores has one thread a device, and the collectives of
+            # one step can wait for threads that wait in another's.
+            os.environ.setdefault("PJRT_NPROC", str(4 * _VIRTUAL_DEVICES))
         if args.hosts > 1:
             jax.config.update("jax_platforms", "cpu")  # which is what the hosts will have
         write_digits(args.data_dir)
