@@ -310,7 +310,7 @@ def write_digits(directory: Path) -> None:
     records = [bytes([*digits.images[i].astype(int).flat, digits.target[i]]) for i in order]
     splits = {"test": records[:_TEST_IMAGES], "train": records[_TEST_IMAGES:]}
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix="digits-", dir=directory.parent) as scratch:
         complete = Path(scratch, "digits")
         complete.mkdir()
         for split, files in _FILES.items():
@@ -392,7 +392,8 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         GrainShardError: The demo cannot run here; the message says why.
     """
-    if missing := [name for name in ("sklearn", "tqdm") if find_spec(name) is None]:
+    extra = {"sklearn": "scikit-learn", "tqdm": "tqdm"}
+    if missing := [name for module, name in extra.items() if find_spec(module) is None]:
         raise GrainShardError(
             f"the demo needs {' and '.join(missing)}, which is not installed.\n"
             '  remedy: pip install "grain-shard[demo]"'

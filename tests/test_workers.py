@@ -3,7 +3,9 @@
 All of them start processes, a second or two each; hence few and long tests.
 """
 
+import gc
 import multiprocessing
+import multiprocessing.synchronize
 import os
 import textwrap
 import threading
@@ -188,6 +190,25 @@ class TestLife:
         closing.join(60)
         assert not closing.is_alive()
         assert_no_child_is_left()
+
+
+    def test_a_closed_iterator_leaves_nothing_of_its_workers_to_the_garbage_collector(self):
+        # Grain's iterators are in reference cycles. When the collector meets their semaphores
+        # while multiprocessing's resource tracker is at work (as it starts the next workers),
+        # Python 3.11 deadlocks, and 3.13 warns of a reentrant call.
+        def semaphores():
+            return sum(isinstance(o, multiprocessing.synchronize.SemLock) for o in gc.get_objects())
+
+        gc.collect()
+        before = semaphores()
+        gc.disable()
+        try:
+            with iter(numbered(16, 8).shard_to(data_mesh(2), num_workers=1)) as iterator:
+                assert len(list(iterator)) == 2
+            del iterator
+            assert semaphores() == before
+        finally:
+            gc.enable()
 
 
 @slow

@@ -1,0 +1,189 @@
+"""``python -m grain_shard``, and its demo as a user runs it: in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from grain_shard import ArrayRecordSource, demo
+from grain_shard.__main__ import main
+from grain_shard.errors import GrainShardError
+
+WITHOUT = "import sys; sys.modules[sys.argv.pop(1)] = None; from grain_shard.__main__ import main"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The user's cache folder, the same for all tests of this module."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(cache, *words, timeout_s=300):
+    """A process of ``python``, with that cache folder and no terminal."""
+    return subprocess.run(
+        [sys.executable, *words],
+        env=os.environ | {"XDG_CACHE_HOME": str(cache), "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def demo_run(cache, *words):
+    return run(cache, "-m", "grain_shard", "demo", *words)
+
+
+def files(cache):
+    """Every file of the cache, and when it was written."""
+    return {str(p.relative_to(cache)): p.stat().st_mtime_ns for p in cache.rglob("*.*")}
+
+
+@pytest.mark.slow
+def test_first_run_writes_the_files_and_keeps_every_promise(cache):
+    result = demo_run(cache)
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"digits written to {cache}/grain_shard/digits\n" in result.stdout
+    assert sorted(files(cache)) == [
+        *(f"grain_shard/digits/test-0000{i}-of-00002.array_record" for i in range(2)),
+        *(f"grain_shard/digits/train-0000{i}-of-00004.array_record" for i in range(4)),
+    ]
+    for line in (
+        r"mesh data=8: 8 x cpu",
+        r"  batch\['image'\] +float32\[128@data,8,8,1\] +16 rows a device",
+        r"  batch\['label'\] +int32\[128@data\] +16 rows a device",
+        r"  batch\['valid_mask'\] +bool\[128@data\] +16 rows a device",
+        r"  rows of host 0: 0:16 on cpu:0, 16:32 on cpu:1, .*, 112:128 on cpu:7",
+        r"interrupted after batch 66 of 120, and again from the checkpoint:",
+        r"trained on [1-9][\d,]* examples per second",
+        r"  ok: test accuracy 9[789]\.\d\d% \(>= 97%\)",
+        r"  ok: 297 of 297 test images counted",
+        r"  ok: compilations: 1 of train_step, 1 of eval_step",
+        r"  ok: 54 batches after the restore, bit for bit",
+        r"  ok: every epoch reads each record once: host 0 15,000 \(100%\)",
+    ):
+        assert re.search(f"^{line}$", result.stdout, re.MULTILINE), f"{line}\n{result.stdout}"
+
+
+@pytest.mark.slow
+def test_too_few_epochs_fail_and_the_files_are_used_again(cache):
+    demo.write_digits(cache / "grain_shard" / "digits")
+    before = files(cache)
+    result = demo_run(cache, "--epochs", "1", "--batch-size", "100", "--seed", "7")
+
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "digits found in " in result.stdout
+    assert files(cache) == before
+    assert re.search(r"^  FAILED: test accuracy \d\d\.\d\d% \(>= 97%\)$", result.stdout, re.M)
+    assert result.stdout.count("FAILED") == 1
+    assert result.stdout.count("  ok: ") == 4
+    assert "interrupted after batch 7 of 15, " in result.stdout
+
+
+@pytest.mark.slow
+def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(cache):
+    result = demo_run(cache, "--hosts", "2")
+
+    assert (result.returncode, result.stderr) == (0, "")
+    for line in (
+        r"\[host 0\]   rows of host 1: 64:80 on cpu:\d+, .*, 112:128 on cpu:\d+",
+        r"\[host 0\]   ok: test accuracy 9[789]\.\d\d% \(>= 97%\)",
+        r"\[host 0\]   ok: 54 batches after the restore, bit for bit",
+        r"\[host 0\]   ok: every epoch reads each record once:"
+        r" host 0 7,680 \(51%\), host 1 7,320 \(49%\)",
+        r"  ok: parameters and optimizer of 2 hosts are those of 1, but for \S+ \(<= 1e-05\)",
+    ):
+        assert re.search(f"^{line}$", result.stdout, re.MULTILINE), f"{line}\n{result.stdout}"
+
+
+@pytest.mark.slow
+def test_run_that_is_killed_while_it_writes_leaves_nothing_to_be_found(tmp_path):
+    kill_at_the_last_file = """
+import os, pathlib, sys
+from grain_shard import ArrayRecordSource, demo
+class Writer(demo.ArrayRecordWriter):
+    def __init__(self, path, options):
+        super().__init__(path, options)
+        if "test-00001" in path:
+            os.kill(os.getpid(), 9)
+demo.ArrayRecordWriter = Writer
+demo.write_digits(pathlib.Path(sys.argv[1]))
+"""
+    directory = tmp_path / "digits"
+    assert run(tmp_path, "-c", kill_at_the_last_file, str(directory)).returncode == -9
+    assert len(list(tmp_path.rglob("train-*"))) == 4
+    assert not directory.exists()
+
+    demo.write_digits(directory)
+    records = {
+        split: len(ArrayRecordSource(sorted(directory.glob(f"{split}-*"))))
+        for split in ("train", "test")
+    }
+    assert records == {"train": 1500, "test": 297}
+
+
+def test_folder_with_something_else_in_it_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("...")
+    with pytest.raises(GrainShardError, match=r"^no digits, and no place for them: .*not empty"):
+        demo.write_digits(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "name"), [("sklearn", "scikit-learn"), ("tqdm", "tqdm")])
+def test_missing_extra_is_named_with_its_remedy(cache, module, name):
+    result = run(cache, "-c", f"{WITHOUT}; sys.exit(main(['demo']))", module)
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"GrainShardError: the demo needs {name}, which is not installed.\n"
+        '  remedy: pip install "grain-shard[demo]"\n'
+    )
+    help_text = run(cache, "-c", f"{WITHOUT}; main(['demo', '--help'])", module)
+    assert (help_text.returncode, help_text.stderr) == (0, "")
+    assert "--hosts {1,2,4,8}" in help_text.stdout
+
+
+def test_help_lists_the_subcommands_and_imports_none_of_them(cache):
+    command = (
+        "import atexit, sys; from grain_shard.__main__ import main;"
+        "atexit.register(lambda: print(*sys.modules)); main(['--help'])"
+    )
+    result = run(cache, "-c", command)
+    *text, modules = result.stdout.splitlines()
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "  python -m grain_shard demo --hosts 2" in text
+    assert "  python -m grain_shard rehearse --hosts 4 train.py" in text
+    assert not {"grain_shard.demo", "sklearn", "tqdm"} & set(modules.split())
+
+
+@pytest.mark.parametrize("subcommand", ["demo", "rehearse"])
+def test_help_of_a_subcommand_ends_with_an_example(subcommand, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([subcommand, "-h"])
+    assert end.value.code == 0
+    assert f"example: python -m grain_shard {subcommand} --hosts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--epochs", "0"], ["--batch-size", "0"], ["--batch-size", "751"]]
+)
+def test_sizes_without_a_middle_of_an_epoch_are_refused(words, capsys):
+    assert main(["demo", *words]) == 1
+    text = "GrainShardError: --epochs is at least 1, --batch-size from 1 to 750.\n"
+    assert capsys.readouterr().err == text
+
+
+def test_checkpoints_of_another_run_are_refused(tmp_path, capsys):
+    (tmp_path / "66").mkdir()
+    assert main(["demo", "--distributed", str(tmp_path)]) == 1
+    text = f"GrainShardError: {tmp_path} is not empty.\n  remedy: name a new folder.\n"
+    assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["demo", "--hosts", "3"], ["demo", "--epoch"]])
+def test_words_that_mean_nothing_are_refused(words):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
