@@ -16,6 +16,7 @@ from grain_shard.errors import AgreementError, ShardingError
 from grain_shard.host_batches import HostBatches, Position, Stream
 from grain_shard.multihost import Rounds, agree
 from grain_shard.prefetch import Background
+from grain_shard.spans import PLACE, span
 from grain_shard.state_files import is_shared, read_state, write_state
 from grain_shard.trees import Batch
 
@@ -101,8 +102,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 template=self._host.first,
                 waited_s=self._wait.seconds,
             )
-        self._stage: Background[Any, tuple[Batch, Position]] = Background(
-            lambda ticket: (placer(ticket[0]), ticket[1]),
+
+        def place(ticket: tuple[Batch, Position]) -> tuple[Batch, Position]:
+            with span(PLACE):
+                return placer(ticket[0]), ticket[1]
+
+        self._stage: Background[tuple[Batch, Position], tuple[Batch, Position]] = Background(
+            place,
             batches,
             buffer_size=self._device_buffer_size,
             name="grain-shard-device",

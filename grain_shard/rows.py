@@ -18,6 +18,7 @@ import numpy as np
 
 from grain_shard import _grain
 from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.spans import BATCH, READ, span
 from grain_shard.trees import Batch, FlatBatch, as_arrays, flatten
 
 
@@ -125,9 +126,11 @@ class RecordRows:
             with _LEARNING:
                 self._row = self._row or _Row.of(self._read_all(0, [0])[0])
             return self._row.empty_batch()
-        values = self._read_all(index, records)
-        self._row = self._row or _Row.of(values[0])
-        return self._row.stack(values, records)
+        with span(READ):
+            values = self._read_all(index, records)
+        with span(BATCH):
+            self._row = self._row or _Row.of(values[0])
+            return self._row.stack(values, records)
 
     def _read_all(self, index: int, records: Sequence[int]) -> Sequence[Any]:
         source = self._node.records
@@ -257,14 +260,16 @@ class WholeBatchRows:
         return Epoch(batches, batches - short)
 
     def read(self, index: int, rows: np.ndarray) -> Batch:
-        batch = FlatBatch.of(self._ds[index])
+        with span(READ):
+            batch = FlatBatch.of(self._ds[index])
         if batch.rows > self.global_batch_size:
             batch.refuse(
                 f"batch {index} has {batch.rows} rows, more than the {self.global_batch_size} of a"
                 " full batch.",
                 remedy="give every batch but the last of an epoch the same number of rows.",
             )
-        return take_rows(batch, rows)
+        with span(BATCH):
+            return take_rows(batch, rows)
 
     def _rows_of(self, index: int) -> int:
         return FlatBatch.of(self._ds[index]).rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from grain_shard.chain import shard_to
 from grain_shard.errors import require_int
 from grain_shard.shardings import ShardingTree
+from grain_shard.spans import STAGES, Span, recorded
 from grain_shard.transforms.device_put import DevicePutIterDataset
 
 _END = object()
@@ -71,9 +72,10 @@ class Throughput:
         wait_share: The part of each step that was spent waiting for its batch, 0 to 1.
         wait_s: From asking for a batch until it was on the devices, in seconds.
         step_s: From there until the step's result was, in seconds; 0 without a step.
-        host_s: One thread making a batch on the host (read, decode, batch, pad) with nothing else
-            running, in seconds; None if the dataset has no such stage.
-        place_s: One thread placing such a batch on the devices, in seconds; None likewise.
+        stages_s: What the pipeline's threads spent on a batch, by stage, in seconds: "read" (read
+            and decode its records, or take it from its stream), "batch" (stack them), "pad",
+            "place" (hand it to the devices). Without a stage that does not exist, or that runs in
+            worker processes.
     """
 
     num_batches: int
@@ -84,8 +86,7 @@ class Throughput:
     wait_share: float
     wait_s: float
     step_s: float
-    host_s: float | None
-    place_s: float | None
+    stages_s: Mapping[str, float]
 
     def __repr__(self) -> str:
         ended = self.num_batches < self.num_batches_asked
@@ -97,9 +98,8 @@ class Throughput:
             ("waiting for data", f"{self.wait_share:.1%} of the step"),
             ("  wait", _milliseconds(self.wait_s)),
             ("  step", _milliseconds(self.step_s)),
-            ("one thread alone", ""),
-            ("  host: read to pad", _milliseconds(self.host_s)),
-            ("  place", _milliseconds(self.place_s)),
+            ("in the background", "" if self.stages_s else "not known"),
+            *((f"  {stage}", _milliseconds(s)) for stage, s in self.stages_s.items()),
         ]
         return "\n".join(f"{name:<21}{value}".rstrip() for name, value in rows)
 
@@ -117,12 +117,10 @@ def measure_throughput(
     the devices run behind its Python code is a little faster. Examples and bytes per second are by
     the wall clock over the whole loop.
 
-    After the loop, what `shard_to` made is taken apart and its stages are timed alone, on other
-    batches than those of the loop where a `MapDataset` has enough (what was read before may come
-    from the operating system's cache), and on a new pass of a stream, whose own threads and
-    workers are part of its time. In the pipeline, `num_threads` batches are made side by side, and
-    all stages overlap with the step: if ``host_s / num_threads`` exceeds ``step_s``, the step
-    waits. On several hosts these two are each host's own.
+    The stages of what `shard_to` made tell their own times meanwhile. They overlap with the step
+    and with each other: `num_threads` batches are read, stacked and padded side by side, and where
+    the processor is busy with all of them each takes longer than it would alone. On several hosts
+    each tells those of its own.
 
     Args:
         ds: The dataset: what `shard_to` returns, or any iterable of batches.
@@ -139,7 +137,8 @@ def measure_throughput(
     """
     require_int("num_batches", num_batches, 1)
     require_int("warmup", warmup, 0)
-    laps = _run(ds, warmup + num_batches, step)
+    with recorded() as spans:
+        laps = _run(ds, warmup + num_batches, step)
     if not laps:
         raise ValueError("the dataset has no batch to measure.")
     warmup = min(warmup, len(laps) - 1)
@@ -149,9 +148,6 @@ def measure_throughput(
     # Clocks have a smallest step, and no figure may be one over nothing.
     least_s = time.get_clock_info("perf_counter").resolution
     seconds = max(laps[-1].end - laps[0].start, least_s)
-    host_s = place_s = None
-    if isinstance(ds, DevicePutIterDataset):
-        host_s, place_s = _stages_alone(ds, first=warmup + len(laps), num_batches=len(laps))
     return Throughput(
         num_batches=len(laps),
         num_batches_asked=num_batches,
@@ -161,8 +157,7 @@ def measure_throughput(
         wait_share=wait_s / max(wait_s + step_s, least_s),
         wait_s=wait_s,
         step_s=step_s,
-        host_s=host_s,
-        place_s=place_s,
+        stages_s=_averages(spans),
     )
 
 
@@ -219,33 +214,11 @@ def _opened(ds: Iterable[Any]) -> Iterator[Iterator[Any]]:
             close()
 
 
-def _stages_alone(
-    ds: DevicePutIterDataset, first: int, num_batches: int
-) -> tuple[float | None, float | None]:
-    (parent,) = ds.parents
-    if isinstance(parent, grain.MapDataset):
-        # Others than the loop has read, if there are so many.
-        first = first if first + num_batches <= len(parent) else 0
-        parent = map(parent.__getitem__, range(first, first + num_batches))
-    assembler, host_s, place_s = None, [], []
-    with _opened(parent) as host:
-        for _ in range(num_batches):
-            start = time.perf_counter()
-            batch = next(host, _END)
-            made = time.perf_counter()
-            if batch is _END:
-                break
-            host_s.append(made - start)
-            if assembler is None:
-                assembler = ds.assembler()
-                assembler(batch)  # learns the shapes, once per pass
-            start = time.perf_counter()
-            jax.block_until_ready(assembler(batch))
-            place_s.append(time.perf_counter() - start)
-    if not host_s:
-        return None, None  # this host's stream has only padding
-    return sum(host_s) / len(host_s), sum(place_s) / len(place_s)
+def _averages(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds per batch by stage, in the order of the stages; each span is one batch's."""
+    seconds = {stage: [s.end - s.start for s in spans if s.stage == stage] for stage in STAGES}
+    return {stage: sum(times) / len(times) for stage, times in seconds.items() if times}
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "not known" if seconds is None else f"{seconds * 1e3:.3f} ms a batch"
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms a batch"

@@ -191,11 +191,10 @@ class TestLife:
         assert not closing.is_alive()
         assert_no_child_is_left()
 
-
     def test_a_closed_iterator_leaves_nothing_of_its_workers_to_the_garbage_collector(self):
         # Grain's iterators are in reference cycles. When the collector meets their semaphores
-        # while multiprocessing's resource tracker is at work (as it starts the next workers),
-        # Python 3.11 deadlocks, and 3.13 warns of a reentrant call.
+        # while multiprocessing's resource tracker is at work (it starts the next workers), the
+        # tracker warns of a reentrant call, and the semaphores leak.
         def semaphores():
             return sum(isinstance(o, multiprocessing.synchronize.SemLock) for o in gc.get_objects())
 

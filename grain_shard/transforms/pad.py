@@ -12,6 +12,7 @@ import numpy as np
 from grain_shard._grain import iter_batch_size
 from grain_shard.errors import ShardingError, describe_leaf, require_int
 from grain_shard.rows import Epoch, RowMapDataset, RowReader, row_reader
+from grain_shard.spans import PAD, READ, span
 from grain_shard.trees import Batch, FlatBatch
 
 Remainder = Literal["pad", "drop", "error"]
@@ -151,7 +152,9 @@ class _PaddedRows:
     def read(self, index: int, rows: np.ndarray) -> Batch:
         if (epoch := self._dropping()) is not None:
             index = index // epoch.full * epoch.batches + index % epoch.full
-        return pad_batch(self._inner.read(index, rows), len(rows), self._pad.mask_key)
+        batch = self._inner.read(index, rows)
+        with span(PAD):
+            return pad_batch(batch, len(rows), self._pad.mask_key)
 
     def _dropping(self) -> Epoch | None:
         return self._inner.epoch() if self._pad.remainder == "drop" else None
@@ -193,7 +196,8 @@ class _PadIterator(grain.DatasetIterator):
     def __next__(self) -> Batch:
         remainder = self._pad.remainder
         while True:
-            batch = next(self._source)
+            with span(READ):
+                batch = next(self._source)
             flat = FlatBatch.of(batch)
             self._rows = self._rows or flat.rows
             if flat.rows == self._rows or (flat.rows < self._rows and remainder == "pad"):
@@ -202,7 +206,8 @@ class _PadIterator(grain.DatasetIterator):
                         f"{self._rows} rows do not split into {self._pad.divisor} shards.",
                         remedy=f'batch by {self._pad.padded(self._rows)}, or pass remainder="pad".',
                     )
-                return pad_batch(batch, self._pad.padded(self._rows), self._pad.mask_key)
+                with span(PAD):
+                    return pad_batch(batch, self._pad.padded(self._rows), self._pad.mask_key)
             if flat.rows > self._rows or remainder == "error":
                 flat.refuse(
                     f"the batch has {flat.rows} rows, a full one has {self._rows}.",
