@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, Sharding
 
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.layout import BatchLayout
-from grain_shard.shardings import ShardingTree, check_fits
+from grain_shard.shardings import ShardingTree
+from grain_shard.specs import check_fits
 from grain_shard.trees import Batch, FlatBatch
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from grain_shard.errors import ShardingError
-from grain_shard.shardings import check_fits
+from grain_shard.specs import check_fits
 
 
 def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array:

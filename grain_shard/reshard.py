@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from grain_shard.shardings import ShardingTree, check_fits
+from grain_shard.shardings import ShardingTree
+from grain_shard.specs import check_fits
 from grain_shard.trees import Batch, flatten
 
 

@@ -6,21 +6,25 @@ several leaves is trimmed to the rank of each; one that stands for a single leaf
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.fingerprint import digest
 from grain_shard.layout import BatchLayout, batch_axes, mesh_axes_of, shards_by_host
+from grain_shard.specs import (
+    as_sharding,
+    default_spec,
+    named_sharding,
+    num_blocks,
+    spec_rank,
+    trimmed,
+)
 from grain_shard.trees import ROOT, Batch, is_text
-
-DATA_AXIS = "data"
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,15 @@ class ShardingTree:
                 the mesh has several axes, none of them "data".
         """
         if isinstance(mesh_or_sharding, Mesh):
-            spec = _default_spec(mesh_or_sharding) if spec is None else spec
-            return cls(_map_prefix(spec, lambda leaf: _named(mesh_or_sharding, leaf)))
+            spec = default_spec(mesh_or_sharding) if spec is None else spec
+            return cls(_map_prefix(spec, lambda leaf: named_sharding(mesh_or_sharding, leaf)))
         if spec is not None:
             raise ShardingError(
                 "a spec is given, and so is a sharding, which holds its own.",
                 spec=spec if isinstance(spec, PartitionSpec) else None,
                 remedy="pass a Mesh with the spec, or the sharding alone.",
             )
-        return cls(_map_prefix(mesh_or_sharding, _as_sharding))
+        return cls(_map_prefix(mesh_or_sharding, as_sharding))
 
     def shardings(self) -> list[Sharding]:
         """The distinct shardings of the tree, in its order."""
@@ -90,7 +94,7 @@ class ShardingTree:
         """
         named = [s for s in self.shardings() if isinstance(s, NamedSharding)]
         # One order of the axes for all leaves, or a host would read other rows for each.
-        axes = batch_axes(max(named, key=_num_blocks).spec) if named else ()
+        axes = batch_axes(max(named, key=num_blocks).spec) if named else ()
 
         def spread_one(sharding: Sharding) -> Sharding:
             if not isinstance(sharding, NamedSharding):
@@ -106,8 +110,8 @@ class ShardingTree:
         if key is None or not isinstance(self.prefix, Mapping) or key in self.prefix:
             return self
         by_rows = [s for s in self.shardings() if isinstance(s, NamedSharding)]
-        first = max(by_rows, key=_num_blocks, default=self.shardings()[0])
-        return ShardingTree({**self.prefix, key: _trimmed(first, 1)})
+        first = max(by_rows, key=num_blocks, default=self.shardings()[0])
+        return ShardingTree({**self.prefix, key: trimmed(first, 1)})
 
     def match(self, batch: Batch) -> list[Sharding | None]:
         """The sharding of every leaf of a batch; None for text, which stays on the host.
@@ -123,11 +127,11 @@ class ShardingTree:
         for keys, leaf in pairs:
             sharding, depth = self._walk(keys, leaf)
             place = jax.tree_util.keystr(keys[:depth])
-            fits = _rank(sharding) <= leaf.ndim
+            fits = spec_rank(sharding) <= leaf.ndim
             used[place] = used.get(place, False) or fits or is_text(leaf)
             if not fits and depth == len(keys) and leaf.ndim:
                 self._refuse_rank(keys, leaf, sharding)
-            found.append(None if is_text(leaf) else _trimmed(sharding, leaf.ndim))
+            found.append(None if is_text(leaf) else trimmed(sharding, leaf.ndim))
         for keys, leaf in pairs:
             sharding, depth = self._walk(keys, leaf)
             if not used[jax.tree_util.keystr(keys[:depth])] and leaf.ndim:
@@ -164,7 +168,7 @@ class ShardingTree:
     def _refuse_rank(self, keys: Sequence[Any], leaf: Any, sharding: Sharding) -> None:
         assert isinstance(sharding, NamedSharding)
         raise ShardingError(
-            f"the spec names {_rank(sharding)} dims, the leaf has {leaf.ndim}.",
+            f"the spec names {spec_rank(sharding)} dims, the leaf has {leaf.ndim}.",
             path=ROOT + jax.tree_util.keystr(tuple(keys)),
             leaf=describe_leaf(leaf),
             spec=sharding.spec,
@@ -190,95 +194,6 @@ class ShardingTree:
         return ", ".join(ROOT + place for place in self._paths())
 
 
-def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int, ...]) -> None:
-    """Checks that every sharded dim of the global shape divides by its mesh axes.
-
-    Args:
-        path: Of the leaf, e.g. ``batch['tokens']``.
-        leaf: This host's rows of it.
-        sharding: How it is to be sharded.
-        shape: Its global shape.
-
-    Raises:
-        ShardingError: An axis does not divide its dim.
-    """
-    if not isinstance(sharding, NamedSharding):
-        return
-    for dim, entry in enumerate(sharding.spec):
-        axes = batch_axes(PartitionSpec(entry))
-        count = math.prod(sharding.mesh.shape[axis] for axis in axes)
-        if shape[dim] % count:
-            up = -(-shape[dim] // count) * count
-            plural = "axis" if len(axes) == 1 else "axes"
-            raise ShardingError(
-                f"dim {dim} has size {shape[dim]}, which mesh {plural}"
-                f" {', '.join(map(repr, axes))} (size {count}) does not divide.",
-                path=path,
-                leaf=f"{leaf.dtype}[{', '.join(map(str, shape))}]",
-                spec=sharding.spec,
-                mesh_axes=sharding.mesh.shape.items(),
-                remedy=f"pad dim {dim} to {up} before .batch, or drop {', '.join(map(repr, axes))}"
-                " from this leaf's spec.",
-            )
-
-
-def _default_spec(mesh: Mesh) -> PartitionSpec:
-    names = mesh.axis_names
-    if DATA_AXIS in names or len(names) == 1:
-        return PartitionSpec(DATA_AXIS if DATA_AXIS in names else names[0])
-    raise ShardingError(
-        f"no spec is given, and none of the mesh axes {', '.join(map(repr, names))} is called"
-        f" {DATA_AXIS!r}.",
-        mesh_axes=mesh.shape.items(),
-        remedy=f"say which axis shards the batch, e.g. PartitionSpec({names[0]!r}).",
-    )
-
-
-def _named(mesh: Mesh, spec: Any) -> NamedSharding:
-    spec = PartitionSpec() if spec is None else spec
-    axes = mesh.shape.items()
-    if not isinstance(spec, PartitionSpec):
-        raise ShardingError(
-            f"{spec!r} is no PartitionSpec.",
-            mesh_axes=axes,
-            remedy="write jax.sharding.PartitionSpec('data'), or a tree of them.",
-        )
-    seen = set()
-    for entry in spec:
-        if entry is PartitionSpec.UNCONSTRAINED:
-            raise ShardingError(
-                "UNCONSTRAINED leaves the placement of the input open.",
-                spec=spec,
-                mesh_axes=axes,
-                remedy="name the axis, or use None for a dim that is not sharded.",
-            )
-        for name in batch_axes(PartitionSpec(entry)):
-            if name not in mesh.axis_names or name in seen:
-                wrong = "twice" if name in seen else "which does not exist"
-                raise ShardingError(
-                    f"the spec names the mesh axis {name!r}, {wrong}.",
-                    spec=spec,
-                    mesh_axes=axes,
-                    remedy=f"use each of {', '.join(map(repr, mesh.axis_names))} at most once.",
-                )
-            seen.add(name)
-    return NamedSharding(mesh, spec)
-
-
-def _as_sharding(leaf: Any) -> Sharding:
-    if isinstance(leaf, jax.Device):
-        return SingleDeviceSharding(leaf)
-    if isinstance(leaf, NamedSharding) and isinstance(leaf.mesh, Mesh):
-        return leaf
-    if isinstance(leaf, SingleDeviceSharding):
-        return leaf
-    raise ShardingError(
-        f"cannot place batches by a {type(leaf).__name__}.",
-        remedy="pass a Mesh, a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a"
-        " device, or a tree of these.",
-    )
-
-
 def _is_sharding(leaf: Any) -> bool:
     return isinstance(leaf, Sharding)
 
@@ -297,23 +212,3 @@ def _child(node: Any, key: Any) -> Any:
     if isinstance(key, jax.tree_util.GetAttrKey):
         return getattr(node, key.name)
     return node[getattr(key, "key", getattr(key, "idx", None))]
-
-
-def _rank(sharding: Sharding) -> int:
-    if not isinstance(sharding, NamedSharding):
-        return 0
-    entries = list(sharding.spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return len(entries)
-
-
-def _num_blocks(sharding: NamedSharding) -> int:
-    return math.prod(sharding.mesh.shape[axis] for axis in batch_axes(sharding.spec))
-
-
-def _trimmed(sharding: Sharding, rank: int) -> Sharding:
-    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:
-        return sharding
-    spec = PartitionSpec(*sharding.spec[:rank])
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

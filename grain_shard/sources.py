@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import grain
 
@@ -25,6 +26,13 @@ class ArrayRecordSource(grain.sources.ArrayRecordDataSource):
     Raises:
         ValueError: No path is given, or not a path.
     """
+
+    # These two say to type checkers that it is a grain.sources.RandomAccessDataSource.
+    def __len__(self) -> int:
+        return super().__len__()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __getitem__(self, index: SupportsIndex) -> bytes:
+        return super().__getitem__(index)
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
         return super().__getitems__(indices)  # pyright: ignore[reportAttributeAccessIssue]
