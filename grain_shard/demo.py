@@ -7,18 +7,14 @@ rest writes the files and holds the library to its word.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import grain
 import jax
@@ -26,20 +22,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 from flax import nnx
 from jax.experimental import multihost_utils
 
 from grain_shard import ArrayRecordSource, rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+from grain_shard.demo_checks import (
+    CountingSource,
+    check,
+    count_compilations,
+    digests,
+    say,
+    show_placement,
+)
+from grain_shard.demo_digits import decode, write_digits
 from grain_shard.errors import GrainShardError
 from grain_shard.transforms.device_put import DevicePutIterDataset
 from grain_shard.trees import Batch
 
 _VIRTUAL_DEVICES = 8
-_FILES = {"train": 4, "test": 2}
-_TEST_IMAGES = 297  # of 1,797; both parts end with a batch that has to be padded
 _MIN_ACCURACY = 0.97
 # Several hosts add up the gradients in another order, which changes the last bits: 5e-7 at most,
 # in trials with seeds 0 to 4.
@@ -139,13 +141,6 @@ def evaluate(model: Classifier, ds: Iterable[Batch]) -> tuple[int, int]:
     return right, records
 
 
-def decode(record: bytes) -> Batch:
-    """One record: 64 pixels from 0 to 16, and the digit that they show."""
-    *pixels, label = np.frombuffer(record, np.uint8)
-    image = np.array(pixels, np.float32).reshape(8, 8, 1) / 16
-    return {"image": image, "label": np.int32(label)}
-
-
 def run(args: argparse.Namespace, directory: epath.Path) -> bool:
     """Trains on the hosts that there are, and says what happened and if it is as promised."""
     compilations = count_compilations()
@@ -231,116 +226,6 @@ def compare(args: argparse.Namespace, directory: epath.Path) -> bool:
         f"parameters and optimizer of {args.hosts} hosts are those of 1, but for {largest:.1g}"
         f" (<= {_MAX_DIFFERENCE:g})",
     )
-
-
-class CountingSource:
-    """A source that counts the records that this host reads, in whatever thread."""
-
-    def __init__(self, source: Any):
-        self._source, self._lock, self.reads = source, threading.Lock(), 0
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index: int) -> bytes:
-        return self._getitems([index])[0]
-
-    def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
-        with self._lock:
-            self.reads += len(indices)
-        return self._source._getitems(indices)
-
-
-def count_compilations() -> Counter[str]:
-    """Counts, from now on, how often XLA compiles each function, e.g. ``jit(train_step)``."""
-    counts: Counter[str] = Counter()
-
-    def listen(event: str, duration_secs: float, **fields: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            counts[fields["fun_name"]] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return counts
-
-
-def digests(ds: Iterable[Batch]) -> list[str]:
-    """Of each batch, a digest of what this host's devices hold."""
-
-    def digest(batch: Batch) -> str:
-        shards = [shard for leaf in jax.tree.leaves(batch) for shard in leaf.addressable_shards]
-        return hashlib.sha256(b"".join(np.asarray(s.data).tobytes() for s in shards)).hexdigest()
-
-    return [digest(batch) for batch in ds]
-
-
-def show_placement(ds: DevicePutIterDataset, mesh: jax.sharding.Mesh) -> None:
-    """Prints the mesh, the type of each leaf, and where its rows are."""
-    with iter(ds) as batches:
-        leaves = jax.tree.leaves_with_path(next(batches))
-    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    say(f"mesh {axes}: {mesh.size} x {mesh.devices.flat[0].device_kind}")
-    for path, leaf in leaves:
-        rows = leaf.sharding.shard_shape(leaf.shape)[0]
-        say(f"  batch{jax.tree_util.keystr(path):15} {jax.typeof(leaf)!s:28} {rows} rows a device")
-    leaf = leaves[0][1]
-    for host in range(jax.process_count()):
-        rows = ", ".join(
-            "{}:{} on {}".format(*index[0].indices(len(leaf))[:2], device)
-            for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
-            if device.process_index == host
-        )
-        say(f"  rows of host {host}: {rows}")
-
-
-def write_digits(directory: Path) -> None:
-    """Writes scikit-learn's digits as ArrayRecord files, unless they are there.
-
-    The folder gets its name when it is complete, so a run that is killed leaves no half of it.
-
-    Raises:
-        GrainShardError: The folder is there and holds something else.
-    """
-    if any(directory.glob("train-*")):
-        say(f"digits found in {directory}")
-        return
-    from sklearn.datasets import load_digits
-
-    digits: Any = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
-    records = [bytes([*digits.images[i].astype(int).flat, digits.target[i]]) for i in order]
-    splits = {"test": records[:_TEST_IMAGES], "train": records[_TEST_IMAGES:]}
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="digits-", dir=directory.parent) as scratch:
-        complete = Path(scratch, "digits")
-        complete.mkdir()
-        for split, files in _FILES.items():
-            for file in range(files):
-                name = f"{split}-{file:05d}-of-{files:05d}.array_record"
-                writer = ArrayRecordWriter(str(complete / name), "group_size:1")
-                for record in splits[split][file::files]:
-                    writer.write(record)
-                writer.close()
-        try:
-            complete.rename(directory)
-        except OSError as error:
-            if not any(directory.glob("train-*")):  # or else another process was faster
-                raise GrainShardError(f"no digits, and no place for them: {error}") from error
-    say(f"digits written to {directory}")
-
-
-def check(kept: bool, promise: str) -> bool:
-    """Prints a promise if it was kept; on every host if it was not."""
-    if kept:
-        say(f"  ok: {promise}")
-    else:
-        print(f"  FAILED: {promise}", flush=True)
-    return kept
-
-
-def say(text: str) -> None:
-    """Prints on the first host."""
-    if jax.process_index() == 0:
-        print(text, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,89 @@
+"""How the demo holds the library to its word: what was read, placed and compiled, counted."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from grain_shard.transforms.device_put import DevicePutIterDataset
+from grain_shard.trees import Batch
+
+
+class CountingSource:
+    """A source that counts the records that this host reads, in whatever thread."""
+
+    def __init__(self, source: Any):
+        self._source, self._lock, self.reads = source, threading.Lock(), 0
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self._getitems([index])[0]
+
+    def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
+        with self._lock:
+            self.reads += len(indices)
+        return self._source._getitems(indices)
+
+
+def count_compilations() -> Counter[str]:
+    """Counts, from now on, how often XLA compiles each function, e.g. ``jit(train_step)``."""
+    counts: Counter[str] = Counter()
+
+    def listen(event: str, duration_secs: float, **fields: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            counts[fields["fun_name"]] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return counts
+
+
+def digests(ds: Iterable[Batch]) -> list[str]:
+    """Of each batch, a digest of what this host's devices hold."""
+
+    def digest(batch: Batch) -> str:
+        shards = [shard for leaf in jax.tree.leaves(batch) for shard in leaf.addressable_shards]
+        return hashlib.sha256(b"".join(np.asarray(s.data).tobytes() for s in shards)).hexdigest()
+
+    return [digest(batch) for batch in ds]
+
+
+def show_placement(ds: DevicePutIterDataset, mesh: jax.sharding.Mesh) -> None:
+    """Prints the mesh, the type of each leaf, and where its rows are."""
+    with iter(ds) as batches:
+        leaves = jax.tree.leaves_with_path(next(batches))
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    say(f"mesh {axes}: {mesh.size} x {mesh.devices.flat[0].device_kind}")
+    for path, leaf in leaves:
+        rows = leaf.sharding.shard_shape(leaf.shape)[0]
+        say(f"  batch{jax.tree_util.keystr(path):15} {jax.typeof(leaf)!s:28} {rows} rows a device")
+    leaf = leaves[0][1]
+    for host in range(jax.process_count()):
+        rows = ", ".join(
+            "{}:{} on {}".format(*index[0].indices(len(leaf))[:2], device)
+            for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
+            if device.process_index == host
+        )
+        say(f"  rows of host {host}: {rows}")
+
+
+def check(kept: bool, promise: str) -> bool:
+    """Prints a promise if it was kept; on every host if it was not."""
+    if kept:
+        say(f"  ok: {promise}")
+    else:
+        print(f"  FAILED: {promise}", flush=True)
+    return kept
+
+
+def say(text: str) -> None:
+    """Prints on the first host."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
