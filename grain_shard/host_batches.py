@@ -7,6 +7,7 @@ whatever Grain's iterator says after that batch.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from collections.abc import Iterator
@@ -150,7 +151,8 @@ class _Numbered(Iterator[tuple[int, Batch]]):
     """Batches with their indices; closes where they come from."""
 
     def __init__(self, batches: grain.DatasetIterator, start: int):
-        self._batches, self._next = batches, start
+        self._batches: Any = batches
+        self._next = start
 
     def __next__(self) -> tuple[int, Batch]:
         batch = next(self._batches)
@@ -158,7 +160,12 @@ class _Numbered(Iterator[tuple[int, Batch]]):
         return self._next - 1, batch
 
     def close(self) -> None:
-        self._batches.close()
+        batches, self._batches = self._batches, iter(())
+        batches.close()
+        # Grain's iterators are in reference cycles, with the semaphores of their processes. If the
+        # collector comes upon those while others are being made, they leak.
+        del batches
+        gc.collect()
 
 
 class Stream:

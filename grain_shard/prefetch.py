@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 # How long close() and the interpreter's exit wait for a thread that is inside the user's code.
 _JOIN_TIMEOUT_S = 5.0
+# How often a waiting consumer looks up.
+_WAKE_S = 1.0
 
 
 class Background(Iterator[T], Generic[S, T]):
@@ -82,7 +84,8 @@ class Background(Iterator[T], Generic[S, T]):
         self._shared.join()
 
     def __del__(self):
-        self.stop()
+        if (shared := getattr(self, "_shared", None)) is not None:  # __init__ may have failed
+            shared.stop()
 
 
 def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -154,7 +157,8 @@ class _Shared(Generic[S, T]):
                         return result
                     self._final = result
                 else:
-                    self._condition.wait()
+                    # Not for ever: a KeyboardInterrupt just before the wait wakes nobody.
+                    self._condition.wait(_WAKE_S)
             return self._final.throw()
 
     def stop(self) -> None:
@@ -188,6 +192,10 @@ class _Shared(Generic[S, T]):
                 self._issued += 1
             try:
                 ticket = next(self._tickets)
+            except StopIteration:
+                # Not the one that was caught: its traceback keeps the frames of the source alive.
+                self._deliver(number, _Raised(StopIteration(), None))
+                return False
             except BaseException as error:
                 self._deliver(number, _Raised(error, error.__traceback__))
                 return False

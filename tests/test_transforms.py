@@ -153,6 +153,14 @@ class TestShardBatch:
             batch["x"][:] = -1
         assert [b["x"] for b in lists(ds)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
+    @pytest.mark.parametrize("shards", [(0,), (0, 1)])
+    def test_nor_does_it_hand_out_what_the_user_holds(self, shards):
+        held = {"x": np.arange(4), "step": np.array(7)}
+        ds = grain.MapDataset.range(1).map(lambda k: held).to_iter_dataset()
+        for batch in ds.pipe(ShardBatch(BatchLayout(2, shards))):
+            assert batch["x"].tolist() == [0, 1, 2, 3][: 2 * len(shards)]
+            assert not any(np.shares_memory(batch[key], held[key]) for key in held)
+
     def test_a_batch_that_must_be_read_whole_is_and_says_so(self):
         ds = records(8).batch(4).map(lambda b: {"x": b["x"] - b["x"].mean()})
         with pytest.warns(UserWarning, match="still has to evaluate every row"):
@@ -609,6 +617,9 @@ class TestDonation:
         for batch in grain.MapDataset.range(2).map(lambda k: whole[8 * k : 8 * k + 8]).pipe(put):
             step(batch).block_until_ready()
             assert batch.is_deleted()
+        chain = grain.MapDataset.range(2).map(lambda k: {"x": whole[8 * k : 8 * k + 8]})
+        for batch in chain.shard_to(data_mesh(num_devices)):
+            step(batch["x"]).block_until_ready()
         np.testing.assert_array_equal(whole, kept)
 
 

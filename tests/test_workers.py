@@ -234,7 +234,11 @@ class TestScripts:
     def test_a_plain_script_works(self, tmp_path):
         code = textwrap.dedent(self.PROGRAM) + 'if __name__ == "__main__":\n    main()\n'
         expected = "[0, 1, 2, 3]\n[4, 5, 6, 7]\n[8, 9, 10, 11]\n"
-        assert run(code, tmp_path / "program.py") == (0, expected, "")
+        code, out, err = run(code, tmp_path / "program.py")
+        assert (code, out) == (0, expected)
+        # On a busy machine Grain may not have freed the last shared memory before the end, and
+        # multiprocessing's tracker, which then does, says so.
+        assert "Traceback" not in err
 
     def test_without_the_guard_of_the_main_module_it_fails_and_python_says_why(self, tmp_path):
         # Each worker imports the script, which would start workers. Python refuses that.
