@@ -124,6 +124,15 @@ def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:
     return tuple(int(seed) for seed in found if seed is not None)
 
 
+def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
+    """What a node was given that changes the order of records, and that its text leaves out."""
+    names = ("_reseed_each_epoch", "_num_epochs", "_window_size", "_proportions")
+    values = [getattr(ds, name, None) for name in names]
+    selection = getattr(ds, "_selection_map", None)
+    values.append(getattr(selection, "_proportions", None))
+    return tuple(str(value) for value in values)
+
+
 @dataclass(frozen=True)
 class _Composed:
     """Applies index maps one after the other; a class so that it pickles."""

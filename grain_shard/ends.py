@@ -27,15 +27,25 @@ _KEPT_ROUNDS = 64
 
 
 class Announced(Iterator[Any]):
-    """A stream that posts, for each batch, that this host has it; and its end, or its failure."""
+    """A stream that posts, for each batch, that this host has it; and its end, or its failure.
 
-    def __init__(self, stream: Iterator[Any], rounds: Rounds):
+    Args:
+        stream: The stream.
+        rounds: The series to post to.
+        first_digest: Of the whole first batch, once that is there, if other hosts have the same.
+    """
+
+    def __init__(self, stream: Iterator[Any], rounds: Rounds, first_digest: Callable[[], str]):
         self._stream, self._rounds, self._next = stream, rounds, 0
+        self._first_digest = first_digest
 
     def __next__(self) -> Any:
         answer: Any = BATCH
         try:
-            return next(self._stream)
+            item = next(self._stream)
+            if self._next == 0:
+                answer = [BATCH, self._first_digest()]
+            return item
         except StopIteration:
             answer = END
             raise
@@ -133,6 +143,16 @@ class _Decide:
         if failed:
             lines = [f"  host {host}: {text}" for host, text in failed.items()]
             return {"error": "\n".join(["a host's stream failed.", *lines])}
+        digests = {host: a[1] for host, a in answers.items() if isinstance(a, list)}
+        if self._same_rows and len(set(digests.values())) > 1:
+            first = next(iter(digests))
+            other = next(host for host, digest in digests.items() if digest != digests[first])
+            return {
+                "error": 'rows="global" says that every host produces the same batches, and the'
+                f" first batches of hosts {first} and {other} differ.\n"
+                "  remedy: read the same files with the same seed on every host, or shard the"
+                ' source by grain_shard.ShardByMesh and pass rows="local".'
+            }
         ended = [host for host, answer in answers.items() if answer == END]
         if not ended:
             return BATCH

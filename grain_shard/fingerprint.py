@@ -1,7 +1,8 @@
 """What must not change between saving a state and restoring it, in a few short words.
 
 The walk down a pipeline uses what Grain shows of it: each node's text, its length, the paths of a
-source. Seeds have no public place; where they can't be seen, a changed seed goes unnoticed.
+source. Seeds and weights have no public place; where they can't be seen, a change goes unnoticed.
+So does one inside a function (its name is all that is compared) or inside the records.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def fingerprint(ds: grain.MapDataset, remainder: str) -> Fingerprint:
         "remainder": remainder,
         "source": digest(sources),
         "seeds": digest([_grain.seeds(n) for n in nodes]),
-        "transforms": digest([_text(n) for n in nodes]),
+        "transforms": digest([(_text(n), _grain.parameters(n)) for n in nodes]),
     }
 
 
@@ -59,6 +60,10 @@ def check_fingerprint(state: Mapping[str, Any], current: Fingerprint) -> None:
     Raises:
         StateError: A field of the fingerprint is missing or differs; the message names each.
     """
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"a state is a dict, not {state!r}.\n  remedy: pass what get_state() gave."
+        )
     missing = [name for name in ("batch", *current) if name not in state]
     if missing:
         raise StateError(

@@ -119,10 +119,7 @@ class RandomAccess:
         return Opened(start, batches)
 
     def _in_workers(self, ds: grain.MapDataset) -> grain.IterDataset:
-        if not flags.FLAGS.is_parsed():
-            # Grain reads absl's flags to start a worker, which only absl.app.run parses
-            # (grain#1355): a plain script, a notebook or pytest never does.
-            flags.FLAGS.mark_as_parsed()
+        _let_grain_read_its_flags()
         per_worker = max(1, self._buffer_size // self._num_workers)
         # In a worker, one thread makes the next batch while the last one is being sent.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
@@ -145,6 +142,15 @@ class RandomAccess:
                 "  remedy: pass what get_state() gave, unchanged."
             )
         return batch
+
+
+def _let_grain_read_its_flags() -> None:
+    """Grain reads absl's flags to start a worker, and only absl.app.run parses them (grain#1355).
+
+    A plain script, a notebook or pytest never does.
+    """
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
 
 
 class _Numbered(Iterator[tuple[int, Batch]]):
@@ -183,12 +189,19 @@ class Stream:
         return None
 
     def open(self, position: bytes | None, rounds: Rounds | None = None) -> Opened:
+        _let_grain_read_its_flags()  # there may be an .mp_prefetch in the stream
         iterator = iter(self._ds)
         if position is not None:
-            iterator.set_state(pickle.loads(position))
+            try:
+                iterator.set_state(pickle.loads(position))
+            except (KeyError, TypeError, IndexError) as error:
+                raise StateError(
+                    f"the stream cannot take this state: {type(error).__name__}: {error}.\n"
+                    "  remedy: restore with the pipeline that saved it."
+                ) from error
         stream: Iterator[tuple[Batch, bytes]] = _WithPosition(iterator)
         if rounds is not None:
-            stream = Announced(stream, rounds)
+            stream = Announced(stream, rounds, lambda: getattr(iterator, "first_digest", ""))
         batches = Background(
             lambda ticket: ticket, stream, buffer_size=self._buffer_size, name=_THREAD
         )
@@ -218,9 +231,9 @@ class Stream:
         return {"parent": _plain(pickle.loads(position))}
 
     def from_state(self, state: dict[str, Any]) -> bytes:
-        if set(state) != {"parent"}:
+        if not isinstance(state, dict) or set(state) != {"parent"}:
             raise StateError(
-                f"this is no state of a stream: it has the fields {sorted(state)}.\n"
+                f"this is no state of a stream: {state!r}.\n"
                 "  remedy: restore with the pipeline that saved it."
             )
         return pickle.dumps(state["parent"])

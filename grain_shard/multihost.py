@@ -261,7 +261,7 @@ def _same_rows(answers: Answers) -> list[str]:
             lines.append(
                 f"  rows: hosts {other} and {host} hold different shards and feed the same rows;"
                 " shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
-                ' rows="global" if every host reads the whole batch'
+                ' rows="global" if every host reads the whole batch, or makes up the same data'
             )
     return lines
 

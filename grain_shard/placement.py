@@ -46,7 +46,7 @@ class DevicePlacement:
 
     The trees hold numpy arrays, `jax.Array`s (typed PRNG keys too) and Python scalars, and come
     back with `jax.Array`s; numpy arrays of strings stay as they are. On the CPU backend the result
-    shares no memory with numpy input, so a loader may reuse its buffer.
+    shares no memory with numpy input.
 
     On several processes, each passes the same whole data and keeps what its own devices hold.
 

@@ -266,7 +266,8 @@ class WholeBatchRows:
             batch.refuse(
                 f"batch {index} has {batch.rows} rows, more than the {self.global_batch_size} of a"
                 " full batch.",
-                remedy="give every batch but the last of an epoch the same number of rows.",
+                remedy="give every batch but the last of an epoch the same number of rows: shuffle,"
+                " mix or concatenate before .batch, or use .batch(B, drop_remainder=True).",
             )
         with span(BATCH):
             return take_rows(batch, rows)

@@ -86,7 +86,8 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
                     f"the spec names the mesh axis {name!r}, {wrong}.",
                     spec=spec,
                     mesh_axes=axes,
-                    remedy=f"use each of {', '.join(map(repr, mesh.axis_names))} at most once.",
+                    remedy=f"the mesh has {', '.join(map(repr, mesh.axis_names))}; use each axis at"
+                    " most once.",
                 )
             seen.add(name)
     return NamedSharding(mesh, spec)

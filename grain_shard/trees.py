@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -42,7 +43,7 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
     for path, leaf in zip(paths, leaves, strict=True):
         try:
             array = np.asarray(leaf)
-        except ValueError:  # numpy: "inhomogeneous shape"
+        except (ValueError, TypeError):  # numpy: "inhomogeneous shape"; JAX: a typed PRNG key
             array = np.empty((), object)
         if array.dtype.kind == "O":
             raise ShardingError(
@@ -93,6 +94,11 @@ class FlatBatch(NamedTuple):
         paths, leaves, structure = flatten(batch)
         arrays = as_arrays(paths, leaves)
         return cls(paths, arrays, structure, _leading_size(paths, arrays))
+
+    def digest(self) -> str:
+        """Sixteen hex digits of what all its leaves hold."""
+        content = b"".join(array.tobytes() for array in self.arrays)
+        return hashlib.sha256(content).hexdigest()[:16]
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
         """Raises a `ShardingError` that shows the first leaf."""

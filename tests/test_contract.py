@@ -249,6 +249,26 @@ class TestState:
             iterator.set_state(state)
         assert ids(iterator)[0] == [0, 1, 2, 3], "a refused state changes nothing"
 
+    @pytest.mark.parametrize(
+        ("saved", "now"),
+        [
+            (
+                lambda ds: grain.MapDataset.mix([ds, ds], [1, 9]),
+                lambda ds: grain.MapDataset.mix([ds, ds], [9, 1]),
+            ),
+            (lambda ds: ds.repeat(2), lambda ds: ds.repeat(2, reseed_each_epoch=False)),
+            (
+                lambda ds: grain.experimental.WindowShuffleMapDataset(ds, window_size=4, seed=0),
+                lambda ds: grain.experimental.WindowShuffleMapDataset(ds, window_size=8, seed=0),
+            ),
+        ],
+        ids=["weights", "reseeding", "window"],
+    )
+    def test_what_changes_the_order_of_records_is_noticed(self, saved, now):
+        state = iter(saved(_five()).batch(2).shard_to(data_mesh(2))).get_state()
+        with pytest.raises(StateError, match=r"\btransforms\b.* changed"):
+            iter(now(_five()).batch(2).shard_to(data_mesh(2))).set_state(state)
+
     def test_a_moved_line_of_code_is_not_another_pipeline(self):
         def build(fn):
             return numbered(8, 4).map(fn).shard_to(data_mesh(2))

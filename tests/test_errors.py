@@ -37,14 +37,14 @@ AT_BUILD = {
         """\
 the spec names the mesh axis 'batch', which does not exist.
   leaf:   every leaf   spec: P('batch')   mesh: data=4
-  remedy: use each of 'data' at most once.""",
+  remedy: the mesh has 'data'; use each axis at most once.""",
     ),
     "an axis named twice": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("data", "data")),
         """\
 the spec names the mesh axis 'data', twice.
   leaf:   every leaf   spec: P('data', 'data')   mesh: data=4
-  remedy: use each of 'data' at most once.""",
+  remedy: the mesh has 'data'; use each axis at most once.""",
     ),
     "no spec where none can be guessed": (
         lambda: numbered(8, 8).shard_to(jax.make_mesh((4, 2), ("dp", "tp"))),
@@ -322,6 +322,15 @@ batch['image']: the first batch had float32[8, 2, 3] here, on this host.
   leaf:   float16[8, 2, 3]   mesh: data=8
   remedy: give all batches one tree, one shape and one dtype, so that a step compiles once."""
     )
+
+
+@pytest.mark.parametrize("remainder", ["drop", "error"])
+def test_a_short_batch_where_none_may_be_is_no_batch_of_zeros(remainder):
+    ds = numbered(20, 8).seed(1).shuffle()  # the short third batch comes second
+    iterator = iter(ds.shard_to(data_mesh(4), remainder=remainder))
+    next(iterator)
+    with pytest.raises(ShardingError, match="short in the middle of an epoch"):
+        next(iterator)
 
 
 def test_what_grain_refuses_it_still_refuses():

@@ -67,10 +67,16 @@ class DevicePut:
         require_int("num_workers", self.num_workers, 0)
         if self.num_threads is not None:
             require_int("num_threads", self.num_threads, 1)
-        if not self.timeout_s > 0:
+        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
             raise ShardingError(
                 f"timeout_s={self.timeout_s!r} is not a positive number of seconds.",
                 remedy="pass how long one host may wait for another.",
+            )
+
+        if not isinstance(self.shardings, ShardingTree):
+            raise ShardingError(
+                f"cannot place batches by a {type(self.shardings).__name__}.",
+                remedy="pass ShardingTree.of(mesh, spec).",
             )
 
     def __call__(self, ds: grain.MapDataset | grain.IterDataset) -> DevicePutIterDataset:

@@ -154,7 +154,20 @@ class _PaddedRows:
             index = index // epoch.full * epoch.batches + index % epoch.full
         batch = self._inner.read(index, rows)
         with span(PAD):
+            if self._pad.remainder != "pad":
+                self._check_full(batch, rows)
             return pad_batch(batch, len(rows), self._pad.mask_key)
+
+    def _check_full(self, batch: Batch, rows: np.ndarray) -> None:
+        """Batches are short at the end of an epoch only, unless something moved them."""
+        flat = FlatBatch.of(batch)
+        if flat.rows < len(rows):
+            flat.refuse(
+                "a batch is short in the middle of an epoch: something stands between .batch and"
+                " .shard_to that changes the order of batches.",
+                remedy="shuffle, mix or concatenate before .batch, or use"
+                " .batch(B, drop_remainder=True).",
+            )
 
     def _dropping(self) -> Epoch | None:
         return self._inner.epoch() if self._pad.remainder == "drop" else None

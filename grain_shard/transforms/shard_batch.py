@@ -8,6 +8,7 @@ from typing import Any
 
 import grain
 
+from grain_shard.errors import ShardingError
 from grain_shard.layout import BatchLayout
 from grain_shard.rows import row_reader, take_rows
 from grain_shard.trees import Batch, FlatBatch
@@ -31,6 +32,13 @@ class ShardBatch:
     """
 
     layout: BatchLayout
+
+    def __post_init__(self):
+        if not isinstance(self.layout, BatchLayout):
+            raise ShardingError(
+                f"a {type(self.layout).__name__} does not say which rows this host holds.",
+                remedy="pass ShardingTree.of(mesh, spec).layout().",
+            )
 
     def __call__(self, ds: Any) -> Any:
         """The dataset of this host's rows, of the same kind: leaves are ``[host_batch_size, ...]``.
@@ -90,9 +98,12 @@ class _ShardBatchIterator(grain.DatasetIterator):
     def __init__(self, parent: grain.DatasetIterator, layout: BatchLayout):
         super().__init__(parent)
         self._source, self._layout = parent, layout
+        self.first_digest = ""  # of the whole first batch, to be compared with other hosts'
 
     def __next__(self) -> Batch:
         batch = FlatBatch.of(next(self._source))
+        if not self.first_digest and self._layout.num_hosts > 1:
+            self.first_digest = batch.digest()
         return take_rows(batch, self._layout.rows(batch.rows))
 
     def get_state(self) -> dict[str, Any]:
