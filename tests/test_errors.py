@@ -326,7 +326,8 @@ batch['image']: the first batch had float32[8, 2, 3] here, on this host.
 
 @pytest.mark.parametrize("remainder", ["drop", "error"])
 def test_a_short_batch_where_none_may_be_is_no_batch_of_zeros(remainder):
-    ds = numbered(20, 8).seed(1).shuffle()  # the short third batch comes second
+    shuffled = (numbered(20, 8).shuffle(seed=seed) for seed in range(100))
+    ds = next(ds for ds in shuffled if len(ds[1]["id"]) == 4)  # the short batch comes second
     iterator = iter(ds.shard_to(data_mesh(4), remainder=remainder))
     next(iterator)
     with pytest.raises(ShardingError, match="short in the middle of an epoch"):
