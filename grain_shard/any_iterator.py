@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grain
+import jax
+import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.fingerprint import fingerprint
@@ -50,7 +52,7 @@ def prefetch(
             num_workers=0,
         )
     elif isinstance(source, grain.IterDataset):
-        host_batches = Stream(source, buffer_size=cpu_buffer_size)
+        host_batches = Stream(source.map(_owned), buffer_size=cpu_buffer_size)
     else:
         host_batches = AnyIterable(source, buffer_size=cpu_buffer_size)
     return ShardedIterator(
@@ -60,6 +62,11 @@ def prefetch(
         reshard=None,
         across=None,
     )
+
+
+def _owned(batch: Batch) -> Batch:
+    """The batch with arrays of its own: a loader may fill its buffer again while they wait."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
 
 
 class _Placer:
@@ -90,7 +97,7 @@ class AnyIterable(Stream):
     `grain.DataLoader` is bytes, which JSON cannot hold, and becomes text.
 
     Args:
-        source: The batches. A batch must not be written to once it was handed over.
+        source: The batches. Arrays are copied, so it may fill its buffers again.
         buffer_size: Batches that may wait on the host or be in the making.
     """
 
@@ -156,7 +163,7 @@ class _IterableIterator(grain.DatasetIterator):
 
     def __next__(self) -> Batch:
         with self._in_use:
-            return next(self._iterator)
+            return _owned(next(self._iterator))
 
     def get_state(self) -> Any:
         with self._in_use:

@@ -190,7 +190,7 @@ class DevicePlacement:
         Args:
             data_iterator: Any iterable of batches. A `grain.MapDataset` is read by several
                 threads. A generator is closed at the end; an iterator with a state is left to
-                its owner. A batch must not be written to once it was yielded.
+                its owner. It may fill its buffers again: numpy arrays are copied.
             device: A device, a `Sharding`, or a tree prefix of shardings, as for
                 `distribute_batch`; None for the default device.
             buffer_size: Batches that may wait on the devices or be on their way there.
@@ -204,6 +204,7 @@ class DevicePlacement:
             ShardingError: Here, if a buffer size is no positive integer, or a sharding has no
                 device of this process; from ``next``, if a batch does not fit its shardings.
         """
+        require_int("buffer_size", buffer_size, 1)
         target = ShardingTree.of(self.default_device if device is None else device)
         return prefetch(
             data_iterator,

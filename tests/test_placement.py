@@ -396,8 +396,23 @@ class TestPrefetch:
         assert "call .to_iter_dataset()" in refusal(lambda: next(iterator))
         assert values(prefetch_to_device(ds.to_iter_dataset())) == [0, 2, 3]
 
+    @pytest.mark.parametrize("as_dataset", [False, True])
+    def test_a_loader_may_fill_its_buffer_again(self, as_dataset):
+        buffer = np.zeros((8, 1024), np.float32)
+
+        def fill(i):
+            buffer[:] = i
+            return buffer
+
+        if as_dataset:
+            source = grain.MapDataset.range(6).to_iter_dataset().map(fill)
+        else:
+            source = map(fill, range(6))
+        with prefetch_to_device(source) as batches:
+            assert [float(batch[0, 0]) for batch in batches] == [0, 1, 2, 3, 4, 5]
+
     def test_buffer_sizes_are_checked(self):
-        assert "device_buffer_size=0" in refusal(lambda: prefetch_to_device([], size=0))
+        assert refusal(lambda: prefetch_to_device([], size=0)).startswith("buffer_size=0")
         assert "cpu_buffer_size=0" in refusal(lambda: prefetch_to_device([], cpu_buffer_size=0))
 
     def test_what_is_not_iterable_is_refused(self):
