@@ -230,8 +230,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "jax.distributed.initialize() needs no arguments, and collectives cross the processes."
     )
     add = parser.add_argument
-    add("--hosts", type=int, required=True, help="number of hosts")
-    add("--devices-per-host", type=int, default=1, help="CPU devices of each (default: 1)")
+    add("--hosts", type=positive_integer, required=True, help="number of hosts")
+    add(
+        "--devices-per-host",
+        type=positive_integer,
+        default=1,
+        help="CPU devices of each (default: 1)",
+    )
     add("--timeout", type=float, default=600.0, help="seconds until all are ended (default: 600)")
     add("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     add("script", help="the training script")
@@ -267,6 +272,14 @@ def main(args: argparse.Namespace) -> int:
     if result.exit_code != 0:
         print(f"rehearse: {result.summary()}", file=sys.stderr)
     return result.exit_code
+
+
+def positive_integer(text: str) -> int:
+    """The number that a command line's word stands for; its name is in argparse's message."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
