@@ -89,7 +89,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         across = self._across
         rounds = Rounds(across.hosts, across.timeout_s) if across else None
         self._position, batches = self._host.open(position, rounds)
-        self._begun, self._failure, self._rounds = False, None, rounds
+        self._begun = self._compared = False
+        self._failure, self._rounds = None, rounds
         # The threads must refer to these and not to self, which could never be collected then.
         self._wait, placer = _Wait(), self._placer
         if across and rounds and isinstance(self._host, Stream):
@@ -118,7 +119,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._assert_not_closed()
         if self._failure is not None:
             raise self._failure
-        first = not self._begun
+        first, self._compared = not self._compared, True
         self.start_prefetch()
         with self._wait:
             try:

@@ -106,6 +106,13 @@ def case_seed(host, _):
     return first_batch(shard(ds.map(lambda i: {"id": np.int32(i)}).batch(8)))
 
 
+def case_seed_when_started_ahead(host, _):
+    ds = grain.MapDataset.range(22).seed(7 if host == ODD else 1).shuffle()
+    iterator = shard(ds.map(lambda i: {"id": np.int32(i)}).batch(8))
+    iterator.start_prefetch()
+    return first_batch(iterator)
+
+
 def case_file_list(host, directory):
     source = files(directory, "a", "c" if host == ODD else "b")
     return first_batch(shard(grain.MapDataset.source(source).map(decode).batch(8)))
@@ -288,6 +295,7 @@ def assert_refused(result, host):
     ("case", "field", "usual", "odd"),
     [
         (case_seed, "seeds", None, None),
+        (case_seed_when_started_ahead, "seeds", None, None),
         (case_file_list, "source", None, None),
         (case_order_of_files, "source", None, None),
         (case_number_of_records, "records", "22", "11"),
