@@ -143,7 +143,8 @@ class _Decide:
         if failed:
             lines = [f"  host {host}: {text}" for host, text in failed.items()]
             return {"error": "\n".join(["a host's stream failed.", *lines])}
-        digests = {host: a[1] for host, a in answers.items() if isinstance(a, list)}
+        # A host without a digest has another setting of `rows`; the agreement at the start says so.
+        digests = {host: a[1] for host, a in answers.items() if isinstance(a, list) and a[1]}
         if self._same_rows and len(set(digests.values())) > 1:
             first = next(iter(digests))
             other = next(host for host, digest in digests.items() if digest != digests[first])
