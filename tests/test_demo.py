@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from grain_shard import ArrayRecordSource, demo
+from grain_shard import ArrayRecordSource, demo_digits
 from grain_shard.__main__ import main
 from grain_shard.errors import GrainShardError
 
@@ -69,7 +69,7 @@ def test_first_run_writes_the_files_and_keeps_every_promise(cache):
 
 @pytest.mark.slow
 def test_too_few_epochs_fail_and_the_files_are_used_again(cache):
-    demo.write_digits(cache / "grain_shard" / "digits")
+    demo_digits.write_digits(cache / "grain_shard" / "digits")
     before = files(cache)
     result = demo_run(cache, "--epochs", "1", "--batch-size", "100", "--seed", "7")
 
@@ -102,21 +102,21 @@ def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(cache):
 def test_run_that_is_killed_while_it_writes_leaves_nothing_to_be_found(tmp_path):
     kill_at_the_last_file = """
 import os, pathlib, sys
-from grain_shard import ArrayRecordSource, demo
-class Writer(demo.ArrayRecordWriter):
+from grain_shard import demo_digits
+class Writer(demo_digits.ArrayRecordWriter):
     def __init__(self, path, options):
         super().__init__(path, options)
         if "test-00001" in path:
             os.kill(os.getpid(), 9)
-demo.ArrayRecordWriter = Writer
-demo.write_digits(pathlib.Path(sys.argv[1]))
+demo_digits.ArrayRecordWriter = Writer
+demo_digits.write_digits(pathlib.Path(sys.argv[1]))
 """
     directory = tmp_path / "digits"
     assert run(tmp_path, "-c", kill_at_the_last_file, str(directory)).returncode == -9
     assert len(list(tmp_path.rglob("train-*"))) == 4
     assert not directory.exists()
 
-    demo.write_digits(directory)
+    demo_digits.write_digits(directory)
     records = {
         split: len(ArrayRecordSource(sorted(directory.glob(f"{split}-*"))))
         for split in ("train", "test")
@@ -127,7 +127,7 @@ demo.write_digits(pathlib.Path(sys.argv[1]))
 def test_folder_with_something_else_in_it_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("...")
     with pytest.raises(GrainShardError, match=r"^no digits, and no place for them: .*not empty"):
-        demo.write_digits(tmp_path)
+        demo_digits.write_digits(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
