@@ -308,7 +308,7 @@ def test_a_host_evaluates_its_own_rows_and_one_record_at_most_for_the_structure(
 
     ds = grain.MapDataset.range(20).map(record).batch(8)
     rows = ds.pipe(PadToDivisible(4)).pipe(ShardBatch(BatchLayout(4, (1, 3))))
-    assert ids(rows) == [[2, 3, 6, 7], [10, 11, 14, 15], [18, 19]]
+    assert ids([rows[k] for k in range(3)]) == [[2, 3, 6, 7], [10, 11, 14, 15], [18, 19]]
     assert seen == [2, 3, 6, 7, 10, 11, 14, 15, 18, 19]
     seen.clear()
     last = ds.pipe(PadToDivisible(4)).pipe(ShardBatch(BatchLayout(4, (3,))))
