@@ -113,7 +113,7 @@ def end_soon_after_a_host_is_lost():
 
 
 def train_until_a_host_is_killed(directory, killed_host):
-    if killed_host is not None:
+    if killed_host == 1:  # losing host 0, and the coordinator with it, ends the others at once
         end_soon_after_a_host_is_lost()
     mesh = mesh_of_all()
     totals, step = training_step(mesh)
