@@ -113,7 +113,7 @@ def end_soon_after_a_host_is_lost():
 
 
 def train_until_a_host_is_killed(directory, killed_host):
-    if killed_host == 1:  # losing host 0, and the coordinator with it, ends the others at once
+    if killed_host is not None:
         end_soon_after_a_host_is_lost()
     mesh = mesh_of_all()
     totals, step = training_step(mesh)
@@ -154,7 +154,8 @@ def merged(of_hosts):
     ]
 
 
-@pytest.mark.parametrize("killed_host", [1, 0])
+# Not host 0: with the coordinator gone, how the others end is between JAX's versions.
+@pytest.mark.parametrize("killed_host", [1])
 def test_when_a_host_is_killed_the_other_ends_and_a_restart_continues_exactly(
     tmp_path, killed_host
 ):
