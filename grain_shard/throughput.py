@@ -26,6 +26,7 @@ def create_sharded_pipeline(
     On a mesh of one device it is an ordinary loader, so a program needs no second path for it.
 
     Example:
+        >>> import jax
         >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
         >>> for batch in create_sharded_pipeline([{"x": 1}, {"x": 2}, {"x": 3}], mesh, 2):
         ...     print(batch["x"], batch["valid_mask"])
