@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
-import matplotlib.pyplot  # noqa: F401 (has Jupyter show figures)
 from matplotlib.figure import Figure
 
 from grain_shard.spans import BATCH, PAD, PLACE, READ, STEP, WAIT
@@ -24,10 +24,19 @@ _COLORS = {
 _LANE_HEIGHT = 0.8
 
 
+class _Picture(Figure):
+    """A figure that Jupyter shows once: pyplot, which shows what is open, does not know of it."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
+
+
 def draw(timeline: Timeline) -> Figure:
     """The lanes over time; one of several threads is divided among them."""
     lanes = timeline.lanes_s
-    figure = Figure(figsize=(11, 1.6 + 0.5 * len(lanes)), layout="constrained", facecolor="white")
+    figure = _Picture(figsize=(11, 1.6 + 0.5 * len(lanes)), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     for y, lane in enumerate(lanes):
         spans = [s for s in timeline.spans if s.stage == lane]

@@ -7,7 +7,9 @@ import builtins
 import dataclasses
 import gzip
 import json
+import sys
 import time
+from types import SimpleNamespace
 
 import grain
 import jax
@@ -243,8 +245,19 @@ class TestPicture:
         bars = sum(len(collection.get_paths()) for collection in axes.collections)
         assert bars == len(timeline.spans)
 
+    def test_jupyter_shows_the_picture_and_prints_the_text(self, monkeypatch, capsys):
+        shown = []
+        in_jupyter = SimpleNamespace(display=shown.append)
+        monkeypatch.setitem(sys.modules, "IPython.display", in_jupyter)
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=in_jupyter))
+        timeline = profile(sharded(), step, 2)
+        timeline._ipython_display_()
+        (figure,) = shown
+        assert figure._repr_png_().startswith(b"\x89PNG")
+        assert capsys.readouterr().out == f"{timeline}\n"
+
     def test_without_matplotlib_there_is_text_and_an_error_that_says_what_to_install(
-        self, monkeypatch, capsys
+        self, monkeypatch
     ):
         timeline = profile(sharded(), step, 2)
         real_import = builtins.__import__
