@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import GrainShardError, ShardingError, profile
+from grain_shard import BatchLayout, GrainShardError, ShardingError, profile
 from grain_shard.bottleneck import Figures, Settings, verdict
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
@@ -183,9 +183,16 @@ def test_what_the_advice_knows_of_a_pipeline(ds, expected):
     assert settings_of(ds) == expected
 
 
+def test_a_host_that_makes_whole_batches_for_some_of_their_rows(monkeypatch):
+    monkeypatch.setattr(BatchLayout, "holds_all", False)  # as on one of several hosts
+    assert settings_of(sharded(batches().map(dict))).reads_other_rows
+    assert not settings_of(sharded()).reads_other_rows
+
+
 class TestTimeline:
     def test_spans_lie_within_the_loop_and_the_loop_waits_or_steps(self):
-        timeline = profile(sharded(), step, 10, warmup=3)
+        # A batch is being read when the loop begins, and when it ends.
+        timeline = profile(sharded(batches(slow(record))), step, 10, warmup=3)
         assert (timeline.num_batches, timeline.warmup) == (10, 3)
         assert set(timeline.lanes_s) >= {"place", "wait", "step"}
         for lane, thread, start, end in timeline.spans:
@@ -249,7 +256,8 @@ class TestPicture:
         shown = []
         in_jupyter = SimpleNamespace(display=shown.append)
         monkeypatch.setitem(sys.modules, "IPython.display", in_jupyter)
-        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=in_jupyter))
+        # matplotlib asks an IPython that it finds for its version.
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(version_info=(9, 0)))
         timeline = profile(sharded(), step, 2)
         timeline._ipython_display_()
         (figure,) = shown
