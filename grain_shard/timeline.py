@@ -11,9 +11,9 @@ import grain
 from grain_shard.bottleneck import Figures, Settings, verdict
 from grain_shard.errors import GrainShardError
 from grain_shard.measured_loop import measured_loop
-from grain_shard.rows import RowMapDataset
 from grain_shard.spans import LOOP, STAGES, Span
 from grain_shard.transforms.device_put import DevicePutIterDataset
+from grain_shard.transforms.shard_batch import ShardBatchMapDataset
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -189,15 +189,13 @@ def profile(
 def settings_of(ds: DevicePutIterDataset) -> Settings:
     """What `shard_to` was told, and what it found out."""
     (parent,), put = ds.parents, ds.settings
-    layout = put.shardings.layout()
-    whole = isinstance(parent, RowMapDataset) and parent.reader.reads_whole_batches
     return Settings(
         num_workers=put.num_workers,
         cpu_buffer_size=put.cpu_buffer_size,
         is_stream=not isinstance(parent, grain.MapDataset),
         reads_once=put.final_shardings is not None,
-        reads_other_rows=whole and not layout.holds_all,
-        amplification=layout.amplification,
+        reads_other_rows=isinstance(parent, ShardBatchMapDataset) and parent.reads_other_rows,
+        amplification=put.shardings.layout().amplification,
     )
 
 

@@ -185,7 +185,7 @@ def test_what_the_advice_knows_of_a_pipeline(ds, expected):
 
 def test_a_host_that_makes_whole_batches_for_some_of_their_rows(monkeypatch):
     monkeypatch.setattr(BatchLayout, "holds_all", False)  # as on one of several hosts
-    with pytest.warns(UserWarning, match="whole"):
+    with pytest.warns(UserWarning, match="has to evaluate every row"):
         mapped = sharded(batches().map(dict))
     assert settings_of(mapped).reads_other_rows
     assert not settings_of(sharded()).reads_other_rows
