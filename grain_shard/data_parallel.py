@@ -52,6 +52,11 @@ def create_data_parallel_sharding(
 
     Raises:
         ShardingError: The mesh has no such axis.
+
+    Example:
+        >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
+        >>> sharding.shard_shape((16, 3))
+        (2, 3)
     """
     return ShardingTree.of(mesh, PartitionSpec(data_axis)).prefix
 
@@ -259,6 +264,11 @@ def reduce_gradients_across_devices(
 
     Raises:
         ValueError: Another `reduce_type`.
+
+    Example:
+        >>> gradients = {"w": jnp.array([1.0, 3.0])}  # of two devices
+        >>> jax.vmap(reduce_gradients_across_devices, axis_name="batch")(gradients)
+        {'w': Array([2., 2.], dtype=float32)}
     """
     reduce = _of_type(reduce_type, {"mean": jax.lax.pmean, "sum": jax.lax.psum})
     return reduce(gradients, axis_name)
@@ -278,6 +288,10 @@ def reduce_gradient_tree(gradients: Any, reduce_type: str = "mean") -> Any:
     Raises:
         ValueError: Another `reduce_type`.
         ShardingError: A leaf has no leading axis.
+
+    Example:
+        >>> reduce_gradient_tree({"w": jnp.array([[1.0, 0.0], [3.0, 0.0]])})
+        {'w': Array([2., 0.], dtype=float32)}
     """
     reduce = _of_type(reduce_type, {"mean": jnp.mean, "sum": jnp.sum})
 

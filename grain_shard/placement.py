@@ -264,12 +264,25 @@ class DevicePlacement:
 
 
 def place_on_device(data: Any, device: Any = None) -> Any:
-    """`DevicePlacement.place_on_device`; by default on this process's first device."""
+    """`DevicePlacement.place_on_device`; by default on this process's first device.
+
+    Example:
+        >>> x = place_on_device({"x": np.zeros(3)}, jax.local_devices()[1])["x"]
+        >>> x.devices() == {jax.local_devices()[1]}
+        True
+    """
     return DevicePlacement().place_on_device(data, device)
 
 
 def distribute_batch(data: Any, sharding: Any) -> Any:
-    """`DevicePlacement.distribute_batch`."""
+    """`DevicePlacement.distribute_batch`.
+
+    Example:
+        >>> rows = jax.sharding.NamedSharding(create_1d_mesh(), PartitionSpec("data"))
+        >>> batch = distribute_batch({"x": np.zeros((16, 3)), "step": 0}, rows)
+        >>> batch["x"].addressable_shards[0].data.shape, batch["step"].is_fully_replicated
+        ((2, 3), True)
+    """
     return DevicePlacement().distribute_batch(data, sharding)
 
 

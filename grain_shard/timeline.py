@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 class Timeline:
     """What `profile` found. Its text says what to change; in Jupyter it is a picture, too.
 
+    Example:
+        >>> from grain_shard.spans import Span
+        >>> reading = Span("read", "host-0", 0.0, 0.75)
+        >>> loop = Span("wait", "main", 0.0, 0.75), Span("step", "main", 0.75, 1.0)
+        >>> timeline = Timeline(1, 1, 0, 1.0, (reading, *loop))
+        >>> timeline.bottleneck, timeline.wait_share
+        ('read', 0.75)
+
     Attributes:
         num_batches: Batches that were measured.
         num_batches_asked: Batches that were to be measured; more if the dataset ended early.
