@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from grain_shard import ShardingError, StateError, placement, rehearse
+from grain_shard import ShardingError, StateError, device_info, rehearse
 from grain_shard.placement import (
     DevicePlacement,
     HardwareType,
@@ -101,7 +101,7 @@ class TestDevices:
             def memory_stats(self):
                 return {"bytes_in_use": 1, "bytes_limit": 2, "num_allocs": 3}
 
-        assert placement._memory(Device()) == {"bytes_in_use": 1, "bytes_limit": 2}
+        assert device_info._memory(Device()) == {"bytes_in_use": 1, "bytes_limit": 2}
 
 
 class TestBatchSize:
