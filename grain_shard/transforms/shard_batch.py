@@ -59,13 +59,18 @@ class ShardBatchMapDataset(grain.MapDataset):
         self._layout = layout
         self._reader = row_reader(parent)
         self._rows = layout.rows(self._reader.global_batch_size)
-        if self._reader.reads_whole_batches and not layout.holds_all:
+        if self.reads_other_rows:
             warnings.warn(
                 f"this host holds {len(layout.shards)} of {layout.divisor} shards and still has to"
                 " evaluate every row: with a custom batch_fn, or a .map after .batch, no row can"
                 " be had alone. Move the .map before .batch to read only the rows it needs.",
                 stacklevel=2,
             )
+
+    @property
+    def reads_other_rows(self) -> bool:
+        """Whether whole batches are read, of which this host keeps some rows."""
+        return self._reader.reads_whole_batches and not self._layout.holds_all
 
     def __len__(self) -> int:
         return self._reader.num_batches()
