@@ -60,7 +60,9 @@ if TYPE_CHECKING:
         place_on_device,
         prefetch_to_device,
     )
+    from grain_shard.planning import Plan, plan
     from grain_shard.throughput import Throughput, create_sharded_pipeline, measure_throughput
+    from grain_shard.topology import hosts_mesh, topology_mesh
 
 __version__ = "0.1.0"
 
@@ -87,7 +89,9 @@ _ON_USE = {
         "tensor_parallel_rules",
     ],
     "placement": ["DevicePlacement", "distribute_batch", "place_on_device", "prefetch_to_device"],
+    "planning": ["Plan", "plan"],
     "throughput": ["Throughput", "create_sharded_pipeline", "measure_throughput"],
+    "topology": ["hosts_mesh", "topology_mesh"],
 }
 _MODULE_OF = {name: module for module, names in _ON_USE.items() for name in names}
 
@@ -118,6 +122,7 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "CheckpointRestore",
     "CheckpointSave",
     "DevicePlacement",
+    "Plan",
     "Throughput",
     "create_1d_mesh",
     "create_2d_mesh",
@@ -129,17 +134,20 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "estimate_max_batch_size",
     "fsdp_rules",
     "global_batch_size",
+    "hosts_mesh",
     "measure_throughput",
     "place_batch_on_shards",
     "place_model_state_on_shards",
     "place_nnx_state_on_shards",
     "place_on_device",
+    "plan",
     "prefetch_to_device",
     "reduce_gradient_tree",
     "reduce_gradients_across_devices",
     "rehearse",
     "spmd_train_step",
     "tensor_parallel_rules",
+    "topology_mesh",
 ]
 
 
