@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         reduce_gradients_across_devices,
         spmd_train_step,
     )
+    from grain_shard.display import show
     from grain_shard.meshes import (
         create_1d_mesh,
         create_2d_mesh,
@@ -80,6 +81,7 @@ _ON_USE = {
         "reduce_gradients_across_devices",
         "spmd_train_step",
     ],
+    "display": ["show"],
     "meshes": [
         "create_1d_mesh",
         "create_2d_mesh",
@@ -145,6 +147,7 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "reduce_gradient_tree",
     "reduce_gradients_across_devices",
     "rehearse",
+    "show",
     "spmd_train_step",
     "tensor_parallel_rules",
     "topology_mesh",

@@ -44,6 +44,15 @@ class BatchLayout:
     num_hosts: int = 1
     rows_read: int = 0
 
+    def __repr__(self) -> str:
+        # A host of a large mesh may hold thousands of shards.
+        shards = repr(self.shards) if len(self.shards) <= 8 else f"<{len(self.shards)}>"
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
+        return (
+            f"BatchLayout(divisor={self.divisor}, shards={shards}, mesh=({mesh}),"
+            f" num_hosts={self.num_hosts}, amplification={self.amplification:g})"
+        )
+
     @classmethod
     def from_shardings(
         cls,

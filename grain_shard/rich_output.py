@@ -6,7 +6,8 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_HTML_WIDTH = 110  # characters
+_HTML_WIDTH = 92  # characters
+_HTML_STYLE = "font-family:monospace; line-height:1.3; overflow-x:auto"
 _TEXT_WIDTH = 100
 
 
@@ -37,20 +38,22 @@ def to_text(renderable: Any) -> str:
     """It as plain text, without a newline at its end."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=_TEXT_WIDTH, color_system=None)
+    file = io.StringIO()
+    # In a notebook rich would show it at once, whatever the file.
+    console = Console(file=file, width=_TEXT_WIDTH, color_system=None, force_jupyter=False)
     console.print(renderable, highlight=False)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()).rstrip()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
 
 
 def to_html(renderable: Any) -> str:
     """It as a piece of HTML, for ``_repr_html_``."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=_HTML_WIDTH, record=True)
+    console = Console(file=io.StringIO(), width=_HTML_WIDTH, record=True, force_jupyter=False)
     console.print(renderable, highlight=False)
     return console.export_html(
         inline_styles=True,
-        code_format='<pre style="line-height:1.3; overflow-x:auto">{code}</pre>',
+        code_format=f'<pre style="{_HTML_STYLE}">{{code}}</pre>',
     )
 
 

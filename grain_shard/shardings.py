@@ -37,6 +37,11 @@ class ShardingTree:
 
     prefix: Any
 
+    def __repr__(self) -> str:
+        specs = _map_prefix(self.prefix, lambda leaf: getattr(leaf, "spec", leaf))
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
+        return f"ShardingTree(mesh=({mesh}), {specs})"
+
     @classmethod
     def of(cls, mesh_or_sharding: Any, spec: Any = None) -> ShardingTree:
         """Resolves what the user passes to `shard_to`.
