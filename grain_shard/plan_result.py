@@ -84,7 +84,8 @@ class Plan:
         steps_per_epoch: Batches of an epoch.
         padded_rows_per_epoch: Rows of an epoch that hold no record.
         dropped_records_per_epoch: Records that come in no batch.
-        rows_per_device: Rows of one shard, padding included.
+        rows_per_device: Rows of one shard, padding included; of several specs, under the one that
+            cuts the rows most.
         device_bytes: Bytes of a batch on one device, at most: where a spec cuts other dims than
             the rows too, there are fewer. None without `record_bytes`.
         read: What `shard_to` does.

@@ -85,7 +85,7 @@ def plan(
     steps = len(numbered(num_records, global_batch_size, chosen.hosts[0].layout.divisor, remainder))
     held_records = min(num_records, steps * global_batch_size)
     named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
-    least_blocks = min(map(num_blocks, named), default=1)
+    blocks = [num_blocks(sharding) for sharding in named] or [1]
     devices = set[Any]().union(*(s.device_set for s in target.shardings()))
     device = next(iter(devices))
     return Plan(
@@ -102,8 +102,8 @@ def plan(
         steps_per_epoch=steps,
         padded_rows_per_epoch=steps * size - held_records,
         dropped_records_per_epoch=num_records - held_records,
-        rows_per_device=size // next(iter(layouts.values())).divisor,
-        device_bytes=None if record_bytes is None else size // least_blocks * record_bytes,
+        rows_per_device=size // max(blocks),
+        device_bytes=None if record_bytes is None else size // min(blocks) * record_bytes,
         read=read,
         needed=needed,
         once=once,

@@ -25,6 +25,7 @@ _NO_TPU_HERE = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else one process of a machine at a time; no chip is opened
 }
 
 
@@ -34,6 +35,8 @@ def topology_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
     libtpu (``pip install "grain-shard[plan]"``, Linux on x86-64) knows the chips, the hosts and
     who is next to whom. It gives a host four chips; for one of eight use `hosts_mesh`. A chip is
     one device, as JAX has it on a TPU VM, and two on v2, v3 and TPU7x.
+
+    libtpu is told that there is no TPU, so on a TPU VM call this in a process that does not train.
 
     Args:
         topology: Kind and shape: "v4:4x4x4", "v5e:16x16", "v5p:4x4x8", "v6e:8x8", "tpu7x:4x4x4".
