@@ -18,7 +18,7 @@ from grain_shard.specs import num_blocks
 _MAX_NUMBERED = 1024  # devices; of more, the numbers would not be legible
 _CELL_INCHES = 0.32
 _MAX_INCHES = 16.0
-_MAX_RATIO = 6  # of height to width
+_MAX_RATIO = 3  # of height to width
 _MAX_TICKS = 16
 _NO_DEVICE = -1
 

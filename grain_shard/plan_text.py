@@ -23,7 +23,7 @@ def plan_table(plan: Plan) -> Any:
     parts: list[Any] = [
         table(["the job", ""], _facts(plan), left=2),
         table(
-            ["reading", "k", "rows a step", "bytes a step", ""],
+            ["reading", "k", "a host's rows a step", "bytes", ""],
             [_reading(plan, reads) for reads in (plan.needed, plan.once) if reads is not None],
             left=1,
         ),
