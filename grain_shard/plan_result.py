@@ -70,6 +70,13 @@ class Reads:
 class Plan:
     """What `plan` found. Printed, it is a table; in a notebook too.
 
+    Example:
+        >>> from grain_shard import hosts_mesh, plan
+        >>> mesh = hosts_mesh({"data": 8}, hosts=4, devices_per_host=2)
+        >>> planned = plan(mesh, global_batch_size=64, num_records=1000)
+        >>> [host.rows_per_step for host in planned.reads.hosts]
+        [16, 16, 16, 16]
+
     Attributes:
         device_kind: As JAX calls it.
         hardware: The chip, as far as its critical batch is known.
