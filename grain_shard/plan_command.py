@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
+import jax
 from jax.sharding import PartitionSpec
 
 from grain_shard.errors import GrainShardError
 from grain_shard.hardware import HardwareType
+from grain_shard.plan_compile import compile_step, load_step
 from grain_shard.plan_picture import draw_mesh
 from grain_shard.planning import plan
 from grain_shard.rehearse import positive_integer
-from grain_shard.rich_output import to_terminal
+from grain_shard.rich_output import table, to_terminal
 from grain_shard.topology import hosts_mesh, topology_mesh
 
 
@@ -46,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[chip.value for chip in HardwareType],
         help="the chip, for advice on the batch size; default: that of the topology",
     )
+    add(
+        "--compile",
+        metavar="SCRIPT.PY:NAME",
+        help="compile a training step for the slice: a function of the mesh that returns the step,"
+        " its state and one record, as jax.ShapeDtypeStruct",
+    )
     add("--json", action="store_true", help="print JSON, with every host")
     add("--picture", type=Path, metavar="FILE", help="draw the mesh by host: mesh.png, mesh.svg")
 
@@ -74,10 +83,23 @@ def main(args: argparse.Namespace) -> int:
         read=args.read,
         hardware=None if args.hardware is None else HardwareType(args.hardware),
     )
+    compiled = None
+    if args.compile is not None:
+        if args.topology is None:
+            raise GrainShardError(
+                "there is no compiler for devices that are not known.\n"
+                "  remedy: name a TPU slice, --topology."
+            )
+        # What the script makes at its import is made here; it must not look for a TPU.
+        jax.config.update("jax_platforms", "cpu")
+        compiled = compile_step(load_step(args.compile), mesh, args.spec, planned)
     if args.json:
-        print(json.dumps(planned.to_dict()))
+        more = {} if compiled is None else {"compiled": dataclasses.asdict(compiled)}
+        print(json.dumps(planned.to_dict() | more))
     else:
         to_terminal(planned)
+        if compiled is not None:
+            to_terminal(table(["the compiled step", "on a device"], compiled.lines(), left=1))
     if args.picture is not None:
         draw_mesh(mesh, args.spec, args.picture)
     return 0

@@ -140,6 +140,20 @@ class TestPicture:
         large = [c for c, n in zip(colors.tolist(), counts, strict=True) if n > 1500]
         assert len([c for c in large if len(set(c)) > 1]) == int(words.split()[1])
 
+    def test_batch_axes_go_down_and_the_others_to_the_right(self, tmp_path, capsys):
+        image = pytest.importorskip("matplotlib.image")
+        path = tmp_path / "mesh.png"
+        words = "plan --hosts 2 --devices-per-host 4 --mesh model=2,data=4 --spec data"
+        arguments = [*words.split(), "--batch", "8", "--records", "8", "--picture", str(path)]
+        assert main(arguments) == 0
+        pixels = (image.imread(path)[..., :3] * 255).round().astype(int)
+        colors, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+        first, second = (c for c, n in zip(colors, counts, strict=True) if n > 1500 and np.ptp(c))
+        # Each line of the picture that crosses devices crosses both hosts: they hold the same rows.
+        has_first, has_second = ((pixels == c).all(-1).any(1) for c in (first, second))
+        assert has_first.sum() > 100
+        assert (has_first == has_second).mean() > 0.99
+
     def test_an_svg_and_what_is_no_picture(self, tmp_path, capsys):
         pytest.importorskip("matplotlib")
         arguments = ["plan", *self.MESHES[0].split(), "--batch", "8", "--records", "80"]
