@@ -11,7 +11,6 @@ has ended goes on with batches of padding until the last one ends, so nothing is
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 

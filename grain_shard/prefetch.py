@@ -41,7 +41,8 @@ class Background(Iterator[T], Generic[S, T]):
         work: Called with each ticket, by several threads at once if there are several.
         tickets: Asked by one thread at a time, once there is room for a result. If it has a
             ``close``, the last thread to end calls it: nobody else can know that it is not in use.
-            If it has a ``stop``, it is told to stop with this stage.
+            If it has a ``stop``, it is told to stop with this stage. If it has a ``fetch``, that is
+            called before each ticket with the number of results that there is room for.
         buffer_size: Results that may wait or be in the making.
         num_threads: Threads that work side by side.
         name: Of the threads.
@@ -189,8 +190,10 @@ class _Shared(Generic[S, T]):
                 if self._over():
                     return False
                 number = self._issued
+                room = self._buffer_size - (number - self._taken)
                 self._issued += 1
             try:
+                self._fetch(room)
                 ticket = next(self._tickets)
             except StopIteration:
                 # Not the one that was caught: its traceback keeps the frames of the source alive.
@@ -208,6 +211,13 @@ class _Shared(Generic[S, T]):
             result = _Raised(error, error.__traceback__)
         self._deliver(number, result)
         return True
+
+    def _fetch(self, room: int) -> None:
+        if (fetch := getattr(self._tickets, "fetch", None)) is not None:
+            try:
+                fetch(room)
+            except StopIteration as error:  # only next() may end the tickets
+                raise RuntimeError("the pipeline raised StopIteration") from error
 
     def thread_ended(self) -> None:
         with self._condition:
