@@ -77,14 +77,14 @@ class RecordRows:
         if not len(records):
             # All padding. One record, once, tells what the rows would look like.
             with _LEARNING:
-                self._stacker = self._stacker or RecordStacker.of(self._node.records[0])
+                self._stacker = self._stacker or RecordStacker(self._node.records[0])
             return self._stacker.empty_batch()
         with span(READ):
             values = self._naming_the_record(
                 lambda: way.finish(way.read() if elements is None else elements), records, index
             )
         with span(BATCH):
-            self._stacker = self._stacker or RecordStacker.of(values[0])
+            self._stacker = self._stacker or RecordStacker(values[0])
             return self._stacker.stack(values, records)
 
     def _naming_the_record(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,21 +12,19 @@ from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.trees import Batch, as_arrays, flatten
 
 
-class RecordStacker(NamedTuple):
-    """Stacks records; knows what each looks like from the first one read."""
+class RecordStacker:
+    """Stacks records that look like one of them.
 
-    structure: Any
-    paths: list[str]
-    shapes: list[tuple[int, ...]]
-    dtypes: list[np.dtype]
+    Args:
+        value: That one.
+    """
 
-    @classmethod
-    def of(cls, value: Any) -> RecordStacker:
-        paths, leaves, _ = flatten(value)
-        arrays = as_arrays(paths, leaves)
-        return cls(
-            jax.tree.structure(value), paths, [a.shape for a in arrays], [a.dtype for a in arrays]
-        )
+    def __init__(self, value: Any):
+        self.paths, leaves, _ = flatten(value)
+        arrays = as_arrays(self.paths, leaves)
+        self.structure = jax.tree.structure(value)
+        self.shapes, self.dtypes = [a.shape for a in arrays], [a.dtype for a in arrays]
+        self._of_many: dict[int, Any] = {}  # the structure of so many records
 
     def empty_batch(self) -> Batch:
         """A batch of this structure with no rows."""
@@ -35,15 +33,18 @@ class RecordStacker(NamedTuple):
 
     def stack(self, values: Sequence[Any], records: np.ndarray) -> Batch:
         """The records as one batch; each must look like the first one that was read."""
-        flat = []
-        for value, record in zip(values, records, strict=True):
-            leaves, structure = jax.tree.flatten(value)
-            if structure != self.structure:
-                self._refuse_structure(value, record)
-            flat.append(leaves)
-        columns = zip(*flat, strict=True)
+        # All records in one call: one by one that costs more than to copy them.
+        count = len(values)
+        leaves, structure = jax.tree.flatten(tuple(values))
+        if count not in self._of_many:
+            self._of_many[count] = jax.tree_util.treedef_tuple([self.structure] * count)
+        if structure != self._of_many[count]:
+            for value, record in zip(values, records, strict=True):
+                if jax.tree.structure(value) != self.structure:
+                    self._refuse_structure(value, record)
+        width = len(self.paths)
         return self.structure.unflatten(
-            [self._stack_leaf(i, column, records) for i, column in enumerate(columns)]
+            [self._stack_leaf(i, leaves[i::width], records) for i in range(width)]
         )
 
     def _stack_leaf(self, i: int, column: Sequence[Any], records: np.ndarray) -> np.ndarray:

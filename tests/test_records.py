@@ -23,9 +23,8 @@ def test_the_shuffle_of_many_indices_is_grains_of_each(length, seed):
         def __getitem__(self, index):
             return index
 
-    indices = np.unique(
-        np.random.default_rng(1).integers(0, length, 200).tolist() + [0, length - 1]
-    )
+    some = np.random.default_rng(1).integers(0, length, 200).tolist()
+    indices = np.unique([0, *some, length - 1])
     by_grain = grain.MapDataset.source(Counting()).shuffle(seed=seed)
     assert shuffled(indices, length, seed).tolist() == [by_grain[i] for i in indices.tolist()]
 
