@@ -23,6 +23,11 @@ class RowReader(Protocol):
     reads_whole_batches: bool  # whether reading one row evaluates all rows of the batch
 
     @property
+    def reads_many(self) -> bool:
+        """Whether to fetch several batches at once is cheaper than one by one."""
+        ...
+
+    @property
     def global_batch_size(self) -> int:
         """Rows of a full batch."""
         ...
@@ -75,6 +80,11 @@ class FetchingMapDataset(grain.MapDataset):
             return self.slice(index)
         return self.make(self.fetch([index])[0])
 
+    @property
+    def reads_many(self) -> bool:
+        """Whether to fetch several batches at once is cheaper than one by one."""
+        return self._fetched_by.reads_many
+
     def fetch(self, indices: Sequence[int]) -> Sequence[Any]:
         """Reads for several batches; for each, what `make` takes."""
         return self._fetched_by.fetch(indices, self._chosen())
@@ -96,12 +106,25 @@ class RowMapDataset(FetchingMapDataset):
 
 
 class Fetches(Iterator[tuple[int, Any]]):
-    """Batch indices with what was fetched for each; as many in one call as there is room for."""
+    """Batch indices with what was fetched for each; as many in one call as there is room for.
 
-    def __init__(self, ds: FetchingMapDataset, indices: range):
+    Args:
+        ds: The dataset to fetch from.
+        indices: The batches.
+        buffer_size: How many batches may wait or be in the making.
+    """
+
+    def __init__(self, ds: FetchingMapDataset, indices: range, buffer_size: int):
         self._ds, self._indices = ds, indices
         self._fetched: collections.deque[tuple[int, Any]] = collections.deque()
+        # Worth waiting for: what waits meanwhile, here and on the devices, lasts for the next call.
+        self._enough = max(1, 3 * buffer_size // 4)
         self._most = 1  # the first batch comes alone, to be there soon; then they double
+
+    @property
+    def room_needed(self) -> int:
+        """For how many results there should be room before the next ticket is drawn."""
+        return 1 if self._fetched else max(1, min(self._enough, self._most, len(self._indices)))
 
     def fetch(self, room: int) -> None:
         """Reads, if nothing is left of what was read before."""

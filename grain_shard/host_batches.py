@@ -101,10 +101,9 @@ class RandomAccess:
         start = position or 0
         indices = range(start, len(self._ds))
         if not self._num_workers or not indices:
-            if isinstance(self._ds, FetchingMapDataset):
-                make, tickets = self._ds.make, Fetches(self._ds, indices)
-            else:
-                make, tickets = self._ds.__getitem__, zip(indices, indices, strict=True)
+            make, tickets = self._ds.__getitem__, zip(indices, indices, strict=True)
+            if isinstance(self._ds, FetchingMapDataset) and self._ds.reads_many:
+                make, tickets = self._ds.make, Fetches(self._ds, indices, self._buffer_size)
             batches = Background(
                 lambda ticket: (make(ticket[1]), ticket[0] + 1),
                 tickets,

@@ -42,7 +42,8 @@ class Background(Iterator[T], Generic[S, T]):
         tickets: Asked by one thread at a time, once there is room for a result. If it has a
             ``close``, the last thread to end calls it: nobody else can know that it is not in use.
             If it has a ``stop``, it is told to stop with this stage. If it has a ``fetch``, that is
-            called before each ticket with the number of results that there is room for.
+            called before each ticket, with the number of results that there is room for, once that
+            is its ``room_needed``.
         buffer_size: Results that may wait or be in the making.
         num_threads: Threads that work side by side.
         name: Of the threads.
@@ -185,12 +186,12 @@ class _Shared(Generic[S, T]):
         """
         with self._one_asks:
             with self._condition:
-                while not self._over() and self._issued - self._taken >= self._buffer_size:
+                needed = getattr(self._tickets, "room_needed", 1)
+                while not self._over() and self._room() < needed:
                     self._condition.wait()
                 if self._over():
                     return False
-                number = self._issued
-                room = self._buffer_size - (number - self._taken)
+                number, room = self._issued, self._room()
                 self._issued += 1
             try:
                 self._fetch(room)
@@ -226,6 +227,9 @@ class _Shared(Generic[S, T]):
         if last:
             atexit.unregister(self._at_exit)
             self._close_tickets()
+
+    def _room(self) -> int:
+        return self._buffer_size - (self._issued - self._taken)
 
     def _over(self) -> bool:
         return self._stopped or self._drained

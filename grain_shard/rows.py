@@ -56,6 +56,10 @@ class RecordRows:
     def epoch(self) -> Epoch | None:
         return self._node.epoch()
 
+    @property
+    def reads_many(self) -> bool:
+        return _grain_records.route(self._node.records, np.arange(1)).reads_many
+
     def fetch(self, indices: Sequence[int], rows: np.ndarray) -> Sequence[_Fetched]:
         of_batches = [_record_indices(self._node, index, rows) for index in indices]
         everything = np.concatenate(of_batches)
@@ -132,6 +136,7 @@ class WholeBatchRows:
     """Rows kept from whole batches, where a row cannot be had alone."""
 
     reads_whole_batches = True
+    reads_many = False
 
     def __init__(self, ds: grain.MapDataset, node: _grain.BatchNode | None):
         self._ds, self._node = ds, node

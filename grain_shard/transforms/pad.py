@@ -146,6 +146,10 @@ class _PaddedRows:
             return Epoch(batches=epoch.full, full=epoch.full)
         return epoch
 
+    @property
+    def reads_many(self) -> bool:
+        return self._inner.reads_many
+
     def num_batches(self) -> int:
         batches, epoch = self._inner.num_batches(), self._dropping()
         return batches if epoch is None else batches // epoch.batches * epoch.full
