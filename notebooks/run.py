@@ -76,7 +76,8 @@ def noise(notebook: nbformat.NotebookNode) -> list[str]:
         for output in cell.get("outputs", []):
             if output.get("name") == "stderr":
                 found.append(f"cell {number} writes to stderr: {output.text}")
-            text = output.get("text", "") + str(output.get("data", {}).get("text/plain", ""))
+            shown = {k: v for k, v in output.get("data", {}).items() if k.startswith("text/")}
+            text = "\n".join([output.get("text", ""), *shown.values()])
             found += [f"cell {number} shows the path {path}" for path in here if path + "/" in text]
     return found
 
