@@ -464,7 +464,7 @@ class TestGarbageCollection:
         shared = numbers._shared
 
         def collected_under_the_lock():
-            with shared._condition:
+            with shared._lock:
                 numbers.__del__()  # what the collector calls
             stopped.set()
 
