@@ -161,7 +161,7 @@ def run_case(case, devices):
     }
 
 
-# Real topologies. Sizes that fit a mesh of (data, model) by jax.make_mesh.
+# Real topologies of five kinds of chips.
 TOPOLOGIES = [
     # name, devices, hosts, devices of a host, kind
     ("v4:2x2x2", 8, 2, 4, HardwareType.TPU_V4),
