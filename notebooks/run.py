@@ -28,8 +28,10 @@ CELL_TIMEOUT_S = 300
 NO_THREAD_IS_LEFT = """
 import gc, threading
 gc.collect()
-left = [t.name for t in threading.enumerate() if t.name.startswith("grain-shard")]
-assert not left, f"close their iterators: {left}"
+left = [t for t in threading.enumerate() if t.name.startswith("grain-shard")]
+for thread in left:
+    thread.join(timeout=10)  # that of an iterator which was just let go of ends by itself
+    assert not thread.is_alive(), f"close their iterators: {left}"
 """
 
 
