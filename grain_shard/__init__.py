@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     )
     from grain_shard.planning import Plan, plan
     from grain_shard.throughput import Throughput, create_sharded_pipeline, measure_throughput
+    from grain_shard.timeline import Timeline, profile
     from grain_shard.topology import hosts_mesh, topology_mesh
 
 __version__ = "0.1.0"
@@ -93,6 +94,7 @@ _ON_USE = {
     "placement": ["DevicePlacement", "distribute_batch", "place_on_device", "prefetch_to_device"],
     "planning": ["Plan", "plan"],
     "throughput": ["Throughput", "create_sharded_pipeline", "measure_throughput"],
+    "timeline": ["Timeline", "profile"],
     "topology": ["hosts_mesh", "topology_mesh"],
 }
 _MODULE_OF = {name: module for module, names in _ON_USE.items() for name in names}
@@ -126,6 +128,7 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "DevicePlacement",
     "Plan",
     "Throughput",
+    "Timeline",
     "create_1d_mesh",
     "create_2d_mesh",
     "create_data_parallel_sharding",
@@ -144,6 +147,7 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "place_on_device",
     "plan",
     "prefetch_to_device",
+    "profile",
     "reduce_gradient_tree",
     "reduce_gradients_across_devices",
     "rehearse",

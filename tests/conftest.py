@@ -2,17 +2,32 @@
 
 import gc
 import threading
+import time
 
 import grain
 import jax
 import numpy as np
 import pytest
 
-from grain_shard import _grain
+from grain_shard import _grain, _grain_records
+
+HANG_S = 60  # what takes so long will never end
 
 
 def background_threads():
     return {t for t in threading.enumerate() if t.name.startswith("grain-shard")}
+
+
+def wait(event):
+    assert event.wait(HANG_S), "hangs"
+
+
+def eventually(condition):
+    """Polls for what must come true; how soon does not matter."""
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, "hangs"
+        time.sleep(0.001)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +55,9 @@ def hints(request, monkeypatch):
     if request.param == "public path only":
         monkeypatch.setattr(_grain, "batch_node", lambda ds: None)
         monkeypatch.setattr(_grain, "iter_batch_size", lambda ds: None)
-        monkeypatch.setattr(_grain, "get_records", lambda ds, indices: [ds[i] for i in indices])
+        monkeypatch.setattr(_grain_records, "_ELEMENTS", {})
+        monkeypatch.setattr(_grain_records, "_INDICES", {})
+        monkeypatch.setattr(_grain_records, "_batched_read", lambda ds: None)
         monkeypatch.setattr(_grain, "seeds", lambda ds: ())
     return request.param
 

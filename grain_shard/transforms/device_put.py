@@ -97,6 +97,11 @@ class DevicePutIterDataset(grain.IterDataset):
         # Fresh arrays come from ShardBatch alone, and only if no other process made them.
         self._copies = put.num_workers > 0 or not isinstance(parent, ShardBatchMapDataset)
 
+    @property
+    def settings(self) -> DevicePut:
+        """The transformation that made this dataset."""
+        return self._put
+
     def __len__(self) -> int:
         """The number of batches.
 
