@@ -73,9 +73,12 @@ class Plan:
     Example:
         >>> from grain_shard import hosts_mesh, plan
         >>> mesh = hosts_mesh({"data": 8}, hosts=4, devices_per_host=2)
-        >>> planned = plan(mesh, global_batch_size=64, num_records=1000)
-        >>> [host.rows_per_step for host in planned.reads.hosts]
-        [16, 16, 16, 16]
+        >>> planned = plan(mesh, global_batch_size=14, num_records=1400)
+        >>> planned.reads.hosts[3].layout.ranges(planned.reads.padded_batch_size)
+        [(12, 16)]
+        >>> print(planned.warnings[0])
+        every batch has 2 rows of padding, as 8 shards do not divide 14. Use a global batch of 16
+        rows.
 
     Attributes:
         device_kind: As JAX calls it.

@@ -54,11 +54,12 @@ def _padding(plan: Plan) -> list[str]:
             f"every batch has {size - plan.global_batch_size} rows of padding, as {divisor} shards"
             f" do not divide {plan.global_batch_size}. Use {_rounded_up(plan, divisor)}."
         )
-    share = plan.padded_rows_per_epoch / (plan.steps_per_epoch * size)
+    short = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
+    share = short / (plan.steps_per_epoch * size)
     if share >= _NOTABLE:
         found.append(
-            f"{share:.1%} of an epoch's rows are padding. Repeat the records before .batch"
-            " (.repeat(epochs).batch(B)), so that only the last epoch ends in a short batch."
+            f"{share:.1%} of an epoch's rows are padding of its last batch. Repeat the records"
+            " before .batch (.repeat(epochs).batch(B)), so that only the last epoch ends in one."
         )
     dropped = plan.dropped_records_per_epoch / plan.num_records
     if dropped >= _NOTABLE:
@@ -73,7 +74,9 @@ def _idle_hosts(plan: Plan) -> list[str]:
     idle = sum(host.rows_per_step == 0 for host in plan.reads.hosts)
     if not idle:
         return []
-    return [f"{idle} of {plan.num_hosts} hosts hold nothing but padding. Use a larger batch."]
+    return [
+        f"there is nothing but padding on {idle} of {plan.num_hosts} hosts. Use a larger batch."
+    ]
 
 
 def _rounded_up(plan: Plan, divisor: int) -> str:
