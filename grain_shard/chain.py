@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import grain
 
-from grain_shard import _grain
 from grain_shard.errors import ShardingError
-from grain_shard.fingerprint import fingerprint
-from grain_shard.layout import BatchLayout
-from grain_shard.rows import row_reader
-from grain_shard.shardings import ShardingTree
+from grain_shard.reading import _grain
+from grain_shard.reading.fingerprint import fingerprint
+from grain_shard.reading.rows import row_reader
+from grain_shard.sharding.layout import BatchLayout
+from grain_shard.sharding.shardings import ShardingTree
 from grain_shard.transforms.device_put import DevicePut, DevicePutIterDataset
 from grain_shard.transforms.pad import PadToDivisible, Remainder
 from grain_shard.transforms.shard_batch import ShardBatch

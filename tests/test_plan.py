@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import GrainShardError, HardwareType, ShardingError, rehearse
-from grain_shard.topology import hosts_mesh, topology_mesh
+from grain_shard.planning.topology import hosts_mesh, topology_mesh
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu has wheels for Linux on x86-64 alone"
@@ -271,7 +271,7 @@ class TestTopologies:
 
 
 def test_without_libtpu_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("grain_shard.topology.find_spec", lambda name: None)
+    monkeypatch.setattr("grain_shard.planning.topology.find_spec", lambda name: None)
     with pytest.raises(GrainShardError, match=r'pip install "grain-shard\[plan\]"'):
         topology_mesh("v5e:4x4", {"data": 16})
 

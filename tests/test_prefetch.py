@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grain_shard import prefetch
-from grain_shard.prefetch import Background
+from grain_shard.iteration import prefetch
+from grain_shard.iteration.prefetch import Background
 from tests.conftest import HANG_S, eventually, wait
 
 

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 import grain_shard
 from grain_shard import BatchLayout, ShardingError, ShardingTree, rehearse
-from grain_shard.leaf_text import LeafText
-from grain_shard.sharding_drawing import draw_tree
+from grain_shard.showing.leaf_text import LeafText
+from grain_shard.showing.sharding_drawing import draw_tree
 from tests.conftest import background_threads, data_mesh
 
 
