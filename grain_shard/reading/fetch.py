@@ -16,6 +16,9 @@ import numpy as np
 from grain_shard.reading._grain import Epoch
 from grain_shard.trees import Batch
 
+# Of array_record, 256 records in a call cost 25 us each, 1024 cost 12, 2048 cost 10.
+_RECORDS_PER_CALL = 1024
+
 
 class RowReader(Protocol):
     """A sequence of batches that can be read row by row."""
@@ -81,6 +84,11 @@ class FetchingMapDataset(grain.MapDataset):
         return self.make(self.fetch([index])[0])
 
     @property
+    def rows_per_batch(self) -> int:
+        """How many rows of a batch this dataset gives."""
+        return len(self._chosen())
+
+    @property
     def reads_many(self) -> bool:
         """Whether to fetch several batches at once is cheaper than one by one."""
         return self._fetched_by.reads_many
@@ -117,20 +125,23 @@ class Fetches(Iterator[tuple[int, Any]]):
     def __init__(self, ds: FetchingMapDataset, indices: range, buffer_size: int):
         self._ds, self._indices = ds, indices
         self._fetched: collections.deque[tuple[int, Any]] = collections.deque()
+        self._count = 1  # the first batch comes alone, to be there soon; then they double
+        self._most = max(1, _RECORDS_PER_CALL // max(1, ds.rows_per_batch))
         # Worth waiting for: what waits meanwhile, here and on the devices, lasts for the next call.
         self._enough = max(1, 3 * buffer_size // 4)
-        self._most = 1  # the first batch comes alone, to be there soon; then they double
 
     @property
     def room_needed(self) -> int:
         """For how many results there should be room before the next ticket is drawn."""
-        return 1 if self._fetched else max(1, min(self._enough, self._most, len(self._indices)))
+        if self._fetched or not self._indices:
+            return 1
+        return min(self._enough, self._count, len(self._indices))
 
     def fetch(self, room: int) -> None:
         """Reads, if nothing is left of what was read before."""
         if self._fetched or not self._indices:
             return
-        count, self._most = min(room, self._most), 2 * self._most
+        count, self._count = min(room, self._count), min(2 * self._count, self._most)
         try:
             self._read(count)
         except Exception:
