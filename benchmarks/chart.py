@@ -1,4 +1,4 @@
-"""The results as a picture: how far each figure is from its goal, on the better or the worse side."""
+"""The results as a picture: how far each figure is from its goal, on which side."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def write_chart(results: Sequence[Result], path: Path) -> None:
         )
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(
         range(len(shown)),
-        [f"{r.comparison.what}\nvs {r.comparison.against}  {r.comparison.number}" for r in shown],
+        [f"{r.comparison.number}  {r.comparison.what}\nvs {r.comparison.against}" for r in shown],
         fontsize=8,
     )
     axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""What the benchmarks read: records of 3 KB, and real photographs as JPEGs, in ArrayRecord files."""
+"""What the benchmarks read: ArrayRecord files of 3 KB records, and of photographs as JPEGs."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ import grain
 import jax
 from absl import flags
 
-import grain_shard  # noqa: F401
+import grain_shard
 from benchmarks import peers
 from benchmarks.data import decode_photograph, photograph_files
 from benchmarks.measure import Comparison, Goal, Group, Round, Run, interleave
 
-IMAGES, GLOBAL_BATCH_SIZE, NUM_WORKERS = 1024, 32, 2
+IMAGES, GLOBAL_BATCH_SIZE, NUM_WORKERS = 512, 32, 2
 
 
 def ours(paths: Sequence[str]) -> Iterator[Any]:
@@ -64,7 +64,7 @@ def images_per_second(batches: Any, batches_before: int, batches_timed: int) -> 
 def measure(run: Run) -> Iterable[Round]:
     paths = photograph_files(run.folder, IMAGES)
     # Grain's workers begin with 16 batches each, which are done at about the same time.
-    before, timed = 40, run.rounds(quick=60, full=160)
+    before, timed = 40, run.rounds(quick=40, full=160)
     return interleave(
         {
             "grain_shard": lambda: images_per_second(ours(paths), before, timed),

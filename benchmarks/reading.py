@@ -1,4 +1,4 @@
-"""P1, P2, P3, P14: records of 3 KB from ArrayRecord files to eight devices, shuffled and decoded."""
+"""P1, P2, P3, P8, P14: 3 KB ArrayRecords to eight devices, shuffled and decoded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import jax
 
-import grain_shard  # noqa: F401
+import grain_shard
 from benchmarks import peers
 from benchmarks.data import decode_record, record_files
 from benchmarks.measure import Comparison, Goal, Group, Round, Run, interleave

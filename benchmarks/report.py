@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.measure import Result, quartiles
 
 PACKAGES = ("grain-shard", "grain", "jax", "jaxlib", "numpy", "flax", "array-record", "datarax")
+_TABLE_WIDTH = 140  # columns, of which a file or a pipe has none
 
 
 def conditions(quick: bool) -> dict[str, Any]:
@@ -64,14 +65,23 @@ def print_table(results: Sequence[Result]) -> None:
     import rich.box
     import rich.console
     import rich.table
+    import rich.text
 
+    detected = rich.console.Console()
+    console = rich.console.Console(width=max(_TABLE_WIDTH, detected.width))
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-    for heading in HEADER:
-        table.add_column(heading, justify="right" if heading in HEADER[3:8] else "left")
+    for heading in ("#", "what, against", "ours", "theirs", "measured", "goal", ""):
+        table.add_column(
+            heading, justify="left" if heading in ("#", "what, against", "") else "right"
+        )
     for result in results:
+        number, what, against, ours, theirs, goal, measured, spread, verdict = cells(result)
         style = {True: "green", False: "red", None: None}[result.met]
-        table.add_row(*cells(result), style=style)
-    rich.console.Console().print(table)
+        text = rich.text.Text.assemble(what, "\n", (f"  vs {against}", "dim"))
+        table.add_row(
+            number, text, ours, theirs, f"{measured}\n{spread}", goal, verdict, style=style
+        )
+    console.print(table)
 
 
 def write_json(results: Sequence[Result], under: Mapping[str, Any], path: Path) -> None:

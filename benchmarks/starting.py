@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -29,7 +30,8 @@ print([(between - start) * 1e3, (end - start) * 1e3])
 # Prints the milliseconds of each of several hosts' layouts.
 LAYOUT = """
 import os, time
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+os.environ["JAX_PLATFORMS"] = "cpu"
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -51,8 +53,6 @@ print(times)
 
 def ms_to_restore(step: int) -> float:
     """From `set_state` on a new iterator to its next batch on the devices, the median of ten."""
-    import statistics
-
     import grain
     import jax
 
