@@ -43,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     chosen = groups.named(args.names)
     if not chosen:
         parser.error(f"nothing is called {args.names}; names are {', '.join(groups.names())}")
+    if args.write and args.names:
+        parser.error("--write is for all of them: name none")
     conditions, results = report.conditions(args.quick), []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         for number, group in enumerate(chosen, start=1):

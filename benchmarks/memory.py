@@ -125,7 +125,7 @@ GROUPS = [
             ),
             Comparison(
                 "P9",
-                what="the same",
+                what="the same peak",
                 against="Grain's guide, option C (stopped at 300 batches or half the memory)",
                 unit="batches",
                 ours="grain_shard",
@@ -135,7 +135,7 @@ GROUPS = [
             ),
             Comparison(
                 "",
-                what="the same",
+                what="the same peak",
                 against="Grain, 2 threads, 4 batches",
                 unit="batches",
                 ours="grain_shard",

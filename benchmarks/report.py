@@ -70,17 +70,17 @@ def print_table(results: Sequence[Result]) -> None:
     detected = rich.console.Console()
     console = rich.console.Console(width=max(_TABLE_WIDTH, detected.width))
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-    for heading in ("#", "what, against", "ours", "theirs", "measured", "goal", ""):
-        table.add_column(
-            heading, justify="left" if heading in ("#", "what, against", "") else "right"
-        )
+    for heading in ("#", "what, against"):
+        table.add_column(heading)
+    for heading in ("ours", "theirs", "measured", "goal"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
     for result in results:
         number, what, against, ours, theirs, goal, measured, spread, verdict = cells(result)
+        compared = rich.text.Text.assemble(what, "\n", (f"  vs {against}", "dim"))
+        measured = f"{measured}\n{spread}"
         style = {True: "green", False: "red", None: None}[result.met]
-        text = rich.text.Text.assemble(what, "\n", (f"  vs {against}", "dim"))
-        table.add_row(
-            number, text, ours, theirs, f"{measured}\n{spread}", goal, verdict, style=style
-        )
+        table.add_row(number, compared, ours, theirs, measured, goal, verdict, style=style)
     console.print(table)
 
 
