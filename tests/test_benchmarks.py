@@ -36,6 +36,7 @@ def comparison(compared, goal, theirs="theirs"):
         ("theirs / ours", Goal("at least", 1.0), [0.5, 2.0, 1.0], True),
         ("ours - theirs", Goal("at least", 0.1), [4.0, -4.0, 0.0], False),
         ("ours", Goal("exactly", 4.0), [8.0, 4.0, 3.0], True),
+        ("ours", Goal("exactly", 4.5), [8.0, 4.0, 3.0], False),
         ("ours", None, [8.0, 4.0, 3.0], None),
     ],
 )
