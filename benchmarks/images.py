@@ -64,13 +64,13 @@ def images_per_second(batches: Any, batches_before: int, batches_timed: int) -> 
 def measure(run: Run) -> Iterable[Round]:
     paths = photograph_files(run.folder, IMAGES)
     # Grain's workers begin with 16 batches each, which are done at about the same time.
-    before, timed = 40, run.rounds(quick=40, full=160)
+    before, timed = 40, run.rounds(quick=40, full=120)
     return interleave(
         {
             "grain_shard": lambda: images_per_second(ours(paths), before, timed),
             "Grain's guide": lambda: images_per_second(guide(paths), before, timed),
         },
-        run.rounds(quick=2, full=5),
+        run.rounds(quick=2, full=4),
         warm_up=not run.quick,  # both sides start new processes every time
     )
 

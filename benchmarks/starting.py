@@ -88,7 +88,7 @@ def measure_restores(run: Run) -> Iterable[Round]:
 
 def measure_imports(run: Run) -> Iterator[Round]:
     """Both in one process, so that what else the machine does meets both."""
-    for number in range(-1, run.rounds(quick=7, full=25)):
+    for number in range(-1, run.rounds(quick=7, full=15)):
         without, both = _printed_by(IMPORTS)
         if number >= 0:  # the first one may have had to read the disk
             yield {"with": both, "without": without}
