@@ -105,7 +105,7 @@ def measure(run: Run) -> Iterable[Round]:
         for side in ("grain_shard", "Grain tuned", "Grain's guide")
     }
     sides["bound"] = lambda: float(BOUND)
-    return interleave(sides, run.rounds(quick=1, full=3), warm_up=False)
+    return interleave(sides, run.rounds(quick=1, full=2), warm_up=False)
 
 
 GROUPS = [

@@ -35,7 +35,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from grain_shard.layout import BatchLayout
+from grain_shard import BatchLayout
 
 slice_ = topologies.get_topology_desc(platform="tpu", topology_name="v5p:16x16x24")
 devices = np.array(slice_.devices)
