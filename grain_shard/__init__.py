@@ -14,7 +14,12 @@ from grain_shard.errors import (
     ShardingError,
     StateError,
 )
-from grain_shard.hardware import (
+from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.reading.sources import ArrayRecordSource
+from grain_shard.sharding.layout import BatchLayout
+from grain_shard.sharding.sharding_options import ShardByMesh
+from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.training.hardware import (
     BatchSizeRecommendation,
     HardwareType,
     detect_hardware,
@@ -22,11 +27,6 @@ from grain_shard.hardware import (
     roofline_batch_size,
     validate_batch_size,
 )
-from grain_shard.iterator import ShardedIterator
-from grain_shard.layout import BatchLayout
-from grain_shard.sharding_options import ShardByMesh
-from grain_shard.shardings import ShardingTree
-from grain_shard.sources import ArrayRecordSource
 from grain_shard.transforms.device_put import DevicePut
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
@@ -34,9 +34,24 @@ from grain_shard.transforms.validate import ValidateBatchSize
 
 if TYPE_CHECKING:
     from grain_shard import rehearse
-    from grain_shard.batch_size import estimate_max_batch_size
     from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
-    from grain_shard.data_parallel import (
+    from grain_shard.measuring.throughput import (
+        Throughput,
+        create_sharded_pipeline,
+        measure_throughput,
+    )
+    from grain_shard.measuring.timeline import Timeline, profile
+    from grain_shard.placing.placement import (
+        DevicePlacement,
+        distribute_batch,
+        place_on_device,
+        prefetch_to_device,
+    )
+    from grain_shard.planning.make_plan import Plan, plan
+    from grain_shard.planning.topology import hosts_mesh, topology_mesh
+    from grain_shard.showing.display import show
+    from grain_shard.training.batch_size import estimate_max_batch_size
+    from grain_shard.training.data_parallel import (
         create_data_parallel_sharding,
         data_parallel_train_step,
         place_batch_on_shards,
@@ -46,7 +61,7 @@ if TYPE_CHECKING:
         reduce_gradients_across_devices,
         spmd_train_step,
     )
-    from grain_shard.meshes import (
+    from grain_shard.training.meshes import (
         create_1d_mesh,
         create_2d_mesh,
         data_parallel_rules,
@@ -54,22 +69,14 @@ if TYPE_CHECKING:
         global_batch_size,
         tensor_parallel_rules,
     )
-    from grain_shard.placement import (
-        DevicePlacement,
-        distribute_batch,
-        place_on_device,
-        prefetch_to_device,
-    )
-    from grain_shard.throughput import Throughput, create_sharded_pipeline, measure_throughput
-    from grain_shard.timeline import Timeline, profile
 
 __version__ = "0.1.0"
 
 # Imported when used: some of it needs flax or Orbax, which take a second to import.
 _ON_USE = {
-    "batch_size": ["estimate_max_batch_size"],
+    "training.batch_size": ["estimate_max_batch_size"],
     "checkpoint": ["CheckpointRestore", "CheckpointSave"],
-    "data_parallel": [
+    "training.data_parallel": [
         "create_data_parallel_sharding",
         "data_parallel_train_step",
         "place_batch_on_shards",
@@ -79,7 +86,8 @@ _ON_USE = {
         "reduce_gradients_across_devices",
         "spmd_train_step",
     ],
-    "meshes": [
+    "showing.display": ["show"],
+    "training.meshes": [
         "create_1d_mesh",
         "create_2d_mesh",
         "data_parallel_rules",
@@ -87,9 +95,16 @@ _ON_USE = {
         "global_batch_size",
         "tensor_parallel_rules",
     ],
-    "placement": ["DevicePlacement", "distribute_batch", "place_on_device", "prefetch_to_device"],
-    "throughput": ["Throughput", "create_sharded_pipeline", "measure_throughput"],
-    "timeline": ["Timeline", "profile"],
+    "placing.placement": [
+        "DevicePlacement",
+        "distribute_batch",
+        "place_on_device",
+        "prefetch_to_device",
+    ],
+    "planning.make_plan": ["Plan", "plan"],
+    "measuring.throughput": ["Throughput", "create_sharded_pipeline", "measure_throughput"],
+    "measuring.timeline": ["Timeline", "profile"],
+    "planning.topology": ["hosts_mesh", "topology_mesh"],
 }
 _MODULE_OF = {name: module for module, names in _ON_USE.items() for name in names}
 
@@ -120,6 +135,7 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "CheckpointRestore",
     "CheckpointSave",
     "DevicePlacement",
+    "Plan",
     "Throughput",
     "Timeline",
     "create_1d_mesh",
@@ -132,18 +148,22 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "estimate_max_batch_size",
     "fsdp_rules",
     "global_batch_size",
+    "hosts_mesh",
     "measure_throughput",
     "place_batch_on_shards",
     "place_model_state_on_shards",
     "place_nnx_state_on_shards",
     "place_on_device",
+    "plan",
     "prefetch_to_device",
     "profile",
     "reduce_gradient_tree",
     "reduce_gradients_across_devices",
     "rehearse",
+    "show",
     "spmd_train_step",
     "tensor_parallel_rules",
+    "topology_mesh",
 ]
 
 

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import grain
 
-from grain_shard import _grain
 from grain_shard.errors import ShardingError
-from grain_shard.fingerprint import fingerprint
-from grain_shard.layout import BatchLayout
-from grain_shard.rows import row_reader
-from grain_shard.shardings import ShardingTree
+from grain_shard.reading import _grain
+from grain_shard.reading.fingerprint import fingerprint
+from grain_shard.reading.rows import row_reader
+from grain_shard.sharding.layout import BatchLayout
+from grain_shard.sharding.shardings import ShardingTree
 from grain_shard.transforms.device_put import DevicePut, DevicePutIterDataset
 from grain_shard.transforms.pad import PadToDivisible, Remainder
 from grain_shard.transforms.shard_batch import ShardBatch
@@ -112,12 +112,29 @@ def shard_to(
             remainder=remainder,
             timeout_s=timeout_s,
         )
-        padded = ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad")).pipe(
-            PadToDivisible(divisor, remainder=remainder, mask_key=mask_key)
-        )
-        return (padded if local else padded.pipe(ShardBatch(layout))).pipe(put)
+        full = padded(ds, divisor, remainder, mask_key)
+        return (full if local else full.pipe(ShardBatch(layout))).pipe(put)
     except ShardingError as error:
         raise error.with_mesh(target.mesh_axes) from None
+
+
+def padded(ds: Any, divisor: int, remainder: Remainder, mask_key: str | None) -> Any:
+    """The dataset with batches of one size, which `divisor` divides; the start of the chain."""
+    return ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad")).pipe(
+        PadToDivisible(divisor, remainder=remainder, mask_key=mask_key)
+    )
+
+
+def check_read(read: str) -> None:
+    """Refuses what is no way to read.
+
+    Raises:
+        ShardingError: It is none of "auto", "needed", "once".
+    """
+    if read not in ("auto", "needed", "once"):
+        raise ShardingError(
+            f"read={read!r} is not one of auto, needed, once.", remedy="choose one of them."
+        )
 
 
 def install() -> None:
@@ -171,10 +188,7 @@ def _random_access(
 
 def _to_read_by(target: ShardingTree, ds: Any, rows: str | None, read: str) -> ShardingTree:
     """The shardings to read by: the target's own, or spread so that each row is read once."""
-    if read not in ("auto", "needed", "once"):
-        raise ShardingError(
-            f"read={read!r} is not one of auto, needed, once.", remedy="choose one of them."
-        )
+    check_read(read)
     if rows == "local" or not isinstance(ds, grain.MapDataset):
         if read != "once":
             return target
@@ -183,14 +197,9 @@ def _to_read_by(target: ShardingTree, ds: Any, rows: str | None, read: str) -> S
             remedy="keep a MapDataset down to .batch, or shard the source by"
             ' grain_shard.ShardByMesh and pass rows="local".',
         )
-    if read == "needed":
-        return target
-    layout, spread = target.layout(), target.spread()
-    if read == "once":
-        return spread
-    size = layout.padded(row_reader(ds).global_batch_size)
-    wins = layout.amplification > 1 and size % spread.layout().divisor == 0
-    return spread if wins else target
+    if read == "auto":
+        read = target.cheaper_read(row_reader(ds).global_batch_size)
+    return target.spread() if read == "once" else target
 
 
 def _checked_rows(ds: Any, rows: str | None, layout: BatchLayout, num_workers: int) -> Any:

@@ -22,8 +22,8 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from grain_shard.iterator import ShardedIterator
-from grain_shard.state_files import read_state, write_state
+from grain_shard.hosts.state_files import read_state, write_state
+from grain_shard.iteration.iterator import ShardedIterator
 
 
 class CheckpointHandler(ocp.CheckpointHandler):

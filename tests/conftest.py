@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import _grain, _grain_records
+from grain_shard.reading import _grain, _grain_records
 
 HANG_S = 60  # what takes so long will never end
 

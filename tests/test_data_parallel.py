@@ -13,8 +13,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from grain_shard import data_parallel
-from grain_shard.data_parallel import (
+from grain_shard.errors import ShardingError
+from grain_shard.training import data_parallel
+from grain_shard.training.data_parallel import (
     create_data_parallel_sharding,
     data_parallel_rules,
     data_parallel_train_step,
@@ -25,7 +26,6 @@ from grain_shard.data_parallel import (
     reduce_gradients_across_devices,
     spmd_train_step,
 )
-from grain_shard.errors import ShardingError
 
 NUM_CLASSES = 8
 NUM_STEPS = 3

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from grain_shard import ArrayRecordSource, demo_digits
+from grain_shard import ArrayRecordSource
 from grain_shard.__main__ import main
+from grain_shard.demo import demo_digits
 from grain_shard.errors import GrainShardError
 
 WITHOUT = "import sys; sys.modules[sys.argv.pop(1)] = None; from grain_shard.__main__ import main"
@@ -102,7 +103,7 @@ def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(cache):
 def test_run_that_is_killed_while_it_writes_leaves_nothing_to_be_found(tmp_path):
     kill_at_the_last_file = """
 import os, pathlib, sys
-from grain_shard import demo_digits
+from grain_shard.demo import demo_digits
 class Writer(demo_digits.ArrayRecordWriter):
     def __init__(self, path, options):
         super().__init__(path, options)
@@ -155,7 +156,7 @@ def test_help_lists_the_subcommands_and_imports_none_of_them(cache):
     assert (result.returncode, result.stderr) == (0, "")
     assert "  python -m grain_shard demo --hosts 2" in text
     assert "  python -m grain_shard rehearse --hosts 4 train.py" in text
-    assert not {"grain_shard.demo", "sklearn", "tqdm"} & set(modules.split())
+    assert not {"grain_shard.demo.command", "sklearn", "tqdm"} & set(modules.split())
 
 
 @pytest.mark.parametrize("subcommand", ["demo", "rehearse"])

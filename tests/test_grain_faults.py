@@ -107,7 +107,7 @@ class TestThreadPrefetchHangs:
     def test_close_blocks_for_as_long_as_the_source_does(self, tmp_path):
         # Also the deadlock of grain#1372: a close that waits for a producer that waits.
         body = """
-            from grain_shard import prefetch
+            from grain_shard.iteration import prefetch
             prefetch._JOIN_TIMEOUT_S = 0.2
             def blocked(put):
                 inside, never = threading.Event(), threading.Event()
@@ -385,10 +385,10 @@ class TestState:
         (tmp_path / "ours").mkdir()
         with iter(numbered(24, 8).shard_to(data_mesh(2))) as iterator:
             next(iterator)
-            grain_shard.state_files.write_state(tmp_path / "ours", iterator.get_state())
+            grain_shard.hosts.state_files.write_state(tmp_path / "ours", iterator.get_state())
         assert [p.name for p in (tmp_path / "ours").iterdir()] == ["state.json"]
         monkeypatch.setattr(jax, "process_count", lambda *a: 2)
         with pytest.raises(ValueError, match=r"process_0-of-2\.json"):
             handler.restore(tmp_path / "grains", numbered(24, 8).to_iter_dataset().__iter__())
-        state = grain_shard.state_files.read_state(tmp_path / "ours")
+        state = grain_shard.hosts.state_files.read_state(tmp_path / "ours")
         assert state["batch"] == 1

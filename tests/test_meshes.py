@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.errors import ShardingError
-from grain_shard.meshes import (
+from grain_shard.training.meshes import (
     create_1d_mesh,
     create_2d_mesh,
     data_parallel_rules,

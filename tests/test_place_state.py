@@ -11,8 +11,11 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from grain_shard.data_parallel import place_model_state_on_shards, place_nnx_state_on_shards
 from grain_shard.errors import ShardingError
+from grain_shard.training.data_parallel import (
+    place_model_state_on_shards,
+    place_nnx_state_on_shards,
+)
 
 PARAMS = {
     "up": {"kernel": np.ones((8, 16), np.float32), "bias": np.zeros(16, np.float32)},

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from grain_shard import ShardingError, StateError, device_info, rehearse
-from grain_shard.placement import (
+from grain_shard import ShardingError, StateError, rehearse
+from grain_shard.placing.placement import (
     DevicePlacement,
     HardwareType,
     distribute_batch,
@@ -23,6 +23,7 @@ from grain_shard.placement import (
     place_on_device,
     prefetch_to_device,
 )
+from grain_shard.training import device_info
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, numbered, wait
 
 DEVICE_COUNTS = [1, 2, 4, 8]
@@ -442,7 +443,7 @@ class TestPrefetchState:
             assert values(iterator) == PAIRS, "a refused state changes nothing"
 
     def test_going_back_waits_for_a_next_that_is_under_way(self, monkeypatch):
-        monkeypatch.setattr("grain_shard.prefetch._JOIN_TIMEOUT_S", 0.01)
+        monkeypatch.setattr("grain_shard.iteration.prefetch._JOIN_TIMEOUT_S", 0.01)
         inside, go_on, threads = threading.Event(), threading.Event(), []
 
         class Slow(Counting):

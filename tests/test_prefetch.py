@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grain_shard import prefetch
-from grain_shard.prefetch import Background
+from grain_shard.iteration import prefetch
+from grain_shard.iteration.prefetch import Background
 from tests.conftest import HANG_S, eventually, wait
 
 
@@ -464,7 +464,7 @@ class TestGarbageCollection:
         shared = numbers._shared
 
         def collected_under_the_lock():
-            with shared._condition:
+            with shared._lock:
                 numbers.__del__()  # what the collector calls
             stopped.set()
 

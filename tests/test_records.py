@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard import _grain_records
-from grain_shard.index_shuffle import shuffled
+from grain_shard.reading import _grain_records
+from grain_shard.reading.index_shuffle import shuffled
 from tests.conftest import data_mesh, ids
 
 LENGTHS = (1, 2, 3, 255, 256, 257, 1000, 65535, 65536, 65537, 65538, 10**6, 2**32, 2**32 + 1, 2**40)

@@ -19,8 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard import PadToDivisible
-from grain_shard.meshes import create_1d_mesh, create_2d_mesh
-from grain_shard.placement import (
+from grain_shard.measuring.throughput import create_sharded_pipeline, measure_throughput
+from grain_shard.placing.placement import (
     BatchSizeRecommendation,
     DevicePlacement,
     HardwareType,
@@ -29,7 +29,7 @@ from grain_shard.placement import (
     place_on_device,
     prefetch_to_device,
 )
-from grain_shard.throughput import create_sharded_pipeline, measure_throughput
+from grain_shard.training.meshes import create_1d_mesh, create_2d_mesh
 
 
 @pytest.fixture(params=[1, 2, 4, 8])

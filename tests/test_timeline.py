@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from grain_shard import BatchLayout, GrainShardError, ShardingError, profile
-from grain_shard.bottleneck import Figures, Settings, verdict
-from grain_shard.placement import prefetch_to_device
+from grain_shard.measuring.bottleneck import Figures, Settings, verdict
+from grain_shard.measuring.timeline import Timeline, settings_of
+from grain_shard.placing.placement import prefetch_to_device
 from grain_shard.spans import Span
-from grain_shard.timeline import Timeline, settings_of
 from grain_shard.transforms import pad
 from tests.conftest import data_mesh, numbered
 
@@ -97,9 +97,9 @@ def test_the_verdict_is_what_the_pipeline_was_built_to_wait_for(made, slow_step,
 @pytest.mark.parametrize("stage", ["batch", "pad", "place"])
 def test_a_stage_that_is_slow_itself(stage, monkeypatch):
     owner, name = {
-        "batch": ("grain_shard.stack.RecordStacker", "stack"),
+        "batch": ("grain_shard.reading.stack.RecordStacker", "stack"),
         "pad": (pad, "pad_batch"),
-        "place": ("grain_shard.assemble.Assembler", "__call__"),
+        "place": ("grain_shard.sharding.assemble.Assembler", "__call__"),
     }[stage]
     if isinstance(owner, str):
         module, cls = owner.rsplit(".", 1)

@@ -26,7 +26,7 @@ from grain_shard import (
     ShardingTree,
     ValidateBatchSize,
 )
-from grain_shard.hardware import HardwareType
+from grain_shard.training.hardware import HardwareType
 from tests.conftest import data_mesh, ids, numbered, to_numpy
 
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import grain
 import numpy as np
 
-from grain_shard._grain import Epoch, iter_batch_size
 from grain_shard.errors import ShardingError, describe_leaf, require_int
-from grain_shard.fetch import RowMapDataset, RowReader
-from grain_shard.rows import row_reader
+from grain_shard.reading._grain import Epoch, iter_batch_size
+from grain_shard.reading.fetch import RowMapDataset, RowReader
+from grain_shard.reading.rows import row_reader
 from grain_shard.spans import PAD, READ, span
 from grain_shard.trees import Batch, FlatBatch
 

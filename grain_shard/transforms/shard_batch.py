@@ -9,9 +9,9 @@ from typing import Any
 import grain
 
 from grain_shard.errors import ShardingError
-from grain_shard.fetch import FetchingMapDataset
-from grain_shard.layout import BatchLayout
-from grain_shard.rows import row_reader, take_rows
+from grain_shard.reading.fetch import FetchingMapDataset
+from grain_shard.reading.rows import row_reader, take_rows
+from grain_shard.sharding.layout import BatchLayout
 from grain_shard.trees import Batch, FlatBatch
 
 

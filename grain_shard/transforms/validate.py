@@ -8,11 +8,11 @@ from typing import Any
 
 import grain
 
-from grain_shard._grain import iter_batch_size
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.fetch import RowMapDataset
-from grain_shard.hardware import HardwareType, validate_batch_size
-from grain_shard.rows import row_reader
+from grain_shard.reading._grain import iter_batch_size
+from grain_shard.reading.fetch import RowMapDataset
+from grain_shard.reading.rows import row_reader
+from grain_shard.training.hardware import HardwareType, validate_batch_size
 from grain_shard.trees import Batch, FlatBatch
 
 

@@ -1,0 +1,1 @@
+"""The demo: the digits, trained through the whole chain."""

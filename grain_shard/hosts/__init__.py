@@ -1,0 +1,1 @@
+"""What hosts tell each other, and leave each other in a checkpoint."""

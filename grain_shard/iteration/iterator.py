@@ -1,0 +1,258 @@
+"""`ShardedIterator`: hands out global batches, and keeps the promises about its life and state."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grain
+
+from grain_shard.errors import AgreementError, ShardingError
+from grain_shard.hosts.ends import AgreedEnd
+from grain_shard.hosts.multihost import Rounds, agree
+from grain_shard.hosts.state_files import is_shared, read_state, write_state
+from grain_shard.iteration.host_batches import HostBatches, Position, Stream
+from grain_shard.iteration.prefetch import Background
+from grain_shard.sharding.reshard import Resharder
+from grain_shard.spans import PLACE, span
+from grain_shard.trees import Batch
+
+_SAVES = itertools.count()  # every host saves as often
+
+
+@dataclass(frozen=True)
+class AcrossHosts:
+    """What an iterator has to know to run in step with those of other hosts.
+
+    Attributes:
+        hosts: All hosts in the mesh.
+        timeout_s: How long one may wait for another, in seconds.
+        fields: What must be the same on all of them, besides the batches' shapes.
+        own_rows: The shards of this host if its stream yields only their rows; else None.
+        pads: Whether a stream that has ended goes on with padding until the last one ends.
+    """
+
+    hosts: Sequence[int]
+    timeout_s: float
+    fields: Mapping[str, Any]
+    own_rows: Sequence[int] | None
+    pads: bool
+
+
+class Placer(Protocol):
+    """What puts a host's batch on the devices; `Assembler` is one."""
+
+    mesh_axes: tuple[tuple[str, int], ...]
+    digest: str
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch on the devices."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """The leaves of the first batch, to be compared with other hosts'."""
+        ...
+
+
+class ShardedIterator(grain.DatasetIterator[Batch]):
+    """Hands out global batches. A context manager; its state is that of the last batch handed out.
+
+    After the end ``next`` keeps raising StopIteration; after an error, that error.
+
+    Args:
+        host: Where this host's batches come from.
+        placer: What puts them on the devices.
+        device_buffer_size: Batches that may wait on the devices or be on their way there.
+        reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
+            contains collectives.
+        across: With several hosts in the mesh, how to run in step with them.
+
+    Example:
+        >>> import jax
+        >>> mesh = jax.make_mesh((8,), ("data",))
+        >>> ds = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
+        >>> with iter(ds) as batches:
+        ...     first, state = next(batches), batches.get_state()
+        ...     second = next(batches)
+        ...     batches.set_state(state)  # goes on after the first batch
+        ...     print(second["x"], next(batches)["x"])
+        [ 8  9 10 11 12 13 14 15] [ 8  9 10 11 12 13 14 15]
+    """
+
+    def __init__(
+        self,
+        host: HostBatches,
+        placer: Placer,
+        *,
+        device_buffer_size: int,
+        reshard: Resharder | None,
+        across: AcrossHosts | None,
+    ):
+        super().__init__()
+        self._host, self._placer = host, placer
+        self._device_buffer_size, self._reshard, self._across = device_buffer_size, reshard, across
+        self._open(None)
+
+    def _open(self, position: Position | None) -> None:
+        across = self._across
+        rounds = Rounds(across.hosts, across.timeout_s) if across else None
+        self._position, batches = self._host.open(position, rounds)
+        self._begun = self._compared = False
+        self._failure, self._rounds = None, rounds
+        # The threads must refer to these and not to self, which could never be collected then.
+        self._wait, placer = _Wait(), self._placer
+        if across and rounds and isinstance(self._host, Stream):
+            batches = AgreedEnd(
+                batches,
+                rounds,
+                position=self._position,
+                pads=across.pads,
+                same_rows=across.own_rows is None,
+                template=self._host.first,
+                waited_s=self._wait.seconds,
+            )
+
+        def place(ticket: tuple[Batch, Position]) -> tuple[Batch, Position]:
+            with span(PLACE):
+                return placer(ticket[0]), ticket[1]
+
+        self._stage: Background[tuple[Batch, Position], tuple[Batch, Position]] = Background(
+            place,
+            batches,
+            buffer_size=self._device_buffer_size,
+            name="grain-shard-device",
+        )
+
+    def __next__(self) -> Batch:
+        self._assert_not_closed()
+        if self._failure is not None:
+            raise self._failure
+        first, self._compared = not self._compared, True
+        self.start_prefetch()
+        with self._wait:
+            try:
+                batch, position = next(self._stage)
+            except ShardingError as error:
+                # What stands before placement knows no mesh, and may run where there is none.
+                self._tell(first, error)
+                raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
+            except BaseException as error:
+                self._tell(first, error)
+                if isinstance(error, StopIteration) and self._reshard is not None:
+                    self._reshard.wait()
+                raise
+        self._tell(first, None)
+        self._position = position
+        return batch if self._reshard is None else self._reshard(batch)
+
+    def _tell(self, first: bool, error: BaseException | None) -> None:
+        """At the first batch, compares notes with the other hosts."""
+        if not first or self._across is None or self._rounds is None:
+            return
+        answer: dict[str, Any] = {**self._across.fields, "next": self._host.place(self._position)}
+        if isinstance(error, StopIteration):
+            answer["batches"] = "none left"
+        elif isinstance(error, AgreementError):
+            return  # the others know
+        elif error is not None:
+            self._rounds.post("start", {"failed": f"{type(error).__name__}: {error}"})
+            return
+        else:
+            answer.update(self._placer.describe())
+            if self._across.own_rows is not None:
+                answer["local rows"] = [list(self._across.own_rows), self._placer.digest]
+        try:
+            agree(self._rounds, answer)
+        except AgreementError as failure:
+            self._failure = failure
+            self._stage.stop()
+            raise
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last batch that ``next`` returned, as plain JSON."""
+        return self._host.to_state(self._position)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved position, in an iterator that is new or in use.
+
+        Raises:
+            StateError: The state was saved by another pipeline; the message names what changed.
+        """
+        self._assert_not_closed()
+        position, before = self._host.from_state(state), self._position
+        self._stage.close()  # first: the next stage may draw from the same source
+        try:
+            self._open(position)
+        except BaseException:
+            self._open(before)  # a refused state changes nothing
+            raise
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Orbax's v1 API: writes the state while the loop goes on."""
+        state, number = self.get_state(), next(_SAVES)
+
+        async def write() -> None:
+            await asyncio.to_thread(write_state, await directory.await_creation(), state)
+            if self._across is not None and not is_shared(state):
+                # The folder gets its final name when the first host is done; by then all must be.
+                rounds = Rounds(self._across.hosts, self._across.timeout_s)
+                await asyncio.to_thread(rounds.meet, f"save-{number}")
+
+        return write()
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """Orbax's v1 API: restores what `save` wrote."""
+        # Here and not in what is returned, whose errors Orbax reports as another handler's.
+        self.set_state(read_state(directory))
+
+        async def done() -> None:
+            pass
+
+        return done()
+
+    def start_prefetch(self) -> None:
+        """Starts working ahead before the first ``next``."""
+        self._assert_not_closed()
+        if not self._begun:
+            self._begun = True
+            if self._rounds is not None:
+                self._rounds.begin()
+            self._stage.start()
+
+    def close(self) -> None:
+        """Stops the background threads and waits for them; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._stage.close()
+
+    def __enter__(self) -> ShardedIterator:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self):
+        if (stage := getattr(self, "_stage", None)) is not None:
+            stage.stop()  # without waiting: the garbage collector runs anywhere
+
+
+class _Wait:
+    """How long the training loop has been waiting for its next batch."""
+
+    def __init__(self):
+        self._since: float | None = None
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._since = None
+
+    def seconds(self) -> float:
+        """0 while the loop is busy with something else."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since

@@ -1,0 +1,270 @@
+"""The background stage: threads that work ahead, a bounded buffer, and a clean life.
+
+Grain's own stage can hang on a BaseException, blocks in ``close`` for as long as its source does,
+and can abort the interpreter at exit; hence this one. What it promises:
+
+* Results come in the order of the tickets, whichever thread is first.
+* At most `buffer_size` results exist at a time, those in the making included.
+* What the work raises, of any class, reaches the consumer; from then on ``next`` keeps raising it.
+* Nothing outlives its consumer: ``close``, garbage collection and the end of the interpreter stop
+  the threads. One that is inside the user's code ends when that code returns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+# How long close() and the interpreter's exit wait for a thread that is inside the user's code.
+_JOIN_TIMEOUT_S = 5.0
+# How often a waiting consumer looks up.
+_WAKE_S = 1.0
+
+
+class Background(Iterator[T], Generic[S, T]):
+    """Maps `work` over `tickets` in background threads, in order.
+
+    The threads start with the first ``next``, in the JAX context (mesh, x64) of the thread that
+    made this object.
+
+    Args:
+        work: Called with each ticket, by several threads at once if there are several.
+        tickets: Asked by one thread at a time, once there is room for a result. If it has a
+            ``close``, the last thread to end calls it: nobody else can know that it is not in use.
+            If it has a ``stop``, it is told to stop with this stage. If it has a ``fetch``, that is
+            called before each ticket, with the number of results that there is room for, once that
+            is its ``room_needed``.
+        buffer_size: Results that may wait or be in the making.
+        num_threads: Threads that work side by side.
+        name: Of the threads.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[S], T],
+        tickets: Iterator[S],
+        *,
+        buffer_size: int,
+        num_threads: int = 1,
+        name: str,
+    ):
+        # The threads refer to what is shared and not to this object, which can thus be collected.
+        self._shared = _Shared(work, tickets, buffer_size)
+        enter_context = jax_context()
+        self._shared.threads = [
+            threading.Thread(
+                target=_run, args=(self._shared, enter_context), name=f"{name}-{i}", daemon=True
+            )
+            for i in range(min(num_threads, buffer_size))
+        ]
+
+    def __next__(self) -> T:
+        self.start()
+        return self._shared.take()
+
+    def start(self) -> None:
+        """Starts working ahead; a second call does nothing."""
+        self._shared.start()
+
+    def stop(self) -> None:
+        """Tells the threads to end, without waiting. From then on ``next`` ends at once."""
+        self._shared.stop()
+
+    def close(self) -> None:
+        """Stops, and waits until the threads have ended, or some seconds for the user's code."""
+        self._shared.stop()
+        self._shared.join()
+
+    def __del__(self):
+        if (shared := getattr(self, "_shared", None)) is not None:  # __init__ may have failed
+            shared.stop()
+
+
+def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """The calling thread's JAX context (mesh, x64), to be entered in another thread."""
+    mesh, x64 = jax.sharding.get_mesh(), jax.config.jax_enable_x64  # pyright: ignore
+
+    @contextlib.contextmanager
+    def enter():
+        with jax.enable_x64(x64), contextlib.ExitStack() as stack:
+            if not mesh.empty:
+                stack.enter_context(jax.set_mesh(mesh))
+            yield
+
+    return enter
+
+
+class _Raised(NamedTuple):
+    """What stands in the place of a result when there is none."""
+
+    error: BaseException
+    traceback: TracebackType | None
+
+    def throw(self):
+        if isinstance(self.error, StopIteration):
+            raise StopIteration
+        # The same object every time; without this its traceback would grow with each raise.
+        raise self.error.with_traceback(self.traceback)
+
+
+class _Shared(Generic[S, T]):
+    """What the threads and the consumer share, all of it under one lock."""
+
+    def __init__(self, work: Callable[[S], T], tickets: Iterator[S], buffer_size: int):
+        self.threads: list[threading.Thread] = []
+        self._work, self._tickets, self._buffer_size = work, tickets, buffer_size
+        # Reentrant: the garbage collector may run __del__, so stop(), in a thread that holds it.
+        self._lock = threading.RLock()
+        # Two conditions, since who waits for the one must not be woken for the other.
+        self._result_came = threading.Condition(self._lock)  # or will never
+        self._room_came = threading.Condition(self._lock)  # or will not be needed
+        self._one_asks = threading.Lock()  # held while a ticket is drawn, which may take long
+        self._results: dict[int, T | _Raised] = {}
+        self._issued = 0  # tickets drawn so far; each carries its number
+        self._taken = 0  # results handed out
+        self._running = 0
+        self._started = self._stopped = False
+        self._drained = False  # no ticket will be drawn any more
+        self._final: _Raised | None = None
+
+    def start(self) -> None:
+        with self._lock:
+            if self._started or self._stopped:
+                return
+            self._started, self._running = True, len(self.threads)
+        # At exit the threads must be gone before JAX and Python take apart what they use. Hooks
+        # run last in, first out, and those of JAX have stood since it was imported.
+        atexit.register(self._at_exit)
+        for thread in self.threads:
+            thread.start()
+
+    def take(self) -> T:
+        with self._lock:
+            while self._final is None:
+                if self._stopped:
+                    raise StopIteration
+                if self._taken in self._results:
+                    result = self._results.pop(self._taken)
+                    if not isinstance(result, _Raised):
+                        self._taken += 1
+                        self._room_came.notify()  # who holds _one_asks: nobody else waits for it
+                        return result
+                    self._final = result
+                else:
+                    # Not for ever: a KeyboardInterrupt just before the wait wakes nobody.
+                    self._result_came.wait(_WAKE_S)
+            return self._final.throw()
+
+    def stop(self) -> None:
+        with self._lock:
+            first, self._stopped = not self._stopped, True
+            self._results.clear()
+            self._result_came.notify_all()
+            self._room_came.notify()
+        if first and (stop := getattr(self._tickets, "stop", None)) is not None:
+            stop()
+        if first and not self._started:
+            self._close_tickets()
+
+    def join(self) -> None:
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
+        for thread in self.threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def step(self) -> bool:
+        """Makes one result; False when there is nothing left to do.
+
+        A function of its own so that no variable keeps a batch alive while the thread waits.
+        """
+        with self._one_asks:
+            with self._lock:
+                needed = getattr(self._tickets, "room_needed", 1)
+                while not self._over() and self._room() < needed:
+                    self._room_came.wait()
+                if self._over():
+                    return False
+                number, room = self._issued, self._room()
+                self._issued += 1
+            try:
+                self._fetch(room)
+                ticket = next(self._tickets)
+            except StopIteration:
+                # Not the one that was caught: its traceback keeps the frames of the source alive.
+                self._deliver(number, _Raised(StopIteration(), None))
+                return False
+            except BaseException as error:
+                self._deliver(number, _Raised(error, error.__traceback__))
+                return False
+        try:
+            result = self._work(ticket)
+        except StopIteration as error:
+            result = _Raised(RuntimeError("the pipeline raised StopIteration"), None)
+            result.error.__cause__ = error
+        except BaseException as error:
+            result = _Raised(error, error.__traceback__)
+        self._deliver(number, result)
+        return True
+
+    def _fetch(self, room: int) -> None:
+        if (fetch := getattr(self._tickets, "fetch", None)) is not None:
+            try:
+                fetch(room)
+            except StopIteration as error:  # only next() may end the tickets
+                raise RuntimeError("the pipeline raised StopIteration") from error
+
+    def thread_ended(self) -> None:
+        with self._lock:
+            self._running -= 1
+            last = self._running == 0
+        if last:
+            atexit.unregister(self._at_exit)
+            self._close_tickets()
+
+    def _room(self) -> int:
+        return self._buffer_size - (self._issued - self._taken)
+
+    def _over(self) -> bool:
+        return self._stopped or self._drained
+
+    def _deliver(self, number: int, result: T | _Raised) -> None:
+        with self._lock:
+            if isinstance(result, _Raised):
+                self._drained = True
+                self._room_came.notify()
+            if not self._stopped:
+                self._results[number] = result
+            if number == self._taken:
+                self._result_came.notify_all()
+
+    def _close_tickets(self) -> None:
+        # Let go of it, too: what is still there when the interpreter takes its modules apart (an
+        # iterator of Grain's, say, in a global variable's reach) fails in its __del__.
+        tickets, self._tickets = self._tickets, iter(())
+        if (close := getattr(tickets, "close", None)) is not None:
+            close()
+
+    def _at_exit(self) -> None:
+        self.stop()
+        self.join()
+
+
+def _run(
+    shared: _Shared, enter_context: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
+    try:
+        with enter_context():
+            while shared.step():
+                pass
+    finally:
+        shared.thread_ended()

@@ -1,0 +1,1 @@
+"""How fast a pipeline is, and what it waits for."""

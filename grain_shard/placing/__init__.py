@@ -1,0 +1,1 @@
+"""`DevicePlacement`: the parts of the chain, one by one, for any data."""

@@ -1,0 +1,292 @@
+"""`DevicePlacement`: arrays onto devices one call at a time, outside of a pipeline.
+
+A facade. Placing is that of the chain: leaf by leaf, by a `ShardingTree`, and never by a
+collective that compares host data across processes. For training, end the pipeline with
+`.shard_to`, which reads only this host's rows; everything here takes whole batches.
+
+The names and signatures are those of ``datarax.distributed.device_placement``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from grain_shard.errors import require_int
+from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.placing.any_iterator import prefetch
+from grain_shard.placing.place_tree import place_tree, require_local
+from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.training import hardware
+from grain_shard.training.device_info import device_info
+from grain_shard.training.hardware import (
+    BatchSizeRecommendation,
+    HardwareType,
+    get_batch_size_recommendation,
+)
+from grain_shard.training.meshes import create_1d_mesh
+from grain_shard.trees import Batch
+
+__all__ = [
+    "BatchSizeRecommendation",
+    "DevicePlacement",
+    "HardwareType",
+    "distribute_batch",
+    "get_batch_size_recommendation",
+    "place_on_device",
+    "prefetch_to_device",
+]
+
+
+class DevicePlacement:
+    """Places trees of arrays on devices, and says what the devices are.
+
+    The trees hold numpy arrays, `jax.Array`s (typed PRNG keys too) and Python scalars, and come
+    back with `jax.Array`s; numpy arrays of strings stay as they are. On the CPU backend the result
+    shares no memory with numpy input.
+
+    On several processes, each passes the same whole data and keeps what its own devices hold.
+
+    Example:
+        >>> placement = DevicePlacement()
+        >>> placed = placement.place_on_device({"x": np.zeros((4, 3)), "step": 0})
+        >>> placed["x"].devices() == {placement.default_device}
+        True
+
+    Args:
+        default_device: Where data goes if nothing else is said; a device of this process. None:
+            its first one, looked up when it is needed.
+
+    Raises:
+        ShardingError: The device belongs to another process.
+    """
+
+    def __init__(self, default_device: Any = None):
+        if default_device is not None:
+            require_local(ShardingTree.of(default_device))
+        self._default_device = default_device
+        self._hardware_type: HardwareType | None = None
+
+    @property
+    def default_device(self) -> Any:
+        """A device of this process."""
+        if self._default_device is None:
+            self._default_device = jax.local_devices()[0]
+        return self._default_device
+
+    @property
+    def hardware_type(self) -> HardwareType:
+        """The chip behind the default device."""
+        if self._hardware_type is None:
+            self._hardware_type = hardware.detect_hardware(self.default_device)
+        return self._hardware_type
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of all processes together."""
+        return jax.device_count()
+
+    def place_on_device(self, data: Any, device: Any = None) -> Any:
+        """Places all leaves on one device.
+
+        Args:
+            data: A tree of arrays and scalars.
+            device: A device of this process; None for the default one.
+
+        Returns:
+            The tree, each leaf committed to the device.
+
+        Raises:
+            ShardingError: The device belongs to another process, or a leaf is spread over several.
+        """
+        return place_tree(data, ShardingTree.of(self.default_device if device is None else device))
+
+    def distribute_batch(self, data: Any, sharding: Any) -> Any:
+        """Places each leaf by its sharding.
+
+        Args:
+            data: A tree of arrays and scalars: the whole global batch.
+            sharding: One for all leaves, or a tree prefix of them. One for several leaves is cut
+                to the rank of each, which replicates scalars.
+
+        Returns:
+            The tree with global arrays of the shapes of `data`.
+
+        Raises:
+            ShardingError: A mesh axis does not divide its dim, a leaf has no sharding, or this
+                process has no device in one.
+        """
+        return place_tree(data, ShardingTree.of(sharding))
+
+    def replicate_across_devices(self, data: Any, devices: Sequence[Any] | None = None) -> Any:
+        """Gives every device the whole of every leaf.
+
+        Args:
+            data: A tree of arrays and scalars, such as parameters with their optimizer state.
+            devices: Where to, e.g. ``list(mesh.devices.flat)``; JAX computes with arrays together
+                only if their devices come in one order. None: those of the mesh in use
+                (`jax.set_mesh`), or else all devices of all processes, as `jax.make_mesh` orders
+                them. To go with a batch on a mesh of Explicit axes, that mesh has to be in use;
+                ``distribute_batch(data, NamedSharding(mesh, PartitionSpec()))`` is the same.
+
+        Returns:
+            The tree, each leaf one fully replicated array.
+
+        Raises:
+            ShardingError: None of the devices belongs to this process.
+        """
+        mesh = jax.sharding.get_mesh()
+        if devices is not None:
+            mesh = Mesh(np.array(devices), ("data",))
+        elif mesh.empty:
+            mesh = create_1d_mesh()
+        return place_tree(data, ShardingTree.of(mesh, PartitionSpec()))
+
+    def shard_batch_dim(
+        self, data: Any, mesh: Mesh, batch_axis: int = 0, mesh_axis: str = "data"
+    ) -> Any:
+        """Splits the batch dim of every leaf over a mesh axis.
+
+        Args:
+            data: A tree of arrays and scalars: the whole global batch.
+            mesh: The mesh.
+            batch_axis: Which dim of the leaves holds the rows, 0 or more. A leaf that does not
+                have it is replicated.
+            mesh_axis: The mesh axis.
+
+        Returns:
+            The tree with global arrays of the shapes of `data`.
+
+        Raises:
+            ShardingError: The mesh has no such axis, it does not divide the rows, or no leaf has
+                the dim.
+        """
+        require_int("batch_axis", batch_axis, 0)
+        return place_tree(
+            data, ShardingTree.of(mesh, PartitionSpec(*[None] * batch_axis, mesh_axis))
+        )
+
+    def prefetch_to_device(
+        self,
+        data_iterator: Iterable[Batch],
+        device: Any = None,
+        buffer_size: int = 2,
+        cpu_buffer_size: int | None = None,
+    ) -> ShardedIterator:
+        """Iterates over batches that were placed ahead of time, by background threads.
+
+        The iterator is a context manager; leaving it early by ``break`` ends the threads too. What
+        the source raises, of any class, is raised in its place.
+
+        Its ``get_state()`` is that of the batch last handed out, and ``set_state()`` restores it,
+        if the source has a state: a Grain dataset, a `grain.DataLoader`, or an iterator with these
+        two methods. Otherwise both raise a `StateError`.
+
+        On several processes every source must yield the same whole batches.
+
+        Args:
+            data_iterator: Any iterable of batches. A `grain.MapDataset` is read by several
+                threads. A generator is closed at the end; an iterator with a state is left to
+                its owner. It may fill its buffers again: numpy arrays are copied.
+            device: A device, a `Sharding`, or a tree prefix of shardings, as for
+                `distribute_batch`; None for the default device.
+            buffer_size: Batches that may wait on the devices or be on their way there.
+            cpu_buffer_size: Batches that may wait on the host or be in the making; None for
+                ``2 * buffer_size``.
+
+        Returns:
+            The iterator. Batches may differ in shape and structure.
+
+        Raises:
+            ShardingError: Here, if a buffer size is no positive integer, or a sharding has no
+                device of this process; from ``next``, if a batch does not fit its shardings.
+        """
+        require_int("buffer_size", buffer_size, 1)
+        target = ShardingTree.of(self.default_device if device is None else device)
+        return prefetch(
+            data_iterator,
+            target,
+            device_buffer_size=buffer_size,
+            cpu_buffer_size=2 * buffer_size if cpu_buffer_size is None else cpu_buffer_size,
+        )
+
+    def get_batch_size_recommendation(
+        self, hardware_type: HardwareType | None = None
+    ) -> BatchSizeRecommendation:
+        """The batch sizes for a chip, in tokens or examples per chip.
+
+        Args:
+            hardware_type: The chip; None for that of the default device.
+        """
+        return get_batch_size_recommendation(hardware_type or self.hardware_type)
+
+    def validate_batch_size(
+        self, batch_size: int, warn_suboptimal: bool = True
+    ) -> tuple[bool, str]:
+        """Whether a batch keeps one of these devices busy, and a sentence that says why.
+
+        Args:
+            batch_size: Tokens or examples per chip, not the global batch.
+            warn_suboptimal: Whether a size between the minimum and the critical batch is called
+                out.
+
+        Returns:
+            (valid, message). Only a size below the chip's minimum is not valid.
+        """
+        return hardware.validate_batch_size(batch_size, self.hardware_type, warn_suboptimal)
+
+    def get_device_info(self) -> dict[str, Any]:
+        """What there is to compute on.
+
+        Returns:
+            A dict of ``num_devices``, ``platforms``, ``device_kinds`` and ``devices`` (the id,
+            platform and kind of each), of all processes; of this one ``hardware_type``,
+            ``process_index``, ``process_count``, ``local_devices`` (ids) and ``memory``: by id,
+            ``{"bytes_in_use", "bytes_limit"}``, or None where the backend does not tell.
+        """
+        return device_info(self.hardware_type)
+
+
+def place_on_device(data: Any, device: Any = None) -> Any:
+    """`DevicePlacement.place_on_device`; by default on this process's first device.
+
+    Example:
+        >>> x = place_on_device({"x": np.zeros(3)}, jax.local_devices()[1])["x"]
+        >>> x.devices() == {jax.local_devices()[1]}
+        True
+    """
+    return DevicePlacement().place_on_device(data, device)
+
+
+def distribute_batch(data: Any, sharding: Any) -> Any:
+    """`DevicePlacement.distribute_batch`.
+
+    Example:
+        >>> rows = jax.sharding.NamedSharding(create_1d_mesh(), PartitionSpec("data"))
+        >>> batch = distribute_batch({"x": np.zeros((16, 3)), "step": 0}, rows)
+        >>> batch["x"].addressable_shards[0].data.shape, batch["step"].is_fully_replicated
+        ((2, 3), True)
+    """
+    return DevicePlacement().distribute_batch(data, sharding)
+
+
+def prefetch_to_device(
+    data_iterator: Iterable[Batch],
+    size: int = 2,
+    device: Any = None,
+    cpu_buffer_size: int | None = None,
+) -> ShardedIterator:
+    """`DevicePlacement.prefetch_to_device`, with its `buffer_size` called `size`.
+
+    Example:
+        >>> with prefetch_to_device({"x": np.full(2, i)} for i in range(2)) as batches:
+        ...     for batch in batches:
+        ...         print(batch["x"])
+        [0 0]
+        [1 1]
+    """
+    return DevicePlacement().prefetch_to_device(data_iterator, device, size, cpu_buffer_size)

@@ -1,0 +1,102 @@
+"""What must not change between saving a state and restoring it, in a few short words.
+
+The walk down a pipeline uses what Grain shows of it: each node's text, its length, the paths of a
+source. Seeds and weights have no public place; where they can't be seen, a change goes unnoticed.
+So does one inside a function (its name is all that is compared) or inside the records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grain
+
+from grain_shard.errors import StateError
+from grain_shard.reading import _grain
+
+Fingerprint = dict[str, Any]
+
+# Where a function stands in its file, and where an object stands in memory, say nothing of what
+# it does: a comment above it, or another run, changes them.
+_PLACE = re.compile(r" @ [^)]*| at 0x[0-9a-f]+")
+
+
+def fingerprint(ds: grain.MapDataset, remainder: str) -> Fingerprint:
+    """The fingerprint of a random-access dataset of batches: the same on every host.
+
+    Args:
+        ds: What stands above the stages of this package.
+        remainder: What becomes of a short last batch.
+
+    Returns:
+        Records above ``.batch``, the batch size (both None if they can't be seen), `remainder`,
+        and a digest each of the sources (names of the files and their records), the seeds and the
+        transformations. Plain JSON.
+    """
+    node = _grain.batch_node(ds)
+    nodes = list(_walk(ds))
+    sources = [
+        (_text(n), len(n), [os.path.basename(str(p)) for p in _paths(n)])
+        for n in nodes
+        if not n.parents
+    ]
+    return {
+        "records": len(node.records) if node else None,
+        "global_batch_size": node.global_batch_size if node else None,
+        "remainder": remainder,
+        "source": digest(sources),
+        "seeds": digest([_grain.seeds(n) for n in nodes]),
+        "transforms": digest([(_text(n), _grain.parameters(n)) for n in nodes]),
+    }
+
+
+def check_fingerprint(state: Mapping[str, Any], current: Fingerprint) -> None:
+    """Refuses a state that was saved by something else.
+
+    Raises:
+        StateError: A field of the fingerprint is missing or differs; the message names each.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"a state is a dict, not {state!r}.\n  remedy: pass what get_state() gave."
+        )
+    missing = [name for name in ("batch", *current) if name not in state]
+    if missing:
+        raise StateError(
+            "this is no state of a random-access pipeline: it lacks"
+            f" {', '.join(map(repr, missing))}."
+            f"\n  state:  {dict(state)}\n  remedy: pass what get_state() of such an iterator gave."
+        )
+    changed = [name for name in current if state[name] != current[name]]
+    if changed:
+        lines = [f"  {n}: saved {state[n]!r}, now {current[n]!r}" for n in changed]
+        raise StateError(
+            f"the state was saved by another pipeline: {', '.join(changed)} changed.\n"
+            + "\n".join(lines)
+            + "\n  remedy: restore with the pipeline that saved it. If the change is meant, and the"
+            " batches are to go on from the same index, put the new values into the state."
+        )
+
+
+def _walk(ds: Any) -> Iterator[Any]:
+    yield ds
+    for parent in ds.parents:
+        yield from _walk(parent)
+
+
+def _text(node: Any) -> str:
+    return _PLACE.sub("", str(node))
+
+
+def _paths(node: Any) -> list[Any]:
+    paths = getattr(node, "paths", [])
+    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+
+
+def digest(value: Any) -> str:
+    """Eight hex digits of a value's repr."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]

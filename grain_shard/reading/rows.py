@@ -1,0 +1,191 @@
+"""Reading some rows of a batch without the others.
+
+There are two readers. Where a row of the batch depends on its record alone, `RecordRows` reaches
+below ``.batch`` and evaluates those records and no more. Where it does not (a custom ``batch_fn``,
+a ``.map`` after ``.batch``), `WholeBatchRows` evaluates the batch and keeps the rows, which costs
+more and gives the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+from grain_shard.reading import _grain, _grain_records
+from grain_shard.reading._grain import Epoch
+from grain_shard.reading.fetch import RowMapDataset, RowReader
+from grain_shard.reading.stack import RecordStacker
+from grain_shard.spans import BATCH, READ, span
+from grain_shard.trees import Batch, FlatBatch
+
+
+def row_reader(ds: grain.MapDataset) -> RowReader:
+    """The cheapest reader that gives exactly the rows of this dataset's batches."""
+    if isinstance(ds, RowMapDataset):
+        return ds.reader
+    node = _grain.batch_node(ds)
+    if node is not None and node.only_stacks:
+        return RecordRows(ds, node)
+    return WholeBatchRows(ds, node)
+
+
+# Held while the structure record is read. Of no reader, since those are sent to worker processes.
+_LEARNING = threading.Lock()
+
+
+class RecordRows:
+    """Rows read below ``.batch``: row r of batch k is record k * B + r of what stands above it."""
+
+    reads_whole_batches = False
+
+    def __init__(self, ds: grain.MapDataset, node: _grain.BatchNode):
+        self._ds, self._node = ds, node
+        self._stacker: RecordStacker | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        return self._node.global_batch_size
+
+    def num_batches(self) -> int:
+        return len(self._ds)
+
+    def epoch(self) -> Epoch | None:
+        return self._node.epoch()
+
+    @property
+    def reads_many(self) -> bool:
+        return _grain_records.route(self._node.records, np.arange(1)).reads_many
+
+    def fetch(self, indices: Sequence[int], rows: np.ndarray) -> Sequence[_Fetched]:
+        of_batches = [_record_indices(self._node, index, rows) for index in indices]
+        everything = np.concatenate(of_batches)
+        way = _grain_records.route(self._node.records, everything)
+        elements = None
+        if way.reads_many and len(everything):
+            with span(READ):
+                elements = self._naming_the_record(way.read, everything, indices[0])
+        fetched, start = [], 0
+        for index, records in zip(indices, of_batches, strict=True):
+            stop = start + len(records)
+            own = None if elements is None else elements[start:stop]
+            fetched.append(_Fetched(index, records, way.part(start, stop), own))
+            start = stop
+        return fetched
+
+    def make(self, fetched: _Fetched, rows: np.ndarray) -> Batch:
+        index, records, way, elements = fetched
+        if not len(records):
+            # All padding. One record, once, tells what the rows would look like.
+            with _LEARNING:
+                self._stacker = self._stacker or RecordStacker(self._node.records[0])
+            return self._stacker.empty_batch()
+        with span(READ):
+            values = self._naming_the_record(
+                lambda: way.finish(way.read() if elements is None else elements), records, index
+            )
+        with span(BATCH):
+            self._stacker = self._stacker or RecordStacker(values[0])
+            return self._stacker.stack(values, records)
+
+    def _naming_the_record(
+        self, evaluate: Callable[[], Sequence[Any]], records: np.ndarray, index: int
+    ) -> Sequence[Any]:
+        try:
+            return evaluate()
+        except Exception as error:
+            # Read them again one by one, to be able to say which it was.
+            for record in records.tolist():
+                try:
+                    self._node.records[record]
+                except Exception as one:
+                    one.add_note(
+                        f"grain_shard: while evaluating record {record} of the dataset above"
+                        f" .batch, for batch {index}"
+                    )
+                    raise one from None
+            error.add_note(
+                f"grain_shard: while evaluating records {records[0]} to {records[-1]} of the"
+                f" dataset above .batch, for batch {index}; none of them failed a second time"
+            )
+            raise
+
+
+class _Fetched(NamedTuple):
+    """Of one batch: its index, its records, their way, and what was read of them, if it was."""
+
+    batch: int
+    records: np.ndarray
+    way: _grain_records.Route
+    elements: Sequence[Any] | None
+
+
+def _record_indices(node: _grain.BatchNode, index: int, rows: np.ndarray) -> np.ndarray:
+    """The records of the chosen rows that exist, in their order."""
+    size, records = node.global_batch_size, len(node.records)
+    per_epoch = records // size if node.drop_remainder else -(-records // size)
+    epoch, batch = divmod(node.batch_index(index), per_epoch)
+    existing = rows[rows < min(size, records - batch * size)]
+    return existing + (epoch * records + batch * size)
+
+
+class WholeBatchRows:
+    """Rows kept from whole batches, where a row cannot be had alone."""
+
+    reads_whole_batches = True
+    reads_many = False
+
+    def __init__(self, ds: grain.MapDataset, node: _grain.BatchNode | None):
+        self._ds, self._node = ds, node
+        self._size = node.global_batch_size if node else None
+
+    @property
+    def global_batch_size(self) -> int:
+        if self._size is None:  # nothing tells it but a batch
+            self._size = self._rows_of(0)
+        return self._size
+
+    def num_batches(self) -> int:
+        return len(self._ds)
+
+    def epoch(self) -> Epoch | None:
+        if self._node is not None:
+            return self._node.epoch()
+        batches = len(self._ds)
+        short = self._rows_of(batches - 1) < self.global_batch_size
+        return Epoch(batches, batches - short)
+
+    def fetch(self, indices: Sequence[int], rows: np.ndarray) -> Sequence[int]:
+        return indices  # nothing is read for several batches at once
+
+    def make(self, fetched: int, rows: np.ndarray) -> Batch:
+        index = fetched
+        with span(READ):
+            batch = FlatBatch.of(self._ds[index])
+        if batch.rows > self.global_batch_size:
+            batch.refuse(
+                f"batch {index} has {batch.rows} rows, more than the {self.global_batch_size} of a"
+                " full batch.",
+                remedy="give every batch but the last of an epoch the same number of rows: shuffle,"
+                " mix or concatenate before .batch, or use .batch(B, drop_remainder=True).",
+            )
+        with span(BATCH):
+            return take_rows(batch, rows)
+
+    def _rows_of(self, index: int) -> int:
+        return FlatBatch.of(self._ds[index]).rows
+
+
+def take_rows(batch: FlatBatch, rows: np.ndarray) -> Batch:
+    """The chosen rows that exist, as a batch; scalars belong to every row.
+
+    Always in fresh plain arrays: the caller's buffer may be reused, and a view of Grain's shared
+    memory loses its offset on the way out of a worker.
+    """
+    existing = rows[rows < batch.rows]
+    return batch.structure.unflatten(
+        [np.asarray(a[existing] if a.ndim else a.copy()) for a in batch.arrays]
+    )

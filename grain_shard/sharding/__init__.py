@@ -1,0 +1,1 @@
+"""Which rows go where: layouts, specs, shardings, and the arrays made of them."""

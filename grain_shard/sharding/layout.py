@@ -1,0 +1,211 @@
+"""Which rows of a global batch each host holds: integers and names only.
+
+The batch axis is cut into `divisor` equal blocks, one for each step along the mesh axes that shard
+it. A device holds one block (its shard) or, where the batch axis is replicated, all of them; a
+host holds the blocks of its devices. The layout of a host is therefore a few integers. It pickles
+to worker processes, which must not know a device, and it does not change with the batch size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from grain_shard.errors import ShardingError
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The rows of every global batch that one host holds.
+
+    Example:
+        >>> layout = BatchLayout(divisor=4, shards=(1, 3))
+        >>> layout.rows(8)
+        array([2, 3, 6, 7])
+
+    Attributes:
+        divisor: Number of equal blocks that the batch axis is cut into.
+        shards: The blocks of this host, ascending.
+        mesh_axes: (name, size) of every mesh axis; for messages only.
+        num_hosts: Hosts that have a device in the mesh.
+        rows_read: Blocks that all hosts hold together, counted once per host; `divisor` when every
+            row lives on exactly one host.
+    """
+
+    divisor: int
+    shards: tuple[int, ...]
+    mesh_axes: tuple[tuple[str, int], ...] = ()
+    num_hosts: int = 1
+    rows_read: int = 0
+
+    def __repr__(self) -> str:
+        # A host of a large mesh may hold thousands of shards.
+        shards = repr(self.shards) if len(self.shards) <= 8 else f"<{len(self.shards)}>"
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
+        return (
+            f"BatchLayout(divisor={self.divisor}, shards={shards}, mesh=({mesh}),"
+            f" num_hosts={self.num_hosts}, amplification={self.amplification:g})"
+        )
+
+    @classmethod
+    def from_shardings(
+        cls,
+        shardings: Sequence[Sharding],
+        *,
+        host: int | None = None,
+        host_of: Callable[[Any], int] = lambda device: device.process_index,
+    ) -> BatchLayout:
+        """The layout of one host for leaves that are sharded in these ways.
+
+        Args:
+            shardings: The shardings of the leaves; a host holds the union of their rows.
+            host: Whose layout; by default this process's.
+            host_of: The host of a device. Replace it to look at a slice that is not there.
+
+        Raises:
+            ShardingError: The host has no device in the mesh.
+        """
+        host = jax.process_index() if host is None else host
+        layouts = cls.of_hosts(shardings, host_of=host_of)
+        if host not in layouts:
+            raise ShardingError(
+                f"host {host} has no device in the mesh; its hosts are {list(layouts)}.",
+                mesh_axes=mesh_axes_of(shardings),
+                remedy="build the mesh from jax.devices(), or run the pipeline on its hosts only.",
+            )
+        return layouts[host]
+
+    @classmethod
+    def of_hosts(
+        cls,
+        shardings: Sequence[Sharding],
+        *,
+        host_of: Callable[[Any], int] = lambda device: device.process_index,
+    ) -> dict[int, BatchLayout]:
+        """The layout of every host that has a device in the mesh, ascending by host.
+
+        Args:
+            shardings: As for `from_shardings`.
+            host_of: As for `from_shardings`.
+        """
+        divisor, held = shards_by_host(shardings, host_of=host_of)
+        mesh_axes, rows_read = mesh_axes_of(shardings), sum(map(len, held.values()))
+        return {
+            host: cls(divisor, shards, mesh_axes, num_hosts=len(held), rows_read=rows_read)
+            for host, shards in held.items()
+        }
+
+    @property
+    def amplification(self) -> float:
+        """Rows that all hosts read together, over the rows of the batch; 1.0 is each row once."""
+        return (self.rows_read or len(self.shards)) / self.divisor
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether this host holds every row."""
+        return len(self.shards) == self.divisor
+
+    def padded(self, global_batch_size: int) -> int:
+        """The batch size rounded up to a multiple of `divisor`, in rows."""
+        return -(-global_batch_size // self.divisor) * self.divisor
+
+    def rows(self, global_batch_size: int) -> np.ndarray:
+        """This host's rows of a batch, ascending: int64[host_batch_size].
+
+        Args:
+            global_batch_size: Rows of the whole batch; a multiple of `divisor`.
+
+        Raises:
+            ShardingError: `divisor` does not divide the batch size.
+        """
+        if global_batch_size % self.divisor:
+            raise ShardingError(
+                f"a batch of {global_batch_size} rows does not split into {self.divisor} shards.",
+                mesh_axes=self.mesh_axes,
+                remedy=f"use a batch size of {self.padded(global_batch_size)}, or put"
+                f" PadToDivisible({self.divisor}) before ShardBatch.",
+            )
+        size = global_batch_size // self.divisor
+        starts = np.asarray(self.shards, np.int64) * size
+        return (starts[:, None] + np.arange(size)).reshape(-1)
+
+    def ranges(self, global_batch_size: int) -> list[tuple[int, int]]:
+        """This host's rows of a batch as (start, stop), ascending and not touching each other."""
+        size = global_batch_size // self.divisor
+        found: list[tuple[int, int]] = []
+        for shard in self.shards:
+            start = found.pop()[0] if found and found[-1][1] == shard * size else shard * size
+            found.append((start, (shard + 1) * size))
+        return found
+
+    def host_row(self, row: int, global_batch_size: int) -> int:
+        """Where a row of the batch, the first of a shard of this host, lies among its rows."""
+        size = global_batch_size // self.divisor
+        return self.shards.index(row // size) * size + row % size
+
+    def global_batch_size(self, host_batch_size: int) -> int:
+        """The rows of the whole batch, from the number that this host holds."""
+        return host_batch_size // len(self.shards) * self.divisor
+
+
+def shards_by_host(
+    shardings: Iterable[Sharding],
+    *,
+    host_of: Callable[[Any], int] = lambda device: device.process_index,
+) -> tuple[int, dict[int, tuple[int, ...]]]:
+    """The blocks of the batch axis that each host holds, for leaves sharded in these ways.
+
+    Returns:
+        The number of blocks, and the blocks of every host in the mesh, ascending.
+    """
+    cuts = [_blocks_of_devices(sharding) for sharding in shardings]
+    divisor = math.lcm(*(count for _, _, count in cuts))
+    held: dict[int, set[int]] = {}
+    for devices, blocks, count in cuts:
+        width = divisor // count  # one block of this leaf is `width` blocks of the layout
+        hosts = np.fromiter(map(host_of, devices), np.int64, len(devices))
+        for host, block in np.unique(np.stack([hosts, blocks]), axis=1).T.tolist():
+            held.setdefault(host, set()).update(range(block * width, (block + 1) * width))
+    return divisor, {host: tuple(sorted(held[host])) for host in sorted(held)}
+
+
+def batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that shard dim 0 under `spec`."""
+    first = spec[0] if len(spec) else None
+    if first is None:
+        return ()
+    return (first,) if isinstance(first, str) else tuple(first)
+
+
+def mesh_axes_of(shardings: Iterable[Sharding]) -> tuple[tuple[str, int], ...]:
+    """(name, size) of every axis of the first mesh among the shardings."""
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            return tuple(sharding.mesh.shape.items())
+    return ()
+
+
+def _blocks_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, int]:
+    """Every device, the block of dim 0 that it holds, and the number of blocks.
+
+    Computed from the mesh rather than by `Sharding.devices_indices_map`, which builds a slice for
+    each of the slice's thousands of devices; the tests hold the two against each other.
+    """
+    if not isinstance(sharding, NamedSharding):
+        devices = list(sharding.device_set)
+        return devices, np.zeros(len(devices), np.int64), 1
+    mesh = cast(Mesh, sharding.mesh)
+    axes = batch_axes(sharding.spec)
+    block = np.zeros(mesh.devices.shape, np.int64)
+    for name in axes:
+        dim = mesh.axis_names.index(name)
+        size = mesh.devices.shape[dim]
+        along = np.arange(size).reshape([-1 if d == dim else 1 for d in range(block.ndim)])
+        block = block * size + along
+    return list(mesh.devices.flat), block.reshape(-1), math.prod(mesh.shape[a] for a in axes)

@@ -1,0 +1,59 @@
+"""`Resharder`: moves a batch that was read once to where it belongs, on the devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.specs import check_fits
+from grain_shard.trees import Batch, flatten
+
+
+class Resharder:
+    """One compiled identity, from the shardings by which rows are read to those of the step.
+
+    It is a collective: every host has to call it in the same order among its other collectives, so
+    it runs in the thread of the training loop and not in the background.
+
+    Args:
+        shardings: Where the leaves belong.
+    """
+
+    def __init__(self, shardings: ShardingTree):
+        self._shardings = shardings
+        self._by_leaf: list[Sharding | None] | None = None
+        self._move: Any = None
+        self._last: jax.Array | None = None
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The same global batch in other places; text stays where it is.
+
+        Raises:
+            ShardingError: A mesh axis does not divide its dim.
+        """
+        paths, leaves, structure = flatten(batch)
+        if self._by_leaf is None:
+            self._by_leaf = self._shardings.match(batch)
+            for path, leaf, sharding in zip(paths, leaves, self._by_leaf, strict=True):
+                if sharding is not None:
+                    check_fits(path, leaf, sharding, leaf.shape)
+            self._move = jax.jit(lambda *xs: xs, out_shardings=tuple(filter(None, self._by_leaf)))
+        placed = [s is not None for s in self._by_leaf]
+        moved = self._move(*(x for x, p in zip(leaves, placed, strict=True) if p))
+        self._last = min(moved, key=lambda array: array.nbytes)
+        arrays = iter(moved)
+        return structure.unflatten(
+            [next(arrays) if p else x for x, p in zip(leaves, placed, strict=True)]
+        )
+
+    def wait(self) -> None:
+        """Waits until the last move is done, on this host's part.
+
+        A process that ended with one in flight could wait for ever, for hosts that have ended.
+        """
+        last, self._last = self._last, None
+        if last is not None and not last.is_deleted():  # a step may have had it as a donation
+            last.block_until_ready()

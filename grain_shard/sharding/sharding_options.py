@@ -1,0 +1,51 @@
+"""`ShardByMesh`: which slice of a source this host should read, by the rows that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grain
+import jax
+
+from grain_shard.errors import ShardingError
+from grain_shard.sharding.layout import mesh_axes_of, shards_by_host
+from grain_shard.sharding.shardings import ShardingTree
+
+
+class ShardByMesh(grain.sharding.ShardOptions):
+    """The slice of a source for this host, in place of `grain.sharding.ShardByJaxProcess`.
+
+    Hosts that hold the same rows, because a model or sequence axis spans them, get the same slice;
+    by process index they would get different ones, and train on wrong data.
+
+    Example:
+        >>> import jax
+        >>> options = ShardByMesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
+        >>> options.shard_index, options.shard_count
+        (0, 1)
+
+    Args:
+        mesh_or_sharding: As for `shard_to`.
+        spec: As for `shard_to`.
+        drop_remainder: Whether to give every host the same number of records, and drop the rest.
+
+    Raises:
+        ShardingError: Two hosts share some of their rows, but not all: no slice fits both.
+    """
+
+    def __init__(self, mesh_or_sharding: Any, spec: Any = None, drop_remainder: bool = False):
+        shardings = ShardingTree.of(mesh_or_sharding, spec).shardings()
+        divisor, held = shards_by_host(shardings)
+        slices = sorted(set(held.values()))
+        if sum(map(len, slices)) != divisor:
+            raise ShardingError(
+                "some hosts share a part of their rows, so no slice of the source fits each.",
+                mesh_axes=mesh_axes_of(shardings),
+                remedy="order the mesh's devices so that hosts hold the same rows or different"
+                ' ones, or let every host read all: rows="global".',
+            )
+        super().__init__(
+            shard_index=slices.index(held[jax.process_index()]),
+            shard_count=len(slices),
+            drop_remainder=drop_remainder,
+        )

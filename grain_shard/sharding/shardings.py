@@ -1,0 +1,248 @@
+"""From (mesh, spec) to the sharding of every leaf.
+
+A spec may be one `PartitionSpec` for all leaves, or a tree prefix of them. A prefix that covers
+several leaves is trimmed to the rank of each; one that stands for a single leaf must fit it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.reading.fingerprint import digest
+from grain_shard.sharding.layout import BatchLayout, batch_axes, mesh_axes_of
+from grain_shard.sharding.specs import (
+    as_sharding,
+    default_spec,
+    named_sharding,
+    num_blocks,
+    spec_rank,
+    trimmed,
+)
+from grain_shard.trees import ROOT, Batch, is_text
+
+
+@dataclass(frozen=True)
+class ShardingTree:
+    """A tree prefix of shardings.
+
+    Example:
+        >>> P = PartitionSpec
+        >>> mesh = jax.make_mesh((4, 2), ("data", "seq"))
+        >>> shardings = ShardingTree.of(mesh, {"image": P("data"), "tokens": P("data", "seq")})
+        >>> shardings.prefix["tokens"].shard_shape((8, 1024))
+        (2, 512)
+        >>> layout = shardings.layout()  # this host's rows; it has all of the devices
+        >>> layout.divisor, layout.shards
+        (4, (0, 1, 2, 3))
+
+    Attributes:
+        prefix: A `Sharding`, or a tree of them that is a prefix of the batch's tree.
+    """
+
+    prefix: Any
+
+    def __repr__(self) -> str:
+        specs = _map_prefix(self.prefix, lambda leaf: getattr(leaf, "spec", leaf))
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
+        return f"ShardingTree(mesh=({mesh}), {specs})"
+
+    @classmethod
+    def of(cls, mesh_or_sharding: Any, spec: Any = None) -> ShardingTree:
+        """Resolves what the user passes to `shard_to`.
+
+        Args:
+            mesh_or_sharding: A `Mesh`; or a `Sharding`, a device, or a tree prefix of shardings.
+            spec: With a mesh, a `PartitionSpec` or a tree prefix of them. By default dim 0 is
+                sharded over the mesh's axis "data", or over its only axis.
+
+        Raises:
+            ShardingError: The spec names an axis that the mesh does not have, or none is given and
+                the mesh has several axes, none of them "data".
+        """
+        if isinstance(mesh_or_sharding, Mesh):
+            spec = default_spec(mesh_or_sharding) if spec is None else spec
+            return cls(_map_prefix(spec, lambda leaf: named_sharding(mesh_or_sharding, leaf)))
+        if spec is not None:
+            raise ShardingError(
+                "a spec is given, and so is a sharding, which holds its own.",
+                spec=spec if isinstance(spec, PartitionSpec) else None,
+                remedy="pass a Mesh with the spec, or the sharding alone.",
+            )
+        return cls(_map_prefix(mesh_or_sharding, as_sharding))
+
+    def shardings(self) -> list[Sharding]:
+        """The distinct shardings of the tree, in its order."""
+        return list(dict.fromkeys(_leaves(self.prefix)))
+
+    @property
+    def mesh_axes(self) -> tuple[tuple[str, int], ...]:
+        """(name, size) of every mesh axis."""
+        return mesh_axes_of(self.shardings())
+
+    def layout(self) -> BatchLayout:
+        """The rows that this host holds."""
+        return BatchLayout.from_shardings(self.shardings())
+
+    def layouts(self) -> dict[int, BatchLayout]:
+        """The rows that each host holds, for every host with a device in the mesh, ascending."""
+        return BatchLayout.of_hosts(self.shardings())
+
+    def hosts(self) -> list[int]:
+        """The hosts that have a device in the mesh, ascending."""
+        return list(self.layouts())
+
+    def cheaper_read(self, global_batch_size: int) -> Literal["needed", "once"]:
+        """What ``read="auto"`` comes to.
+
+        "once", see `spread`, where rows would be read more than once and the devices divide the
+        padded batch.
+
+        Args:
+            global_batch_size: Rows of a batch before padding.
+        """
+        layout = next(iter(self.layouts().values()))  # of any host: they share these figures
+        if layout.amplification <= 1:
+            return "needed"
+        spread = next(iter(self.spread().layouts().values()))
+        return "needed" if layout.padded(global_batch_size) % spread.divisor else "once"
+
+    def describe(self) -> dict[str, Any]:
+        """What hosts compare of it: mesh axes, the order of the devices, and specs. Plain JSON."""
+        named = [s for s in self.shardings() if isinstance(s, NamedSharding)]
+        return {
+            "mesh": list(self.mesh_axes),
+            "devices": digest([d.id for s in named for d in cast(Mesh, s.mesh).devices.flat]),
+            "specs": [str(s.spec) for s in named],
+        }
+
+    def spread(self) -> ShardingTree:
+        """Shardings of the same devices that cut the batch axis over all mesh axes.
+
+        No two devices then hold the same row, so that every row is read on one host only.
+        """
+        named = [s for s in self.shardings() if isinstance(s, NamedSharding)]
+        # One order of the axes for all leaves, or a host would read other rows for each.
+        axes = batch_axes(max(named, key=num_blocks).spec) if named else ()
+
+        def spread_one(sharding: Sharding) -> Sharding:
+            if not isinstance(sharding, NamedSharding):
+                return sharding
+            others = [name for name in sharding.mesh.axis_names if name not in axes]
+            spec = PartitionSpec((*axes, *others))
+            return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+        return ShardingTree(jax.tree.map(spread_one, self.prefix, is_leaf=_is_sharding))
+
+    def with_mask(self, key: str | None) -> ShardingTree:
+        """The tree with a place for the mask, which is sharded like the rows."""
+        if key is None or not isinstance(self.prefix, Mapping) or key in self.prefix:
+            return self
+        by_rows = [s for s in self.shardings() if isinstance(s, NamedSharding)]
+        first = max(by_rows, key=num_blocks, default=self.shardings()[0])
+        return ShardingTree({**self.prefix, key: trimmed(first, 1)})
+
+    def match(self, batch: Batch) -> list[Sharding | None]:
+        """The sharding of every leaf of a batch; None for text, which stays on the host.
+
+        Args:
+            batch: A tree of numpy arrays.
+
+        Raises:
+            ShardingError: The tree is no prefix of the batch's, or a spec does not fit its leaf.
+        """
+        pairs = jax.tree_util.tree_flatten_with_path(batch)[0]
+        found, used = [], {}
+        for keys, leaf in pairs:
+            sharding, depth = self._walk(keys, leaf)
+            place = jax.tree_util.keystr(keys[:depth])
+            fits = spec_rank(sharding) <= leaf.ndim
+            used[place] = used.get(place, False) or fits or is_text(leaf)
+            if not fits and depth == len(keys) and leaf.ndim:
+                self._refuse_rank(keys, leaf, sharding)
+            found.append(None if is_text(leaf) else trimmed(sharding, leaf.ndim))
+        for keys, leaf in pairs:
+            sharding, depth = self._walk(keys, leaf)
+            if not used[jax.tree_util.keystr(keys[:depth])] and leaf.ndim:
+                self._refuse_rank(keys, leaf, sharding)
+        self._refuse_unused(used)
+        return found
+
+    def _walk(self, keys: Sequence[Any], leaf: Any) -> tuple[Sharding, int]:
+        node = self.prefix
+        for depth, key in enumerate(keys):
+            if isinstance(node, Sharding):
+                return node, depth
+            try:
+                node = _child(node, key)
+            except (KeyError, IndexError, AttributeError, TypeError):
+                path = ROOT + jax.tree_util.keystr(tuple(keys))
+                raise ShardingError(
+                    "the leaf has no spec.",
+                    path=path,
+                    leaf=describe_leaf(leaf),
+                    mesh_axes=self.mesh_axes,
+                    remedy=f"add it to the tree of specs, which has {self._places()}.",
+                ) from None
+        if not isinstance(node, Sharding):
+            raise ShardingError(
+                "the tree of specs goes deeper than the batch.",
+                path=ROOT + jax.tree_util.keystr(tuple(keys)),
+                leaf=describe_leaf(leaf),
+                mesh_axes=self.mesh_axes,
+                remedy="give this leaf a single PartitionSpec.",
+            )
+        return node, len(keys)
+
+    def _refuse_rank(self, keys: Sequence[Any], leaf: Any, sharding: Sharding) -> None:
+        assert isinstance(sharding, NamedSharding)
+        raise ShardingError(
+            f"the spec names {spec_rank(sharding)} dims, the leaf has {leaf.ndim}.",
+            path=ROOT + jax.tree_util.keystr(tuple(keys)),
+            leaf=describe_leaf(leaf),
+            spec=sharding.spec,
+            mesh_axes=self.mesh_axes,
+            remedy=f"shorten the spec to {leaf.ndim} entries, the first for the batch axis.",
+        )
+
+    def _refuse_unused(self, used: Mapping[str, bool]) -> None:
+        for place in self._paths():
+            if place not in used:
+                raise ShardingError(
+                    "the tree of specs names a leaf that the batch does not have.",
+                    path=ROOT + place,
+                    mesh_axes=self.mesh_axes,
+                    remedy="remove it from the specs, or mend its name.",
+                )
+
+    def _paths(self) -> list[str]:
+        pairs = jax.tree_util.tree_flatten_with_path(self.prefix, is_leaf=_is_sharding)[0]
+        return [jax.tree_util.keystr(keys) for keys, _ in pairs]
+
+    def _places(self) -> str:
+        return ", ".join(ROOT + place for place in self._paths())
+
+
+def _is_sharding(leaf: Any) -> bool:
+    return isinstance(leaf, Sharding)
+
+
+def _map_prefix(prefix: Any, fn: Any) -> Any:
+    return jax.tree.map(
+        fn, prefix, is_leaf=lambda leaf: leaf is None or isinstance(leaf, PartitionSpec | Sharding)
+    )
+
+
+def _leaves(prefix: Any) -> list[Sharding]:
+    return jax.tree.leaves(prefix, is_leaf=_is_sharding)
+
+
+def _child(node: Any, key: Any) -> Any:
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return getattr(node, key.name)
+    return node[getattr(key, "key", getattr(key, "idx", None))]

@@ -1,0 +1,131 @@
+"""One spec on one mesh: checked, as a sharding; and whether a leaf fits it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from grain_shard.errors import ShardingError
+from grain_shard.sharding.layout import batch_axes
+
+DATA_AXIS = "data"
+
+
+def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int, ...]) -> None:
+    """Checks that every sharded dim of the global shape divides by its mesh axes.
+
+    Args:
+        path: Of the leaf, e.g. ``batch['tokens']``.
+        leaf: This host's rows of it.
+        sharding: How it is to be sharded.
+        shape: Its global shape.
+
+    Raises:
+        ShardingError: An axis does not divide its dim.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return
+    for dim, entry in enumerate(sharding.spec):
+        axes = batch_axes(PartitionSpec(entry))
+        count = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        if shape[dim] % count:
+            up = -(-shape[dim] // count) * count
+            plural = "axis" if len(axes) == 1 else "axes"
+            raise ShardingError(
+                f"dim {dim} has size {shape[dim]}, which mesh {plural}"
+                f" {', '.join(map(repr, axes))} (size {count}) does not divide.",
+                path=path,
+                leaf=f"{leaf.dtype}[{', '.join(map(str, shape))}]",
+                spec=sharding.spec,
+                mesh_axes=sharding.mesh.shape.items(),
+                remedy=f"pad dim {dim} to {up} before .batch, or drop {', '.join(map(repr, axes))}"
+                " from this leaf's spec.",
+            )
+
+
+def default_spec(mesh: Mesh) -> PartitionSpec:
+    """The spec that shards dim 0 over the axis "data", or over the mesh's only axis."""
+    names = mesh.axis_names
+    if DATA_AXIS in names or len(names) == 1:
+        return PartitionSpec(DATA_AXIS if DATA_AXIS in names else names[0])
+    raise ShardingError(
+        f"no spec is given, and none of the mesh axes {', '.join(map(repr, names))} is called"
+        f" {DATA_AXIS!r}.",
+        mesh_axes=mesh.shape.items(),
+        remedy=f"say which axis shards the batch, e.g. PartitionSpec({names[0]!r}).",
+    )
+
+
+def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
+    """A `NamedSharding` of the mesh, from a spec or None (replicated)."""
+    spec = PartitionSpec() if spec is None else spec
+    axes = mesh.shape.items()
+    if not isinstance(spec, PartitionSpec):
+        raise ShardingError(
+            f"{spec!r} is no PartitionSpec.",
+            mesh_axes=axes,
+            remedy="write jax.sharding.PartitionSpec('data'), or a tree of them.",
+        )
+    seen = set()
+    for entry in spec:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            raise ShardingError(
+                "UNCONSTRAINED leaves the placement of the input open.",
+                spec=spec,
+                mesh_axes=axes,
+                remedy="name the axis, or use None for a dim that is not sharded.",
+            )
+        for name in batch_axes(PartitionSpec(entry)):
+            if name not in mesh.axis_names or name in seen:
+                wrong = "twice" if name in seen else "which does not exist"
+                raise ShardingError(
+                    f"the spec names the mesh axis {name!r}, {wrong}.",
+                    spec=spec,
+                    mesh_axes=axes,
+                    remedy=f"the mesh has {', '.join(map(repr, mesh.axis_names))}; use each axis at"
+                    " most once.",
+                )
+            seen.add(name)
+    return NamedSharding(mesh, spec)
+
+
+def as_sharding(leaf: Any) -> Sharding:
+    """The sharding that a device or a sharding stands for."""
+    if isinstance(leaf, jax.Device):
+        return SingleDeviceSharding(leaf)
+    if isinstance(leaf, NamedSharding) and isinstance(leaf.mesh, Mesh):
+        return leaf
+    if isinstance(leaf, SingleDeviceSharding):
+        return leaf
+    raise ShardingError(
+        f"cannot place batches by a {type(leaf).__name__}.",
+        remedy="pass a Mesh, a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a"
+        " device, or a tree of these.",
+    )
+
+
+def spec_rank(sharding: Sharding) -> int:
+    """How many dims the sharding speaks of: the spec without the Nones at its end."""
+    if not isinstance(sharding, NamedSharding):
+        return 0
+    entries = list(sharding.spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return len(entries)
+
+
+def num_blocks(sharding: NamedSharding) -> int:
+    """How many blocks dim 0 is cut into."""
+    return math.prod(sharding.mesh.shape[axis] for axis in batch_axes(sharding.spec))
+
+
+def trimmed(sharding: Sharding, rank: int) -> Sharding:
+    """The sharding with its spec cut to a leaf's rank."""
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:
+        return sharding
+    spec = PartitionSpec(*sharding.spec[:rank])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

@@ -1,0 +1,1 @@
+"""Around the training step: chips, meshes, batch sizes, model states, gradients."""

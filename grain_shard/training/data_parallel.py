@@ -1,0 +1,247 @@
+"""Data-parallel training: the batch split over the mesh, one program for all devices.
+
+The compiler adds the communication. Where parameters are replicated and rows are sharded, the
+gradient of a mean over the global batch needs an all-reduce, and XLA puts it there. So a step is
+written as for one device and gives the same loss on any number of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import KeyPath, keystr, tree_map_with_path
+
+from grain_shard.placing.place_leaf import place_leaf
+from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.training.gradients import reduce_gradient_tree, reduce_gradients_across_devices
+from grain_shard.training.meshes import create_1d_mesh, data_parallel_rules
+from grain_shard.training.place_state import place_model_state_on_shards, place_nnx_state_on_shards
+from grain_shard.trees import ROOT, is_text
+
+__all__ = [
+    "create_data_parallel_sharding",
+    "data_parallel_rules",
+    "data_parallel_train_step",
+    "place_batch_on_shards",
+    "place_model_state_on_shards",
+    "place_nnx_state_on_shards",
+    "reduce_gradient_tree",
+    "reduce_gradients_across_devices",
+    "spmd_train_step",
+]
+
+
+def create_data_parallel_sharding(
+    mesh: Mesh, data_axis: str | tuple[str, ...] = "data"
+) -> NamedSharding:
+    """The sharding of a batch whose rows, dim 0, are split over the data axis.
+
+    Args:
+        mesh: The mesh.
+        data_axis: The axis that shards the rows; several for a mesh on which all of them do, such
+            as ``("data", "fsdp")``.
+
+    Raises:
+        ShardingError: The mesh has no such axis.
+
+    Example:
+        >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
+        >>> sharding.shard_shape((16, 3))
+        (2, 3)
+    """
+    return ShardingTree.of(mesh, PartitionSpec(data_axis)).prefix
+
+
+def place_batch_on_shards(batch: Any, sharding: Sharding) -> Any:
+    """Places a whole global batch on the devices of a sharding.
+
+    On several processes every one passes the same whole batch and keeps its devices' rows. Where
+    each has only its own rows, end the pipeline with `.shard_to` instead.
+
+    Args:
+        batch: A tree of numpy arrays, `jax.Array` or Python scalars.
+        sharding: For every leaf, with the spec cut to the leaf's rank: under ``P("data", "seq")``
+            a leaf of rank 1 is sharded by its rows and a scalar is replicated.
+
+    Returns:
+        The batch with each leaf a global array; numpy arrays of strings stay as they are.
+
+    Raises:
+        ShardingError: A mesh axis does not divide its dim, or a leaf holds Python objects.
+
+    Example:
+        >>> import numpy as np
+        >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
+        >>> batch = place_batch_on_shards({"x": np.zeros((16, 3))}, sharding)
+    """
+
+    def place(path: KeyPath, leaf: Any) -> Any:
+        return leaf if is_text(leaf) else place_leaf(ROOT + keystr(path), leaf, sharding)
+
+    return tree_map_with_path(place, batch)
+
+
+def spmd_train_step(
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    loss_fn: Callable[[Any, Any], jax.Array],
+    batch: Any,
+) -> jax.Array:
+    """One training step of an NNX model, to be called in a function under `nnx.jit`.
+
+    Place the model's and the optimizer's state on the batch's mesh first, with
+    `place_nnx_state_on_shards`: unplaced, the second call compiles the step again.
+
+    Args:
+        model: The model, updated in place.
+        optimizer: Its optimizer, updated in place.
+        loss_fn: ``loss_fn(model, batch)``, a scalar: the mean over the global batch. For padded
+            batches that is ``sum(loss * valid_mask) / sum(valid_mask)``.
+        batch: A global batch, placed by `.shard_to` or `place_batch_on_shards`.
+
+    Returns:
+        The loss before the update.
+
+    Example:
+        >>> @nnx.jit
+        ... def train_step(model, optimizer, batch):
+        ...     return spmd_train_step(model, optimizer, loss_fn, batch)
+    """
+    loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def data_parallel_train_step(
+    loss_fn: Callable[..., jax.Array],
+    optimizer: optax.GradientTransformation | None,
+    batch: Any,
+    state: Any,
+    rngs: Any = None,
+) -> tuple[Any, dict[str, jax.Array]]:
+    """One training step for linen or plain parameters, compiled once for all devices.
+
+    What is not placed on a mesh yet is placed first: the batch split over the mesh's data axis,
+    all else replicated. The mesh is that of the arrays that are placed, or the one in use
+    (`jax.set_mesh`), or a new one over all devices. On Explicit axes the compiler shards what is
+    inside the step, as on Auto ones, and the new state keeps the old one's sharding.
+
+    The compiled step is kept for each pair (`loss_fn`, `optimizer`), the last 32 of them. So
+    define both once: a lambda made anew for each call is compiled anew.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rngs=rngs)`` where `rngs`
+            is given. Returns a scalar, the mean over the global batch (see `spmd_train_step`).
+        optimizer: An optax optimizer. None, or its own `tx`, for a `TrainState`.
+        batch: A tree of arrays that share dim 0, the rows of the global batch.
+        state: ``(params, opt_state)``, or a linen `TrainState`. It is not donated; to do so, call
+            this function inside a `jax.jit` of your own.
+        rngs: Keys for the loss, e.g. ``{"dropout": key}``; a new one for each step.
+
+    Returns:
+        (new_state, metrics): the state in the form it came, and ``{"loss": scalar}``, the loss
+        before the update.
+
+    Raises:
+        TypeError: `state` and `optimizer` do not go together.
+        ShardingError: The rows do not divide by the data axis, or the mesh has several axes, none
+            of them called "data".
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
+        >>> def loss_fn(params, batch):
+        ...     return jnp.mean((batch["x"] @ params["w"]) ** 2)
+        >>> params, optimizer = {"w": jnp.ones(3)}, optax.sgd(0.1)
+        >>> state = (params, optimizer.init(params))
+        >>> for batch in [{"x": np.ones((8, 3))}] * 2:
+        ...     state, metrics = data_parallel_train_step(loss_fn, optimizer, batch, state)
+        ...     print(f"{metrics['loss']:.2f}")
+        9.00
+        1.44
+    """
+    if isinstance(optimizer, nnx.Optimizer):
+        raise TypeError("An nnx.Optimizer holds its own state: use spmd_train_step.")
+    if hasattr(state, "apply_gradients"):
+        if optimizer is not None and optimizer != state.tx:
+            raise TypeError("A TrainState brings its optimizer, state.tx: pass None or that one.")
+        optimizer = None
+    elif optimizer is None or not (isinstance(state, tuple) and len(state) == 2):
+        raise TypeError(
+            "state is a TrainState, or (params, opt_state) together with an optax optimizer; got a "
+            f"{type(state).__name__} and {'no' if optimizer is None else 'an'} optimizer."
+        )
+    return _compiled_step(loss_fn, optimizer)(*_on_one_mesh(state, batch, rngs))
+
+
+# Keyed by the objects themselves, which it keeps alive: an id could be reused after one dies. The
+# bound is what lets go of losses that are no longer used.
+@functools.lru_cache(maxsize=32)
+def _compiled_step(
+    loss_fn: Callable[..., jax.Array], optimizer: optax.GradientTransformation | None
+) -> Callable[[Any, Any, Any], tuple[Any, dict[str, jax.Array]]]:
+    def step(state: Any, batch: Any, rngs: Any) -> tuple[Any, dict[str, jax.Array]]:
+        keywords = {} if rngs is None else {"rngs": rngs}
+        loss_and_gradients = jax.value_and_grad(loss_fn)
+        if optimizer is None:
+            loss, gradients = loss_and_gradients(state.params, batch, **keywords)
+            return state.apply_gradients(grads=gradients), {"loss": loss}
+        params, opt_state = state
+        loss, gradients = loss_and_gradients(params, batch, **keywords)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    @jax.jit
+    def step_on_any_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, dict[str, jax.Array]]:
+        shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, state)
+        mesh = jax.tree.leaves(shardings)[0].mesh
+        if AxisType.Explicit not in mesh.axis_types:
+            return step(state, batch, rngs)
+        # With Explicit axes an ordinary loss fails as soon as a contracted dim is sharded (FSDP),
+        # and labels used as indices fail on some versions of JAX.
+        replicated = NamedSharding(mesh, PartitionSpec())
+        compiler_sharded: Callable[..., Any] = jax.sharding.auto_axes(
+            step, out_sharding=(shardings, {"loss": replicated})
+        )
+        return compiler_sharded(state, batch, rngs)
+
+    return step_on_any_mesh
+
+
+def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
+    leaves = jax.tree.leaves((state, batch, rngs))
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return state, batch, rngs
+    meshes = [leaf.sharding.mesh for leaf in leaves if _is_on_mesh(leaf)]
+    if len(meshes) == len(leaves):
+        return state, batch, rngs
+    mesh = meshes[0] if meshes else jax.sharding.get_mesh()
+    if mesh.empty:
+        mesh = create_1d_mesh()
+
+    def place(root: str, tree: Any, sharding: NamedSharding) -> Any:
+        return tree_map_with_path(
+            lambda path, leaf: (
+                leaf if _is_on_mesh(leaf) else place_leaf(root + keystr(path), leaf, sharding)
+            ),
+            tree,
+        )
+
+    replicated = NamedSharding(mesh, PartitionSpec())
+    by_rows = ShardingTree.of(mesh).prefix
+    return (
+        place("state", state, replicated),
+        place(ROOT, batch, by_rows),
+        place("rngs", rngs, replicated),
+    )
+
+
+def _is_on_mesh(leaf: Any) -> bool:
+    return isinstance(getattr(leaf, "sharding", None), NamedSharding)

@@ -1,0 +1,289 @@
+"""Which chip this is, and how many tokens or examples keep it busy.
+
+A batch size here counts **tokens per chip** for a model that applies its weights to every token,
+and **examples per chip** for one that applies them once per example. Under data parallelism that
+is one device's share of the global batch.
+
+The reason that a good size exists at all: a matrix multiplication reads its weights from memory
+once per step, however many rows it multiplies them with. Below the critical batch the chip waits
+for the weights; above it the arithmetic takes longer than the reading. See `roofline_batch_size`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+class HardwareType(enum.Enum):
+    """A chip that this module has numbers for. Anything else is `UNKNOWN`, never a near miss.
+
+    Example:
+        >>> HardwareType("tpu_v5e")
+        <HardwareType.TPU_V5E: 'tpu_v5e'>
+    """
+
+    TPU_V5E = "tpu_v5e"
+    TPU_V5P = "tpu_v5p"
+    TPU_V4 = "tpu_v4"
+    TPU_V6E = "tpu_v6e"
+    TPU7X = "tpu7x"
+    H100 = "h100"
+    H200 = "h200"
+    A100 = "a100"
+    V100 = "v100"
+    B200 = "b200"
+    GB200 = "gb200"
+    L4 = "l4"
+    MI300X = "mi300x"
+    CPU = "cpu"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class ChipSpec:
+    """The two peak rates that decide a chip's critical batch.
+
+    Attributes:
+        flops_per_second: Dense bf16 matrix rate in FLOP/s, without structured sparsity.
+        bytes_per_second: Bandwidth of the chip's main memory in bytes/s.
+        source: Where both figures are published.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    source: str
+
+
+CHIP_SPECS: dict[HardwareType, ChipSpec] = {
+    HardwareType.TPU_V4: ChipSpec(275e12, 1200e9, "cloud.google.com/tpu/docs/v4"),
+    HardwareType.TPU_V5E: ChipSpec(197e12, 819e9, "cloud.google.com/tpu/docs/v5e"),
+    # JAX's own table of TPUs has 2460 GB/s for v5p, which would make its ratio 187.
+    HardwareType.TPU_V5P: ChipSpec(459e12, 2765e9, "cloud.google.com/tpu/docs/v5p"),
+    HardwareType.TPU_V6E: ChipSpec(918e12, 1638e9, "cloud.google.com/tpu/docs/v6e"),
+    # JAX shows the two cores of a TPU7x chip as two devices with half of each rate: same ratio.
+    HardwareType.TPU7X: ChipSpec(2307e12, 7370e9, "cloud.google.com/tpu/docs/tpu7x"),
+    # A V100 has no bf16 units; this is its fp16 rate.
+    HardwareType.V100: ChipSpec(125e12, 900e9, "NVIDIA V100 datasheet, SXM2"),
+    HardwareType.A100: ChipSpec(312e12, 2039e9, "NVIDIA A100 datasheet, 80 GB SXM"),
+    HardwareType.H100: ChipSpec(989e12, 3350e9, "How to Scale Your Model, chapter on GPUs, SXM"),
+    HardwareType.H200: ChipSpec(989e12, 4800e9, "How to Scale Your Model, chapter on GPUs"),
+    HardwareType.B200: ChipSpec(2250e12, 8000e9, "How to Scale Your Model, chapter on GPUs"),
+    # One of the two GPUs of a superchip: NVIDIA's figures for 72 of them (360 PFLOP/s with
+    # sparsity, twice the dense rate; 576 TB/s), divided by 72.
+    HardwareType.GB200: ChipSpec(2500e12, 8000e9, "NVIDIA GB200 NVL72 product page"),
+    HardwareType.L4: ChipSpec(121e12, 300e9, "NVIDIA L4 figures, half of the rate with sparsity"),
+    HardwareType.MI300X: ChipSpec(1307e12, 5300e9, "AMD MI300X figures"),
+}
+
+
+@dataclass(frozen=True)
+class BatchSizeRecommendation:
+    """Batch sizes for one kind of chip, in tokens or examples per chip (see the module).
+
+    Attributes:
+        min_batch_size: Below this the chip is mostly idle.
+        optimal_batch_size: From here on throughput is at its best, with some room above critical.
+        critical_batch_size: Where matrix multiplications stop waiting for their weights.
+        max_memory_batch_size: What fits in memory. It depends on the model, so it is None here;
+            `grain_shard.training.batch_size.estimate_max_batch_size` finds it for a training step.
+        notes: Where the numbers come from.
+
+    Example:
+        >>> sizes = get_batch_size_recommendation(HardwareType.TPU_V6E)
+        >>> sizes.min_batch_size, sizes.optimal_batch_size, sizes.critical_batch_size
+        (144, 576, 560)
+    """
+
+    min_batch_size: int
+    optimal_batch_size: int
+    critical_batch_size: int
+    max_memory_batch_size: int | None = None
+    notes: str = ""
+
+
+def roofline_batch_size(
+    flops_per_second: float, bytes_per_second: float, bytes_per_weight: float = 2
+) -> int:
+    """The batch at which a matrix multiplication takes as long as reading its weights.
+
+    Multiplying activations ``[B, D]`` with weights ``[D, F]`` costs ``2*B*D*F`` FLOP and, with B
+    much smaller than D and F, reads about ``bytes_per_weight*D*F`` bytes. Both take equally long
+    at ``B = flops_per_second * bytes_per_weight / (2 * bytes_per_second)``.
+
+    Source: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter on rooflines.
+
+    Args:
+        flops_per_second: Peak rate of the multiplication, in FLOP/s.
+        bytes_per_second: Memory bandwidth in bytes/s.
+        bytes_per_weight: Size of one weight as it is read: 2 for bf16, 1 for int8.
+
+    Returns:
+        B in tokens (or examples) per chip, rounded to the nearest integer.
+
+    Example:
+        >>> roofline_batch_size(989e12, 3350e9)  # H100
+        295
+    """
+    return round(flops_per_second * bytes_per_weight / (2 * bytes_per_second))
+
+
+def _computed(spec: ChipSpec) -> BatchSizeRecommendation:
+    """A recommendation from peak rates alone.
+
+    The minimum is a quarter of the critical batch, where a multiplication that waits for its
+    weights still reaches a quarter of peak, rounded up to 8 rows, a TPU's smallest tile. The
+    optimum is the critical batch rounded up to 64 rows, so that no tile of a matrix unit is cut.
+    """
+    critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
+    return BatchSizeRecommendation(
+        min_batch_size=8 * math.ceil(critical / 4 / 8),
+        optimal_batch_size=64 * math.ceil(critical / 64),
+        critical_batch_size=critical,
+        notes=(
+            f"Tokens or examples per chip, from {spec.flops_per_second / 1e12:g} TFLOP/s over "
+            f"{spec.bytes_per_second / 1e9:g} GB/s ({spec.source})."
+        ),
+    )
+
+
+_UNIT = "Tokens or examples per chip. "
+
+# The rows that users of datarax know keep its numbers, so that a changed import changes no batch
+# size. Where peak rates give another critical batch, the note says which.
+_RECOMMENDATIONS: dict[HardwareType, BatchSizeRecommendation] = {
+    **{hardware: _computed(spec) for hardware, spec in CHIP_SPECS.items()},
+    HardwareType.TPU_V5E: BatchSizeRecommendation(
+        64, 256, 240, notes=_UNIT + "240 is the scaling book's figure."
+    ),
+    HardwareType.TPU_V5P: BatchSizeRecommendation(
+        128, 512, 480, notes=_UNIT + "Generous: peak rates give a critical batch of 166."
+    ),
+    HardwareType.TPU_V4: BatchSizeRecommendation(
+        64, 256, 192, notes=_UNIT + "Peak rates give a critical batch of 229."
+    ),
+    HardwareType.H100: BatchSizeRecommendation(
+        64, 320, 298, notes=_UNIT + "298 is 1000 TFLOP/s over 3350 GB/s; 989 would make it 295."
+    ),
+    HardwareType.A100: BatchSizeRecommendation(
+        32, 256, 240, notes=_UNIT + "Generous: peak rates (80 GB SXM) give a critical batch of 153."
+    ),
+    HardwareType.V100: BatchSizeRecommendation(
+        16, 128, 96, notes=_UNIT + "Kept low for 16 GB of memory; peak rates give 139."
+    ),
+    HardwareType.CPU: BatchSizeRecommendation(
+        1, 32, 16, notes=_UNIT + "A rule of thumb: CPUs differ too much for one figure."
+    ),
+    HardwareType.UNKNOWN: BatchSizeRecommendation(
+        32, 128, 64, notes=_UNIT + "Cautious, as the chip is not one that this table knows."
+    ),
+}
+
+# A TPU's kind is matched whole: "TPU v5" is v5p, and "TPU v4 lite" is not v4.
+_TPU_KINDS = {
+    "tpu v4": HardwareType.TPU_V4,
+    "tpu v5": HardwareType.TPU_V5P,
+    "tpu v5p": HardwareType.TPU_V5P,
+    "tpu v5 lite": HardwareType.TPU_V5E,
+    "tpu v5e": HardwareType.TPU_V5E,
+    "tpu v6 lite": HardwareType.TPU_V6E,
+    "tpu v6e": HardwareType.TPU_V6E,
+    "tpu7x": HardwareType.TPU7X,
+}
+
+# A GPU's kind is a product name ("NVIDIA A100-SXM4-80GB"), so the model is matched as one of its
+# words: "L4" is not in "NVIDIA L40S". AMD's "gfx942" is shared by MI300A, MI300X and MI325X and so
+# says too little.
+_GPU_MODELS = {
+    hardware.value: hardware
+    for hardware in (
+        HardwareType.V100,
+        HardwareType.A100,
+        HardwareType.H100,
+        HardwareType.H200,
+        HardwareType.B200,
+        HardwareType.GB200,
+        HardwareType.L4,
+        HardwareType.MI300X,
+    )
+}
+
+
+def detect_hardware(device: Any = None) -> HardwareType:
+    """The chip behind a JAX device, by its `platform` and `device_kind`.
+
+    Args:
+        device: A `jax.Device`. None: this process's first local device, which starts the backend.
+
+    Returns:
+        The chip's `HardwareType`; `UNKNOWN` for one that this module has no numbers for.
+
+    Example:
+        >>> import jax
+        >>> detect_hardware(jax.devices("cpu")[0])
+        <HardwareType.CPU: 'cpu'>
+    """
+    if device is None:
+        import jax  # Importing this module must neither be slow nor wake a backend.
+
+        device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return HardwareType.CPU
+    kind = device.device_kind.lower()
+    if kind in _TPU_KINDS:
+        return _TPU_KINDS[kind]
+    models = [_GPU_MODELS[word] for word in re.split(r"[\s\-_]+", kind) if word in _GPU_MODELS]
+    return models[0] if models else HardwareType.UNKNOWN
+
+
+def get_batch_size_recommendation(
+    hardware_type: HardwareType | None = None,
+) -> BatchSizeRecommendation:
+    """The batch sizes for a chip, in tokens or examples per chip.
+
+    Args:
+        hardware_type: The chip; None detects it.
+
+    Example:
+        >>> get_batch_size_recommendation(HardwareType.TPU_V5E).optimal_batch_size
+        256
+    """
+    return _RECOMMENDATIONS[detect_hardware() if hardware_type is None else hardware_type]
+
+
+def validate_batch_size(
+    batch_size: int, hardware_type: HardwareType | None = None, warn_suboptimal: bool = True
+) -> tuple[bool, str]:
+    """Whether one chip's batch is large enough, and a sentence that says why.
+
+    Args:
+        batch_size: Tokens or examples per chip, not the global batch.
+        hardware_type: The chip; None detects it.
+        warn_suboptimal: Whether a size between the minimum and the critical batch is called out.
+
+    Returns:
+        (valid, message). Only a size below the chip's minimum is not valid.
+
+    Example:
+        >>> validate_batch_size(64, HardwareType.CPU)
+        (True, 'Batch size 64 is optimal for cpu.')
+    """
+    hardware_type = detect_hardware() if hardware_type is None else hardware_type
+    sizes = get_batch_size_recommendation(hardware_type)
+    chip = hardware_type.value
+    if batch_size < sizes.min_batch_size:
+        return False, (
+            f"Batch size {batch_size} is below minimum recommended {sizes.min_batch_size} for "
+            f"{chip}: the chip will mostly wait for memory."
+        )
+    if warn_suboptimal and batch_size < sizes.critical_batch_size:
+        return True, (
+            f"Batch size {batch_size} is below critical size {sizes.critical_batch_size} for "
+            f"{chip}: a larger batch costs little extra time."
+        )
+    if batch_size >= sizes.optimal_batch_size:
+        return True, f"Batch size {batch_size} is optimal for {chip}."
+    return True, f"Batch size {batch_size} is acceptable for {chip}."

@@ -1,0 +1,208 @@
+"""Parameters and optimizer states onto a mesh: replicated, fully sharded, or leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec, Sharding
+from jax.tree_util import GetAttrKey, KeyPath
+
+from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.placing.place_leaf import place_leaf
+from grain_shard.sharding.shardings import ShardingTree
+
+_WORDS = (None, "replicate", "fsdp")
+_NAMES_SHOWN = 20
+
+
+def place_model_state_on_shards(
+    state: Any, mesh: Mesh, param_sharding: str | Mapping[str, PartitionSpec] | None = None
+) -> Any:
+    """Places a model's state, and with it its optimizer's, on a mesh.
+
+    Args:
+        state: A tree of arrays and scalars: linen parameters, a `TrainState`, an optax state, an
+            `nnx.State`, or any tuple or dict of these. On several processes each passes the same.
+        mesh: The mesh.
+        param_sharding: How each leaf is sharded.
+
+            - None or ``"replicate"``: every device holds all of it.
+            - ``"fsdp"``: along its largest dim that the axis divides, or not at all if there is
+              none. The axis is the mesh's "fsdp" if it has one, else the one for data.
+            - A dict from paths to `PartitionSpec`; what it does not name is replicated. A path is
+              the leaf's keys joined by "/" (``"params/Dense_0/kernel"``) or the end of that, so
+              ``"Dense_0/kernel"`` also takes in the optimizer's moments for that kernel. Of
+              several that match, the longest counts. A spec longer than a leaf's rank is cut.
+
+    Returns:
+        The state with each leaf a global array.
+
+    Raises:
+        ShardingError: An unknown word; a path that matches no leaf, with those that exist; an axis
+            that the mesh does not have or that does not divide its dim.
+
+    Example:
+        >>> mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+        >>> state = {"up": {"kernel": np.zeros((3, 4))}, "down": {"kernel": np.zeros((4, 3))}}
+        >>> specs = {
+        ...     "up/kernel": PartitionSpec(None, "model"),
+        ...     "down/kernel": PartitionSpec("model"),
+        ... }
+        >>> state = place_model_state_on_shards(state, mesh, specs)
+        >>> state["up"]["kernel"].addressable_shards[0].data.shape
+        (3, 2)
+    """
+    if isinstance(param_sharding, Mapping):
+        spec_of = _by_path(state, mesh, param_sharding)
+    elif param_sharding == "fsdp":
+        spec_of = _fully_sharded(mesh)
+    elif param_sharding in _WORDS:
+        spec_of = _replicated
+    else:
+        raise ShardingError(
+            f"param_sharding={param_sharding!r} is not known.",
+            mesh_axes=mesh.shape.items(),
+            remedy=f"use {', '.join(map(repr, _WORDS))} or a dict from paths to PartitionSpec.",
+        )
+
+    def place(path: KeyPath, leaf: Any) -> jax.Array:
+        name = _name(path)
+        return _place(name, leaf, _on_mesh(mesh, spec_of(name, leaf)))
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def place_nnx_state_on_shards(
+    state: nnx.State,
+    mesh: Mesh,
+    filter_sharding: nnx.StateSharding | Mapping[Any, PartitionSpec | Sharding],
+) -> nnx.State:
+    """Places an `nnx.State` on a mesh, its variables chosen by nnx filters.
+
+    Args:
+        state: E.g. ``nnx.state(model)`` or ``nnx.state((model, optimizer))``; bring the result
+            back with `nnx.update`.
+        mesh: The mesh.
+        filter_sharding: From filters to a `PartitionSpec` on the mesh, or to a `Sharding`. The
+            first filter that matches a variable counts. A spec longer than its rank is cut.
+
+    Returns:
+        The state with each variable's value a global array.
+
+    Raises:
+        ShardingError: A variable that no filter matches; a filter other than ``...`` or a variable
+            type that matches nothing; an axis that the mesh does not have or that does not divide
+            its dim.
+
+    Example:
+        >>> mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+        >>> model = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+        >>> specs = {nnx.Param: PartitionSpec("fsdp"), ...: PartitionSpec()}
+        >>> nnx.update(model, place_nnx_state_on_shards(nnx.state(model), mesh, specs))
+        >>> model.kernel.addressable_shards[0].data.shape
+        (2, 6)
+    """
+    if isinstance(filter_sharding, nnx.StateSharding):
+        rules = list(zip(filter_sharding.filters, filter_sharding.shardings, strict=True))
+    else:
+        rules = list(filter_sharding.items())
+    predicates = [nnx.filterlib.to_predicate(filter_) for filter_, _ in rules]
+    flat_state = [("/".join(map(str, path)), path, var) for path, var in nnx.to_flat_state(state)]
+    placed, used = [], set()
+    for name, path, variable in flat_state:
+        rule = next((i for i, matches in enumerate(predicates) if matches(path, variable)), None)
+        if rule is None:
+            raise ShardingError(
+                f"no filter matches this {type(variable).__name__}.",
+                path=name,
+                leaf=describe_leaf(variable),
+                mesh_axes=mesh.shape.items(),
+                remedy="add a filter for it, or `...: PartitionSpec()` for all that remain.",
+            )
+        used.add(rule)
+        where = rules[rule][1]
+        sharding = where if isinstance(where, Sharding) else _on_mesh(mesh, where)
+        placed.append((path, variable.replace(_place(name, variable.get_value(), sharding))))
+    for rule, (filter_, _) in enumerate(rules):
+        # A general filter may have nothing to do: BatchStat in a model without batch norm.
+        if rule not in used and filter_ not in (..., True) and not isinstance(filter_, type):
+            names = [name for name, _, _ in flat_state]
+            raise _matches_nothing(f"the filter {filter_!r}", names, mesh)
+    return nnx.from_flat_state(placed)
+
+
+def _replicated(name: str, leaf: Any) -> PartitionSpec:
+    return PartitionSpec()
+
+
+def _fully_sharded(mesh: Mesh) -> Callable[[str, Any], PartitionSpec]:
+    axis = "fsdp" if "fsdp" in mesh.axis_names else ShardingTree.of(mesh).prefix.spec[0]
+    axis_size = mesh.shape[axis]
+
+    def spec_of(name: str, leaf: Any) -> PartitionSpec:
+        shape = np.shape(leaf)
+        dims = [dim for dim, size in enumerate(shape) if size and size % axis_size == 0]
+        if not dims:
+            return PartitionSpec()
+        largest = max(dims, key=lambda dim: shape[dim])
+        return PartitionSpec(*[None] * largest, axis)
+
+    return spec_of
+
+
+def _by_path(
+    state: Any, mesh: Mesh, specs: Mapping[str, PartitionSpec]
+) -> Callable[[str, Any], PartitionSpec]:
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    for path in specs:
+        if not any(_ends_with(name, path) for name in names):
+            raise _matches_nothing(f"the path {path!r}", names, mesh)
+
+    def spec_of(name: str, leaf: Any) -> PartitionSpec:
+        matching = [path for path in specs if _ends_with(name, path)]
+        return specs[max(matching, key=len)] if matching else PartitionSpec()
+
+    return spec_of
+
+
+def _ends_with(name: str, path: str) -> bool:
+    return f"/{name}".endswith(f"/{path}")
+
+
+def _name(path: KeyPath) -> str:
+    # An nnx variable is a node with one child, "value", which is no part of the user's model.
+    keys = path[:-1] if path and path[-1] == GetAttrKey("value") else path
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def _on_mesh(mesh: Mesh, spec: PartitionSpec) -> Sharding:
+    return ShardingTree.of(mesh, spec).prefix
+
+
+def _place(name: str, leaf: Any, sharding: Sharding) -> jax.Array:
+    try:
+        return place_leaf(name, leaf, sharding)
+    except ShardingError as error:
+        # place_leaf's own remedy is for batches.
+        raise ShardingError(
+            error.problem,
+            path=error.path,
+            leaf=error.leaf,
+            spec=error.spec,
+            mesh_axes=error.mesh_axes,
+            remedy="shard another dim of this leaf, or replicate it with PartitionSpec().",
+        ) from None
+
+
+def _matches_nothing(what: str, names: list[str], mesh: Mesh) -> ShardingError:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ShardingError(
+        f"{what} matches no leaf of the state.",
+        mesh_axes=mesh.shape.items(),
+        remedy=f"use one of {shown}{more}.",
+    )
