@@ -98,7 +98,7 @@ def measure_layouts(run: Run) -> Iterator[Round]:
     try:
         import libtpu  # pyright: ignore[reportMissingImports] # noqa: F401
     except ImportError:
-        raise Skip("libtpu is not installed (pip install libtpu)") from None
+        raise Skip("libtpu is not installed (the plan extra has it)") from None
     for ms in _printed_by(LAYOUT):
         yield {"layout": ms, "none": 0.0}
 

@@ -86,7 +86,6 @@ def test_an_absent_peer_is_skipped_with_a_word_and_the_others_are_measured(tmp_p
 
 @pytest.mark.slow
 def test_the_command_measures_a_goal_and_writes_json(tmp_path):
-    pytest.importorskip("rich")
     command = [sys.executable, "-m", "benchmarks", "P5", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
