@@ -1,0 +1,1 @@
+"""How fast grain_shard is, beside its peers: ``python -m benchmarks --help``."""

@@ -1,0 +1,35 @@
+"""All that can be measured, in the order of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks import (
+    hosts,
+    images,
+    memory,
+    overlap,
+    placing,
+    reading,
+    starting,
+    two_processes,
+)
+from benchmarks.measure import Group
+
+MODULES = (reading, two_processes, hosts, overlap, placing, memory, starting, images)
+GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]
+
+
+def names() -> list[str]:
+    """Of the groups, then the numbers of the goals."""
+    numbers = {c.number for group in GROUPS for c in group.comparisons if c.number}
+    return [group.name for group in GROUPS] + sorted(numbers, key=lambda number: int(number[1:]))
+
+
+def named(chosen: Sequence[str]) -> list[Group]:
+    """The groups with these names, or with a goal of these numbers; all if none is given."""
+    return [
+        group
+        for group in GROUPS
+        if not chosen or {group.name, *(c.number for c in group.comparisons)} & set(chosen)
+    ]

@@ -1,0 +1,95 @@
+"""P13: JPEGs of real photographs, 224x224, decoded in two worker processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import grain
+import jax
+from absl import flags
+
+import grain_shard
+from benchmarks import peers
+from benchmarks.data import decode_photograph, photograph_files
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, interleave
+
+IMAGES, GLOBAL_BATCH_SIZE, NUM_WORKERS = 512, 32, 2
+
+
+def ours(paths: Sequence[str]) -> Iterator[Any]:
+    ds = (
+        grain.MapDataset.source(grain_shard.ArrayRecordSource(paths))
+        .seed(peers.SEED)
+        .shuffle()
+        .repeat()
+        .map(decode_photograph)
+        .batch(GLOBAL_BATCH_SIZE)
+        .shard_to(peers.data_mesh(), num_workers=NUM_WORKERS)
+    )
+    with iter(ds) as batches:
+        yield from batches
+
+
+def guide(paths: Sequence[str]) -> Iterator[Any]:
+    """Grain's guide with its worker processes; the read options are Grain's default."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # or mp_prefetch fails in a plain script (grain#1355)
+    ds = (
+        grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
+        .seed(peers.SEED)
+        .shuffle()
+        .repeat()
+        .map(decode_photograph)
+        .batch(GLOBAL_BATCH_SIZE, drop_remainder=True)
+        .to_iter_dataset()
+        .mp_prefetch(grain.MultiprocessingOptions(num_workers=NUM_WORKERS))
+    )
+    return peers.device_put(ds)
+
+
+def images_per_second(batches: Any, batches_before: int, batches_timed: int) -> float:
+    """Of an endless pipeline, once its workers run and its buffers have had time to fill."""
+    with closing(batches):
+        for _ in range(batches_before):
+            jax.block_until_ready(next(batches))
+        start = time.perf_counter()
+        for _ in range(batches_timed):
+            jax.block_until_ready(next(batches))
+        return batches_timed * GLOBAL_BATCH_SIZE / (time.perf_counter() - start)
+
+
+def measure(run: Run) -> Iterable[Round]:
+    paths = photograph_files(run.folder, IMAGES)
+    # Grain's workers begin with 16 batches each, which are done at about the same time.
+    before, timed = 40, run.rounds(quick=40, full=120)
+    return interleave(
+        {
+            "grain_shard": lambda: images_per_second(ours(paths), before, timed),
+            "Grain's guide": lambda: images_per_second(guide(paths), before, timed),
+        },
+        run.rounds(quick=2, full=4),
+        warm_up=not run.quick,  # both sides start new processes every time
+    )
+
+
+GROUPS = [
+    Group(
+        "images",
+        measure,
+        [
+            Comparison(
+                "P13",
+                what="JPEG photographs, 224x224, decoded in 2 worker processes",
+                against="Grain's guide with mp_prefetch(2)",
+                unit="images/s",
+                ours="grain_shard",
+                theirs="Grain's guide",
+                compared="ours / theirs",
+                goal=Goal("at least", 1.2),
+            )
+        ],
+    )
+]

@@ -1,0 +1,150 @@
+"""P9: peak memory with a consumer so slow that every buffer fills; batches of 40 MB.
+
+Each side runs in a process of its own (``python -m benchmarks.memory SIDE MB LIMIT_MB``), which
+prints what its resident memory grew by, in batches.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interleave
+
+ROWS = 16
+CPU_BUFFER_SIZE, DEVICE_BUFFER_SIZE = 4, 2
+# C9: what waits on the devices, what waits on the host and the one in flight between them; and
+# the batch that the consumer holds.
+BOUND = DEVICE_BUFFER_SIZE + CPU_BUFFER_SIZE + 1 + 1
+STATUS = Path("/proc/self/status")
+
+
+def memory_mb(field: str) -> float:
+    """VmRSS, this process's memory now, or VmHWM, the most that it was."""
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise KeyError(field)
+
+
+def wait_until_full(limit_mb: float) -> bool:
+    """Sleeps until the memory has stopped growing; whether that was before the limit."""
+    before = 0.0
+    while (now := memory_mb("VmRSS")) > before * 1.005 + 1:
+        if now > limit_mb:
+            return False
+        before = now
+        time.sleep(1.0)
+    return True
+
+
+def child(side: str, batch_mb: float, limit_mb: float) -> None:
+    import grain
+    import jax
+    import numpy as np
+
+    import grain_shard  # noqa: F401
+    from benchmarks import peers
+
+    def pipeline(batches: int, features: int) -> Iterator[Any]:
+        ds = (
+            grain.MapDataset.range(batches * ROWS)
+            .map(lambda i: {"x": np.full(features, i, np.float32)})
+            .batch(ROWS, drop_remainder=True)
+        )
+        if side == "grain_shard":
+            return iter(
+                ds.shard_to(
+                    peers.data_mesh(),
+                    cpu_buffer_size=CPU_BUFFER_SIZE,
+                    device_buffer_size=DEVICE_BUFFER_SIZE,
+                )
+            )
+        options = grain.ReadOptions(2, 4) if side == "Grain tuned" else None
+        return peers.device_put(ds.to_iter_dataset(options))
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    for batch in pipeline(batches=8, features=8):  # what is loaded on the way stays for good
+        jax.block_until_ready(batch)
+    before_mb = memory_mb("VmRSS")
+    placed = pipeline(batches=10_000, features=int(batch_mb * 1e6 / 4 / ROWS))
+    for _, batch in zip(range(3), placed, strict=False):
+        jax.block_until_ready(batch)
+        if not wait_until_full(limit_mb):
+            break
+    print((memory_mb("VmHWM") - before_mb) * 1.048576 / batch_mb, flush=True)
+    os._exit(0)  # a full pipeline takes its time to close, which is not the question here
+
+
+def batches_at_peak(side: str, batch_mb: float, limit_mb: float) -> float:
+    command = [sys.executable, "-m", "benchmarks.memory", side, str(batch_mb), str(limit_mb)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    return float(done.stdout)
+
+
+def available_mb() -> float:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) / 1024
+    raise KeyError("MemAvailable")
+
+
+def measure(run: Run) -> Iterable[Round]:
+    if not STATUS.exists():
+        raise Skip("peak memory is read from /proc, which this system lacks")
+    batch_mb = 10.0 if run.quick else 40.0
+    # Grain's default would take 520 batches, which are not to take the whole machine's memory.
+    limit_mb = min(300 * batch_mb, available_mb() / 2)
+    sides = {
+        side: lambda side=side: batches_at_peak(side, batch_mb, limit_mb)
+        for side in ("grain_shard", "Grain tuned", "Grain's guide")
+    }
+    sides["bound"] = lambda: float(BOUND)
+    return interleave(sides, run.rounds(quick=1, full=2), warm_up=False)
+
+
+GROUPS = [
+    Group(
+        "memory",
+        measure,
+        [
+            Comparison(
+                "P9",
+                what="peak memory, slow consumer, 40 MB batches (10 MB if quick)",
+                against="the bound of C9, and the batch that the consumer holds",
+                unit="batches",
+                ours="grain_shard",
+                theirs="bound",
+                compared="ours / theirs",
+                goal=Goal("at most", 1.0),
+            ),
+            Comparison(
+                "P9",
+                what="the same peak",
+                against="Grain's guide, option C (stopped at 300 batches or half the memory)",
+                unit="batches",
+                ours="grain_shard",
+                theirs="Grain's guide",
+                compared="theirs / ours",
+                goal=Goal("at least", 20),
+            ),
+            Comparison(
+                "",
+                what="the same peak",
+                against="Grain, 2 threads, 4 batches",
+                unit="batches",
+                ours="grain_shard",
+                theirs="Grain tuned",
+                compared="theirs / ours",
+            ),
+        ],
+    )
+]
+
+if __name__ == "__main__":
+    child(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]))

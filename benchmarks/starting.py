@@ -1,0 +1,166 @@
+"""P10, P11, P12: restoring far into an epoch, the import, and the layout of a very large job."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interleave
+
+GLOBAL_BATCH_SIZE = 256
+NEAR, FAR = 10, 1_000_000  # steps
+REPEATS = 10  # restores a figure
+
+# Prints the milliseconds that the first import took, and both of them.
+IMPORTS = """
+import time
+start = time.perf_counter()
+import grain, jax
+between = time.perf_counter()
+import grain_shard
+end = time.perf_counter()
+print([(between - start) * 1e3, (end - start) * 1e3])
+"""
+
+# Prints the milliseconds of each of several hosts' layouts.
+LAYOUT = """
+import os, time
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+os.environ["JAX_PLATFORMS"] = "cpu"
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from grain_shard import BatchLayout
+
+slice_ = topologies.get_topology_desc(platform="tpu", topology_name="v5p:16x16x24")
+devices = np.array(slice_.devices)
+assert devices.size == 6144 and len({d.process_index for d in slice_.devices}) == 1536
+mesh = Mesh(devices.reshape(768, 8), ("data", "model"))
+times = []
+for host in range(0, 1536, 96):
+    start = time.perf_counter()
+    layout = BatchLayout.from_shardings([NamedSharding(mesh, PartitionSpec("data"))], host=host)
+    times.append((time.perf_counter() - start) * 1e3)
+    assert len(layout.rows(6144)) == 8 and layout.num_hosts == 1536, layout
+print(times)
+"""
+
+
+def ms_to_restore(step: int) -> float:
+    """From `set_state` on a new iterator to its next batch on the devices, the median of ten."""
+    import grain
+    import jax
+
+    import grain_shard  # noqa: F401
+    from benchmarks import peers
+
+    ds = (
+        grain.MapDataset.range((FAR + 100) * GLOBAL_BATCH_SIZE)
+        .seed(peers.SEED)
+        .shuffle()
+        .map(lambda i: {"x": i})
+        .batch(GLOBAL_BATCH_SIZE)
+        .shard_to(peers.data_mesh())
+    )
+
+    def once() -> float:
+        with iter(ds) as batches:
+            state: dict[str, Any] = {**batches.get_state(), "batch": step}
+            start = time.perf_counter()
+            batches.set_state(state)
+            jax.block_until_ready(next(batches))
+            return (time.perf_counter() - start) * 1e3
+
+    return statistics.median(once() for _ in range(REPEATS))
+
+
+def measure_restores(run: Run) -> Iterable[Round]:
+    return interleave(
+        {"far": lambda: ms_to_restore(FAR), "near": lambda: ms_to_restore(NEAR)},
+        run.rounds(quick=7, full=25),
+    )
+
+
+def measure_imports(run: Run) -> Iterator[Round]:
+    """Both in one process, so that what else the machine does meets both."""
+    for number in range(-1, run.rounds(quick=7, full=15)):
+        without, both = _printed_by(IMPORTS)
+        if number >= 0:  # the first one may have had to read the disk
+            yield {"with": both, "without": without}
+
+
+def measure_layouts(run: Run) -> Iterator[Round]:
+    try:
+        import libtpu  # pyright: ignore[reportMissingImports] # noqa: F401
+    except ImportError:
+        raise Skip("libtpu is not installed (the plan extra has it)") from None
+    for ms in _printed_by(LAYOUT):
+        yield {"layout": ms, "none": 0.0}
+
+
+def _printed_by(program: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+GROUPS = [
+    Group(
+        "restoring",
+        measure_restores,
+        [
+            Comparison(
+                "P10",
+                what=f"restoring at step {FAR:,}, until the first batch",
+                against=f"at step {NEAR}",
+                unit="ms",
+                ours="far",
+                theirs="near",
+                compared="ours / theirs",
+                goal=Goal("at most", 1.1),
+            )
+        ],
+    ),
+    Group(
+        "importing",
+        measure_imports,
+        [
+            Comparison(
+                "P11",
+                what="import grain, jax, grain_shard",
+                against="import grain, jax",
+                unit="ms",
+                ours="with",
+                theirs="without",
+                compared="ours - theirs",
+                compared_unit="ms",
+                goal=Goal("at most", 30),
+            )
+        ],
+    ),
+    Group(
+        "layout",
+        measure_layouts,
+        [
+            Comparison(
+                "P12",
+                what="one host's layout, for 6,144 TPU v5p chips on 1,536 hosts",
+                against="nothing",
+                unit="ms",
+                ours="layout",
+                theirs="none",
+                compared="ours",
+                compared_unit="ms",
+                goal=Goal("at most", 50),
+            )
+        ],
+    ),
+]

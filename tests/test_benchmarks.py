@@ -1,0 +1,97 @@
+"""`python -m benchmarks`: that it runs and writes what it says. No time is asserted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measure import Comparison, Goal, Group, Run, Skip, interleave, quartiles, results
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_round_runs_all_sides_in_turn_and_the_first_does_not_count():
+    ran = []
+
+    def side(name):
+        ran.append(name)
+        return float(len(ran))
+
+    rounds = list(interleave({"a": lambda: side("a"), "b": lambda: side("b")}, 2))
+    assert ran == ["a", "b"] * 3
+    assert rounds == [{"a": 3.0, "b": 4.0}, {"a": 5.0, "b": 6.0}]
+
+
+def comparison(compared, goal, theirs="theirs"):
+    return Comparison("P1", "reading", "a peer", "ms", "ours", theirs, compared, goal=goal)
+
+
+@pytest.mark.parametrize(
+    ("compared", "goal", "values", "met"),
+    [
+        ("ours / theirs", Goal("at most", 2.0), [2.0, 0.5, 1.0], True),  # the median of the pairs
+        ("ours / theirs", Goal("at most", 0.9), [2.0, 0.5, 1.0], False),
+        ("theirs / ours", Goal("at least", 1.0), [0.5, 2.0, 1.0], True),
+        ("ours - theirs", Goal("at least", 0.1), [4.0, -4.0, 0.0], False),
+        ("ours", Goal("exactly", 4.0), [8.0, 4.0, 3.0], True),
+        ("ours", Goal("exactly", 4.5), [8.0, 4.0, 3.0], False),
+        ("ours", None, [8.0, 4.0, 3.0], None),
+    ],
+)
+def test_pairs_of_a_round_are_compared(tmp_path, compared, goal, values, met):
+    rounds = [
+        {"ours": 8.0, "theirs": 4.0},
+        {"ours": 4.0, "theirs": 8.0},
+        {"ours": 3.0, "theirs": 3.0},
+    ]
+    group = Group("reading", lambda run: rounds, [comparison(compared, goal)])
+    (result,) = results(group, Run(True, tmp_path))
+    assert result.values == values
+    assert result.met is met
+
+
+@pytest.mark.parametrize(
+    ("relation", "measured", "margin"),
+    [("at least", 10.0, 2.0), ("at least", 2.5, 0.5), ("at most", 10.0, 0.5), ("exactly", 5.0, 1)],
+)
+def test_margin_is_above_one_where_the_figure_is_better_than_its_goal(relation, measured, margin):
+    assert Goal(relation, 5.0).margin(measured) == margin
+
+
+def test_quartiles():
+    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 3.0, 4.0)
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_an_absent_peer_is_skipped_with_a_word_and_the_others_are_measured(tmp_path):
+    tries = []
+
+    def absent():
+        tries.append(1)
+        raise Skip("datarax is not installed")
+
+    sides = {"ours": lambda: 1.0, "theirs": lambda: 2.0, "absent": absent}
+    group = Group(
+        "reading",
+        lambda run: interleave(sides, 3),
+        [comparison("ours / theirs", None), comparison("ours / theirs", None, theirs="absent")],
+    )
+    measured, skipped = results(group, Run(True, tmp_path))
+    assert measured.values == [0.5] * 3
+    assert (skipped.skipped, skipped.values) == ("datarax is not installed", [])
+    assert len(tries) == 1
+
+
+@pytest.mark.slow
+def test_the_command_measures_a_goal_and_writes_json(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "P5", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["conditions"]["quick"] is True
+    assert [row["values"] for row in written["results"]] == [[1.0], [0.5], [0.25]]
+    assert all(row["met"] for row in written["results"])
+    assert (tmp_path / "results.png").stat().st_size > 0
+    assert "reading whole batches" in done.stdout
