@@ -14,6 +14,7 @@ from grain_shard.errors import (
     ShardingError,
     StateError,
 )
+from grain_shard.feed_batches import FeedBatches, Feeds, feeds
 from grain_shard.hardware import (
     BatchSizeRecommendation,
     HardwareType,
@@ -97,6 +98,8 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "BatchLayout",
     "BatchSizeRecommendation",
     "DevicePut",
+    "FeedBatches",
+    "Feeds",
     "GrainShardError",
     "HardwareType",
     "HostTimeoutError",
@@ -109,6 +112,7 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "StateError",
     "ValidateBatchSize",
     "detect_hardware",
+    "feeds",
     "get_batch_size_recommendation",
     "install",
     "roofline_batch_size",

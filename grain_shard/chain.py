@@ -9,6 +9,7 @@ import grain
 
 from grain_shard import _grain
 from grain_shard.errors import ShardingError
+from grain_shard.feed_batches import FeedBatches
 from grain_shard.fingerprint import fingerprint
 from grain_shard.layout import BatchLayout
 from grain_shard.rows import row_reader
@@ -110,8 +111,11 @@ def shard_to(
             final_shardings=None if shardings is target else target,
             rows=rows or "global",
             remainder=remainder,
+            mask_key=mask_key,
             timeout_s=timeout_s,
         )
+        if isinstance(ds, FeedBatches):
+            return ds.pipe(put)
         padded = ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad")).pipe(
             PadToDivisible(divisor, remainder=remainder, mask_key=mask_key)
         )
@@ -163,7 +167,7 @@ def _to_read_by(target: ShardingTree, ds: Any, rows: str | None, read: str) -> S
         raise ShardingError(
             f"read={read!r} is not one of auto, needed, once.", remedy="choose one of them."
         )
-    if rows == "local" or not isinstance(ds, grain.MapDataset):
+    if rows == "local" or not isinstance(ds, grain.MapDataset | FeedBatches):
         if read != "once":
             return target
         raise ShardingError(
@@ -176,9 +180,11 @@ def _to_read_by(target: ShardingTree, ds: Any, rows: str | None, read: str) -> S
     layout, spread = target.layout(), target.spread()
     if read == "once":
         return spread
-    size = layout.padded(row_reader(ds).global_batch_size)
+    feeds = isinstance(ds, FeedBatches)
+    size = layout.padded((ds if feeds else row_reader(ds)).global_batch_size)
     wins = layout.amplification > 1 and size % spread.layout().divisor == 0
-    return spread if wins else target
+    enough = not feeds or ds.num_feeds >= layout.num_hosts
+    return spread if wins and enough else target
 
 
 def _checked_rows(ds: Any, rows: str | None, layout: BatchLayout, num_workers: int) -> Any:
@@ -194,7 +200,15 @@ def _checked_rows(ds: Any, rows: str | None, layout: BatchLayout, num_workers: i
     if num_workers:
         raise ShardingError(
             "num_workers needs random access, and the dataset is a stream.",
-            remedy="call .mp_prefetch before .shard_to, or keep a MapDataset down to .batch.",
+            remedy="call .mp_prefetch before .shard_to (of feeds: in make_feed), or keep a"
+            " MapDataset down to .batch.",
+        )
+    if isinstance(ds, FeedBatches):
+        if rows is None:
+            return ds
+        raise ShardingError(
+            f"rows={rows!r} is given, and the rows of feeds are known.",
+            remedy="leave rows out: a host runs the feeds whose rows it holds.",
         )
     if rows is None and layout.num_hosts > 1:
         raise ShardingError(

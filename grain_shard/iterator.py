@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import grain
 
 from grain_shard.ends import AgreedEnd
-from grain_shard.errors import AgreementError, ShardingError
+from grain_shard.errors import AgreementError, ShardingError, describe_error
 from grain_shard.host_batches import HostBatches, Position, Stream
+from grain_shard.host_feeds import HostFeeds
 from grain_shard.multihost import Rounds, agree
 from grain_shard.prefetch import Background
 from grain_shard.spans import PLACE, span
@@ -32,14 +33,17 @@ class AcrossHosts:
         timeout_s: How long one may wait for another, in seconds.
         fields: What must be the same on all of them, besides the batches' shapes.
         own_rows: The shards of this host if its stream yields only their rows; else None.
-        pads: Whether a stream that has ended goes on with padding until the last one ends.
+        same_rows: Whether every host's stream yields the same batches.
+        remainder: Whether a stream that has ended goes on with padding until the last one ends
+            ("pad"), ends the others, or is an error where it has to be the same for all ("error").
     """
 
     hosts: Sequence[int]
     timeout_s: float
     fields: Mapping[str, Any]
     own_rows: Sequence[int] | None
-    pads: bool
+    same_rows: bool
+    remainder: str
 
 
 class Placer(Protocol):
@@ -93,13 +97,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._failure, self._rounds = None, rounds
         # The threads must refer to these and not to self, which could never be collected then.
         self._wait, placer = _Wait(), self._placer
-        if across and rounds and isinstance(self._host, Stream):
+        if across and rounds and isinstance(self._host, Stream | HostFeeds):
             batches = AgreedEnd(
                 batches,
                 rounds,
                 position=self._position,
-                pads=across.pads,
-                same_rows=across.own_rows is None,
+                past_end=self._host.past_end,
+                pads=across.remainder == "pad",
+                same_rows=across.same_rows,
+                must_end_together=across.remainder == "error",
                 template=self._host.first,
                 waited_s=self._wait.seconds,
             )
@@ -145,7 +151,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         elif isinstance(error, AgreementError):
             return  # the others know
         elif error is not None:
-            self._rounds.post("start", {"failed": f"{type(error).__name__}: {error}"})
+            self._rounds.post("start", {"failed": describe_error(error)})
             return
         else:
             answer.update(self._placer.describe())

@@ -1,0 +1,246 @@
+"""How this host's batches are made of feeds: the third kind of `HostBatches`.
+
+The host runs the feeds whose rows it holds, and joins what they give, batch by batch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Sharding
+
+from grain_shard.ends import Announced
+from grain_shard.errors import ShardingError
+from grain_shard.feed_batches import FeedBatches
+from grain_shard.feed_pool import Piece, run_feeds
+from grain_shard.feed_rows import ENDED, MISSING, RowStacker, named
+from grain_shard.host_batches import Opened, let_grain_read_its_flags
+from grain_shard.layout import BatchLayout, mesh_axes_of, shards_by_host
+from grain_shard.multihost import Rounds
+from grain_shard.prefetch import Background
+from grain_shard.spans import BATCH, span
+from grain_shard.transforms.pad import Remainder, pad_batch
+from grain_shard.trees import Batch
+
+
+class FeedsPosition(NamedTuple):
+    """How many batches were handed out, and where this host's feeds then stood, pickled."""
+
+    step: int
+    entries: dict[int, bytes]
+
+
+class HostFeeds:
+    """The rows of `FeedBatches` that this host holds.
+
+    Args:
+        ds: The batches of all feeds.
+        layout: Which rows this host holds.
+        remainder: What becomes of a batch for which a feed has not rows enough: "pad" it, until
+            the last feed has ended; "drop" it, and end; or "error".
+        mask_key: The key of the mask in the batch; None for no mask.
+        buffer_size: Batches that may wait on the host or be in the making.
+        num_threads: Threads that run feeds side by side; None chooses by the machine.
+    """
+
+    def __init__(
+        self,
+        ds: FeedBatches,
+        layout: BatchLayout,
+        *,
+        remainder: Remainder,
+        mask_key: str | None,
+        buffer_size: int,
+        num_threads: int | None,
+    ):
+        self._ds, self._remainder, self._mask_key = ds, remainder, mask_key
+        self.rows = rows_by_feed(ds, layout)
+        self._num_rows = len(layout.rows(layout.padded(ds.global_batch_size)))
+        # One batch more waits, or is being joined.
+        self._pool_size = max(1, (buffer_size - 1) * len(self.rows))
+        self._num_threads = num_threads or min(len(self.rows), os.cpu_count() or 1)
+
+    def num_batches(self) -> int | None:
+        return None
+
+    def open(self, position: FeedsPosition | None, rounds: Rounds | None) -> Opened:
+        let_grain_read_its_flags()  # there may be an .mp_prefetch in a feed
+        position = position or FeedsPosition(0, dict.fromkeys(self.rows, pickle.dumps({})))
+        pool = run_feeds(
+            self._ds,
+            {feed: pickle.loads(entry) for feed, entry in position.entries.items()},
+            buffer_size=self._pool_size,
+            num_threads=self._num_threads,
+        )
+        batches: Iterator[tuple[Batch, FeedsPosition]] = _Joined(self, pool, position.step)
+        if rounds is not None:
+            batches = Announced(batches, rounds, lambda: "")
+        return Opened(position, _AfterPool(pool, batches))
+
+    def ends_with(self, pieces: Sequence[Piece]) -> bool:
+        """Whether this host has no batch to make of what its feeds gave.
+
+        Raises:
+            ShardingError: A feed gave fewer rows than it should, which is to be an error.
+        """
+        full = self._ds.feed_batch_size
+        short = [piece for piece in pieces if len(piece.rows) < full]
+        if not any(piece.rows for piece in pieces):
+            return True
+        if short and self._remainder == "error":
+            raise ShardingError(
+                f"feed {short[0].feed} has {len(short[0].rows)} rows left, of the {full} that each"
+                " feed gives to a batch.",
+                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+            )
+        return bool(short) and self._remainder == "drop"
+
+    def join(self, pieces: Sequence[Piece], stacker: RowStacker) -> Batch:
+        """The batch of this host's rows, with zeros where feeds lack some, and the mask."""
+        rows, feeds = [], []
+        for piece in pieces:
+            for row in piece.rows[:1]:
+                stacker.learn(row)
+            for place in self.rows[piece.feed]:
+                rows.append(piece.rows[place] if place < len(piece.rows) else MISSING)
+                feeds.append(piece.feed)
+        batch = stacker.stack(rows, feeds)
+        padded = pad_batch(batch, self._num_rows, self._mask_key)  # if shards do not divide it
+        if self._mask_key is not None:
+            padded[self._mask_key][: len(rows)] = [row is not MISSING for row in rows]
+        return padded
+
+    def first(self) -> Batch:
+        """A batch of padding, for a host of which no feed has had a row yet.
+
+        Raises:
+            ShardingError: No feed of any host has one.
+        """
+        stacker = RowStacker()
+        nothing = [Piece(feed, [], b"") for feed in self.rows]
+        for feed in range(self._ds.num_feeds):
+            (reader,) = self._ds.readers({feed: {}}).values()
+            with named(feed, self._ds.num_feeds):
+                rows = reader.take(1)
+                reader.close()
+            if rows:
+                stacker.learn(rows[0])
+                return self.join(nothing, stacker)
+        raise ShardingError(
+            "no feed has a row, so nothing tells what a batch looks like.",
+            remedy="check the source, and what make_feed filters out.",
+        )
+
+    def past_end(self, position: FeedsPosition) -> FeedsPosition:
+        """The position after a batch for which this host's feeds had no row any more."""
+        ended = pickle.dumps(ENDED)
+        return FeedsPosition(position.step + 1, dict.fromkeys(position.entries, ended))
+
+    def place(self, position: FeedsPosition) -> int | None:
+        return position.step
+
+    def to_state(self, position: FeedsPosition) -> dict[str, Any]:
+        entries = {feed: pickle.loads(entry) for feed, entry in position.entries.items()}
+        return self._ds.to_state(position.step, entries)
+
+    def from_state(self, state: dict[str, Any]) -> FeedsPosition:
+        entries = self._ds.from_state(state, self.rows)
+        return FeedsPosition(state["step"], {f: pickle.dumps(e) for f, e in entries.items()})
+
+
+def rows_by_feed(ds: FeedBatches, layout: BatchLayout) -> dict[int, list[int]]:
+    """The feeds whose rows a host holds, and which of each feed's rows of a batch these are.
+
+    Example:
+        >>> from grain_shard.feed_batches import feeds
+        >>> ds = feeds(lambda feed: ..., num_feeds=4).batch(8)
+        >>> rows_by_feed(ds, BatchLayout(divisor=8, shards=(2, 3, 4)))
+        {1: [0, 1], 2: [0]}
+    """
+    rows = layout.rows(layout.padded(ds.global_batch_size))
+    feeds, places = np.divmod(rows[rows < ds.global_batch_size], ds.feed_batch_size)
+    return {int(feed): places[feeds == feed].tolist() for feed in np.unique(feeds)}
+
+
+def check_feeds(ds: FeedBatches, shardings: Sequence[Sharding], remainder: Remainder) -> None:
+    """Refuses what the hosts of a mesh cannot share among them.
+
+    Args:
+        ds: The batches of all feeds.
+        shardings: Of their leaves.
+        remainder: Whether rows of padding may be added to each batch ("pad").
+
+    Raises:
+        ShardingError: There are fewer feeds than hosts that hold different rows, a host has no row
+            but padding, or the shards do not divide the batch and it must not be padded.
+    """
+    divisor, held = shards_by_host(shardings)
+    mesh_axes = mesh_axes_of(shardings)
+    groups, up = len(set(held.values())), -(-ds.global_batch_size // divisor) * divisor
+    if remainder != "pad" and up != ds.global_batch_size:
+        raise ShardingError(
+            f"a batch of {ds.global_batch_size} rows does not split into {divisor} shards.",
+            mesh_axes=mesh_axes,
+            remedy=f'use a batch size of {up}, or remainder="pad".',
+        )
+    if ds.num_feeds < groups:
+        raise ShardingError(
+            f"{ds.num_feeds} feeds are too few for {groups} hosts that hold different rows.",
+            mesh_axes=mesh_axes,
+            remedy="start with as many feeds as the most hosts that the run will ever see; their"
+            " number is fixed for the life of a run.",
+        )
+    for host, shards in held.items():
+        if min(shards) * (up // divisor) >= ds.global_batch_size:
+            raise ShardingError(
+                f"host {host} would hold nothing but padding: {divisor} shards of a batch of"
+                f" {ds.global_batch_size} rows.",
+                mesh_axes=mesh_axes,
+                remedy=f"use a batch size that is a multiple of {divisor}.",
+            )
+
+
+class _Joined(Iterator[tuple[Batch, FeedsPosition]]):
+    """Batches of what the feeds of a host give, with the position after each."""
+
+    def __init__(self, host: HostFeeds, pool: Iterator[Piece], step: int):
+        self._host, self._pool, self._step = host, pool, step
+        self._stacker = RowStacker()
+
+    def __next__(self) -> tuple[Batch, FeedsPosition]:
+        pieces = [next(self._pool) for _ in self._host.rows]
+        if self._host.ends_with(pieces):
+            raise StopIteration
+        with span(BATCH):
+            batch = self._host.join(pieces, self._stacker)
+        self._step += 1
+        return batch, FeedsPosition(self._step, {piece.feed: piece.entry for piece in pieces})
+
+    def close(self) -> None:
+        self._pool.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _AfterPool(Iterator[tuple[Batch, FeedsPosition]]):
+    """The stage that joins, and announces, ahead of those who wait; ends with the pool."""
+
+    def __init__(self, pool: Background, batches: Iterator[tuple[Batch, FeedsPosition]]):
+        self._pool = pool
+        self._stage = Background(
+            lambda ticket: ticket, batches, buffer_size=1, name="grain-shard-host"
+        )
+
+    def __next__(self) -> tuple[Batch, FeedsPosition]:
+        return next(self._stage)
+
+    def stop(self) -> None:
+        self._stage.stop()
+        self._pool.stop()  # else the stage's thread would wait for the feeds
+
+    def close(self) -> None:
+        self.stop()
+        self._stage.close()
+        self._pool.close()
