@@ -1,20 +1,21 @@
-"""A host's feeds, run side by side in a small pool of threads.
+"""A host's feeds at work, in one thread or in several.
 
-A thread takes one feed's rows of one batch. A feed's next rows are taken once its last ones have
-been, which keeps its order; and once there is room, so that no feed runs away from a slow one.
+A thread makes one batch: it takes the rows of feed after feed. The next thread is behind it, with
+the next batch, and takes a feed's rows once the thread ahead has taken its own. So every feed is
+read in order, and one that is slow holds the threads up one by one, not the feeds before it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from grain_shard.feed_batches import FeedBatches
-from grain_shard.feed_rows import Entry, FeedReader, named
-from grain_shard.prefetch import Background
+from grain_shard.feed_rows import Entry, named
 from grain_shard.spans import READ, span
 
 
@@ -26,58 +27,65 @@ class Piece(NamedTuple):
     entry: bytes
 
 
-def run_feeds(
-    ds: FeedBatches, entries: Mapping[int, Entry], *, buffer_size: int, num_threads: int
-) -> Background[_Feed, Piece]:
-    """The pieces of batch after batch, without end; in each the feeds in order.
+class FeedPool(Iterator[int]):
+    """Numbers batches, and takes the rows of each: a `Background`'s tickets, and its work.
 
     Args:
         ds: The batches of all feeds.
         entries: The feeds to run, and where they start.
-        buffer_size: Pieces that may wait or be in the making.
-        num_threads: Threads that run feeds side by side.
     """
-    return Background(
-        _Feed.piece,
-        _Turns([_Feed(feed, reader, ds) for feed, reader in ds.readers(entries).items()]),
-        buffer_size=buffer_size,
-        num_threads=num_threads,
-        name="grain-shard-feed",
-    )
 
-
-class _Feed:
-    """One feed at work."""
-
-    def __init__(self, number: int, reader: FeedReader, ds: FeedBatches):
-        self._number, self.reader = number, reader
+    def __init__(self, ds: FeedBatches, entries: Mapping[int, Entry]):
         self._num_feeds, self._feed_batch_size = ds.num_feeds, ds.feed_batch_size
-        self.busy = threading.Lock()
+        self._readers = ds.readers(entries)
+        self._numbers = itertools.count()
+        self._condition = threading.Condition()
+        self._taken = dict.fromkeys(self._readers, 0)  # batches whose rows each feed has given
+        self._stopped = False
 
-    def piece(self) -> Piece:
-        """The feed's rows of the next batch."""
+    def __next__(self) -> int:
+        return next(self._numbers)
+
+    def take(self, number: int) -> list[Piece]:
+        """What every feed gives to a batch. For each batch, a thread calls this once.
+
+        Raises:
+            PoolStoppedError: Nobody wants it any more.
+        """
+        pieces = []
+        for feed, reader in self._readers.items():
+            with self._turn(feed, number), named(feed, self._num_feeds), span(READ):
+                rows = reader.take(self._feed_batch_size)
+                entry = pickle.dumps(reader.entry())  # pickled: Grain may go on to change it
+            pieces.append(Piece(feed, rows, entry))
+        return pieces
+
+    @contextlib.contextmanager
+    def _turn(self, feed: int, number: int) -> Iterator[None]:
+        with self._condition:
+            self._condition.wait_for(lambda: self._stopped or self._taken[feed] == number)
+            if self._stopped:
+                raise PoolStoppedError
         try:
-            with named(self._number, self._num_feeds), span(READ):
-                rows = self.reader.take(self._feed_batch_size)
-                entry = pickle.dumps(self.reader.entry())  # pickled: Grain may go on to change it
-            return Piece(self._number, rows, entry)
-        finally:
-            self.busy.release()
+            yield
+        except BaseException:
+            self.stop()  # this thread comes to no other feed, where the next one would wait for it
+            raise
+        with self._condition:
+            self._taken[feed] += 1
+            self._condition.notify_all()
 
-
-class _Turns(Iterator[_Feed]):
-    """Gives every feed its turn, over and over."""
-
-    def __init__(self, feeds: Sequence[_Feed]):
-        self._feeds, self._turns = feeds, itertools.cycle(feeds)
-
-    def __next__(self) -> _Feed:
-        feed = next(self._turns)
-        # Here, where one thread asks at a time, and not in the work: a lock is not handed to those
-        # who wait for it in their order. Whoever draws this turn releases it.
-        feed.busy.acquire()
-        return feed
+    def stop(self) -> None:
+        """Ends the threads as soon as what they are in returns."""
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
 
     def close(self) -> None:
-        for feed in self._feeds:
-            feed.reader.close()
+        """Closes the feeds, when no thread is at work any more."""
+        for reader in self._readers.values():
+            reader.close()
+
+
+class PoolStoppedError(Exception):
+    """Ends a thread of the pool; no consumer sees it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,6 +101,7 @@ class RowStacker:
     """Stacks the rows of feeds; all must look like the first one."""
 
     def __init__(self):
+        self._lock = threading.Lock()  # several threads may learn
         self._like: _Like | None = None
 
     def stack(self, rows: Sequence[Any], feeds: Sequence[int]) -> Batch:
@@ -120,11 +122,11 @@ class RowStacker:
             if row is not MISSING:
                 leaves, structure = jax.tree.flatten(row)
             if structure != like.structure:
-                self._refuse_structure(row, feed)
+                _refuse_structure(like, row, feed)
             flat.append(leaves)
         columns = zip(*flat, strict=True)
         return like.structure.unflatten(
-            [self._stack_leaf(i, column, feeds) for i, column in enumerate(columns)]
+            [_stack_leaf(like, i, column, feeds) for i, column in enumerate(columns)]
         )
 
     def learn(self, row: Any) -> None:
@@ -133,40 +135,42 @@ class RowStacker:
         Raises:
             ShardingError: It cannot be a row.
         """
-        if self._like is None:
-            paths, leaves, _ = flatten(row)
-            zeros = [np.zeros_like(array) for array in as_arrays(paths, leaves)]
-            self._like = _Like(jax.tree.structure(row), paths, zeros)
+        with self._lock:
+            if self._like is None:
+                paths, leaves, _ = flatten(row)
+                zeros = [np.zeros_like(array) for array in as_arrays(paths, leaves)]
+                self._like = _Like(jax.tree.structure(row), paths, zeros)
 
-    def _stack_leaf(self, i: int, column: Sequence[Any], feeds: Sequence[int]) -> np.ndarray:
-        like, zero = self._like, self._like.zeros[i]
-        kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
-        if kinds != {(zero.shape, zero.dtype)}:
-            column = as_arrays([like.paths[i]] * len(column), column)
-            for array, feed in zip(column, feeds, strict=True):
-                # The dtype of text carries a width, which may differ from row to row.
-                text = is_text(array) and is_text(zero)
-                if array.shape != zero.shape or not (text or array.dtype == zero.dtype):
-                    raise ShardingError(
-                        f"a row of feed {feed} has another shape or dtype than the first row that"
-                        f" was read, {describe_leaf(zero)}.",
-                        path=like.paths[i],
-                        leaf=describe_leaf(array),
-                        remedy="give all rows of all feeds one shape and dtype: pad or cast in"
-                        " .map.",
-                    )
-        if zero.shape and not is_text(zero):
-            # Not np.stack, which makes a view of each row first.
-            return np.concatenate(column).reshape(len(column), *zero.shape)
-        return np.stack(column)
 
-    def _refuse_structure(self, row: Any, feed: int) -> None:
-        paths, leaves, _ = flatten(row)
-        as_arrays(paths, leaves)  # a None is named by its path
-        differing = sorted(set(paths) ^ set(self._like.paths))
-        raise ShardingError(
-            f"a row of feed {feed} is another tree than the first row that was read (only on one"
-            f" side: {', '.join(differing) or 'the containers'}).",
-            path=differing[0] if differing else None,
-            remedy="return the same tree from every feed.",
-        )
+def _stack_leaf(like: _Like, i: int, column: Sequence[Any], feeds: Sequence[int]) -> np.ndarray:
+    zero = like.zeros[i]
+    kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
+    if kinds != {(zero.shape, zero.dtype)}:
+        column = as_arrays([like.paths[i]] * len(column), column)
+        for array, feed in zip(column, feeds, strict=True):
+            # The dtype of text carries a width, which may differ from row to row.
+            text = is_text(array) and is_text(zero)
+            if array.shape != zero.shape or not (text or array.dtype == zero.dtype):
+                raise ShardingError(
+                    f"a row of feed {feed} has another shape or dtype than the first row that"
+                    f" was read, {describe_leaf(zero)}.",
+                    path=like.paths[i],
+                    leaf=describe_leaf(array),
+                    remedy="give all rows of all feeds one shape and dtype: pad or cast in .map.",
+                )
+    if zero.shape and not is_text(zero):
+        # Not np.stack, which makes a view of each row first.
+        return np.concatenate(column).reshape(len(column), *zero.shape)
+    return np.stack(column)
+
+
+def _refuse_structure(like: _Like, row: Any, feed: int) -> None:
+    paths, leaves, _ = flatten(row)
+    as_arrays(paths, leaves)  # a None is named by its path
+    differing = sorted(set(paths) ^ set(like.paths))
+    raise ShardingError(
+        f"a row of feed {feed} is another tree than the first row that was read (only on one"
+        f" side: {', '.join(differing) or 'the containers'}).",
+        path=differing[0] if differing else None,
+        remedy="return the same tree from every feed.",
+    )

@@ -5,7 +5,6 @@ The host runs the feeds whose rows it holds, and joins what they give, batch by 
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from jax.sharding import Sharding
 from grain_shard.ends import Announced
 from grain_shard.errors import ShardingError
 from grain_shard.feed_batches import FeedBatches
-from grain_shard.feed_pool import Piece, run_feeds
+from grain_shard.feed_pool import FeedPool, Piece
 from grain_shard.feed_rows import ENDED, MISSING, RowStacker, named
 from grain_shard.host_batches import Opened, let_grain_read_its_flags
 from grain_shard.layout import BatchLayout, mesh_axes_of, shards_by_host
@@ -58,30 +57,39 @@ class HostFeeds:
         num_threads: int | None,
     ):
         self._ds, self._remainder, self._mask_key = ds, remainder, mask_key
-        self.rows = rows_by_feed(ds, layout)
+        self._rows = rows_by_feed(ds, layout)
         self._num_rows = len(layout.rows(layout.padded(ds.global_batch_size)))
-        # One batch more waits, or is being joined.
-        self._pool_size = max(1, (buffer_size - 1) * len(self.rows))
-        self._num_threads = num_threads or min(len(self.rows), os.cpu_count() or 1)
+        self._buffer_size, self._num_threads = buffer_size, num_threads or 1
 
     def num_batches(self) -> int | None:
         return None
 
     def open(self, position: FeedsPosition | None, rounds: Rounds | None) -> Opened:
         let_grain_read_its_flags()  # there may be an .mp_prefetch in a feed
-        position = position or FeedsPosition(0, dict.fromkeys(self.rows, pickle.dumps({})))
-        pool = run_feeds(
-            self._ds,
-            {feed: pickle.loads(entry) for feed, entry in position.entries.items()},
-            buffer_size=self._pool_size,
-            num_threads=self._num_threads,
+        position = position or FeedsPosition(0, dict.fromkeys(self._rows, pickle.dumps({})))
+        pool = FeedPool(
+            self._ds, {feed: pickle.loads(entry) for feed, entry in position.entries.items()}
         )
-        batches: Iterator[tuple[Batch, FeedsPosition]] = _Joined(self, pool, position.step)
-        if rounds is not None:
-            batches = Announced(batches, rounds, lambda: "")
-        return Opened(position, _AfterPool(pool, batches))
+        stacker, step = RowStacker(), position.step + 1
 
-    def ends_with(self, pieces: Sequence[Piece]) -> bool:
+        def make(number: int) -> tuple[Batch | None, FeedsPosition]:
+            pieces = pool.take(number)
+            with span(BATCH):
+                batch = None if self._ends_with(pieces) else self._join(pieces, stacker)
+            return batch, FeedsPosition(step + number, {p.feed: p.entry for p in pieces})
+
+        alone = rounds is None
+        made = Background(
+            make,
+            pool,
+            buffer_size=self._buffer_size if alone else max(1, self._buffer_size - 1),
+            num_threads=self._num_threads,
+            name="grain-shard-feed",
+        )
+        batches = _UntilNone(made)
+        return Opened(position, batches if rounds is None else _Ahead(batches, rounds))
+
+    def _ends_with(self, pieces: Sequence[Piece]) -> bool:
         """Whether this host has no batch to make of what its feeds gave.
 
         Raises:
@@ -99,13 +107,13 @@ class HostFeeds:
             )
         return bool(short) and self._remainder == "drop"
 
-    def join(self, pieces: Sequence[Piece], stacker: RowStacker) -> Batch:
+    def _join(self, pieces: Sequence[Piece], stacker: RowStacker) -> Batch:
         """The batch of this host's rows, with zeros where feeds lack some, and the mask."""
         rows, feeds = [], []
         for piece in pieces:
             for row in piece.rows[:1]:
                 stacker.learn(row)
-            for place in self.rows[piece.feed]:
+            for place in self._rows[piece.feed]:
                 rows.append(piece.rows[place] if place < len(piece.rows) else MISSING)
                 feeds.append(piece.feed)
         batch = stacker.stack(rows, feeds)
@@ -121,7 +129,7 @@ class HostFeeds:
             ShardingError: No feed of any host has one.
         """
         stacker = RowStacker()
-        nothing = [Piece(feed, [], b"") for feed in self.rows]
+        nothing = [Piece(feed, [], b"") for feed in self._rows]
         for feed in range(self._ds.num_feeds):
             (reader,) = self._ds.readers({feed: {}}).values()
             with named(feed, self._ds.num_feeds):
@@ -129,7 +137,7 @@ class HostFeeds:
                 reader.close()
             if rows:
                 stacker.learn(rows[0])
-                return self.join(nothing, stacker)
+                return self._join(nothing, stacker)
         raise ShardingError(
             "no feed has a row, so nothing tells what a batch looks like.",
             remedy="check the source, and what make_feed filters out.",
@@ -148,7 +156,7 @@ class HostFeeds:
         return self._ds.to_state(position.step, entries)
 
     def from_state(self, state: dict[str, Any]) -> FeedsPosition:
-        entries = self._ds.from_state(state, self.rows)
+        entries = self._ds.from_state(state, self._rows)
         return FeedsPosition(state["step"], {f: pickle.dumps(e) for f, e in entries.items()})
 
 
@@ -204,33 +212,34 @@ def check_feeds(ds: FeedBatches, shardings: Sequence[Sharding], remainder: Remai
             )
 
 
-class _Joined(Iterator[tuple[Batch, FeedsPosition]]):
-    """Batches of what the feeds of a host give, with the position after each."""
+class _UntilNone(Iterator[tuple[Batch, FeedsPosition]]):
+    """The batches up to the first that is None."""
 
-    def __init__(self, host: HostFeeds, pool: Iterator[Piece], step: int):
-        self._host, self._pool, self._step = host, pool, step
-        self._stacker = RowStacker()
+    def __init__(self, made: Background[int, tuple[Batch | None, FeedsPosition]]):
+        self._made = made
 
     def __next__(self) -> tuple[Batch, FeedsPosition]:
-        pieces = [next(self._pool) for _ in self._host.rows]
-        if self._host.ends_with(pieces):
+        batch, position = next(self._made)
+        if batch is None:
+            self._made.stop()
             raise StopIteration
-        with span(BATCH):
-            batch = self._host.join(pieces, self._stacker)
-        self._step += 1
-        return batch, FeedsPosition(self._step, {piece.feed: piece.entry for piece in pieces})
+        return batch, position
+
+    def stop(self) -> None:
+        self._made.stop()
 
     def close(self) -> None:
-        self._pool.close()  # pyright: ignore[reportAttributeAccessIssue]
+        self._made.close()
 
 
-class _AfterPool(Iterator[tuple[Batch, FeedsPosition]]):
-    """The stage that joins, and announces, ahead of those who wait; ends with the pool."""
+class _Ahead(Iterator[tuple[Batch, FeedsPosition]]):
+    """Announces each batch to the other hosts when it has been made, ahead of who takes it."""
 
-    def __init__(self, pool: Background, batches: Iterator[tuple[Batch, FeedsPosition]]):
-        self._pool = pool
+    def __init__(self, batches: _UntilNone, rounds: Rounds):
+        self._batches = batches
+        announced = Announced(batches, rounds, lambda: "")
         self._stage = Background(
-            lambda ticket: ticket, batches, buffer_size=1, name="grain-shard-host"
+            lambda ticket: ticket, announced, buffer_size=1, name="grain-shard-host"
         )
 
     def __next__(self) -> tuple[Batch, FeedsPosition]:
@@ -238,9 +247,9 @@ class _AfterPool(Iterator[tuple[Batch, FeedsPosition]]):
 
     def stop(self) -> None:
         self._stage.stop()
-        self._pool.stop()  # else the stage's thread would wait for the feeds
+        self._batches.stop()  # else the stage's thread would wait for the feeds
 
     def close(self) -> None:
         self.stop()
         self._stage.close()
-        self._pool.close()
+        self._batches.close()
