@@ -7,7 +7,6 @@ read in order, and one that is slow holds the threads up one by one, not the fee
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pickle
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from grain_shard.feed_batches import FeedBatches
-from grain_shard.feed_rows import Entry, named
+from grain_shard.feed_rows import Entry, name_feed
 from grain_shard.spans import READ, span
 
 
@@ -53,24 +52,28 @@ class FeedPool(Iterator[int]):
             PoolStoppedError: Nobody wants it any more.
         """
         pieces = []
-        for feed, reader in self._readers.items():
-            with self._turn(feed, number), named(feed, self._num_feeds), span(READ):
-                rows = reader.take(self._feed_batch_size)
-                entry = pickle.dumps(reader.entry())  # pickled: Grain may go on to change it
-            pieces.append(Piece(feed, rows, entry))
+        with span(READ):
+            for feed, reader in self._readers.items():
+                self._wait_for_turn(feed, number)
+                try:
+                    rows = reader.take(self._feed_batch_size)
+                    entry = pickle.dumps(reader.entry())  # a copy: Grain may go on to change it
+                except BaseException as error:
+                    self.stop()  # the next thread would wait for this one at every feed
+                    name_feed(error, feed, self._num_feeds)
+                    raise
+                self._end_turn(feed)
+                pieces.append(Piece(feed, rows, entry))
         return pieces
 
-    @contextlib.contextmanager
-    def _turn(self, feed: int, number: int) -> Iterator[None]:
+    def _wait_for_turn(self, feed: int, number: int) -> None:
         with self._condition:
-            self._condition.wait_for(lambda: self._stopped or self._taken[feed] == number)
+            while self._taken[feed] != number and not self._stopped:
+                self._condition.wait()
             if self._stopped:
                 raise PoolStoppedError
-        try:
-            yield
-        except BaseException:
-            self.stop()  # this thread comes to no other feed, where the next one would wait for it
-            raise
+
+    def _end_turn(self, feed: int) -> None:
         with self._condition:
             self._taken[feed] += 1
             self._condition.notify_all()

@@ -85,8 +85,13 @@ def named(feed: int, num_feeds: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.add_note(f"grain_shard: in feed {feed} of {num_feeds}")
+        name_feed(error, feed, num_feeds)
         raise
+
+
+def name_feed(error: BaseException, feed: int, num_feeds: int) -> None:
+    """Adds to an error the feed that it comes from; other hosts are told it, too."""
+    error.add_note(f"grain_shard: in feed {feed} of {num_feeds}")
 
 
 class _Like(NamedTuple):

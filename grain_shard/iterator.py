@@ -32,8 +32,7 @@ class AcrossHosts:
         hosts: All hosts in the mesh.
         timeout_s: How long one may wait for another, in seconds.
         fields: What must be the same on all of them, besides the batches' shapes.
-        own_rows: The shards of this host if its stream yields only their rows; else None.
-        same_rows: Whether every host's stream yields the same batches.
+        own_rows: The shards of this host if its streams yield only their rows; else None.
         remainder: Whether a stream that has ended goes on with padding until the last one ends
             ("pad"), ends the others, or is an error where it has to be the same for all ("error").
     """
@@ -42,7 +41,6 @@ class AcrossHosts:
     timeout_s: float
     fields: Mapping[str, Any]
     own_rows: Sequence[int] | None
-    same_rows: bool
     remainder: str
 
 
@@ -104,7 +102,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 position=self._position,
                 past_end=self._host.past_end,
                 pads=across.remainder == "pad",
-                same_rows=across.same_rows,
+                same_rows=across.own_rows is None,
                 must_end_together=across.remainder == "error",
                 template=self._host.first,
                 waited_s=self._wait.seconds,
@@ -156,7 +154,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         else:
             answer.update(self._placer.describe())
             if self._across.own_rows is not None:
-                answer["local rows"] = [list(self._across.own_rows), self._placer.digest]
+                kind = "feed rows" if isinstance(self._host, HostFeeds) else "local rows"
+                answer[kind] = [list(self._across.own_rows), self._placer.digest]
         try:
             agree(self._rounds, answer)
         except AgreementError as failure:

@@ -100,6 +100,7 @@ class DevicePutIterDataset(grain.IterDataset):
         # Fresh arrays come from ShardBatch and feeds alone, and only if no other process made them.
         fresh = isinstance(parent, ShardBatchMapDataset | FeedBatches)
         self._copies = put.num_workers > 0 or not fresh
+        self._yields_own_rows = put.rows == "local" or isinstance(parent, FeedBatches)
         if isinstance(parent, FeedBatches):
             check_feeds(parent, put.shardings.shardings(), put.remainder)
 
@@ -131,7 +132,7 @@ class DevicePutIterDataset(grain.IterDataset):
         """What makes this host's batches global."""
         put = self._put
         return Assembler(
-            put.shardings, self._layout, copies=self._copies, digests=put.rows == "local"
+            put.shardings, self._layout, copies=self._copies, digests=self._yields_own_rows
         )
 
     def __str__(self) -> str:
@@ -193,7 +194,6 @@ class DevicePutIterDataset(grain.IterDataset):
             hosts=put.shardings.hosts(),
             timeout_s=put.timeout_s,
             fields=fields,
-            own_rows=layout.shards if put.rows == "local" else None,
-            same_rows=put.rows == "global" and not feeds,
+            own_rows=layout.shards if self._yields_own_rows else None,
             remainder=put.remainder,
         )
