@@ -8,6 +8,7 @@ read in order, and one that is slow holds the threads up one by one, not the fee
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import threading
 from collections.abc import Iterator, Mapping
@@ -40,7 +41,7 @@ class FeedPool(Iterator[int]):
         self._numbers = itertools.count()
         self._condition = threading.Condition()
         self._taken = dict.fromkeys(self._readers, 0)  # batches whose rows each feed has given
-        self._stopped = False
+        self._last: float = math.inf  # the last batch that anybody will take
 
     def __next__(self) -> int:
         return next(self._numbers)
@@ -59,7 +60,8 @@ class FeedPool(Iterator[int]):
                     rows = reader.take(self._feed_batch_size)
                     entry = pickle.dumps(reader.entry())  # a copy: Grain may go on to change it
                 except BaseException as error:
-                    self.stop()  # the next thread would wait for this one at every feed
+                    # The threads behind would wait for this one; those ahead have batches to make.
+                    self._end_after(number)
                     name_feed(error, feed, self._num_feeds)
                     raise
                 self._end_turn(feed)
@@ -68,9 +70,9 @@ class FeedPool(Iterator[int]):
 
     def _wait_for_turn(self, feed: int, number: int) -> None:
         with self._condition:
-            while self._taken[feed] != number and not self._stopped:
+            while self._taken[feed] != number and number <= self._last:
                 self._condition.wait()
-            if self._stopped:
+            if number > self._last:
                 raise PoolStoppedError
 
     def _end_turn(self, feed: int) -> None:
@@ -80,8 +82,11 @@ class FeedPool(Iterator[int]):
 
     def stop(self) -> None:
         """Ends the threads as soon as what they are in returns."""
+        self._end_after(-1)
+
+    def _end_after(self, number: int) -> None:
         with self._condition:
-            self._stopped = True
+            self._last = min(self._last, number)
             self._condition.notify_all()
 
     def close(self) -> None:

@@ -250,10 +250,11 @@ def outcome(ds, state=None):
                 result["states"].append(json.loads(json.dumps(batches.get_state())))
         except Exception as error:
             result["error"] = type(error).__name__, str(error), getattr(error, "__notes__", [])
-            try:
+            failure = error
+        if result["error"]:
+            with pytest.raises(type(failure)) as again:
                 next(batches)
-            except Exception as again:
-                assert again is error
+            assert again.value is failure
     return result
 
 
@@ -263,7 +264,7 @@ def case_uneven(host):
 
 
 def case_uneven_states(host):
-    """What follows each state, with the entries of both hosts and with the host's own."""
+    """What follows each state of this host."""
     ds = on_two_hosts(lambda feed: numbers(feed, [3, 5, 0, 1]))
     states = outcome(ds)["states"]
     return [outcome(ds, state)["batches"] for state in states], states

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import DevicePut, ShardingTree
+import grain_shard
+from grain_shard import DevicePut, ShardingTree, _grain
 from tests.conftest import background_threads, data_mesh, ids, numbered
 
 HANG_S = 60
@@ -44,7 +45,25 @@ def stream(ds):
     return ds.to_iter_dataset(grain.ReadOptions(0, 0)).map(lambda batch: batch)
 
 
-KINDS = {"random access": lambda ds: ds, "stream": stream}
+def feeds(ds, num_feeds=4):
+    """The same batches of feeds, each of which gives its rows of batch after batch."""
+    global_batch_size = _grain.batch_node(ds).global_batch_size
+    feed_batch_size = global_batch_size // num_feeds
+
+    def make_feed(feed):
+        def row(i):
+            batch, place = ds[i // feed_batch_size], i % feed_batch_size
+            return jax.tree.map(
+                lambda leaf: leaf[feed.shard_index * feed_batch_size + place], batch
+            )
+
+        rows = grain.MapDataset.range(len(ds) * feed_batch_size).map(row)
+        return rows.to_iter_dataset(grain.ReadOptions(0, 0))
+
+    return grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(global_batch_size)
+
+
+KINDS = {"random access": lambda ds: ds, "stream": stream, "feeds": feeds}
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
