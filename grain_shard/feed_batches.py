@@ -17,7 +17,8 @@ import grain
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.feed_rows import Entry, FeedReader, RowStacker, named
 from grain_shard.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
-from grain_shard.trees import Batch, plain
+from grain_shard.state_json import from_json, to_json
+from grain_shard.trees import Batch
 
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
 
@@ -153,7 +154,7 @@ class FeedBatches(grain.IterDataset):
             step: How many batches they have given.
             entries: Where they stand then.
         """
-        of_feeds = {str(feed): plain(entry) for feed, entry in entries.items()}
+        of_feeds = {str(feed): to_json(entry) for feed, entry in entries.items()}
         return {"step": step, **self.fingerprint, "feeds": of_feeds}
 
     def from_state(self, state: Mapping[str, Any], feeds: Iterable[int]) -> dict[int, Entry]:
@@ -170,7 +171,7 @@ class FeedBatches(grain.IterDataset):
                 " runs.\n  remedy: each host's get_state() has the feeds that it runs; join the"
                 ' "feeds" of all, as CheckpointRestore does.'
             )
-        return {feed: state["feeds"][str(feed)] for feed in feeds}
+        return {feed: from_json(state["feeds"][str(feed)]) for feed in feeds}
 
     def __iter__(self) -> grain.DatasetIterator:
         return _WholeBatches(self)

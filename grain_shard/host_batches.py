@@ -22,7 +22,8 @@ from grain_shard.errors import ShardingError, StateError
 from grain_shard.fingerprint import Fingerprint, check_fingerprint
 from grain_shard.multihost import Rounds
 from grain_shard.prefetch import Background
-from grain_shard.trees import Batch, plain
+from grain_shard.state_json import from_json, to_json
+from grain_shard.trees import Batch
 
 Position = Any
 _THREAD = "grain-shard-host"
@@ -232,7 +233,7 @@ class Stream:
         return None  # each host's own
 
     def to_state(self, position: bytes) -> dict[str, Any]:
-        return {"parent": plain(pickle.loads(position))}
+        return {"parent": to_json(pickle.loads(position))}
 
     def from_state(self, state: dict[str, Any]) -> bytes:
         if not isinstance(state, dict) or set(state) != {"parent"}:
@@ -240,7 +241,7 @@ class Stream:
                 f"this is no state of a stream: {state!r}.\n"
                 "  remedy: restore with the pipeline that saved it."
             )
-        return pickle.dumps(state["parent"])
+        return pickle.dumps(from_json(state["parent"]))
 
 
 class _WithPosition(Iterator[tuple[Batch, bytes]]):

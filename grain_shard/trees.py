@@ -126,12 +126,3 @@ def _leading_size(paths: Sequence[str], arrays: Sequence[np.ndarray]) -> int:
                 " scalar.",
             )
     return len(first)
-
-
-def plain(state: Any) -> Any:
-    """The state with numpy scalars as Python's, which JSON can hold."""
-    if isinstance(state, dict):
-        return {key: plain(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(map(plain, state))
-    return state.item() if isinstance(state, np.generic) else state

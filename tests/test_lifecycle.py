@@ -483,6 +483,16 @@ EXITS = {
             next(iterator)
         print("end")
         """,
+    "with feeds, each with threads of Grain's in it": """
+        def make_feed(feed):
+            records = grain.MapDataset.range(100_000)[feed.shard_index :: feed.shard_count]
+            return records.map(lambda i: {"id": i}).to_iter_dataset()
+        ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+        iterator = iter(ds.shard_to(jax.make_mesh((2,), ("data",)), num_threads=2))
+        for _ in range(3):
+            next(iterator)
+        print("end")
+        """,
     "with two workers": """
         if __name__ == "__main__":
             iterator = iter(pipeline(num_workers=2))
