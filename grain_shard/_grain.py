@@ -1,4 +1,4 @@
-"""The one place that looks at what Grain keeps private. Hints for speed, never for correctness.
+"""With `_grain_records`, all that looks at what Grain keeps private. Hints for speed only.
 
 Grain has no public way to ask a dataset for its batch size, its seed, or several records at once.
 Every function here may return "unknown"; its caller then takes a public path that is slower and
@@ -7,9 +7,9 @@ gives the same batches. The test suite runs its core with all hints turned off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import grain
 
@@ -28,6 +28,13 @@ _ELEMENTWISE = (
     type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0)),
     type(grain.MapDataset.range(1).map_with_index(lambda i, x: x)),
 )
+
+
+class Epoch(NamedTuple):
+    """The batches of one epoch, of which all but the last are always full."""
+
+    batches: int
+    full: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,13 @@ class BatchNode:
     batch_index: Callable[[int], int]
     only_stacks: bool
     epochs_in_order: bool
+
+    def epoch(self) -> Epoch | None:
+        """What becomes of the records; None if a slice was taken of the batches."""
+        if not self.epochs_in_order:
+            return None
+        full, rest = divmod(len(self.records), self.global_batch_size)
+        return Epoch(full + bool(rest and not self.drop_remainder), full)
 
 
 def batch_node(ds: grain.MapDataset) -> BatchNode | None:
@@ -109,12 +123,6 @@ def below_read_ahead(
     if options is None or options == grain.ReadOptions():
         return parent, None
     return parent, (int(options.num_threads), int(options.prefetch_buffer_size))
-
-
-def get_records(ds: grain.MapDataset, indices: Sequence[int]) -> Sequence[Any]:
-    """The elements at `indices`, in one batched read where Grain offers it."""
-    getitems = getattr(ds, "_getitems", None)
-    return [ds[i] for i in indices] if getitems is None else getitems(indices)
 
 
 def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 Hosts whose streams end at different batches would leave each other waiting in a collective for
 ever. So batch k is handed out once all hosts have said whether they have it. The thread that makes
-a batch posts so at once, the thread that places it reads the verdict, batches later; in between the
-training step runs, and waits for neither.
+a batch posts so at once, and a thread of its own reads the verdicts. Both are as many batches ahead
+of the training step as there is room for on host and devices, so it waits for neither.
 
 With ``remainder="drop"`` all stop where the first stream ends. With ``"pad"`` a host whose stream
 has ended goes on with batches of padding until the last one ends, so nothing is lost.
@@ -19,11 +19,12 @@ import numpy as np
 
 from grain_shard.errors import AgreementError, describe_error
 from grain_shard.multihost import Answers, Rounds
+from grain_shard.prefetch import Background
 from grain_shard.trees import Batch
 
 BATCH, END = "batch", "end"
-# Rounds that are kept: more than the batches by which one host can be ahead of another.
-_KEPT_ROUNDS = 64
+# Rounds that are kept: more than the batches that a host may have made and not yet agreed on.
+_KEPT_ROUNDS = 1024
 
 
 class Announced(Iterator[Any]):
@@ -54,6 +55,7 @@ class Announced(Iterator[Any]):
             raise
         finally:
             self._rounds.post(str(self._next), answer)
+            self._rounds.posted.put(answer)
             self._next += 1
 
     def close(self) -> None:
@@ -88,20 +90,21 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
         template: Callable[[], Batch],
         waited_s: Callable[[], float],
     ):
-        self._batches, self._rounds, self._template = batches, rounds, template
-        self._decide = _Decide(pads, same_rows, must_end_together)
-        self._past_end = past_end
-        self._waited_s = waited_s
-        self._next = 0
+        self._batches, self._template, self._past_end = batches, template, past_end
+        decide = _Decide(pads, same_rows, must_end_together)
+        self._verdicts = Background(
+            lambda verdict: verdict,
+            _Verdicts(rounds, decide, waited_s),
+            buffer_size=_KEPT_ROUNDS // 2,
+            name="grain-shard-agreement",
+        )
         self._ended = self._stopped = False
         self._last, self._position = None, position
 
     def __next__(self) -> tuple[Batch, Any]:
-        round_ = str(self._next)
         item, failure = None, None
-        if self._ended:
-            self._rounds.post(round_, END)
-        else:
+        self._verdicts.start()
+        if not self._ended:
             try:
                 item = next(self._batches)
             except StopIteration:
@@ -111,17 +114,13 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
             except BaseException as error:
                 failure = error
         try:
-            verdict = self._rounds.verdict(
-                round_, self._decide, waited_s=self._waited_s, stopped=lambda: self._stopped
-            )
+            verdict = next(self._verdicts)
         except AgreementError:
             if failure is not None:
                 raise failure from None  # this is the host that failed
             raise
         if verdict != BATCH:
             raise StopIteration
-        self._rounds.forget(str(self._next - _KEPT_ROUNDS))
-        self._next += 1
         if item is None:
             batch = self._template() if self._last is None else self._last
             self._last = jax.tree.map(np.zeros_like, batch)  # zeros, so the mask is False
@@ -132,10 +131,49 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
 
     def stop(self) -> None:
         self._stopped = True
+        self._verdicts.stop()
         self._batches.stop()
 
     def close(self) -> None:
+        self._verdicts.close()
         self._batches.close()
+
+
+class _Verdicts(Iterator[Any]):
+    """The verdict on batch 0, 1, 2 and so on: each as soon as all hosts have posted."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        decide: Callable[[Answers], Any],
+        waited_s: Callable[[], float],
+    ):
+        self._rounds, self._decide, self._waited_s = rounds, decide, waited_s
+        self._next = 0
+        self._ended = self._over = self._stopped = False
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        round_ = str(self._next)
+        if self._ended:
+            self._rounds.post(round_, END)
+        else:
+            # Waits here, where a stop is heard at once, and not in the round.
+            self._ended = self._rounds.posted.get() == END
+        if self._stopped:
+            raise StopIteration
+        verdict = self._rounds.verdict(
+            round_, self._decide, waited_s=self._waited_s, stopped=lambda: self._stopped
+        )
+        self._rounds.forget(str(self._next - _KEPT_ROUNDS))
+        self._next += 1
+        self._over = verdict != BATCH
+        return verdict
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._rounds.posted.put(END)
 
 
 class _Decide:

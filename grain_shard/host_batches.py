@@ -19,6 +19,7 @@ from absl import flags
 
 from grain_shard.ends import Announced
 from grain_shard.errors import ShardingError, StateError
+from grain_shard.fetch import Fetches, FetchingMapDataset
 from grain_shard.fingerprint import Fingerprint, check_fingerprint
 from grain_shard.multihost import Rounds
 from grain_shard.prefetch import Background
@@ -101,9 +102,12 @@ class RandomAccess:
         start = position or 0
         indices = range(start, len(self._ds))
         if not self._num_workers or not indices:
+            make, tickets = self._ds.__getitem__, zip(indices, indices, strict=True)
+            if isinstance(self._ds, FetchingMapDataset) and self._ds.reads_many:
+                make, tickets = self._ds.make, Fetches(self._ds, indices, self._buffer_size)
             batches = Background(
-                lambda index: (self._ds[index], index + 1),
-                iter(indices),
+                lambda ticket: (make(ticket[1]), ticket[0] + 1),
+                tickets,
                 buffer_size=self._buffer_size,
                 num_threads=self._num_threads,
                 name=_THREAD,

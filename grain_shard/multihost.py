@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -42,6 +44,8 @@ class Rounds:
         self._hosts, self._timeout_s = list(hosts), timeout_s
         self._host, self._leader = jax.process_index(), self._hosts[0]
         self._name = ""
+        # What this host has posted of a stream, for the thread that reads the verdicts.
+        self.posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def begin(self) -> None:
         """Gives the series its name. All hosts begin their series in the same order.
@@ -61,7 +65,7 @@ class Rounds:
         round_: str,
         decide: Callable[[Answers], Any],
         *,
-        waited_s: Callable[[], float],
+        waited_s: Callable[[], float] = lambda: math.inf,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Any:
         """What the first host makes of all answers.
@@ -69,7 +73,8 @@ class Rounds:
         Args:
             round_: The round.
             decide: From all answers, by host, to the verdict (JSON). Called on that host.
-            waited_s: How long the wait has been on, in seconds, for the timeout.
+            waited_s: How long somebody has been waiting for this verdict, in seconds. The timeout
+                counts that, and from this call on.
             stopped: Whether to give up, without an error.
 
         Returns:
@@ -79,9 +84,14 @@ class Rounds:
             AgreementError: The verdict is ``{"error": message}``.
             HostTimeoutError: A host did not answer in time; the message names it.
         """
+        start = time.monotonic()
+
+        def waited() -> float:
+            return min(waited_s(), time.monotonic() - start)
+
         key = f"{self._name}/{round_}/verdict"
         if self._host == self._leader:
-            answers = self._gather(round_, waited_s, stopped)
+            answers = self._gather(round_, waited, stopped)
             if answers is None:
                 return None
             silent = [host for host in self._hosts if host not in answers]
@@ -89,7 +99,7 @@ class Rounds:
             verdict = self._settle(key, verdict)
             self._client.key_value_delete(f"{self._name}/{round_}/answers/")
         else:
-            text = self._get(key, waited_s, stopped, self._timeout_s + _GRACE_S)
+            text = self._get(key, waited, stopped, self._timeout_s + _GRACE_S)
             if text is None:
                 if stopped():
                     return None
@@ -196,9 +206,8 @@ def agree(rounds: Rounds, answer: Mapping[str, Any]) -> None:
         AgreementError: A field differs; on every host, naming hosts and field. Or a host failed.
         HostTimeoutError: A host did not arrive.
     """
-    start = time.monotonic()
     rounds.post("start", answer)
-    rounds.verdict("start", compare, waited_s=lambda: time.monotonic() - start)
+    rounds.verdict("start", compare)
 
 
 def compare(answers: Answers) -> dict[str, Any]:

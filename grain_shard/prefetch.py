@@ -41,7 +41,9 @@ class Background(Iterator[T], Generic[S, T]):
         work: Called with each ticket, by several threads at once if there are several.
         tickets: Asked by one thread at a time, once there is room for a result. If it has a
             ``close``, the last thread to end calls it: nobody else can know that it is not in use.
-            If it has a ``stop``, it is told to stop with this stage.
+            If it has a ``stop``, it is told to stop with this stage. If it has a ``fetch``, that is
+            called before each ticket, with the number of results that there is room for, once that
+            is its ``room_needed``.
         buffer_size: Results that may wait or be in the making.
         num_threads: Threads that work side by side.
         name: Of the threads.
@@ -184,13 +186,15 @@ class _Shared(Generic[S, T]):
         """
         with self._one_asks:
             with self._condition:
-                while not self._over() and self._issued - self._taken >= self._buffer_size:
+                needed = getattr(self._tickets, "room_needed", 1)
+                while not self._over() and self._room() < needed:
                     self._condition.wait()
                 if self._over():
                     return False
-                number = self._issued
+                number, room = self._issued, self._room()
                 self._issued += 1
             try:
+                self._fetch(room)
                 ticket = next(self._tickets)
             except StopIteration:
                 # Not the one that was caught: its traceback keeps the frames of the source alive.
@@ -209,6 +213,13 @@ class _Shared(Generic[S, T]):
         self._deliver(number, result)
         return True
 
+    def _fetch(self, room: int) -> None:
+        if (fetch := getattr(self._tickets, "fetch", None)) is not None:
+            try:
+                fetch(room)
+            except StopIteration as error:  # only next() may end the tickets
+                raise RuntimeError("the pipeline raised StopIteration") from error
+
     def thread_ended(self) -> None:
         with self._condition:
             self._running -= 1
@@ -216,6 +227,9 @@ class _Shared(Generic[S, T]):
         if last:
             atexit.unregister(self._at_exit)
             self._close_tickets()
+
+    def _room(self) -> int:
+        return self._buffer_size - (self._issued - self._taken)
 
     def _over(self) -> bool:
         return self._stopped or self._drained

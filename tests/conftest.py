@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import _grain
+from grain_shard import _grain, _grain_records
 
 
 def background_threads():
@@ -40,7 +40,9 @@ def hints(request, monkeypatch):
     if request.param == "public path only":
         monkeypatch.setattr(_grain, "batch_node", lambda ds: None)
         monkeypatch.setattr(_grain, "iter_batch_size", lambda ds: None)
-        monkeypatch.setattr(_grain, "get_records", lambda ds, indices: [ds[i] for i in indices])
+        monkeypatch.setattr(_grain_records, "_ELEMENTS", {})
+        monkeypatch.setattr(_grain_records, "_INDICES", {})
+        monkeypatch.setattr(_grain_records, "_batched_read", lambda ds: None)
         monkeypatch.setattr(_grain, "seeds", lambda ds: ())
     return request.param
 

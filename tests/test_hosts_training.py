@@ -146,7 +146,7 @@ def merged(of_hosts):
     ]
 
 
-# The rehearsal ends the survivor, as JAX's heartbeat would after 100 s; see docs/many_hosts.md.
+# Here the rehearsal ends the survivor; below, JAX's heartbeat does.
 def test_when_a_host_is_killed_a_restart_continues_exactly(tmp_path):
     killed_host = 1
     with pytest.raises(rehearse.RehearsalError) as failure:
@@ -174,6 +174,39 @@ def test_when_a_host_is_killed_a_restart_continues_exactly(tmp_path):
     assert (len(before), len(after)) == (SAVED_AFTER, EPOCH - SAVED_AFTER)
     whole = [int(record["id"]) for record in records(EPOCH * GLOBAL_BATCH_SIZE - 3)]
     assert list(itertools.chain(*before, *after)) == whole
+
+
+TRAIN_UNTIL_A_HOST_IS_KILLED = """
+import os, signal, sys
+import grain, jax
+import grain_shard
+
+jax.distributed.initialize(heartbeat_timeout_seconds=10)  # 100 by default
+mesh = jax.make_mesh((jax.device_count(),), ("data",))
+records = grain.MapDataset.range(4000).map(lambda i: {"id": i})
+total = jax.jit(lambda batch: batch["id"].sum())  # a collective
+for step, batch in enumerate(records.batch(8).shard_to(mesh)):
+    total(batch).block_until_ready()
+    if step == 5 and jax.process_index() == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+print("the whole epoch")
+"""
+
+
+@pytest.mark.parametrize("killed", [0, 1], ids=["the coordinator", "another"])
+def test_a_host_killed_in_mid_epoch_ends_the_other_in_its_collective(tmp_path, killed):
+    (tmp_path / "train.py").write_text(TRAIN_UNTIL_A_HOST_IS_KILLED)
+    result = rehearse.run_script(
+        [str(tmp_path / "train.py"), str(killed)],
+        hosts=2,
+        devices_per_host=2,
+        timeout_s=120,
+        end_others=False,
+    )
+    assert result.timed_out_hosts == []
+    assert result.returncodes[killed] == -signal.SIGKILL
+    assert result.returncodes[1 - killed] != 0
+    assert "the whole epoch" not in result.outputs[1 - killed]
 
 
 def read_streams_until_host_1_is_killed(timeout_s):

@@ -1,5 +1,6 @@
 """`ArrayRecordSource` on real ArrayRecord files."""
 
+import itertools
 import os
 import pickle
 
@@ -88,14 +89,36 @@ def test_grain_takes_it_for_a_source_with_batched_reads(paths):
     assert not hasattr(grain.sources.ArrayRecordDataSource, "_getitems")
 
 
-def test_a_batch_is_one_read(paths):
+def test_a_read_is_of_whole_batches_and_of_no_more_than_the_buffer_has_room_for(paths):
     source = Counting(paths)
-    ds = grain.MapDataset.source(source).map(decode).batch(8)
-    with iter(ds.shard_to(data_mesh(2), num_threads=1)) as iterator:
+    ds = grain.MapDataset.source(source).map(decode).batch(4)
+    with iter(ds.shard_to(data_mesh(2), num_threads=1, cpu_buffer_size=3)) as iterator:
         batches = ids(iterator)
-    assert batches == [list(range(k, k + 8)) for k in range(0, 32, 8)]
-    assert source.batched == batches
+    assert batches == [list(range(k, k + 4)) for k in range(0, 32, 4)]
+    assert list(itertools.chain(*source.batched)) == list(range(32))
+    assert source.batched[0] == batches[0]  # the first batch comes alone, to be there soon
+    assert {len(read) for read in source.batched} <= {4, 8, 12}
     assert source.single == []
+
+
+def test_a_source_with_pytorchs_name_for_batched_reads_will_do():
+    class Source:
+        read = []  # noqa: RUF012
+
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            raise AssertionError("one by one")
+
+        def __getitems__(self, indices):
+            self.read.append(indices)
+            return [np.int32(10 * i) for i in indices]
+
+    ds = grain.MapDataset.source(Source()).map(lambda x: {"x": x}).repeat(2).batch(6)
+    rows = ds.pipe(PadToDivisible(1))
+    assert [rows[k]["x"].tolist() for k in range(2)] == [[0, 10, 20, 30, 40, 50]] * 2
+    assert Source.read == [[0, 1, 2, 3, 4, 5]] * 2
 
 
 def test_a_shuffled_batch_is_one_read_too_and_of_this_hosts_rows_alone(paths):

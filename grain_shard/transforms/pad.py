@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import grain
 import numpy as np
 
-from grain_shard._grain import iter_batch_size
+from grain_shard._grain import Epoch, iter_batch_size
 from grain_shard.errors import ShardingError, describe_leaf, require_int
-from grain_shard.rows import Epoch, RowMapDataset, RowReader, row_reader
+from grain_shard.fetch import RowMapDataset, RowReader
+from grain_shard.rows import row_reader
 from grain_shard.spans import PAD, READ, span
 from grain_shard.trees import Batch, FlatBatch
 
@@ -145,14 +146,21 @@ class _PaddedRows:
             return Epoch(batches=epoch.full, full=epoch.full)
         return epoch
 
+    @property
+    def reads_many(self) -> bool:
+        return self._inner.reads_many
+
     def num_batches(self) -> int:
         batches, epoch = self._inner.num_batches(), self._dropping()
         return batches if epoch is None else batches // epoch.batches * epoch.full
 
-    def read(self, index: int, rows: np.ndarray) -> Batch:
+    def fetch(self, indices: Sequence[int], rows: np.ndarray) -> Sequence[Any]:
         if (epoch := self._dropping()) is not None:
-            index = index // epoch.full * epoch.batches + index % epoch.full
-        batch = self._inner.read(index, rows)
+            indices = [i // epoch.full * epoch.batches + i % epoch.full for i in indices]
+        return self._inner.fetch(indices, rows)
+
+    def make(self, fetched: Any, rows: np.ndarray) -> Batch:
+        batch = self._inner.make(fetched, rows)
         with span(PAD):
             if self._pad.remainder != "pad":
                 self._check_full(batch, rows)

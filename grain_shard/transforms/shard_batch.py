@@ -9,6 +9,7 @@ from typing import Any
 import grain
 
 from grain_shard.errors import ShardingError
+from grain_shard.fetch import FetchingMapDataset
 from grain_shard.layout import BatchLayout
 from grain_shard.rows import row_reader, take_rows
 from grain_shard.trees import Batch, FlatBatch
@@ -51,29 +52,20 @@ class ShardBatch:
         return ShardBatchIterDataset(ds, self.layout)
 
 
-class ShardBatchMapDataset(grain.MapDataset):
+class ShardBatchMapDataset(FetchingMapDataset):
     """This host's rows of a random-access dataset of batches."""
 
     def __init__(self, parent: grain.MapDataset, layout: BatchLayout):
-        super().__init__(parent)
+        reader = row_reader(parent)
+        super().__init__(parent, reader, layout.rows(reader.global_batch_size))
         self._layout = layout
-        self._reader = row_reader(parent)
-        self._rows = layout.rows(self._reader.global_batch_size)
-        if self._reader.reads_whole_batches and not layout.holds_all:
+        if reader.reads_whole_batches and not layout.holds_all:
             warnings.warn(
                 f"this host holds {len(layout.shards)} of {layout.divisor} shards and still has to"
                 " evaluate every row: with a custom batch_fn, or a .map after .batch, no row can"
                 " be had alone. Move the .map before .batch to read only the rows it needs.",
                 stacklevel=2,
             )
-
-    def __len__(self) -> int:
-        return self._reader.num_batches()
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return self.slice(index)
-        return self._reader.read(index, self._rows)
 
     def __str__(self) -> str:
         return str(ShardBatch(self._layout))

@@ -10,8 +10,9 @@ import grain
 
 from grain_shard._grain import iter_batch_size
 from grain_shard.errors import ShardingError, require_int
+from grain_shard.fetch import RowMapDataset
 from grain_shard.hardware import HardwareType, validate_batch_size
-from grain_shard.rows import RowMapDataset, row_reader
+from grain_shard.rows import row_reader
 from grain_shard.trees import Batch, FlatBatch
 
 

@@ -1,0 +1,95 @@
+"""Grain's global shuffle of many indices at once.
+
+``MapDataset.shuffle`` permutes indices by a cipher, so that no permutation is stored: a Feistel
+network with the round function of Simon (https://eprint.iacr.org/2013/404), 4 rounds, keys from
+C++'s ``std::seed_seq``, repeated until the result is an index ("cycle walking"). Grain computes it
+for one index in 5 us. Over arrays it takes a fraction of that, and gives the same; who uses it
+compares, see `_grain_records`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+_ROUNDS = 4
+_MIN_BLOCK_BITS = 16
+
+
+def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """Where a permutation of ``range(length)`` takes each index.
+
+    Args:
+        indices: int64[n], each in ``range(length)``.
+        length: How many there are to permute.
+        seed: Of the permutation, 32 bits.
+
+    Returns:
+        int64[n].
+
+    Example:
+        >>> sorted(shuffled(np.arange(5), 5, seed=1).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    largest = length - 1
+    if largest == 0:
+        return np.zeros_like(indices)
+    block_bits = math.ceil(math.log2(largest))
+    block_bits = max(block_bits + block_bits % 2, _MIN_BLOCK_BITS)
+    dtype = np.uint32 if largest < 2**32 else np.uint64
+    result = indices.astype(dtype)
+    walking, values = np.arange(len(indices)), result
+    while len(walking):
+        values = _encrypted(values, block_bits // 2, _round_keys(seed))
+        result[walking] = values
+        outside = values > largest
+        walking, values = walking[outside], values[outside]
+    return result.astype(np.int64)
+
+
+def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.ndarray:
+    dtype = blocks.dtype.type
+    mask, width = dtype((1 << word_bits) - 1), dtype(word_bits)
+    by_1, by_2, by_8 = (dtype(word_bits - r) for r in (1, 2, 8))
+
+    def mixed(word: np.ndarray) -> np.ndarray:
+        """Simon's round function: rotations to the left by 1, 8 and 2 bits."""
+        twice = word | (word << width)  # shifted to the right, its lower half is the word rotated
+        return ((twice >> by_1) & (twice >> by_8)) ^ (twice >> by_2)
+
+    left, right = (blocks >> width) & mask, blocks & mask
+    for key in range(0, _ROUNDS, 2):
+        left = (left ^ mixed(right) ^ dtype(keys[key])) & mask
+        right = (right ^ mixed(left) ^ dtype(keys[key + 1])) & mask
+    return (left << width) | right
+
+
+@functools.lru_cache(maxsize=64)  # an epoch has one seed
+def _round_keys(seed: int) -> tuple[int, ...]:
+    """What ``std::seed_seq{seed}.generate`` gives for 4 words (ISO C++, [rand.util.seedseq])."""
+    n, low = _ROUNDS, 0xFFFFFFFF
+    t = (n - 1) // 2  # for n < 7
+    p = (n - t) // 2
+    q = p + t
+    words = [0x8B8B8B8B] * n
+
+    def scrambled(word: int) -> int:
+        return word ^ (word >> 27)
+
+    for k in range(n):
+        mixed = words[k] ^ words[(k + p) % n] ^ words[k - 1]
+        first = 1664525 * scrambled(mixed) & low
+        second = first + {0: 1, 1: 1 + seed}.get(k, k) & low
+        words[(k + p) % n] = words[(k + p) % n] + first & low
+        words[(k + q) % n] = words[(k + q) % n] + second & low
+        words[k] = second
+    for k in range(n):
+        mixed = words[k] + words[(k + p) % n] + words[k - 1] & low
+        first = 1566083941 * scrambled(mixed) & low
+        second = first - k & low
+        words[(k + p) % n] ^= first
+        words[(k + q) % n] ^= second
+        words[k] = second
+    return tuple(words)

@@ -1,0 +1,117 @@
+"""Records many at a time are Grain's own, one by one: indices, random numbers, epochs, errors."""
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grain_shard import _grain_records
+from grain_shard.index_shuffle import shuffled
+from tests.conftest import data_mesh, ids
+
+LENGTHS = (1, 2, 3, 255, 256, 257, 1000, 65535, 65536, 65537, 65538, 10**6, 2**32, 2**32 + 1, 2**40)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("seed", [0, 7, 2**31, 2**32 - 1])
+def test_the_shuffle_of_many_indices_is_grains_of_each(length, seed):
+    class Counting:  # a range of this length without its elements
+        def __len__(self):
+            return length
+
+        def __getitem__(self, index):
+            return index
+
+    some = np.random.default_rng(1).integers(0, length, 200).tolist()
+    indices = np.unique([0, *some, length - 1])
+    by_grain = grain.MapDataset.source(Counting()).shuffle(seed=seed)
+    assert shuffled(indices, length, seed).tolist() == [by_grain[i] for i in indices.tolist()]
+
+
+@given(length=st.integers(1, 3000), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=50, deadline=None)
+def test_the_shuffle_is_a_permutation(length, seed):
+    assert sorted(shuffled(np.arange(length), length, seed).tolist()) == list(range(length))
+
+
+def noisy(x, rng):
+    return x + rng.integers(0, 1000, dtype=np.int64) * 10**6
+
+
+base = grain.MapDataset.range(50, 90)
+PIPELINES = {
+    "source": base,
+    "shuffle": base.shuffle(seed=3),
+    "shuffle of a seed": base.seed(9).shuffle(),
+    "shuffle, map, random map, index": base.seed(1)
+    .shuffle()
+    .map(lambda x: x * 2)
+    .random_map(noisy)
+    .map_with_index(lambda i, x: x + i * 10**10),
+    "map below shuffle": base.seed(1).random_map(noisy).shuffle().map(lambda x: x + 1),
+    "two shuffles": base.shuffle(seed=1).shuffle(seed=2),
+    "window shuffle": base.pipe(
+        lambda ds: grain.experimental.WindowShuffleMapDataset(ds, window_size=7, seed=1)
+    ),
+    "slice of a shuffle": base.shuffle(seed=1)[5:35:3],
+    "repeat": base.seed(4).shuffle().repeat(3),
+    "repeat the same order": base.seed(4).shuffle().repeat(3, reseed_each_epoch=False),
+    "mix": grain.MapDataset.mix([base, base.map(lambda x: -x)], [0.7, 0.3]).seed(1).shuffle(),
+    "concatenate": grain.MapDataset.concatenate([base, base.shuffle(seed=2)]),
+    "zip": grain.experimental.ZipMapDataset([base, base.shuffle(seed=5)]),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@given(indices=st.lists(st.integers(0, 200), min_size=1, max_size=60))
+@settings(max_examples=20, deadline=None)
+def test_many_records_are_what_grain_gives_one_by_one(name, indices):
+    ds = PIPELINES[name]
+    route = _grain_records.route(ds, np.array(indices))
+    together = route.finish(route.read())
+    assert list(together) == [ds[i] for i in indices]
+    middle = len(indices) // 2
+    first, second = route.part(0, middle), route.part(middle, len(indices))
+    elements = route.read()
+    in_parts = [*first.finish(elements[:middle]), *second.finish(elements[middle:])]
+    assert in_parts == list(together)
+
+
+def test_a_grain_that_shuffles_otherwise_has_the_last_word(monkeypatch):
+    ds = base.shuffle(seed=3)
+    monkeypatch.setattr(type(ds), "_shuffled_index", lambda self, index: 39 - index)
+    assert _grain_records.route(ds, np.arange(40)).indices.tolist() == list(range(39, -1, -1))
+
+
+class Failing:
+    """Reads many records at once, unless record 13 is one of them."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices):
+        if 13 in indices:
+            raise self.error("record 13 is broken")
+        return [np.int32(i) for i in indices]
+
+
+@pytest.mark.parametrize("error", [OSError, StopIteration, KeyError])
+def test_an_error_comes_with_its_own_batch_though_others_were_read_with_it(error):
+    source = Failing()
+    source.error = error
+    ds = grain.MapDataset.source(source).map(lambda i: {"id": i}).batch(4)
+    seen = []
+    raised = RuntimeError if error is StopIteration else error
+    with (
+        iter(ds.shard_to(data_mesh(2), num_threads=1, cpu_buffer_size=8)) as iterator,
+        pytest.raises(raised) as failure,
+    ):
+        seen.extend(ids([batch])[0] for batch in iterator)
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    cause = failure.value.__cause__ if error is StopIteration else failure.value
+    assert "record 13" in str(cause)
+    assert any("record 13 of the dataset" in note for note in cause.__notes__)
