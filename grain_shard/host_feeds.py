@@ -78,16 +78,19 @@ class HostFeeds:
                 batch = None if self._ends_with(pieces) else self._join(pieces, stacker)
             return batch, FeedsPosition(step + number, {p.feed: p.entry for p in pieces})
 
-        alone = rounds is None
+        # With other hosts, batches wait where they have been announced: beyond those in the making.
+        waiting = 0 if rounds is None else max(1, self._buffer_size - self._num_threads)
         made = Background(
             make,
             pool,
-            buffer_size=self._buffer_size if alone else max(1, self._buffer_size - 1),
+            buffer_size=max(1, self._buffer_size - waiting),
             num_threads=self._num_threads,
             name="grain-shard-feed",
         )
         batches = _UntilNone(made)
-        return Opened(position, batches if rounds is None else _Ahead(batches, rounds))
+        return Opened(
+            position, batches if rounds is None else _Announcing(batches, rounds, waiting)
+        )
 
     def _ends_with(self, pieces: Sequence[Piece]) -> bool:
         """Whether this host has no batch to make of what its feeds gave.
@@ -232,14 +235,14 @@ class _UntilNone(Iterator[tuple[Batch, FeedsPosition]]):
         self._made.close()
 
 
-class _Ahead(Iterator[tuple[Batch, FeedsPosition]]):
-    """Announces each batch to the other hosts when it has been made, ahead of who takes it."""
+class _Announcing(Iterator[tuple[Batch, FeedsPosition]]):
+    """Announces each batch to the other hosts once it has been made, ahead of who takes it."""
 
-    def __init__(self, batches: _UntilNone, rounds: Rounds):
+    def __init__(self, batches: _UntilNone, rounds: Rounds, buffer_size: int):
         self._batches = batches
         announced = Announced(batches, rounds, lambda: "")
         self._stage = Background(
-            lambda ticket: ticket, announced, buffer_size=1, name="grain-shard-host"
+            lambda ticket: ticket, announced, buffer_size=buffer_size, name="grain-shard-host"
         )
 
     def __next__(self) -> tuple[Batch, FeedsPosition]:
