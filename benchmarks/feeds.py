@@ -9,7 +9,6 @@ the state: its size, and the time to save it.
 """
 
 import argparse
-import functools
 import importlib.metadata
 import json
 import pydoc_data.topics
@@ -26,7 +25,6 @@ from grain_shard import rehearse
 _PIECE = 400  # bytes
 
 
-@functools.cache
 def documents():
     """Python's documentation and the licenses of packages, in pieces."""
     packages = ("absl-py", "grain", "jax", "numpy", "orbax-checkpoint")
@@ -42,7 +40,7 @@ def documents():
     ]
 
 
-def packed(feed, length, read_options):
+def packed(feed, sources, length):
     """The rows of a feed, without end; ``feed`` 0 of 1 is the whole stream."""
     streams = [
         grain.MapDataset.source(pieces)
@@ -50,9 +48,9 @@ def packed(feed, length, read_options):
         .shuffle()
         .repeat()[feed.shard_index :: feed.shard_count]
         .map(lambda text: {"tokens": np.frombuffer(text, np.uint8).astype(np.int32)})
-        .to_iter_dataset(read_options)
+        .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         .filter(lambda document: len(document["tokens"]) >= 32)
-        for pieces in documents()
+        for pieces in sources
     ]
     return grain.experimental.FirstFitPackIterDataset(
         grain.IterDataset.mix(streams, weights=[4, 1]),
@@ -67,13 +65,13 @@ def pipeline(kind, args):
     import grain_shard
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    sources = documents()
     if kind == "feeds":
         feeds = grain_shard.feeds(
-            lambda feed: packed(feed, args.length, options), num_feeds=args.feeds
+            lambda feed: packed(feed, sources, args.length), num_feeds=args.feeds
         )
         return feeds.batch(args.batch).shard_to(mesh)
-    stream = packed(grain.sharding.ShardOptions(0, 1), args.length, options)
+    stream = packed(grain.sharding.ShardOptions(0, 1), sources, args.length)
     return stream.batch(args.batch).shard_to(mesh, rows="global")
 
 

@@ -62,8 +62,8 @@ def shard_to(
             real rows; None for no mask.
         cpu_buffer_size: Batches that may wait on the host or be in the making there.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
-        num_threads: Threads that each make a batch (`MapDataset` only); None chooses by the
-            machine.
+        num_threads: Threads that each make a batch (`MapDataset`; None chooses by the machine), or
+            that run feeds side by side (None for one).
         num_workers: Grain worker processes that make the batches instead (`MapDataset` only).
         rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
             say. "global": every host the same whole batches. "local": each host the rows of its

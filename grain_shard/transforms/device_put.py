@@ -40,8 +40,8 @@ class DevicePut:
         shardings: Of every leaf of the batch.
         cpu_buffer_size: Batches that may wait on the host or be in the making there.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
-        num_threads: Threads that each make a batch (`MapDataset`), or that run feeds side by side
-            (`FeedBatches`); None chooses by the machine.
+        num_threads: Threads that each make a batch (`MapDataset`; None chooses by the machine), or
+            that run feeds side by side (`FeedBatches`; None for one).
         num_workers: Grain worker processes that make the batches, if not 0. `MapDataset` only.
         fingerprint: What a saved state must agree with; by default that of the dataset.
         final_shardings: If not None, the shardings to which the devices move each batch as it is
@@ -103,6 +103,7 @@ class DevicePutIterDataset(grain.IterDataset):
         self._yields_own_rows = put.rows == "local" or isinstance(parent, FeedBatches)
         if isinstance(parent, FeedBatches):
             check_feeds(parent, put.shardings.shardings(), put.remainder)
+            _ = parent.fingerprint  # makes feed 0: an error in make_feed is found here
 
     def __len__(self) -> int:
         """The number of batches.
