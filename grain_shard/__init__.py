@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         prefetch_to_device,
     )
     from grain_shard.throughput import Throughput, create_sharded_pipeline, measure_throughput
+    from grain_shard.timeline import Timeline, profile
 
 __version__ = "0.1.0"
 
@@ -89,6 +90,7 @@ _ON_USE = {
     ],
     "placement": ["DevicePlacement", "distribute_batch", "place_on_device", "prefetch_to_device"],
     "throughput": ["Throughput", "create_sharded_pipeline", "measure_throughput"],
+    "timeline": ["Timeline", "profile"],
 }
 _MODULE_OF = {name: module for module, names in _ON_USE.items() for name in names}
 
@@ -123,6 +125,7 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "CheckpointSave",
     "DevicePlacement",
     "Throughput",
+    "Timeline",
     "create_1d_mesh",
     "create_2d_mesh",
     "create_data_parallel_sharding",
@@ -139,6 +142,7 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "place_nnx_state_on_shards",
     "place_on_device",
     "prefetch_to_device",
+    "profile",
     "reduce_gradient_tree",
     "reduce_gradients_across_devices",
     "rehearse",

@@ -128,6 +128,11 @@ def install() -> None:
     """Makes `shard_to` a method of Grain's datasets; importing `grain_shard` does it.
 
     A ``shard_to`` that a class has from elsewhere is left alone, with a warning.
+
+    Example:
+        >>> install()  # a second time does nothing
+        >>> grain.MapDataset.shard_to is shard_to
+        True
     """
     for cls in _CLASSES:
         existing = getattr(cls, _METHOD, None)
@@ -142,7 +147,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes the method off Grain's datasets again."""
+    """Takes the method off Grain's datasets again.
+
+    Example:
+        >>> uninstall()
+        >>> hasattr(grain.MapDataset, "shard_to")
+        False
+        >>> install()
+    """
     for cls in _CLASSES:
         if getattr(cls, _METHOD, None) is shard_to:
             delattr(cls, _METHOD)

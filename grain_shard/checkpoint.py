@@ -51,6 +51,23 @@ class CheckpointSave(ocp.args.CheckpointArgs):
 
     Attributes:
         iterator: Of a dataset that `shard_to` made.
+
+    Example:
+        >>> import tempfile
+        >>> import grain, jax
+        >>> mesh = jax.make_mesh((8,), ("data",))
+        >>> ds = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
+        >>> with (
+        ...     tempfile.TemporaryDirectory() as folder,
+        ...     ocp.CheckpointManager(folder) as manager,
+        ...     iter(ds) as batches,
+        ... ):
+        ...     _ = next(batches)
+        ...     _ = manager.save(1, args=CheckpointSave(batches))
+        ...     second = next(batches)
+        ...     _ = manager.restore(1, args=CheckpointRestore(batches))
+        ...     print(second["x"], next(batches)["x"])
+        [ 8  9 10 11 12 13 14 15] [ 8  9 10 11 12 13 14 15]
     """
 
     iterator: ShardedIterator
@@ -63,6 +80,21 @@ class CheckpointRestore(ocp.args.CheckpointArgs):
 
     Attributes:
         iterator: Of the same pipeline, on any hosts and any mesh.
+
+    Example:
+        >>> import tempfile
+        >>> import grain, jax
+        >>> ds = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8)
+        >>> all_devices = jax.make_mesh((8,), ("data",))
+        >>> half_of_them = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+        >>> with tempfile.TemporaryDirectory() as folder, ocp.CheckpointManager(folder) as manager:
+        ...     with iter(ds.shard_to(all_devices)) as batches:
+        ...         _ = next(batches)
+        ...         _ = manager.save(1, args=CheckpointSave(batches))
+        ...     with iter(ds.shard_to(half_of_them)) as batches:
+        ...         _ = manager.restore(1, args=CheckpointRestore(batches))
+        ...         print(next(batches)["x"])
+        [ 8  9 10 11 12 13 14 15]
     """
 
     iterator: ShardedIterator

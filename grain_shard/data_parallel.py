@@ -12,15 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
-from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.gradients import reduce_gradient_tree, reduce_gradients_across_devices
 from grain_shard.meshes import create_1d_mesh, data_parallel_rules
 from grain_shard.place_leaf import place_leaf
 from grain_shard.place_state import place_model_state_on_shards, place_nnx_state_on_shards
@@ -52,6 +50,11 @@ def create_data_parallel_sharding(
 
     Raises:
         ShardingError: The mesh has no such axis.
+
+    Example:
+        >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
+        >>> sharding.shard_shape((16, 3))
+        (2, 3)
     """
     return ShardingTree.of(mesh, PartitionSpec(data_axis)).prefix
 
@@ -74,6 +77,7 @@ def place_batch_on_shards(batch: Any, sharding: Sharding) -> Any:
         ShardingError: A mesh axis does not divide its dim, or a leaf holds Python objects.
 
     Example:
+        >>> import numpy as np
         >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
         >>> batch = place_batch_on_shards({"x": np.zeros((16, 3))}, sharding)
     """
@@ -151,6 +155,8 @@ def data_parallel_train_step(
             of them called "data".
 
     Example:
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
         >>> def loss_fn(params, batch):
         ...     return jnp.mean((batch["x"] @ params["w"]) ** 2)
         >>> params, optimizer = {"w": jnp.ones(3)}, optax.sgd(0.1)
@@ -239,62 +245,3 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
 
 def _is_on_mesh(leaf: Any) -> bool:
     return isinstance(getattr(leaf, "sharding", None), NamedSharding)
-
-
-def reduce_gradients_across_devices(
-    gradients: Any, reduce_type: str = "mean", axis_name: str = "batch"
-) -> Any:
-    """Reduces gradients over a mapped axis: inside `jax.shard_map`, `jax.vmap` or `jax.pmap`.
-
-    Under plain `jax.jit` there is nothing to reduce: the gradient of a loss over the global batch
-    is global.
-
-    Args:
-        gradients: A tree of arrays, each device's own.
-        reduce_type: "mean" or "sum".
-        axis_name: The mapped axis.
-
-    Returns:
-        The same tree and shapes, equal on all devices of the axis.
-
-    Raises:
-        ValueError: Another `reduce_type`.
-    """
-    reduce = _of_type(reduce_type, {"mean": jax.lax.pmean, "sum": jax.lax.psum})
-    return reduce(gradients, axis_name)
-
-
-def reduce_gradient_tree(gradients: Any, reduce_type: str = "mean") -> Any:
-    """Reduces gradients that are stacked by device along a leading axis.
-
-    Args:
-        gradients: A tree of arrays ``[num_devices, ...]``, such as `jax.vmap` over per-device
-            batches gives.
-        reduce_type: "mean" or "sum".
-
-    Returns:
-        The same tree of arrays ``[...]``: each leaf has the shape of its parameter.
-
-    Raises:
-        ValueError: Another `reduce_type`.
-        ShardingError: A leaf has no leading axis.
-    """
-    reduce = _of_type(reduce_type, {"mean": jnp.mean, "sum": jnp.sum})
-
-    def reduce_leaf(path: KeyPath, leaf: Any) -> jax.Array:
-        if not np.ndim(leaf):
-            raise ShardingError(
-                "a scalar has no axis of devices to reduce.",
-                path="gradients" + keystr(path),
-                leaf=describe_leaf(leaf),
-                remedy="stack one gradient per device along dim 0.",
-            )
-        return reduce(leaf, axis=0)
-
-    return tree_map_with_path(reduce_leaf, gradients)
-
-
-def _of_type(reduce_type: str, reductions: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    if reduce_type.lower() not in reductions:
-        raise ValueError(f"reduce_type={reduce_type!r} is not one of {list(reductions)}.")
-    return reductions[reduce_type.lower()]

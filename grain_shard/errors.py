@@ -19,7 +19,15 @@ from typing import Any
 
 
 class GrainShardError(Exception):
-    """The root of every error that this package defines."""
+    """The root of every error that this package defines.
+
+    Example:
+        >>> try:
+        ...     raise ShardingError("7 rows do not split into 2 shards.", remedy="use 8 rows.")
+        ... except GrainShardError as error:
+        ...     print(type(error).__name__)
+        ShardingError
+    """
 
 
 class ShardingError(GrainShardError, ValueError):
@@ -85,15 +93,39 @@ def _rebuild_sharding_error(cls: type[ShardingError], fields: dict[str, Any]) ->
 
 
 class StateError(GrainShardError, ValueError):
-    """A saved state belongs to another pipeline, batch size or data set."""
+    """A saved state belongs to another pipeline, batch size or data set.
+
+    Example:
+        >>> import grain, jax
+        >>> mesh = jax.make_mesh((8,), ("data",))
+        >>> def batches(global_batch_size):
+        ...     records = grain.MapDataset.range(32).map(lambda i: {"x": i})
+        ...     return iter(records.batch(global_batch_size).shard_to(mesh))
+        >>> with batches(8) as saved, batches(16) as other:
+        ...     try:
+        ...         other.set_state(saved.get_state())
+        ...     except StateError as error:
+        ...         print("global_batch_size" in str(error))
+        True
+    """
 
 
 class AgreementError(GrainShardError, RuntimeError):
-    """The hosts do not run the same program; the message names the host and the field."""
+    """The hosts do not run the same program; the message names the host and the field.
+
+    Example:
+        >>> issubclass(AgreementError, RuntimeError)
+        True
+    """
 
 
 class HostTimeoutError(AgreementError, TimeoutError):
-    """A host did not answer in time; the message names it."""
+    """A host did not answer in time; the message names it.
+
+    Example:
+        >>> issubclass(HostTimeoutError, TimeoutError), issubclass(HostTimeoutError, AgreementError)
+        (True, True)
+    """
 
 
 def describe_spec(spec: Any) -> str:

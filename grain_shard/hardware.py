@@ -19,7 +19,12 @@ from typing import Any
 
 
 class HardwareType(enum.Enum):
-    """A chip that this module has numbers for. Anything else is `UNKNOWN`, never a near miss."""
+    """A chip that this module has numbers for. Anything else is `UNKNOWN`, never a near miss.
+
+    Example:
+        >>> HardwareType("tpu_v5e")
+        <HardwareType.TPU_V5E: 'tpu_v5e'>
+    """
 
     TPU_V5E = "tpu_v5e"
     TPU_V5P = "tpu_v5p"
@@ -86,6 +91,11 @@ class BatchSizeRecommendation:
         max_memory_batch_size: What fits in memory. It depends on the model, so it is None here;
             `grain_shard.batch_size.estimate_max_batch_size` finds it for a training step.
         notes: Where the numbers come from.
+
+    Example:
+        >>> sizes = get_batch_size_recommendation(HardwareType.TPU_V6E)
+        >>> sizes.min_batch_size, sizes.optimal_batch_size, sizes.critical_batch_size
+        (144, 576, 560)
     """
 
     min_batch_size: int
@@ -210,6 +220,11 @@ def detect_hardware(device: Any = None) -> HardwareType:
 
     Returns:
         The chip's `HardwareType`; `UNKNOWN` for one that this module has no numbers for.
+
+    Example:
+        >>> import jax
+        >>> detect_hardware(jax.devices("cpu")[0])
+        <HardwareType.CPU: 'cpu'>
     """
     if device is None:
         import jax  # Importing this module must neither be slow nor wake a backend.
@@ -231,6 +246,10 @@ def get_batch_size_recommendation(
 
     Args:
         hardware_type: The chip; None detects it.
+
+    Example:
+        >>> get_batch_size_recommendation(HardwareType.TPU_V5E).optimal_batch_size
+        256
     """
     return _RECOMMENDATIONS[detect_hardware() if hardware_type is None else hardware_type]
 

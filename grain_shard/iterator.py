@@ -71,6 +71,17 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         reshard: Applied to each batch as it is handed out, by the thread that asks for it; it may
             contain collectives.
         across: With several hosts in the mesh, how to run in step with them.
+
+    Example:
+        >>> import jax
+        >>> mesh = jax.make_mesh((8,), ("data",))
+        >>> ds = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
+        >>> with iter(ds) as batches:
+        ...     first, state = next(batches), batches.get_state()
+        ...     second = next(batches)
+        ...     batches.set_state(state)  # goes on after the first batch
+        ...     print(second["x"], next(batches)["x"])
+        [ 8  9 10 11 12 13 14 15] [ 8  9 10 11 12 13 14 15]
     """
 
     def __init__(

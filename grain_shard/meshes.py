@@ -22,6 +22,10 @@ def create_1d_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None
     Args:
         axis_name: The axis.
         devices: The devices; None takes those of every process.
+
+    Example:
+        >>> dict(create_1d_mesh(devices=jax.devices()[:4]).shape)
+        {'data': 4}
     """
     devices = jax.devices() if devices is None else devices
     return jax.make_mesh((len(devices),), (axis_name,), (AxisType.Auto,), devices=devices)
@@ -43,6 +47,10 @@ def create_2d_mesh(
 
     Raises:
         ShardingError: `second_axis_size` does not divide the number of devices.
+
+    Example:
+        >>> dict(create_2d_mesh(devices=jax.devices()[:8]).shape)
+        {'data': 4, 'model': 2}
     """
     devices = jax.devices() if devices is None else devices
     divisors = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
@@ -71,6 +79,10 @@ def global_batch_size(
 
     Raises:
         ShardingError: The mesh has no such axis.
+
+    Example:
+        >>> global_batch_size(64, jax.make_mesh((4, 2), ("data", "model")))
+        256
     """
     axes = (data_axis,) if isinstance(data_axis, str) else data_axis
     for axis in axes:
@@ -122,7 +134,12 @@ class MeshRules:
 
 
 def data_parallel_rules(data_axis: str = "data") -> MeshRules:
-    """Every device holds the whole model and a share of the batch."""
+    """Every device holds the whole model and a share of the batch.
+
+    Example:
+        >>> data_parallel_rules()("data", "embed"), data_parallel_rules()("embed", "mlp")
+        (('data', None), (None, None))
+    """
     return MeshRules(data=data_axis)
 
 
@@ -130,6 +147,10 @@ def fsdp_rules(data_axis: str = "data") -> MeshRules:
     """Every device holds a share of the batch and, along the same axis, of each weight's width.
 
     Weights are gathered where they are used and their gradients scattered back.
+
+    Example:
+        >>> fsdp_rules()("data", "mlp"), fsdp_rules()("embed", "mlp")
+        (('data', None), ('data', None))
     """
     return MeshRules(data=data_axis, embed=data_axis)
 
@@ -139,5 +160,10 @@ def tensor_parallel_rules(data_axis: str = "data", model_axis: str = "model") ->
 
     A projection up is then split by its outputs and the next one down by its inputs, so the two
     need one all-reduce between them.
+
+    Example:
+        >>> rules = tensor_parallel_rules()
+        >>> rules("embed", "mlp"), rules("mlp", "embed")
+        ((None, 'model'), ('model', None))
     """
     return MeshRules(data=data_axis, mlp=model_axis, heads=model_axis, vocab=model_axis)

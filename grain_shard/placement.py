@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from grain_shard import hardware
 from grain_shard.any_iterator import prefetch
+from grain_shard.device_info import device_info
 from grain_shard.errors import require_int
 from grain_shard.hardware import (
     BatchSizeRecommendation,
@@ -247,29 +248,29 @@ class DevicePlacement:
             ``process_index``, ``process_count``, ``local_devices`` (ids) and ``memory``: by id,
             ``{"bytes_in_use", "bytes_limit"}``, or None where the backend does not tell.
         """
-        devices, local_devices = jax.devices(), jax.local_devices()
-        return {
-            "num_devices": len(devices),
-            "hardware_type": self.hardware_type.value,
-            "platforms": sorted({device.platform for device in devices}),
-            "device_kinds": sorted({device.device_kind for device in devices}),
-            "devices": [
-                {"id": d.id, "platform": d.platform, "device_kind": d.device_kind} for d in devices
-            ],
-            "process_index": jax.process_index(),
-            "process_count": jax.process_count(),
-            "local_devices": [device.id for device in local_devices],
-            "memory": {device.id: _memory(device) for device in local_devices},
-        }
+        return device_info(self.hardware_type)
 
 
 def place_on_device(data: Any, device: Any = None) -> Any:
-    """`DevicePlacement.place_on_device`; by default on this process's first device."""
+    """`DevicePlacement.place_on_device`; by default on this process's first device.
+
+    Example:
+        >>> x = place_on_device({"x": np.zeros(3)}, jax.local_devices()[1])["x"]
+        >>> x.devices() == {jax.local_devices()[1]}
+        True
+    """
     return DevicePlacement().place_on_device(data, device)
 
 
 def distribute_batch(data: Any, sharding: Any) -> Any:
-    """`DevicePlacement.distribute_batch`."""
+    """`DevicePlacement.distribute_batch`.
+
+    Example:
+        >>> rows = jax.sharding.NamedSharding(create_1d_mesh(), PartitionSpec("data"))
+        >>> batch = distribute_batch({"x": np.zeros((16, 3)), "step": 0}, rows)
+        >>> batch["x"].addressable_shards[0].data.shape, batch["step"].is_fully_replicated
+        ((2, 3), True)
+    """
     return DevicePlacement().distribute_batch(data, sharding)
 
 
@@ -289,8 +290,3 @@ def prefetch_to_device(
         [1 1]
     """
     return DevicePlacement().prefetch_to_device(data_iterator, device, size, cpu_buffer_size)
-
-
-def _memory(device: Any) -> dict[str, int | None] | None:
-    stats = device.memory_stats()
-    return stats and {name: stats.get(name) for name in ("bytes_in_use", "bytes_limit")}

@@ -118,14 +118,16 @@ class _Raised(NamedTuple):
 
 
 class _Shared(Generic[S, T]):
-    """What the threads and the consumer share, all of it under one condition."""
+    """What the threads and the consumer share, all of it under one lock."""
 
     def __init__(self, work: Callable[[S], T], tickets: Iterator[S], buffer_size: int):
         self.threads: list[threading.Thread] = []
         self._work, self._tickets, self._buffer_size = work, tickets, buffer_size
-        # A Condition's lock is reentrant, and has to be: the garbage collector may run __del__,
-        # and so stop(), in a thread that holds it.
-        self._condition = threading.Condition()
+        # Reentrant: the garbage collector may run __del__, so stop(), in a thread that holds it.
+        self._lock = threading.RLock()
+        # Two conditions, since who waits for the one must not be woken for the other.
+        self._result_came = threading.Condition(self._lock)  # or will never
+        self._room_came = threading.Condition(self._lock)  # or will not be needed
         self._one_asks = threading.Lock()  # held while a ticket is drawn, which may take long
         self._results: dict[int, T | _Raised] = {}
         self._issued = 0  # tickets drawn so far; each carries its number
@@ -136,7 +138,7 @@ class _Shared(Generic[S, T]):
         self._final: _Raised | None = None
 
     def start(self) -> None:
-        with self._condition:
+        with self._lock:
             if self._started or self._stopped:
                 return
             self._started, self._running = True, len(self.threads)
@@ -147,7 +149,7 @@ class _Shared(Generic[S, T]):
             thread.start()
 
     def take(self) -> T:
-        with self._condition:
+        with self._lock:
             while self._final is None:
                 if self._stopped:
                     raise StopIteration
@@ -155,19 +157,20 @@ class _Shared(Generic[S, T]):
                     result = self._results.pop(self._taken)
                     if not isinstance(result, _Raised):
                         self._taken += 1
-                        self._condition.notify_all()
+                        self._room_came.notify()  # who holds _one_asks: nobody else waits for it
                         return result
                     self._final = result
                 else:
                     # Not for ever: a KeyboardInterrupt just before the wait wakes nobody.
-                    self._condition.wait(_WAKE_S)
+                    self._result_came.wait(_WAKE_S)
             return self._final.throw()
 
     def stop(self) -> None:
-        with self._condition:
+        with self._lock:
             first, self._stopped = not self._stopped, True
             self._results.clear()
-            self._condition.notify_all()
+            self._result_came.notify_all()
+            self._room_came.notify()
         if first and (stop := getattr(self._tickets, "stop", None)) is not None:
             stop()
         if first and not self._started:
@@ -185,10 +188,10 @@ class _Shared(Generic[S, T]):
         A function of its own so that no variable keeps a batch alive while the thread waits.
         """
         with self._one_asks:
-            with self._condition:
+            with self._lock:
                 needed = getattr(self._tickets, "room_needed", 1)
                 while not self._over() and self._room() < needed:
-                    self._condition.wait()
+                    self._room_came.wait()
                 if self._over():
                     return False
                 number, room = self._issued, self._room()
@@ -221,7 +224,7 @@ class _Shared(Generic[S, T]):
                 raise RuntimeError("the pipeline raised StopIteration") from error
 
     def thread_ended(self) -> None:
-        with self._condition:
+        with self._lock:
             self._running -= 1
             last = self._running == 0
         if last:
@@ -235,11 +238,14 @@ class _Shared(Generic[S, T]):
         return self._stopped or self._drained
 
     def _deliver(self, number: int, result: T | _Raised) -> None:
-        with self._condition:
-            self._drained = self._drained or isinstance(result, _Raised)
+        with self._lock:
+            if isinstance(result, _Raised):
+                self._drained = True
+                self._room_came.notify()
             if not self._stopped:
                 self._results[number] = result
-            self._condition.notify_all()
+            if number == self._taken:
+                self._result_came.notify_all()
 
     def _close_tickets(self) -> None:
         # Let go of it, too: what is still there when the interpreter takes its modules apart (an

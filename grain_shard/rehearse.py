@@ -7,7 +7,10 @@ cross the processes. A test calls a function on every host, and has what each of
     [host 2] step 0: loss 4.12
     [host 0] step 0: loss 4.12
 
-    assert rehearse.run(jax.process_index, hosts=2) == [0, 1]
+    >>> import jax
+    >>> from grain_shard import rehearse
+    >>> rehearse.run(jax.process_index, hosts=2)
+    [0, 1]
 
 The first host to fail ends the others, and is the one that is reported. However a rehearsal ends,
 its hosts and their own child processes end with it. Only if it is killed by SIGKILL do they go on,

@@ -31,6 +31,16 @@ from grain_shard.trees import ROOT, Batch, is_text
 class ShardingTree:
     """A tree prefix of shardings.
 
+    Example:
+        >>> P = PartitionSpec
+        >>> mesh = jax.make_mesh((4, 2), ("data", "seq"))
+        >>> shardings = ShardingTree.of(mesh, {"image": P("data"), "tokens": P("data", "seq")})
+        >>> shardings.prefix["tokens"].shard_shape((8, 1024))
+        (2, 512)
+        >>> layout = shardings.layout()  # this host's rows; it has all of the devices
+        >>> layout.divisor, layout.shards
+        (4, (0, 1, 2, 3))
+
     Attributes:
         prefix: A `Sharding`, or a tree of them that is a prefix of the batch's tree.
     """

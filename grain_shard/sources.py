@@ -16,8 +16,16 @@ class ArrayRecordSource(grain.sources.ArrayRecordDataSource):
     as much, but under the name ``__getitems__`` only.
 
     Example:
-        >>> source = ArrayRecordSource(["train-00000-of-00002", ...])  # doctest: +SKIP
-        >>> grain.MapDataset.source(source).batch(256).shard_to(mesh)  # doctest: +SKIP
+        >>> import tempfile
+        >>> from array_record.python.array_record_module import ArrayRecordWriter
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     writer = ArrayRecordWriter(f"{folder}/train-00000-of-00001", "group_size:1")
+        ...     for record in b"a", b"b", b"c":
+        ...         _ = writer.write(record)
+        ...     writer.close()
+        ...     source = ArrayRecordSource([f"{folder}/train-00000-of-00001"])
+        ...     print(list(grain.MapDataset.source(source)))
+        [b'a', b'b', b'c']
 
     Args:
         paths: One path, or several; see `array_record`'s `ArrayRecordDataSource`.

@@ -1,7 +1,8 @@
 """What the stages of a pipeline spend their time on, as they say themselves.
 
 A stage wraps its work in ``with span("read")``. That names it in JAX's profiler, and records it
-where somebody listens; otherwise it costs some microseconds.
+where somebody listens; otherwise it costs some microseconds. A loop that is measured does so, too:
+it waits for a batch, and then it is in the step.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import NamedTuple
 import jax
 
 STAGES = READ, BATCH, PAD, PLACE = "read", "batch", "pad", "place"
+LOOP = WAIT, STEP = "wait", "step"
 
 
 class Span(NamedTuple):
-    """One piece of work of one stage on one batch; times by `time.perf_counter`, in seconds."""
+    """What one stage, or the loop, did for one batch; times by `time.perf_counter`, in seconds."""
 
     stage: str
     thread: str

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -64,22 +66,22 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
     return arrays
 
 
+@functools.cache
 def is_numeric(dtype: np.dtype) -> bool:
     """Whether JAX can hold the dtype: numbers, booleans and ml_dtypes' small floats."""
     return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
-class FlatBatch(NamedTuple):
-    """A batch taken apart: its leaves with their paths, and the rows that they share.
+@dataclass(frozen=True)
+class FlatBatch:
+    """A batch taken apart: its leaves, and the rows that they share.
 
     Attributes:
-        paths: Of each leaf, e.g. ``batch['image']``.
         arrays: The leaves.
         structure: The tree that holds them.
         rows: The leading size of every leaf of rank >= 1.
     """
 
-    paths: list[str]
     arrays: list[np.ndarray]
     structure: Any
     rows: int
@@ -91,9 +93,18 @@ class FlatBatch(NamedTuple):
         Raises:
             ShardingError: A leaf cannot be a batch of rows, or two leaves differ in their rows.
         """
-        paths, leaves, structure = flatten(batch)
-        arrays = as_arrays(paths, leaves)
-        return cls(paths, arrays, structure, _leading_size(paths, arrays))
+        leaves, structure = jax.tree.flatten(batch, is_leaf=_is_none)
+        if not all(type(leaf) is np.ndarray and is_numeric(leaf.dtype) for leaf in leaves):
+            leaves = as_arrays(_paths(structure), leaves)
+        sizes = {len(array) for array in leaves if array.ndim}
+        if len(sizes) != 1:
+            _refuse_sizes(_paths(structure), leaves)
+        return cls(leaves, structure, sizes.pop())
+
+    @property
+    def paths(self) -> list[str]:
+        """Of each leaf, e.g. ``batch['image']``. For messages: it costs more than all the rest."""
+        return _paths(self.structure)
 
     def digest(self) -> str:
         """Sixteen hex digits of what all its leaves hold."""
@@ -107,7 +118,11 @@ class FlatBatch(NamedTuple):
         )
 
 
-def _leading_size(paths: Sequence[str], arrays: Sequence[np.ndarray]) -> int:
+def _paths(structure: Any) -> list[str]:
+    return flatten(structure.unflatten(range(structure.num_leaves)))[0]
+
+
+def _refuse_sizes(paths: Sequence[str], arrays: Sequence[np.ndarray]) -> NoReturn:
     sized = [(path, array) for path, array in zip(paths, arrays, strict=True) if array.ndim]
     if not sized:
         raise ShardingError(
@@ -116,13 +131,10 @@ def _leading_size(paths: Sequence[str], arrays: Sequence[np.ndarray]) -> int:
             remedy="call .batch(global_batch_size) before .shard_to.",
         )
     first_path, first = sized[0]
-    for path, array in sized[1:]:
-        if len(array) != len(first):
-            raise ShardingError(
-                f"the leading axis has {len(array)} rows, that of {first_path} has {len(first)}.",
-                path=path,
-                leaf=describe_leaf(array),
-                remedy="give every leaf one row per record; make what belongs to the whole batch a"
-                " scalar.",
-            )
-    return len(first)
+    path, array = next(pair for pair in sized if len(pair[1]) != len(first))
+    raise ShardingError(
+        f"the leading axis has {len(array)} rows, that of {first_path} has {len(first)}.",
+        path=path,
+        leaf=describe_leaf(array),
+        remedy="give every leaf one row per record; make what belongs to the whole batch a scalar.",
+    )

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import grain
 import jax
@@ -10,9 +11,23 @@ import pytest
 
 from grain_shard import _grain, _grain_records
 
+HANG_S = 60  # what takes so long will never end
+
 
 def background_threads():
     return {t for t in threading.enumerate() if t.name.startswith("grain-shard")}
+
+
+def wait(event):
+    assert event.wait(HANG_S), "hangs"
+
+
+def eventually(condition):
+    """Polls for what must come true; how soon does not matter."""
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, "hangs"
+        time.sleep(0.001)
 
 
 @pytest.fixture(autouse=True)

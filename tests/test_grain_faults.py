@@ -18,7 +18,6 @@ import json
 import pickle
 import textwrap
 import threading
-import time
 
 import cloudpickle
 import grain
@@ -33,21 +32,10 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import BatchLayout, DevicePut, ShardBatch, ShardingError, ShardingTree
-from tests.conftest import data_mesh, ids, numbered
+from tests.conftest import data_mesh, eventually, ids, numbered
 from tests.test_lifecycle import run
 
 ThreadPrefetch = grain.experimental.ThreadPrefetchIterDataset
-
-
-def wait(event):
-    assert event.wait(60), "hangs"
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.001)
 
 
 def records(decode, n=80, batch=8):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 
 import grain
@@ -17,21 +16,7 @@ import pytest
 
 import grain_shard
 from grain_shard import DevicePut, ShardingTree, _grain
-from tests.conftest import background_threads, data_mesh, ids, numbered
-
-HANG_S = 60
-
-
-def wait(event):
-    assert event.wait(HANG_S), "hangs"
-
-
-def eventually(condition):
-    """Polls for what must come true; how soon does not matter."""
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.001)
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, numbered, wait
 
 
 def assert_all_ended(threads):

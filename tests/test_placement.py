@@ -4,7 +4,6 @@ import functools
 import gc
 import json
 import threading
-import time
 
 import grain
 import jax
@@ -15,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from grain_shard import ShardingError, StateError, placement, rehearse
+from grain_shard import ShardingError, StateError, device_info, rehearse
 from grain_shard.placement import (
     DevicePlacement,
     HardwareType,
@@ -24,9 +23,8 @@ from grain_shard.placement import (
     place_on_device,
     prefetch_to_device,
 )
-from tests.conftest import background_threads, data_mesh, numbered
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, numbered, wait
 
-HANG_S = 60
 DEVICE_COUNTS = [1, 2, 4, 8]
 
 
@@ -61,17 +59,6 @@ def refusal(call):
 
 def values(batches):
     return [np.asarray(batch).tolist() for batch in batches]
-
-
-def wait(event):
-    assert event.wait(HANG_S), "hangs"
-
-
-def eventually(condition):
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.001)
 
 
 class TestDevices:
@@ -114,7 +101,7 @@ class TestDevices:
             def memory_stats(self):
                 return {"bytes_in_use": 1, "bytes_limit": 2, "num_allocs": 3}
 
-        assert placement._memory(Device()) == {"bytes_in_use": 1, "bytes_limit": 2}
+        assert device_info._memory(Device()) == {"bytes_in_use": 1, "bytes_limit": 2}
 
 
 class TestBatchSize:

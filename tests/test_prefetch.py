@@ -8,7 +8,6 @@ import contextlib
 import gc
 import signal
 import threading
-import time
 import weakref
 
 import jax
@@ -18,8 +17,7 @@ import pytest
 
 from grain_shard import prefetch
 from grain_shard.prefetch import Background
-
-HANG_S = 30
+from tests.conftest import HANG_S, eventually, wait
 
 
 class Tickets:
@@ -54,18 +52,6 @@ def stage(work, tickets=None, *, buffer_size=2, num_threads=1):
     return Background(
         work, tickets, buffer_size=buffer_size, num_threads=num_threads, name="grain-shard-test"
     )
-
-
-def wait(event):
-    assert event.wait(HANG_S), "hangs"
-
-
-def eventually(condition):
-    """Polls for what must come true; how soon does not matter."""
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.001)
 
 
 def threads_of(background):
@@ -478,7 +464,7 @@ class TestGarbageCollection:
         shared = numbers._shared
 
         def collected_under_the_lock():
-            with shared._condition:
+            with shared._lock:
                 numbers.__del__()  # what the collector calls
             stopped.set()
 

@@ -10,9 +10,11 @@ import grain_shard
 FACE = Path(grain_shard.__file__)
 
 
-def test_every_public_name_is_there_and_has_a_docstring():
+def test_every_public_name_is_there_and_has_a_docstring_with_an_example():
     for name in grain_shard.__all__:
-        assert getattr(grain_shard, name).__doc__, name
+        doc = getattr(grain_shard, name).__doc__
+        assert doc, name
+        assert ">>> " in doc, f"{name} has no example"
 
 
 def test_type_checkers_see_the_names_that_are_imported_on_use():

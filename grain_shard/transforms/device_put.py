@@ -105,6 +105,11 @@ class DevicePutIterDataset(grain.IterDataset):
             check_feeds(parent, put.shardings.shardings(), put.remainder)
             _ = parent.fingerprint  # makes feed 0: an error in make_feed is found here
 
+    @property
+    def settings(self) -> DevicePut:
+        """The transformation that made this dataset."""
+        return self._put
+
     def __len__(self) -> int:
         """The number of batches.
 

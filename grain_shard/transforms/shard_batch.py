@@ -59,13 +59,19 @@ class ShardBatchMapDataset(FetchingMapDataset):
         reader = row_reader(parent)
         super().__init__(parent, reader, layout.rows(reader.global_batch_size))
         self._layout = layout
-        if reader.reads_whole_batches and not layout.holds_all:
+        self._reads_whole_batches = reader.reads_whole_batches
+        if self.reads_other_rows:
             warnings.warn(
                 f"this host holds {len(layout.shards)} of {layout.divisor} shards and still has to"
                 " evaluate every row: with a custom batch_fn, or a .map after .batch, no row can"
                 " be had alone. Move the .map before .batch to read only the rows it needs.",
                 stacklevel=2,
             )
+
+    @property
+    def reads_other_rows(self) -> bool:
+        """Whether whole batches are read, of which this host keeps some rows."""
+        return self._reads_whole_batches and not self._layout.holds_all
 
     def __str__(self) -> str:
         return str(ShardBatch(self._layout))

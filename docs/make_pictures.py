@@ -1,0 +1,205 @@
+"""Draws the pictures of docs/contract.md, from what the library itself says.
+
+    python docs/make_pictures.py [FOLDER]
+
+Eight virtual CPU devices stand for four hosts with two each; no second process is started.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("PJRT_NPROC", "32")  # threads enough for eight devices on few cores
+
+import grain
+import jax
+import matplotlib
+import numpy as np
+from jax.sharding import Mesh
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+
+from grain_shard import BatchLayout, DevicePut, ShardingTree
+
+HOST_COLORS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7"]  # Okabe and Ito's
+NO_ROW = "#EEEEEE"
+PADDING = "#BBBBBB"
+DEVICES_PER_HOST = 2
+
+
+def save(figure, folder, name):
+    # No date and no version in the file, so that it changes only if the picture does.
+    figure.savefig(folder / name, dpi=110, facecolor="white", metadata={"Software": None})
+
+
+def cell(axes, x, y, color, text="", **options):
+    axes.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", lw=1.5, **options))
+    axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8)
+
+
+def grid(axes, width, height, title=""):
+    axes.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def layouts(shardings, devices_per_host=DEVICES_PER_HOST):
+    """The layout of every host, if it had so many of the devices."""
+    hosts = jax.device_count() // devices_per_host
+    return [
+        BatchLayout.from_shardings(
+            shardings.shardings(), host=host, host_of=lambda d: d.id // devices_per_host
+        )
+        for host in range(hosts)
+    ]
+
+
+def rows_by_host(folder, global_batch_size=16):
+    """Which rows of a batch each of four hosts reads, for three meshes."""
+    devices = np.array(jax.devices())
+    inside = ShardingTree.of(Mesh(devices.reshape(4, 2), ("data", "model")))
+    across = ShardingTree.of(Mesh(devices.reshape(2, 4).T, ("data", "model")))
+    panels = [
+        ("data=8", ShardingTree.of(Mesh(devices, ("data",)))),
+        ("data=4, model=2, both model devices on one host", inside),
+        ('data=4, model=2, the model axis spans hosts; read="needed"', across),
+        ('the same mesh; read="once"', across.spread()),
+    ]
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    for axes, (title, shardings) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        by_host = layouts(shardings)
+        title += f"\nrows read by all hosts: {by_host[0].amplification:g} x those of the batch"
+        grid(axes, global_batch_size, len(by_host), title)
+        for host, layout in enumerate(by_host):
+            held = set(layout.rows(global_batch_size).tolist())
+            for row in range(global_batch_size):
+                cell(axes, row, host, HOST_COLORS[host] if row in held else NO_ROW,
+                     str(row) if row in held else "")  # fmt: skip
+        axes.set_yticks(np.arange(len(by_host)) + 0.5, [f"host {i}" for i in range(len(by_host))])
+        axes.set_xticks([])
+        axes.set_xlabel("row of the global batch", fontsize=9)
+    save(figure, folder, "rows_by_host.png")
+
+
+def padding(folder, num_records=42):
+    """Every row of an epoch and its mask, as the loop gets them."""
+    mesh = jax.make_mesh((8,), ("data",))
+    records = grain.MapDataset.range(num_records).map(lambda i: {"record": i})
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    panels = figure.subplots(2, 1, height_ratios=(3, 4))
+    for axes, global_batch_size in zip(panels, (16, 12), strict=True):
+        with iter(records.batch(global_batch_size).shard_to(mesh)) as iterator:
+            batches = [jax.tree.map(np.asarray, batch) for batch in iterator]
+        title = f"{num_records} records in batches of {global_batch_size}, over 8 devices"
+        grid(axes, len(batches[0]["record"]), len(batches), title)
+        for k, batch in enumerate(batches):
+            for row, (record, valid) in enumerate(zip(*batch.values(), strict=True)):
+                if valid:
+                    cell(axes, row, k, HOST_COLORS[0], str(record))
+                else:
+                    cell(axes, row, k, PADDING, "0", hatch="///")
+        axes.set_yticks(np.arange(len(batches)) + 0.5, [f"batch {k}" for k in range(len(batches))])
+        axes.set_xticks(range(0, len(batches[0]["record"]) + 1, 2))
+        axes.set_xlabel("row of the global batch (two rows a device)", fontsize=9)
+    figure.legend(
+        handles=[
+            Patch(facecolor=HOST_COLORS[0], label="a record; valid_mask is True"),
+            Patch(facecolor=PADDING, hatch="///", edgecolor="white",
+                  label="zeros; valid_mask is False"),
+        ],
+        loc="outside lower center", ncols=2, frameon=False, fontsize=9,
+    )  # fmt: skip
+    save(figure, folder, "padding.png")
+
+
+def resume(folder, num_batches=8, stop_after=4, global_batch_size=8):
+    """Batches on four hosts, a saved state, and the batches that follow on two."""
+    mesh = jax.make_mesh((8,), ("data",))
+    ds = grain.MapDataset.range(num_batches * global_batch_size).map(lambda i: {"record": i})
+    with iter(ds.batch(global_batch_size).shard_to(mesh)) as iterator:
+        batches = [np.asarray(next(iterator)["record"]) for _ in range(stop_after)]
+        state = iterator.get_state()
+        batches += [np.asarray(batch["record"]) for batch in iterator]
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    gap = 4
+    grid(axes, num_batches + gap, global_batch_size)
+    for k, batch in enumerate(batches):
+        x = k if k < stop_after else k + gap
+        per_host = DEVICES_PER_HOST if k < stop_after else 2 * DEVICES_PER_HOST
+        for host, layout in enumerate(layouts(ShardingTree.of(mesh), per_host)):
+            for row in layout.rows(global_batch_size):
+                cell(axes, x, row, HOST_COLORS[host], str(batch[row]))
+    axes.add_patch(
+        FancyArrowPatch((stop_after + 0.2, 5.6), (stop_after + gap - 0.2, 5.6),
+                        arrowstyle="-|>", mutation_scale=18, color="black")
+    )  # fmt: skip
+    size = len(json.dumps(state))
+    axes.text(stop_after + gap / 2, 3.4,
+              f'get_state()\n{{"batch": {state["batch"]},\n  fingerprint}}\n{size} bytes of JSON',
+              ha="center", va="center", fontsize=10)  # fmt: skip
+    columns = [k if k < stop_after else k + gap for k in range(num_batches)]
+    axes.set_xticks(np.array(columns) + 0.5, [f"batch {k}" for k in range(num_batches)], fontsize=8)
+    axes.set_yticks(np.arange(global_batch_size) + 0.5, range(global_batch_size))
+    axes.set_ylabel("row of the global batch")
+    axes.set_title(
+        "four hosts, then two: the cells are records, which do not depend on who reads them",
+        loc="left", fontsize=10,
+    )  # fmt: skip
+    hosts = [Patch(facecolor=c, label=f"host {i}") for i, c in enumerate(HOST_COLORS)]
+    figure.legend(handles=hosts, loc="outside lower center", ncols=4, frameon=False)
+    save(figure, folder, "resume.png")
+
+
+def buffers(folder):
+    """Where batches wait, with the default sizes."""
+    figure = Figure(figsize=(11, 2.9), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, 22), ylim=(5, 0), aspect="equal")
+    axes.axis("off")
+
+    def box(x, text, width=3.0):
+        axes.add_patch(Rectangle((x, 1.2), width, 2, facecolor="white", edgecolor="black", lw=1.2))
+        axes.text(x + width / 2, 2.2, text, ha="center", va="center", fontsize=9)
+
+    def slots(x, count, color, name):
+        for i in range(count):
+            axes.add_patch(Rectangle((x + i, 1.7), 0.9, 1, facecolor=color, edgecolor="black"))
+        axes.text(x + count / 2, 3.5, name, ha="center", va="top", fontsize=9, family="monospace")
+
+    def arrow(start, end):
+        ends = (start, 2.2), (end, 2.2)
+        axes.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=12, color="black"))
+
+    on_host, on_devices = DevicePut.cpu_buffer_size, DevicePut.device_buffer_size
+    box(0.2, "read, stack, pad\nthis host's rows\n(num_threads)", 4)
+    arrow(4.2, 5.2)
+    slots(5.3, on_host, HOST_COLORS[0], f"cpu_buffer_size={on_host}")
+    arrow(5.3 + on_host, 10.3)
+    box(10.3, "hand to\nthe devices\n(one thread)", 3.4)
+    arrow(13.7, 14.7)
+    slots(14.8, on_devices, HOST_COLORS[1], f"device_buffer_size={on_devices}")
+    arrow(14.8 + on_devices, 17.9)
+    box(17.9, "the loop:\nstep(state, batch)", 3.9)
+    axes.text(7.3, 0.6, "batches on the host", ha="center", fontsize=10)
+    axes.text(15.8, 0.6, "batches on the devices", ha="center", fontsize=10)
+    axes.text(
+        11, 4.7, "A batch in the making holds a place already: no thread starts on one for which"
+        " there is no room.", ha="center", fontsize=9,
+    )  # fmt: skip
+    save(figure, folder, "buffers.png")
+
+
+def main():
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "pictures"
+    folder.mkdir(exist_ok=True)
+    matplotlib.rcParams["font.family"] = "DejaVu Sans"
+    jax.config.update("jax_num_cpu_devices", 8)
+    for draw in (rows_by_host, padding, resume, buffers):
+        draw(folder)
+
+
+if __name__ == "__main__":
+    main()

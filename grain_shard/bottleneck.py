@@ -1,0 +1,232 @@
+"""Which stage a training loop waits for, and what to change: two tables of rules.
+
+A stage holds the loop up if its threads need longer for a batch than the loop does for its own
+work: no buffer could help then. If the loop waits and no stage does, then either batches differ
+much in what they take, and the buffers are too small to even that out, or the time goes into
+something that is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from grain_shard.spans import BATCH, PAD, PLACE, READ, STAGES, STEP, WAIT, Span
+
+_MAKING = READ, BATCH, PAD  # one after the other, by the threads that make a host's batches
+
+_LITTLE_WAIT = 0.1  # of the loop's time: no change to the pipeline could gain more than that
+_BUSY = 0.5  # of a stage's threads' time: with less, they mostly wait for something themselves
+_HIDDEN = 0.5  # of the waiting: most of it
+
+
+class Settings(NamedTuple):
+    """What the advice has to know of a pipeline besides its spans; see `shard_to`."""
+
+    num_workers: int = 0
+    cpu_buffer_size: int = 4
+    is_stream: bool = False
+    reads_once: bool = False
+    reads_other_rows: bool = False  # whole batches, of which this host keeps some rows
+    amplification: float = 1.0  # rows that all hosts read, over the rows of the batch
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the rules look at. Spans and window are in seconds, by one clock.
+
+    Attributes:
+        spans: Of the loop and the stages, inside the window.
+        seconds: Length of the window: the loop's time.
+        settings: Of the pipeline; None if `shard_to` did not make it.
+    """
+
+    spans: Sequence[Span]
+    seconds: float
+    settings: Settings | None
+
+    def total_s(self, *lanes: str) -> float:
+        """Seconds of work in these lanes, of all threads together."""
+        return sum((s.end - s.start for s in self.spans if s.stage in lanes), 0.0)
+
+    def threads(self, *lanes: str) -> int:
+        """Threads that were seen at work in these lanes."""
+        return len({s.thread for s in self.spans if s.stage in lanes})
+
+    def busy(self, *lanes: str) -> float:
+        """The part of the time, 0 to 1, that the threads of these lanes were at work in them."""
+        return self.total_s(*lanes) / (max(1, self.threads(*lanes)) * self.seconds)
+
+    @property
+    def wait_share(self) -> float:
+        """The part of the loop's time, 0 to 1, that it spent waiting for batches."""
+        return self.total_s(WAIT) / self.seconds
+
+    @property
+    def hidden_share(self) -> float:
+        """The part of the waiting, 0 to 1, during which no stage was seen at work."""
+        waits = [s for s in self.spans if s.stage == WAIT]
+        works = [s for s in self.spans if s.stage in STAGES]
+        hidden_s = _covered_s([*waits, *works]) - _covered_s(works)
+        return hidden_s / (_covered_s(waits) or 1)
+
+    @property
+    def busiest(self) -> str | None:
+        """The stage that takes longer for a batch than the loop's own work; None if none does.
+
+        Of stages that share their threads, the longest.
+        """
+        placing, making = self.busy(PLACE), self.busy(*_MAKING)
+        if max(placing, making) < max(_BUSY, 1 - self.wait_share):
+            return None
+        return PLACE if placing > making else max(_MAKING, key=self.total_s)
+
+
+class Verdict(NamedTuple):
+    """What holds the loop up, why one can tell, and what to change."""
+
+    bottleneck: str
+    reason: str
+    advice: tuple[str, ...]
+
+
+def verdict(figures: Figures) -> Verdict:
+    """The first rule that holds, with the advice that fits the pipeline."""
+    holding = next(rule for rule in _RULES if rule.holds(figures))
+    settings = figures.settings or Settings()
+    advice = [text for name, fits, text in _ADVICE if name == holding.name and fits(settings)]
+    values = {
+        **settings._asdict(),
+        "wait": f"{figures.wait_share:.0%}",
+        "hidden": f"{figures.hidden_share:.0%}",
+        "busy": f"{figures.busy(PLACE) if holding.name == PLACE else figures.busy(*_MAKING):.0%}",
+        "threads": figures.threads(*_MAKING),
+    }
+    texts = [text.format(**values) for text in (holding.reason, *advice)]
+    return Verdict(holding.name, texts[0], tuple(texts[1:]))
+
+
+class _Rule(NamedTuple):
+    name: str
+    holds: Callable[[Figures], bool]
+    reason: str
+
+
+# The first that holds is the verdict.
+_RULES = (
+    _Rule(
+        STEP,
+        lambda f: f.wait_share < _LITTLE_WAIT and f.total_s(STEP) > 0,
+        "the loop waits {wait} of the time; the pipeline keeps up with the step.",
+    ),
+    _Rule(
+        PLACE,
+        lambda f: f.busiest == PLACE,
+        "the thread that hands batches to the devices is {busy} busy.",
+    ),
+    _Rule(
+        READ,
+        lambda f: f.busiest == READ,
+        "the threads that make batches (seen: {threads}) are {busy} busy, mostly reading and"
+        " decoding records.",
+    ),
+    _Rule(
+        BATCH,
+        lambda f: f.busiest == BATCH,
+        "the threads that make batches (seen: {threads}) are {busy} busy, mostly stacking records.",
+    ),
+    _Rule(
+        PAD,
+        lambda f: f.busiest == PAD,
+        "the threads that make batches (seen: {threads}) are {busy} busy, mostly padding.",
+    ),
+    _Rule(
+        "workers",
+        lambda f: f.settings is not None and f.settings.num_workers > 0,
+        "the loop waits {wait} of the time, no thread of this process holds it up, and batches are"
+        " made in worker processes (num_workers={num_workers}), which are not seen from here.",
+    ),
+    _Rule(
+        "unseen",
+        lambda f: not f.total_s(READ),
+        "the loop waits {wait} of the time, and nothing tells when batches are read.",
+    ),
+    _Rule(
+        "handover",
+        lambda f: f.hidden_share >= _HIDDEN,
+        "during {hidden} of the waiting no stage was at work: batches were ready, and something"
+        " after them was not.",
+    ),
+    _Rule(
+        "buffer",
+        lambda f: True,
+        "the loop waits {wait} of the time, and yet the threads that make batches are only {busy}"
+        " busy: some batches take much longer than others, and too few wait in the buffers.",
+    ),
+)
+
+_MORE_THREADS = (
+    "raise num_threads (and cpu_buffer_size to at least as much) if this waits for files or a"
+    " network; pass num_workers if it computes in Python, which runs one thread at a time."
+)
+_ONE_THREAD = (
+    "one thread reads a stream: give it (more) workers by .mp_prefetch before .shard_to, or keep a"
+    " MapDataset down to .batch."
+)
+
+
+def _always(s: Settings) -> bool:
+    return True
+
+
+def _is_stream(s: Settings) -> bool:
+    return s.is_stream
+
+
+def _in_threads(s: Settings) -> bool:
+    return not s.is_stream and not s.num_workers
+
+
+# For each bottleneck: whether a piece of advice fits the pipeline, and what it says.
+_ADVICE: tuple[tuple[str, Callable[[Settings], bool], str], ...] = (
+    (STEP, _always, "look for time in the step; no change to the pipeline makes the loop faster."),
+    ("workers", _always, "raise num_workers, as far as there are idle processor cores."),
+    ("workers", _always, "profile once with num_workers=0 to see which stage takes the time."),
+    ("handover", _always, "move a .map that follows .shard_to before .batch, or into the step."),
+    ("handover", lambda s: s.reads_once, 'compare with read="needed": devices exchange rows now.'),
+    ("handover", _always, "send less to the devices: uint8 images, made floats inside the step."),
+    ("handover", _always, "make the step bigger, by a larger global batch, if it is very short."),
+    ("unseen", _always, "end the pipeline with .shard_to(mesh), whose stages tell their times."),
+    (PLACE, _always, "send less to the devices: uint8 images, made floats inside the step."),
+    (PLACE, _always, "have fewer and larger leaves: each one costs a call for every device."),
+    (PLACE, _always, "make the step bigger, by a larger global batch, if batches are small."),
+    (
+        READ,
+        lambda s: s.reads_other_rows,
+        "move the .map (or the batch_fn) that stands at or after .batch before it: this host makes"
+        " whole batches now, to keep some of their rows.",
+    ),
+    (
+        READ,
+        lambda s: s.amplification > 1 and not s.is_stream,
+        'pass read="once": the hosts read every row {amplification:.3g} times now.',
+    ),
+    (READ, _in_threads, _MORE_THREADS),
+    (READ, _is_stream, _ONE_THREAD),
+    (BATCH, _always, "make records smaller before .batch: crop, or keep uint8 until the step."),
+    (BATCH, _in_threads, _MORE_THREADS),
+    (PAD, _always, "choose a global batch that the shards divide: then only the last is padded."),
+    (PAD, _in_threads, _MORE_THREADS),
+    ("buffer", _always, "raise cpu_buffer_size ({cpu_buffer_size} now) to cover a slow batch."),
+    ("buffer", _always, "or make the slow batches faster: the picture shows which they are."),
+)
+
+
+def _covered_s(spans: Sequence[Span]) -> float:
+    """Seconds during which at least one of the spans was going on."""
+    covered_s, reached = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda s: s.start):
+        covered_s += max(0.0, span.end - max(span.start, reached))
+        reached = max(reached, span.end)
+    return covered_s

@@ -1,0 +1,70 @@
+"""The picture of a `Timeline`: one lane below the other, over time."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+
+from grain_shard.spans import BATCH, PAD, PLACE, READ, STEP, WAIT
+
+if TYPE_CHECKING:
+    from grain_shard.timeline import Timeline
+
+# Okabe and Ito's palette, which people with any kind of color vision can tell apart.
+_COLORS = {
+    READ: "#0072B2",
+    BATCH: "#56B4E9",
+    PAD: "#CC79A7",
+    PLACE: "#E69F00",
+    WAIT: "#D55E00",
+    STEP: "#009E73",
+}
+_LANE_HEIGHT = 0.8
+
+
+class _Picture(Figure):
+    """A figure that Jupyter shows once: pyplot, which shows what is open, does not know of it."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
+
+
+def draw(timeline: Timeline) -> Figure:
+    """The lanes over time; one of several threads is divided among them."""
+    lanes = timeline.lanes_s
+    figure = _Picture(figsize=(11, 1.6 + 0.5 * len(lanes)), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    for y, lane in enumerate(lanes):
+        spans = [s for s in timeline.spans if s.stage == lane]
+        threads = sorted({s.thread for s in spans})
+        height = _LANE_HEIGHT / len(threads)
+        for i, thread in enumerate(threads):
+            bars = [(s.start * 1e3, (s.end - s.start) * 1e3) for s in spans if s.thread == thread]
+            bottom = y - _LANE_HEIGHT / 2 + i * height
+            color = _COLORS[lane]
+            # Neighbors in two shades, or one could not tell where a batch ends.
+            for shade, every_other in ((1.0, bars[::2]), (0.6, bars[1::2])):
+                axes.broken_barh(
+                    every_other, (bottom, height), facecolor=(color, shade), edgecolor=color
+                )
+        a_batch = lanes[lane] / timeline.num_batches * 1e3
+        axes.plot([], [], color=_COLORS[lane], linewidth=7, label=f"{lane} {a_batch:.2f} ms")
+    names = [f"{lane}\n(bottleneck)" if lane == timeline.bottleneck else lane for lane in lanes]
+    axes.set_yticks(range(len(lanes)), names)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_xlim(0, timeline.seconds * 1e3)
+    axes.set_xlabel("ms")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        f"{timeline.num_batches} batches, {timeline.wait_share:.0%} of the time waiting;"
+        f" bottleneck: {timeline.bottleneck}",
+        loc="left",
+    )
+    figure.legend(
+        loc="outside lower center", ncols=len(lanes), frameon=False, title="time for a batch"
+    )
+    return figure

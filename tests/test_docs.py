@@ -1,0 +1,37 @@
+"""The documents: their pictures can be made again, and their links lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def test_the_pictures_of_the_contract_can_be_made_again(tmp_path):
+    script = ROOT / "docs" / "make_pictures.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True, timeout=120)
+    made = {picture.name for picture in tmp_path.iterdir()}
+    assert made == {picture.name for picture in (ROOT / "docs" / "pictures").iterdir()}
+    shown = set(re.findall(r"\(pictures/([^)]+)\)", (ROOT / "docs" / "contract.md").read_text()))
+    assert shown == made

@@ -1,0 +1,297 @@
+"""`profile` names the bottleneck that a pipeline was built to have.
+
+The pipelines sleep where they are to be slow. What is asserted is the verdict, and no time.
+"""
+
+import builtins
+import dataclasses
+import gzip
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from grain_shard import BatchLayout, GrainShardError, ShardingError, profile
+from grain_shard.bottleneck import Figures, Settings, verdict
+from grain_shard.placement import prefetch_to_device
+from grain_shard.spans import Span
+from grain_shard.timeline import Timeline, settings_of
+from grain_shard.transforms import pad
+from tests.conftest import data_mesh, numbered
+
+SLOW_S = 0.02
+
+
+def slow(function, seconds=SLOW_S):
+    """The function, after a sleep."""
+
+    def slowed(*args):
+        time.sleep(seconds)
+        return function(*args)
+
+    return slowed
+
+
+def record(i):
+    return {"id": np.int32(i)}
+
+
+def step(batch):
+    return batch["id"].sum()
+
+
+def batches(decode=record):
+    """Batches of one record, so that a slow decode makes every batch as slow."""
+    return grain.MapDataset.range(1000).map(decode).batch(1)
+
+
+def sharded(ds=None, **options):
+    return (batches() if ds is None else ds).shard_to(data_mesh(1), **options)
+
+
+class Uneven:
+    """Every 20th record takes as long as 12 steps of `SLOW_S`; 6 batches wait in the buffers."""
+
+    def __call__(self, i):
+        if i % 20 == 19:
+            time.sleep(12 * SLOW_S)
+        return record(i)
+
+
+@pytest.mark.parametrize(
+    ("made", "slow_step", "expected"),
+    [
+        (sharded, True, "step"),
+        (lambda: sharded(batches(slow(record))), False, "read"),
+        (lambda: sharded(batches().map(slow(lambda b: b))), False, "read"),
+        (lambda: sharded(batches(Uneven())), True, "buffer"),
+        (lambda: sharded(batches(Uneven()), cpu_buffer_size=20), True, "step"),
+        (lambda: sharded().map(slow(lambda b: b)), False, "handover"),
+        (lambda: sharded(batches(slow(record)), num_workers=1), False, "workers"),
+        (lambda: prefetch_to_device(batches(slow(record))), False, "unseen"),
+        (lambda: batches(slow(record)), False, "unseen"),
+    ],
+    ids=[
+        "step",
+        "read",
+        "map after batch",
+        "uneven",
+        "uneven with a large buffer",
+        "map after placing",
+        "workers",
+        "prefetch_to_device",
+        "Grain alone",
+    ],
+)
+def test_the_verdict_is_what_the_pipeline_was_built_to_wait_for(made, slow_step, expected):
+    timeline = profile(made(), slow(step) if slow_step else step, 40, warmup=10)
+    assert timeline.bottleneck == expected, timeline
+    assert timeline.advice
+
+
+@pytest.mark.parametrize("stage", ["batch", "pad", "place"])
+def test_a_stage_that_is_slow_itself(stage, monkeypatch):
+    owner, name = {
+        "batch": ("grain_shard.stack.RecordStacker", "stack"),
+        "pad": (pad, "pad_batch"),
+        "place": ("grain_shard.assemble.Assembler", "__call__"),
+    }[stage]
+    if isinstance(owner, str):
+        module, cls = owner.rsplit(".", 1)
+        owner = getattr(__import__(module, fromlist=[cls]), cls)
+    monkeypatch.setattr(owner, name, slow(getattr(owner, name)))
+    assert profile(sharded(), step, 20).bottleneck == stage
+
+
+def test_the_verdict_without_a_step_is_about_the_pipeline():
+    timeline = profile(sharded(batches(slow(record))), num_batches=10)
+    assert timeline.bottleneck == "read"
+    assert timeline.wait_share > 0.9
+    assert "step" not in timeline.lanes_s
+
+
+def figures(settings=None, **lanes):
+    """Figures of a loop of 10 seconds, from (thread, start, end) in each lane."""
+    spans = [Span(lane, *at) for lane, ats in lanes.items() for at in ats]
+    return Figures(spans, seconds=10, settings=settings)
+
+
+READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8, 10)]}
+
+
+@pytest.mark.parametrize(
+    ("lanes", "expected"),
+    [
+        # Waits exactly as much as is let pass, and a little more.
+        ({"wait": [("main", 0, 0.99)], "step": [("main", 1, 10)]}, "step"),
+        ({"wait": [("main", 0, 1.01)], "step": [("main", 1.01, 10)]}, "unseen"),
+        # Of two threads that make batches, each reads nearly half of the time.
+        ({**READING, "read": [("t", 0, 4.9), ("u", 0, 4.9)]}, "buffer"),
+        ({**READING, "read": [("t", 0, 9), ("u", 0, 9)]}, "read"),
+        # The same threads read, stack and pad; placing has a thread of its own.
+        ({**READING, "read": [("t", 0, 2)], "batch": [("t", 2, 9)]}, "batch"),
+        ({**READING, "read": [("t", 0, 2)], "pad": [("t", 2, 9)]}, "pad"),
+        ({**READING, "read": [("t", 0, 8)], "place": [("d", 0, 9)]}, "place"),
+        ({**READING, "read": [("t", 0, 9)], "place": [("d", 0, 8)]}, "read"),
+        # As busy as the loop has own work: larger buffers would have it keep up.
+        (
+            {"read": [("t", 0, 5.9)], "wait": [("main", 0, 4)], "step": [("main", 4, 10)]},
+            "buffer",
+        ),
+        ({"read": [("t", 0, 6)], "wait": [("main", 0, 4)], "step": [("main", 4, 10)]}, "read"),
+        # Half of the waiting while nothing is at work.
+        ({**READING, "read": [("t", 0, 4)]}, "handover"),
+        ({**READING, "read": [("t", 0, 4.1)]}, "buffer"),
+        ({**READING, "read": [("t", 0, 3), ("u", 2, 4.1)]}, "buffer"),
+    ],
+)
+def test_the_verdict_follows_from_the_figures(lanes, expected):
+    assert verdict(figures(**lanes)).bottleneck == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "not_given"),
+    [
+        (Settings(), "raise num_threads", "read="),
+        (Settings(amplification=4), "every row 4 times", ".mp_prefetch"),
+        (Settings(reads_other_rows=True), "at or after .batch before it", "read="),
+        (Settings(is_stream=True, amplification=4), ".mp_prefetch", "read="),
+        (Settings(is_stream=True), ".mp_prefetch", "num_threads"),
+    ],
+)
+def test_the_advice_fits_the_pipeline(settings, given, not_given):
+    advice = " ".join(verdict(figures(settings, **READING)).advice)
+    assert given in advice
+    assert not_given not in advice
+
+
+@pytest.mark.parametrize(
+    ("ds", "expected"),
+    [
+        (sharded(), Settings()),
+        (sharded(cpu_buffer_size=7, num_workers=2), Settings(2, 7)),
+        (sharded(batches().map(dict)), Settings()),  # one host needs all of the rows anyway
+        (sharded(batches().to_iter_dataset().map(dict)), Settings(is_stream=True)),
+    ],
+)
+def test_what_the_advice_knows_of_a_pipeline(ds, expected):
+    assert settings_of(ds) == expected
+
+
+def test_a_host_that_makes_whole_batches_for_some_of_their_rows(monkeypatch):
+    monkeypatch.setattr(BatchLayout, "holds_all", False)  # as on one of several hosts
+    with pytest.warns(UserWarning, match="has to evaluate every row"):
+        mapped = sharded(batches().map(dict))
+    assert settings_of(mapped).reads_other_rows
+    assert not settings_of(sharded()).reads_other_rows
+
+
+class TestTimeline:
+    def test_spans_lie_within_the_loop_and_the_loop_waits_or_steps(self):
+        # A batch is being read when the loop begins, and when it ends.
+        timeline = profile(sharded(batches(slow(record))), step, 10, warmup=3)
+        assert (timeline.num_batches, timeline.warmup) == (10, 3)
+        assert set(timeline.lanes_s) >= {"place", "wait", "step"}
+        for lane, thread, start, end in timeline.spans:
+            assert 0 <= start <= end <= timeline.seconds, (lane, thread)
+        loop = [(s.stage, s.end) for s in timeline.spans if s.stage in ("wait", "step")]
+        assert [lane for lane, _ in loop] == ["wait", "step"] * 10
+        assert loop[-1][1] == timeline.seconds
+
+    def test_a_table_and_sentences(self):
+        reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]
+        loop = [Span("wait", "main", 0.0, 0.004), Span("step", "main", 0.004, 0.005)]
+        timeline = Timeline(2, 3, 1, 0.005, (*reading, *loop), Settings())
+        assert str(timeline) == repr(timeline)
+        *table, bottleneck, advice = str(timeline).splitlines()
+        assert table == [
+            "2 batches of 3, then the dataset ended (after 1 of warm-up), 2.500 ms each;"
+            " the loop waits 80.0% of the time",
+            "",
+            "lane    threads         total       a batch    busy",
+            "read          2       0.008 s      4.000 ms     80%",
+            "wait          1       0.004 s      2.000 ms     80%",
+            "step          1       0.001 s      0.500 ms     20%",
+            "",
+        ]
+        assert bottleneck.startswith("bottleneck: read; the threads that make batches (seen: 2)")
+        assert advice.startswith("  - raise num_threads")
+
+    def test_it_says_that_worker_processes_are_not_seen(self):
+        timeline = profile(sharded(), step, 2)
+        assert "not seen" not in str(timeline)
+        workers = dataclasses.replace(timeline, settings=Settings(num_workers=2))
+        assert "not seen: reading, stacking and padding in the worker processes" in str(workers)
+
+    def test_the_dataset_may_end_early_and_be_an_iterator(self):
+        with iter(numbered(12, 4).shard_to(data_mesh(2))) as iterator:
+            timeline = profile(iterator, step)
+        assert (timeline.num_batches, timeline.warmup) == (1, 2)
+
+    def test_refusals(self):
+        with pytest.raises(ValueError, match="no batch to measure"):
+            profile([], step)
+        with pytest.raises(ValueError, match="returned nothing"):
+            profile(sharded(), lambda batch: None)
+        with pytest.raises(ShardingError, match="num_batches=0"):
+            profile([], step, 0)
+
+
+class TestPicture:
+    def test_one_lane_for_each_that_was_seen_over_milliseconds(self):
+        timeline = profile(sharded(), step, 5)
+        (axes,) = timeline.plot().axes
+        lanes = [label.get_text().split("\n")[0] for label in axes.get_yticklabels()]
+        assert lanes == list(timeline.lanes_s)
+        assert axes.get_xlim() == (0, timeline.seconds * 1e3)
+        assert axes.get_xlabel() == "ms"
+        assert [text.get_text().split()[0] for text in axes.figure.legends[0].texts] == lanes
+        bars = sum(len(collection.get_paths()) for collection in axes.collections)
+        assert bars == len(timeline.spans)
+
+    def test_jupyter_shows_the_picture_and_prints_the_text(self, monkeypatch, capsys):
+        shown = []
+        in_jupyter = SimpleNamespace(display=shown.append)
+        monkeypatch.setitem(sys.modules, "IPython.display", in_jupyter)
+        # matplotlib asks an IPython that it finds for its version.
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(version_info=(9, 0)))
+        timeline = profile(sharded(), step, 2)
+        timeline._ipython_display_()
+        (figure,) = shown
+        assert figure._repr_png_().startswith(b"\x89PNG")
+        assert capsys.readouterr().out == f"{timeline}\n"
+
+    def test_without_matplotlib_there_is_text_and_an_error_that_says_what_to_install(
+        self, monkeypatch
+    ):
+        timeline = profile(sharded(), step, 2)
+        real_import = builtins.__import__
+
+        def without(name, *args, **kwargs):
+            if name.startswith("matplotlib"):
+                raise ImportError(name)
+            return real_import(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", without)
+        assert "bottleneck" in str(timeline)
+        with pytest.raises(GrainShardError, match="pip install matplotlib"):
+            timeline.plot()
+
+
+def test_the_lanes_are_in_the_trace_of_jax_profiler(tmp_path):
+    with jax.profiler.trace(str(tmp_path), create_perfetto_trace=True):
+        profile(sharded(), step, 3, warmup=0)
+    (file,) = tmp_path.rglob("perfetto_trace.json.gz")
+    with gzip.open(file) as stream:
+        events = json.load(stream)["traceEvents"]
+    counts = {
+        lane: sum(event.get("name") == f"grain_shard.{lane}" for event in events)
+        for lane in ("read", "batch", "pad", "place", "wait", "step")
+    }
+    assert counts["wait"] == counts["step"] == 3
+    assert min(counts.values()) >= 3
