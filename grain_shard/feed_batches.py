@@ -58,6 +58,11 @@ def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
 class Feeds:
     """A stream cut into parts; `feeds` makes it.
 
+    Example:
+        >>> import grain
+        >>> Feeds(lambda feed: grain.MapDataset.range(9).to_iter_dataset(), num_feeds=4).batch(8)
+        FeedBatches(4 feeds, 8 rows)
+
     Attributes:
         make_feed: Makes the stream of one feed.
         num_feeds: How many there are.
@@ -95,6 +100,18 @@ class FeedBatches(grain.IterDataset):
 
     A transformation that follows makes an ordinary stream of it, of which every host runs all
     feeds: put what is to be done to a row into `make_feed`.
+
+    Example:
+        >>> import grain, jax
+        >>> import grain_shard
+        >>> def make_feed(feed):
+        ...     ids = grain.MapDataset.range(10 * feed.shard_index, 10 * feed.shard_index + 3)
+        ...     return ids.map(lambda i: {"id": i}).to_iter_dataset()
+        >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+        >>> for batch in grain_shard.feeds(make_feed, num_feeds=2).batch(4).shard_to(mesh):
+        ...     print(batch["id"], batch["valid_mask"])
+        [ 0  1 10 11] [ True  True  True  True]
+        [ 2  0 12  0] [ True False  True False]
 
     Args:
         feeds: The feeds.
@@ -176,7 +193,7 @@ class FeedBatches(grain.IterDataset):
     def __iter__(self) -> grain.DatasetIterator:
         return _WholeBatches(self)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"FeedBatches({self.num_feeds} feeds, {self._global_batch_size} rows)"
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
