@@ -13,11 +13,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
+from grain_shard.feed_pool import FeedPool, PoolStoppedError
 from grain_shard.feed_rows import FeedReader
 from grain_shard.host_feeds import check_feeds, rows_by_feed
 from grain_shard.layout import BatchLayout
 from tests import text
-from tests.conftest import data_mesh, ids
+from tests.conftest import HANG_S, data_mesh, eventually, ids, wait
 
 OPTIONS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 Feed = grain.sharding.ShardOptions
@@ -224,9 +225,9 @@ def test_from_each_midpoint_the_same_packed_batches_follow(packer):
     for step in (0, 1, 2, 3, 5, 8, 11):
         with iter(ds) as batches:
             batches.set_state(states[step])
-            for expected in whole[step:]:
-                batch = next(batches)
-                assert all(np.array_equal(batch[name], leaf) for name, leaf in expected.items())
+            for expected, state in zip(whole[step:], states[step + 1 :], strict=True):
+                assert_equal(next(batches), expected)
+                assert json.loads(json.dumps(batches.get_state())) == state
 
 
 @pytest.mark.slow
@@ -351,7 +352,7 @@ class Counted:
     def make_feed(self, feed):
         def row(i):
             if feed.shard_index == self._slow:
-                assert self.release.acquire(timeout=60), "hangs"
+                assert self.release.acquire(timeout=HANG_S), "hangs"
             self.taken[feed.shard_index] += 1
             return {"id": np.int32(i)}
 
@@ -373,10 +374,10 @@ def test_fast_feeds_wait_for_a_slow_one(num_threads):
         for step in range(4):
             counted.release.release(2)  # the slow feed's rows of one batch
             next(batches)
-            rows = [2 * (step + 1)] * 4
-            # Each thread is ahead by one batch at most, in the feeds before the slow one.
-            assert all(rows[f] <= counted.taken[f] <= rows[f] + 2 * num_threads for f in (0,))
-            assert counted.taken[1:] == rows[1:]
+            rows = 2 * (step + 1)
+            assert counted.taken[1:] == [rows] * 3
+            # Each thread is ahead by one batch at most, in the feed before the slow one.
+            assert rows <= counted.taken[0] <= rows + 2 * num_threads
         counted.release.release(1000)
 
 
@@ -386,8 +387,7 @@ def test_no_feed_is_read_farther_ahead_than_the_buffers_go(num_threads):
     with iter(counted.batches(num_threads=num_threads)) as batches:
         for step in range(1, 5):
             next(batches)
-            while min(counted.taken) < 2 * (step + 3 + 2):
-                pass
+            eventually(lambda: min(counted.taken) >= 2 * (step + 3 + 2))
             assert counted.taken == [2 * (step + 3 + 2)] * 4
     threads = [t for t in threading.enumerate() if t.name.startswith("grain-shard")]
     for thread in threads:
@@ -420,8 +420,39 @@ def test_a_feed_that_raises_is_named_after_the_batches_before(error, num_threads
         assert batches.get_state()["step"] == 2
 
 
+def test_a_batch_that_is_in_the_making_is_made_though_the_next_one_fails():
+    inside, release = threading.Event(), threading.Event()
+
+    def make_feed(feed):
+        def row(i):
+            if (feed.shard_index, i) == (0, 1):
+                raise ValueError("in batch 1")
+            if (feed.shard_index, i) == (1, 0):
+                inside.set()
+                wait(release)
+            return {"id": np.int32(10 * feed.shard_index + i)}
+
+        return grain.MapDataset.range(9).map(row).to_iter_dataset(OPTIONS)
+
+    ds = grain_shard.feeds(make_feed, num_feeds=3).batch(3)
+    pool, made = FeedPool(ds, {0: {}, 1: {}, 2: {}}), []
+    thread = threading.Thread(target=lambda: made.extend(pool.take(0)))
+    thread.start()
+    wait(inside)
+    with pytest.raises(ValueError, match="in batch 1"):
+        pool.take(1)
+    with pytest.raises(PoolStoppedError):
+        pool.take(2)
+    release.set()
+    thread.join(HANG_S)
+    assert [int(piece.rows[0]["id"]) for piece in made] == [0, 10, 20]
+    pool.close()
+
+
 def test_a_readers_pipeline_is_closed_when_its_feed_ends_and_when_the_iterator_is():
     closed = []
+
+    opened = []  # kept, as Grain closes what is collected
 
     class Closing(grain.IterDataset):
         def __init__(self, feed, rows):
@@ -429,7 +460,8 @@ def test_a_readers_pipeline_is_closed_when_its_feed_ends_and_when_the_iterator_i
             self.feed, self.rows = feed, rows
 
         def __iter__(self):
-            return ClosingIterator(self)
+            opened.append(ClosingIterator(self))
+            return opened[-1]
 
     class ClosingIterator(grain.DatasetIterator):
         def __init__(self, ds):
