@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         reduce_gradients_across_devices,
         spmd_train_step,
     )
+    from grain_shard.display import show
     from grain_shard.meshes import (
         create_1d_mesh,
         create_2d_mesh,
@@ -61,8 +62,10 @@ if TYPE_CHECKING:
         place_on_device,
         prefetch_to_device,
     )
+    from grain_shard.planning import Plan, plan
     from grain_shard.throughput import Throughput, create_sharded_pipeline, measure_throughput
     from grain_shard.timeline import Timeline, profile
+    from grain_shard.topology import hosts_mesh, topology_mesh
 
 __version__ = "0.1.0"
 
@@ -80,6 +83,7 @@ _ON_USE = {
         "reduce_gradients_across_devices",
         "spmd_train_step",
     ],
+    "display": ["show"],
     "meshes": [
         "create_1d_mesh",
         "create_2d_mesh",
@@ -89,8 +93,10 @@ _ON_USE = {
         "tensor_parallel_rules",
     ],
     "placement": ["DevicePlacement", "distribute_batch", "place_on_device", "prefetch_to_device"],
+    "planning": ["Plan", "plan"],
     "throughput": ["Throughput", "create_sharded_pipeline", "measure_throughput"],
     "timeline": ["Timeline", "profile"],
+    "topology": ["hosts_mesh", "topology_mesh"],
 }
 _MODULE_OF = {name: module for module, names in _ON_USE.items() for name in names}
 
@@ -124,6 +130,7 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "CheckpointRestore",
     "CheckpointSave",
     "DevicePlacement",
+    "Plan",
     "Throughput",
     "Timeline",
     "create_1d_mesh",
@@ -136,18 +143,22 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "estimate_max_batch_size",
     "fsdp_rules",
     "global_batch_size",
+    "hosts_mesh",
     "measure_throughput",
     "place_batch_on_shards",
     "place_model_state_on_shards",
     "place_nnx_state_on_shards",
     "place_on_device",
+    "plan",
     "prefetch_to_device",
     "profile",
     "reduce_gradient_tree",
     "reduce_gradients_across_devices",
     "rehearse",
+    "show",
     "spmd_train_step",
     "tensor_parallel_rules",
+    "topology_mesh",
 ]
 
 

@@ -25,6 +25,12 @@ _SUBCOMMANDS = {
         "train a classifier on real images, from files to a checked result",
         "python -m grain_shard demo --hosts 2",
     ),
+    "plan": _Subcommand(
+        "grain_shard.plan_command",
+        "say what every host of a pod would read, without the pod",
+        "python -m grain_shard plan --topology v5e:16x16 --mesh data=32,model=8 --batch 4096"
+        " --records 1281167",
+    ),
     "rehearse": _Subcommand(
         "grain_shard.rehearse",
         "run a multi-host script on this machine, as one process for each host",

@@ -84,6 +84,31 @@ class Assembler:
         ]
         return structure.unflatten(placed)
 
+    def abstract(self, batch: Batch) -> Batch:
+        """What a call would return, with a `jax.ShapeDtypeStruct` in place of each `jax.Array`.
+
+        Args:
+            batch: As for a call.
+
+        Raises:
+            ShardingError: The batch does not fit its shardings.
+        """
+        if self._structure is None:
+            self._learn(batch)
+        values, structure = jax.tree.flatten(batch)
+        return structure.unflatten(
+            [
+                value
+                if leaf.sharding is None
+                else jax.ShapeDtypeStruct(
+                    leaf.global_shape,
+                    jax.dtypes.canonicalize_dtype(leaf.dtype),
+                    sharding=leaf.sharding,
+                )
+                for value, leaf in zip(values, self._leaves, strict=True)
+            ]
+        )
+
     def _place(
         self, array: np.ndarray, global_shape: tuple[int, ...], sharding: Sharding
     ) -> jax.Array:

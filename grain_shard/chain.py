@@ -116,12 +116,29 @@ def shard_to(
         )
         if isinstance(ds, FeedBatches):
             return ds.pipe(put)
-        padded = ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad")).pipe(
-            PadToDivisible(divisor, remainder=remainder, mask_key=mask_key)
-        )
-        return (padded if local else padded.pipe(ShardBatch(layout))).pipe(put)
+        full = padded(ds, divisor, remainder, mask_key)
+        return (full if local else full.pipe(ShardBatch(layout))).pipe(put)
     except ShardingError as error:
         raise error.with_mesh(target.mesh_axes) from None
+
+
+def padded(ds: Any, divisor: int, remainder: Remainder, mask_key: str | None) -> Any:
+    """The dataset with batches of one size, which `divisor` divides; the start of the chain."""
+    return ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad")).pipe(
+        PadToDivisible(divisor, remainder=remainder, mask_key=mask_key)
+    )
+
+
+def check_read(read: str) -> None:
+    """Refuses what is no way to read.
+
+    Raises:
+        ShardingError: It is none of "auto", "needed", "once".
+    """
+    if read not in ("auto", "needed", "once"):
+        raise ShardingError(
+            f"read={read!r} is not one of auto, needed, once.", remedy="choose one of them."
+        )
 
 
 def install() -> None:
@@ -175,10 +192,7 @@ def _random_access(
 
 def _to_read_by(target: ShardingTree, ds: Any, rows: str | None, read: str) -> ShardingTree:
     """The shardings to read by: the target's own, or spread so that each row is read once."""
-    if read not in ("auto", "needed", "once"):
-        raise ShardingError(
-            f"read={read!r} is not one of auto, needed, once.", remedy="choose one of them."
-        )
+    check_read(read)
     if rows == "local" or not isinstance(ds, grain.MapDataset | FeedBatches):
         if read != "once":
             return target
@@ -187,16 +201,12 @@ def _to_read_by(target: ShardingTree, ds: Any, rows: str | None, read: str) -> S
             remedy="keep a MapDataset down to .batch, or shard the source by"
             ' grain_shard.ShardByMesh and pass rows="local".',
         )
-    if read == "needed":
-        return target
-    layout, spread = target.layout(), target.spread()
-    if read == "once":
-        return spread
-    feeds = isinstance(ds, FeedBatches)
-    size = layout.padded((ds if feeds else row_reader(ds)).global_batch_size)
-    wins = layout.amplification > 1 and size % spread.layout().divisor == 0
-    enough = not feeds or ds.num_feeds >= layout.num_hosts
-    return spread if wins and enough else target
+    if read == "auto":
+        feeds = isinstance(ds, FeedBatches)
+        read = target.cheaper_read((ds if feeds else row_reader(ds)).global_batch_size)
+        if feeds and ds.num_feeds < len(target.hosts()):
+            read = "needed"  # some hosts would have no feed to run
+    return target.spread() if read == "once" else target
 
 
 def _checked_rows(ds: Any, rows: str | None, layout: BatchLayout, num_workers: int) -> Any:

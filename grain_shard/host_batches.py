@@ -53,6 +53,14 @@ class HostBatches(Protocol):
         """The length of one pass; None if only the end tells it."""
         ...
 
+    def first(self) -> Batch:
+        """The first batch, for its shapes; read here and now.
+
+        Raises:
+            ShardingError: There is none.
+        """
+        ...
+
     def place(self, position: Position) -> int | None:
         """The index of the next batch, if it is the same on every host."""
         ...
@@ -131,6 +139,9 @@ class RandomAccess:
         return ds.to_iter_dataset(options).mp_prefetch(
             grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=per_worker)
         )
+
+    def first(self) -> Batch:
+        return self._ds[0]
 
     def place(self, position: int) -> int | None:
         return position
@@ -213,11 +224,6 @@ class Stream:
         return Opened(_position(iterator), batches)
 
     def first(self) -> Batch:
-        """The first batch of the stream, for its shapes.
-
-        Raises:
-            ShardingError: It has none.
-        """
         iterator = iter(self._ds)
         batch = next(iterator, None)
         iterator.close()

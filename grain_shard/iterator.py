@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from grain_shard.host_batches import HostBatches, Position, Stream
 from grain_shard.host_feeds import HostFeeds
 from grain_shard.multihost import Rounds, agree
 from grain_shard.prefetch import Background
+from grain_shard.reshard import Resharder
 from grain_shard.spans import PLACE, span
 from grain_shard.state_files import is_shared, read_state, write_state
 from grain_shard.trees import Batch
@@ -68,8 +69,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         host: Where this host's batches come from.
         placer: What puts them on the devices.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
-        reshard: Applied to each batch as it is handed out, by the thread that asks for it; it may
-            contain collectives.
+        reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
+            contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
 
     Example:
@@ -90,7 +91,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         placer: Placer,
         *,
         device_buffer_size: int,
-        reshard: Callable[[Batch], Batch] | None,
+        reshard: Resharder | None,
         across: AcrossHosts | None,
     ):
         super().__init__()
@@ -145,6 +146,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
                 self._tell(first, error)
+                if isinstance(error, StopIteration) and self._reshard is not None:
+                    self._reshard.wait()
                 raise
         self._tell(first, None)
         self._position = position

@@ -44,6 +44,15 @@ class BatchLayout:
     num_hosts: int = 1
     rows_read: int = 0
 
+    def __repr__(self) -> str:
+        # A host of a large mesh may hold thousands of shards.
+        shards = repr(self.shards) if len(self.shards) <= 8 else f"<{len(self.shards)}>"
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
+        return (
+            f"BatchLayout(divisor={self.divisor}, shards={shards}, mesh=({mesh}),"
+            f" num_hosts={self.num_hosts}, amplification={self.amplification:g})"
+        )
+
     @classmethod
     def from_shardings(
         cls,
@@ -63,21 +72,34 @@ class BatchLayout:
             ShardingError: The host has no device in the mesh.
         """
         host = jax.process_index() if host is None else host
-        divisor, held = shards_by_host(shardings, host_of=host_of)
-        mesh_axes = mesh_axes_of(shardings)
-        if host not in held:
+        layouts = cls.of_hosts(shardings, host_of=host_of)
+        if host not in layouts:
             raise ShardingError(
-                f"host {host} has no device in the mesh; its hosts are {sorted(held)}.",
-                mesh_axes=mesh_axes,
+                f"host {host} has no device in the mesh; its hosts are {list(layouts)}.",
+                mesh_axes=mesh_axes_of(shardings),
                 remedy="build the mesh from jax.devices(), or run the pipeline on its hosts only.",
             )
-        return cls(
-            divisor=divisor,
-            shards=held[host],
-            mesh_axes=mesh_axes,
-            num_hosts=len(held),
-            rows_read=sum(map(len, held.values())),
-        )
+        return layouts[host]
+
+    @classmethod
+    def of_hosts(
+        cls,
+        shardings: Sequence[Sharding],
+        *,
+        host_of: Callable[[Any], int] = lambda device: device.process_index,
+    ) -> dict[int, BatchLayout]:
+        """The layout of every host that has a device in the mesh, ascending by host.
+
+        Args:
+            shardings: As for `from_shardings`.
+            host_of: As for `from_shardings`.
+        """
+        divisor, held = shards_by_host(shardings, host_of=host_of)
+        mesh_axes, rows_read = mesh_axes_of(shardings), sum(map(len, held.values()))
+        return {
+            host: cls(divisor, shards, mesh_axes, num_hosts=len(held), rows_read=rows_read)
+            for host, shards in held.items()
+        }
 
     @property
     def amplification(self) -> float:
@@ -112,6 +134,15 @@ class BatchLayout:
         size = global_batch_size // self.divisor
         starts = np.asarray(self.shards, np.int64) * size
         return (starts[:, None] + np.arange(size)).reshape(-1)
+
+    def ranges(self, global_batch_size: int) -> list[tuple[int, int]]:
+        """This host's rows of a batch as (start, stop), ascending and not touching each other."""
+        size = global_batch_size // self.divisor
+        found: list[tuple[int, int]] = []
+        for shard in self.shards:
+            start = found.pop()[0] if found and found[-1][1] == shard * size else shard * size
+            found.append((start, (shard + 1) * size))
+        return found
 
     def host_row(self, row: int, global_batch_size: int) -> int:
         """Where a row of the batch, the first of a shard of this host, lies among its rows."""

@@ -26,6 +26,7 @@ class Resharder:
         self._shardings = shardings
         self._by_leaf: list[Sharding | None] | None = None
         self._move: Any = None
+        self._last: jax.Array | None = None
 
     def __call__(self, batch: Batch) -> Batch:
         """The same global batch in other places; text stays where it is.
@@ -41,7 +42,18 @@ class Resharder:
                     check_fits(path, leaf, sharding, leaf.shape)
             self._move = jax.jit(lambda *xs: xs, out_shardings=tuple(filter(None, self._by_leaf)))
         placed = [s is not None for s in self._by_leaf]
-        moved = iter(self._move(*(x for x, p in zip(leaves, placed, strict=True) if p)))
+        moved = self._move(*(x for x, p in zip(leaves, placed, strict=True) if p))
+        self._last = min(moved, key=lambda array: array.nbytes)
+        arrays = iter(moved)
         return structure.unflatten(
-            [next(moved) if p else x for x, p in zip(leaves, placed, strict=True)]
+            [next(arrays) if p else x for x, p in zip(leaves, placed, strict=True)]
         )
+
+    def wait(self) -> None:
+        """Waits until the last move is done, on this host's part.
+
+        A process that ended with one in flight could wait for ever, for hosts that have ended.
+        """
+        last, self._last = self._last, None
+        if last is not None and not last.is_deleted():  # a step may have had it as a donation
+            last.block_until_ready()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.fingerprint import digest
-from grain_shard.layout import BatchLayout, batch_axes, mesh_axes_of, shards_by_host
+from grain_shard.layout import BatchLayout, batch_axes, mesh_axes_of
 from grain_shard.specs import (
     as_sharding,
     default_spec,
@@ -46,6 +46,11 @@ class ShardingTree:
     """
 
     prefix: Any
+
+    def __repr__(self) -> str:
+        specs = _map_prefix(self.prefix, lambda leaf: getattr(leaf, "spec", leaf))
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
+        return f"ShardingTree(mesh=({mesh}), {specs})"
 
     @classmethod
     def of(cls, mesh_or_sharding: Any, spec: Any = None) -> ShardingTree:
@@ -84,9 +89,28 @@ class ShardingTree:
         """The rows that this host holds."""
         return BatchLayout.from_shardings(self.shardings())
 
+    def layouts(self) -> dict[int, BatchLayout]:
+        """The rows that each host holds, for every host with a device in the mesh, ascending."""
+        return BatchLayout.of_hosts(self.shardings())
+
     def hosts(self) -> list[int]:
         """The hosts that have a device in the mesh, ascending."""
-        return list(shards_by_host(self.shardings())[1])
+        return list(self.layouts())
+
+    def cheaper_read(self, global_batch_size: int) -> Literal["needed", "once"]:
+        """What ``read="auto"`` comes to.
+
+        "once", see `spread`, where rows would be read more than once and the devices divide the
+        padded batch.
+
+        Args:
+            global_batch_size: Rows of a batch before padding.
+        """
+        layout = next(iter(self.layouts().values()))  # of any host: they share these figures
+        if layout.amplification <= 1:
+            return "needed"
+        spread = next(iter(self.spread().layouts().values()))
+        return "needed" if layout.padded(global_batch_size) % spread.divisor else "once"
 
     def describe(self) -> dict[str, Any]:
         """What hosts compare of it: mesh axes, the order of the devices, and specs. Plain JSON."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import grain
+import jax
 
 from grain_shard.assemble import Assembler
 from grain_shard.errors import ShardingError, require_int
@@ -14,10 +15,12 @@ from grain_shard.fingerprint import Fingerprint, fingerprint
 from grain_shard.host_batches import HostBatches, RandomAccess, Stream
 from grain_shard.host_feeds import HostFeeds, check_feeds
 from grain_shard.iterator import AcrossHosts, ShardedIterator
+from grain_shard.layout import BatchLayout
 from grain_shard.reshard import Resharder
 from grain_shard.shardings import ShardingTree
 from grain_shard.transforms.pad import Remainder
 from grain_shard.transforms.shard_batch import ShardBatchMapDataset
+from grain_shard.trees import Batch
 
 
 @dataclass(frozen=True)
@@ -116,10 +119,14 @@ class DevicePutIterDataset(grain.IterDataset):
         Raises:
             TypeError: Only the end of the stream tells it.
         """
-        batches = self._host_batches().num_batches()
+        batches = self.num_batches()
         if batches is None:
             raise TypeError("the number of batches of a stream is not known")
         return batches
+
+    def num_batches(self) -> int | None:
+        """The number of batches; None if only the end of the stream tells it."""
+        return self._host_batches().num_batches()
 
     def __bool__(self) -> bool:
         return True  # not by len(), which a stream does not have
@@ -140,6 +147,43 @@ class DevicePutIterDataset(grain.IterDataset):
         return Assembler(
             put.shardings, self._layout, copies=self._copies, digests=self._yields_own_rows
         )
+
+    def abstract_batch(self) -> Batch:
+        """What every batch looks like, without one: `jax.ShapeDtypeStruct`s with their shardings.
+
+        This host's rows of the first batch are read for it, in the calling thread, and no other
+        host is asked. Good for compiling a step ahead of time: ``jax.jit(step).lower(state,
+        ds.abstract_batch())``.
+
+        Returns:
+            The tree of a batch; text is that of this host's rows.
+
+        Raises:
+            ShardingError: The batch does not fit its shardings, or the stream has none.
+        """
+        batch = self.assembler().abstract(self._host_batches().first())
+        final = self._put.final_shardings
+        if final is None:
+            return batch
+        leaves, structure = jax.tree.flatten(batch)
+        return structure.unflatten(
+            [
+                leaf
+                if sharding is None
+                else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+                for leaf, sharding in zip(leaves, final.match(batch), strict=True)
+            ]
+        )
+
+    @property
+    def put(self) -> DevicePut:
+        """The options."""
+        return self._put
+
+    @property
+    def layout(self) -> BatchLayout:
+        """The rows that this host reads."""
+        return self._layout
 
     def __str__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self._put.shardings.mesh_axes)

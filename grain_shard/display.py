@@ -1,0 +1,104 @@
+"""`show`: what a batch is, and where; as a table in a terminal, as drawings in a notebook."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from grain_shard.leaf_text import LeafText
+from grain_shard.plan_text import describe_ranges
+from grain_shard.rich_output import describe_bytes, table, to_html, to_terminal
+from grain_shard.sharding_drawing import draw_tree
+from grain_shard.transforms.device_put import DevicePutIterDataset
+from grain_shard.trees import flatten
+
+
+def show(batch_or_dataset: Any) -> None:
+    """Shows the leaves of a batch: global shape, mesh axes, rows and bytes on each device.
+
+    In a notebook it draws which device holds what of each leaf, too. Nothing is computed on a
+    device or moved from one, and no other host is asked, so that one host of many may call it.
+
+    Args:
+        batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.
+            Or what `shard_to` returns; this host's rows of its first batch are then read, to learn
+            the shapes, and its batches, buffers and rows are shown as well.
+
+    Raises:
+        ShardingError: The dataset has no batch, or one that does not fit its shardings.
+
+    Example:
+        >>> import grain
+        >>> from grain_shard import shard_to
+        >>> mesh = jax.make_mesh((4, 2), ("data", "model"))
+        >>> ds = grain.MapDataset.range(20).map(lambda i: {"x": i}).batch(8).pipe(shard_to, mesh)
+        >>> show(next(iter(ds)))
+        <BLANKLINE>
+          leaf                  global array   rows a device   bytes a device
+         ─────────────────────────────────────────────────────────────────────
+          batch['valid_mask']   bool[8@data]               2          2 bytes
+          batch['x']            i32[8@data]                2          8 bytes
+          a batch                                                    10 bytes
+        <BLANKLINE>
+    """
+    batch, facts = batch_or_dataset, None
+    if isinstance(batch_or_dataset, DevicePutIterDataset):
+        batch = batch_or_dataset.abstract_batch()
+        facts = table(["dataset", ""], _facts(batch_or_dataset, _rows(batch)), left=2)
+    if _in_notebook():
+        from IPython.display import HTML, display
+
+        display(HTML((to_html(facts) if facts else "") + draw_tree(batch)))
+        return
+    if facts:
+        to_terminal(facts)
+    columns = ["leaf", "global array", "rows a device", "bytes a device"]
+    to_terminal(table(columns, _lines(batch), left=2))
+
+
+def _in_notebook() -> bool:
+    """Whether this is a Jupyter kernel, and not a terminal or IPython in one."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _rows(batch: Any) -> int | None:
+    """The rows of a global batch; text, of which the host has its own alone, does not tell."""
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if _is_global(leaf)), None)
+
+
+def _is_global(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) and bool(leaf.shape)
+
+
+def _lines(batch: Any) -> Iterator[tuple[str, ...]]:
+    paths, leaves, _ = flatten(batch)
+    described = [LeafText.of(leaf) for leaf in leaves]
+    for path, leaf in zip(paths, described, strict=True):
+        rows = "" if leaf.rows_per_device is None else f"{leaf.rows_per_device:,}"
+        on_device = leaf.bytes_per_device is not None
+        yield path, leaf.text, rows, describe_bytes(leaf.bytes_per_device) if on_device else ""
+    total = sum(leaf.bytes_per_device or 0 for leaf in described)
+    yield "a batch", "", "", describe_bytes(total)
+
+
+def _facts(ds: DevicePutIterDataset, global_batch_size: int | None) -> Iterator[tuple[str, str]]:
+    put, layout = ds.put, ds.layout
+    target = put.final_shardings or put.shardings
+    axes = ", ".join(f"{name}={size}" for name, size in target.mesh_axes) or "none"
+    yield "mesh", f"{axes}; {layout.num_hosts} hosts" if layout.num_hosts > 1 else axes
+    batches = ds.num_batches()
+    yield "batches", "only the end of the stream tells" if batches is None else f"{batches:,}"
+    if global_batch_size is not None:
+        ranges = layout.ranges(global_batch_size)
+        rows = sum(stop - start for start, stop in ranges)
+        yield "rows of this host", f"{rows:,} of {global_batch_size:,}: {describe_ranges(ranges)}"
+    if layout.num_hosts > 1:
+        once = put.final_shardings is not None
+        yield "read", "once, then moved by the devices" if once else "what each host needs"
+    buffers = f"{put.device_buffer_size} batches on the devices, {put.cpu_buffer_size} on the host"
+    yield "buffers", f"at most {buffers}"

@@ -1,0 +1,63 @@
+"""A leaf of a batch in a few words: ``f32[256@data,224,224,3]``, and what of it a device holds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from grain_shard.trees import is_text
+
+
+class LeafText(NamedTuple):
+    """What there is to say of one leaf; the numbers are None for what is on no device.
+
+    Attributes:
+        text: Dtype, global shape, and the mesh axes that shard each dim, as JAX writes them.
+        rows_per_device: Of its rows, those that one device holds.
+        bytes_per_device: Of its bytes.
+    """
+
+    text: str
+    rows_per_device: int | None
+    bytes_per_device: int | None
+
+    @classmethod
+    def of(cls, leaf: Any) -> LeafText:
+        """The text of a `jax.Array`, a `jax.ShapeDtypeStruct` or a numpy array."""
+        if is_text(leaf):
+            return cls(f"str[{_dims(leaf.shape, ())}] on the host", None, None)
+        if not hasattr(leaf, "dtype"):
+            return cls(f"{type(leaf).__name__} on the host", None, None)
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is None:
+            return cls(f"{_dtype(leaf.dtype)}[{_dims(leaf.shape, ())}] on the host", None, None)
+        spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+        shard = sharding.shard_shape(leaf.shape)
+        return cls(
+            f"{_dtype(leaf.dtype)}[{_dims(leaf.shape, spec)}]",
+            shard[0] if shard else None,
+            math.prod(shard) * leaf.dtype.itemsize,
+        )
+
+
+def _dtype(dtype: np.dtype) -> str:
+    """The name that JAX prints: f32, bf16, i8, u8, bool."""
+    name = dtype.name
+    for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        name = name.replace(long, short)
+    return name
+
+
+def _dims(shape: tuple[int, ...], spec: tuple[Any, ...]) -> str:
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    return ",".join(f"{size}{_at(entry)}" for size, entry in zip(shape, entries, strict=False))
+
+
+def _at(entry: Any) -> str:
+    axes = (entry,) if isinstance(entry, str) else entry or ()
+    if not axes:
+        return ""
+    return f"@{axes[0]}" if len(axes) == 1 else f"@({','.join(axes)})"

@@ -1,0 +1,128 @@
+"""``python -m grain_shard plan``: a plan from the command line, as text, JSON and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+from jax.sharding import PartitionSpec
+
+from grain_shard.errors import GrainShardError
+from grain_shard.hardware import HardwareType
+from grain_shard.plan_compile import compile_step, load_step
+from grain_shard.plan_picture import draw_mesh
+from grain_shard.planning import plan
+from grain_shard.rehearse import positive_integer
+from grain_shard.rich_output import table, to_terminal
+from grain_shard.topology import hosts_mesh, topology_mesh
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line that `main` takes."""
+    parser.description = (
+        "Say what every host of a job would read, without the job: rows and bytes a step, steps an"
+        " epoch, padding, hosts that hold the same rows, and what to think over."
+    )
+    add = parser.add_argument
+    slice_ = parser.add_mutually_exclusive_group(required=True)
+    slice_.add_argument("--topology", metavar="KIND:SHAPE", help="a TPU slice: v5e:16x16")
+    slice_.add_argument("--hosts", type=positive_integer, metavar="N", help="or so many hosts")
+    add("--devices-per-host", type=positive_integer, metavar="N", help="devices of each")
+    add("--mesh", type=_axes, required=True, metavar="AXES", help="name=size,...: data=32,model=8")
+    add(
+        "--spec",
+        type=_spec,
+        metavar="SPEC",
+        help="a mesh axis for each dim of the batch: data; data,seq; data+fsdp for two on one dim;"
+        ' a dash for none. Default: "data", or the only axis',
+    )
+    add("--batch", type=positive_integer, required=True, metavar="N", help="rows of a global batch")
+    add("--records", type=positive_integer, required=True, metavar="N", help="records of an epoch")
+    add("--record-bytes", type=positive_integer, metavar="N", help="bytes of one in the batch")
+    add("--remainder", choices=("pad", "drop", "error"), default="pad", help="default: pad")
+    add("--read", choices=("auto", "needed", "once"), default="auto", help="default: auto")
+    add(
+        "--hardware",
+        choices=[chip.value for chip in HardwareType],
+        help="the chip, for advice on the batch size; default: that of the topology",
+    )
+    add(
+        "--compile",
+        metavar="SCRIPT.PY:NAME",
+        help="compile a training step for the slice: a function of the mesh that returns the step,"
+        " its state and one record, as jax.ShapeDtypeStruct",
+    )
+    add("--json", action="store_true", help="print JSON, with every host")
+    add("--picture", type=Path, metavar="FILE", help="draw the mesh by host: mesh.png, mesh.svg")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Makes the plan and prints it.
+
+    Raises:
+        GrainShardError: The options do not fit together, or an optional package is missing.
+    """
+    if (args.hosts is None) != (args.devices_per_host is None):
+        raise GrainShardError(
+            "--hosts and --devices-per-host go together.\n  remedy: give both, or --topology alone."
+        )
+    if args.topology is not None:
+        mesh = topology_mesh(args.topology, args.mesh)
+    else:
+        mesh = hosts_mesh(args.mesh, hosts=args.hosts, devices_per_host=args.devices_per_host)
+    planned = plan(
+        mesh,
+        args.spec,
+        global_batch_size=args.batch,
+        num_records=args.records,
+        record_bytes=args.record_bytes,
+        remainder=args.remainder,
+        read=args.read,
+        hardware=None if args.hardware is None else HardwareType(args.hardware),
+    )
+    compiled = None
+    if args.compile is not None:
+        if args.topology is None:
+            raise GrainShardError(
+                "there is no compiler for devices that are not known.\n"
+                "  remedy: name a TPU slice, --topology."
+            )
+        # What the script makes at its import is made here; it must not look for a TPU.
+        jax.config.update("jax_platforms", "cpu")
+        compiled = compile_step(load_step(args.compile), mesh, args.spec, planned)
+    if args.json:
+        more = {} if compiled is None else {"compiled": dataclasses.asdict(compiled)}
+        print(json.dumps(planned.to_dict() | more))
+    else:
+        to_terminal(planned)
+        if compiled is not None:
+            to_terminal(table(["the compiled step", "on a device"], compiled.lines(), left=1))
+    if args.picture is not None:
+        draw_mesh(mesh, args.spec, args.picture)
+    return 0
+
+
+def _axes(text: str) -> dict[str, int]:
+    """``data=32,model=8`` as a dict."""
+    axes = {}
+    for word in text.split(","):
+        name, _, size = word.partition("=")
+        if not name or not size.isdecimal() or name in axes:
+            raise argparse.ArgumentTypeError(f"{text!r} is not like data=32,model=8")
+        axes[name] = int(size)
+    return axes
+
+
+def _spec(text: str) -> PartitionSpec:
+    """``data+fsdp,-,seq`` as ``P(("data", "fsdp"), None, "seq")``."""
+    entries = []
+    for word in text.split(","):
+        names = word.split("+")
+        if not all(names):
+            raise argparse.ArgumentTypeError(f"{text!r} is not like data, data,seq or data+fsdp")
+        one = None if word == "-" else word
+        entries.append(tuple(names) if len(names) > 1 else one)
+    return PartitionSpec(*entries)

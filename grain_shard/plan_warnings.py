@@ -1,0 +1,83 @@
+"""What in a plan is worth a second thought, in sentences that end with what to change."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from grain_shard.hardware import HardwareType, validate_batch_size
+
+if TYPE_CHECKING:
+    from grain_shard.plan_result import Plan
+
+# Below this share, rows of padding and dropped records cost less than the figure is worth.
+_NOTABLE = 0.01
+
+
+def find_warnings(plan: Plan) -> tuple[str, ...]:
+    """The warnings of a plan; none if all is well."""
+    found = [*_amplification(plan), *_chip(plan), *_padding(plan), *_idle_hosts(plan)]
+    return tuple(found)
+
+
+def _amplification(plan: Plan) -> list[str]:
+    if plan.needed is None or plan.needed.amplification <= 1:
+        return []
+    k = f"{plan.needed.amplification:.3g}"
+    if plan.read == "once":
+        return [
+            f'read="needed" would read each row {k} times, as a mesh axis other than the batch\'s'
+            " spans hosts. .shard_to reads it once and the devices exchange rows, in one more"
+            " collective a step."
+        ]
+    return [
+        f"each row is read {k} times, as a mesh axis other than the batch's spans hosts. Use"
+        f" {_rounded_up(plan, plan.num_devices)}, which all devices divide, and"
+        ' read="auto": each row is then read once, and exchanged by the devices.'
+    ]
+
+
+def _chip(plan: Plan) -> list[str]:
+    if plan.hardware in (HardwareType.UNKNOWN, HardwareType.CPU):
+        return []
+    valid, message = validate_batch_size(plan.rows_per_device, plan.hardware)
+    if valid and "below" not in message:
+        return []
+    return [f"rows per device: {message} (For a row of many tokens, count those.)"]
+
+
+def _padding(plan: Plan) -> list[str]:
+    found = []
+    size, divisor = plan.reads.padded_batch_size, plan.reads.hosts[0].layout.divisor
+    if size > plan.global_batch_size:
+        found.append(
+            f"every batch has {size - plan.global_batch_size} rows of padding, as {divisor} shards"
+            f" do not divide {plan.global_batch_size}. Use {_rounded_up(plan, divisor)}."
+        )
+    short = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
+    share = short / (plan.steps_per_epoch * size)
+    if share >= _NOTABLE:
+        found.append(
+            f"{share:.1%} of an epoch's rows are padding of its last batch. Repeat the records"
+            " before .batch (.repeat(epochs).batch(B)), so that only the last epoch ends in one."
+        )
+    dropped = plan.dropped_records_per_epoch / plan.num_records
+    if dropped >= _NOTABLE:
+        found.append(
+            f'{dropped:.1%} of the records come in no batch, as remainder="drop". Use "pad", or'
+            " repeat the records before .batch."
+        )
+    return found
+
+
+def _idle_hosts(plan: Plan) -> list[str]:
+    idle = sum(host.rows_per_step == 0 for host in plan.reads.hosts)
+    if not idle:
+        return []
+    return [
+        f"there is nothing but padding on {idle} of {plan.num_hosts} hosts. Use a larger batch."
+    ]
+
+
+def _rounded_up(plan: Plan, divisor: int) -> str:
+    return f"a global batch of {math.ceil(plan.global_batch_size / divisor) * divisor} rows"

@@ -1,0 +1,140 @@
+"""`plan`: what every host of a job will read, without the job.
+
+It asks what `shard_to` asks: `ShardingTree` for who holds which rows and whether to read them once,
+the chain itself for the number and size of batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from grain_shard.chain import check_read
+from grain_shard.errors import ShardingError, describe_spec, require_int
+from grain_shard.hardware import HardwareType, detect_hardware
+from grain_shard.plan_result import HostReads, Plan, Reads, numbered
+from grain_shard.shardings import ShardingTree
+from grain_shard.specs import num_blocks
+from grain_shard.transforms.pad import Remainder
+
+__all__ = ["HostReads", "Plan", "Reads", "plan"]
+
+
+def plan(
+    mesh_or_sharding: Any,
+    spec: Any = None,
+    *,
+    global_batch_size: int,
+    num_records: int,
+    record_bytes: int | None = None,
+    remainder: Remainder = "pad",
+    read: Literal["auto", "needed", "once"] = "auto",
+    hardware: HardwareType | None = None,
+) -> Plan:
+    """What each host reads of a random-access pipeline that ends in `shard_to`, and what to mind.
+
+    Nothing is read, and no JAX backend starts: the mesh may be of a slice that is not there.
+
+    Args:
+        mesh_or_sharding: As for `shard_to`: the mesh of the job, or one that `topology_mesh` or
+            `hosts_mesh` makes.
+        spec: As for `shard_to`.
+        global_batch_size: Rows of ``.batch``, of all hosts together.
+        num_records: Records of an epoch.
+        record_bytes: Bytes of one record, as it is in the batch.
+        remainder: As for `shard_to`.
+        read: As for `shard_to`.
+        hardware: The chip, for the advice on the batch size; None finds it by the devices.
+
+    Raises:
+        ShardingError: Mesh, spec and batch size do not fit together; what `shard_to` would raise.
+
+    Example:
+        >>> from grain_shard import hosts_mesh
+        >>> mesh = hosts_mesh({"data": 4, "model": 4}, hosts=8, devices_per_host=2)
+        >>> planned = plan(mesh, global_batch_size=64, num_records=1000)
+        >>> planned.steps_per_epoch, planned.needed.amplification, planned.read
+        (16, 2.0, 'once')
+        >>> planned.records(host=7, step=15)  # the last batch has 40 records
+        array([], dtype=int64)
+    """
+    require_int("global_batch_size", global_batch_size, 1)
+    require_int("num_records", num_records, 0)
+    if record_bytes is not None:
+        require_int("record_bytes", record_bytes, 1)
+    check_read(read)
+    target = ShardingTree.of(mesh_or_sharding, spec)
+    read = target.cheaper_read(global_batch_size) if read == "auto" else read
+
+    def reads(mode: Literal["needed", "once"]) -> Reads | None:
+        shardings = target if mode == "needed" else target.spread()
+        try:
+            return _reads(mode, shardings, num_records, global_batch_size, remainder)
+        except ShardingError as error:
+            if mode == read:
+                raise error.with_mesh(target.mesh_axes) from None
+            return None
+
+    needed, once = reads("needed"), reads("once")
+    chosen = needed if read == "needed" else once
+    assert chosen is not None
+    layouts, size = target.layouts(), chosen.padded_batch_size
+    steps = len(numbered(num_records, global_batch_size, chosen.hosts[0].layout.divisor, remainder))
+    held_records = min(num_records, steps * global_batch_size)
+    named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
+    blocks = [num_blocks(sharding) for sharding in named] or [1]
+    devices = set[Any]().union(*(s.device_set for s in target.shardings()))
+    device = next(iter(devices))
+    return Plan(
+        device_kind=device.device_kind,
+        hardware=hardware or detect_hardware(device),
+        num_devices=len(devices),
+        num_hosts=len(layouts),
+        mesh_axes=target.mesh_axes,
+        specs=tuple(dict.fromkeys(describe_spec(s.spec) for s in named)),
+        num_records=num_records,
+        record_bytes=record_bytes,
+        global_batch_size=global_batch_size,
+        remainder=remainder,
+        steps_per_epoch=steps,
+        padded_rows_per_epoch=steps * size - held_records,
+        dropped_records_per_epoch=num_records - held_records,
+        rows_per_device=size // max(blocks),
+        device_bytes=None if record_bytes is None else size // min(blocks) * record_bytes,
+        read=read,
+        needed=needed,
+        once=once,
+        hosts_with_the_same_rows=_groups({h: layout.shards for h, layout in layouts.items()}),
+    )
+
+
+def _reads(
+    read: Literal["needed", "once"],
+    shardings: ShardingTree,
+    num_records: int,
+    global_batch_size: int,
+    remainder: Remainder,
+) -> Reads:
+    layouts = shardings.layouts()
+    first = next(iter(layouts.values()))
+    batches: Any = numbered(num_records, global_batch_size, first.divisor, remainder)
+    full, rest = divmod(min(num_records, len(batches) * global_batch_size), global_batch_size)
+    padded_size = batches.reader.global_batch_size
+    hosts = []
+    for host, layout in layouts.items():
+        rows = layout.rows(padded_size)
+        # The rows of a batch that hold a record are its first ones.
+        of_full, of_last = np.searchsorted(rows, [global_batch_size, rest]).tolist()
+        hosts.append(HostReads(host, layout, of_full, full * of_full + of_last))
+    return Reads(read, padded_size, first.amplification, tuple(hosts))
+
+
+def _groups(shards: dict[int, Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The hosts that hold the same shards, where there are several."""
+    groups: dict[Sequence[int], list[int]] = {}
+    for host, held in shards.items():
+        groups.setdefault(held, []).append(host)
+    return tuple(tuple(hosts) for hosts in groups.values() if len(hosts) > 1)

@@ -1,0 +1,141 @@
+"""Meshes of slices that are not there: of a real TPU topology, or of so many hosts.
+
+Their devices can be looked at, not computed with. Nothing here starts a JAX backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from grain_shard.errors import GrainShardError, ShardingError, require_int
+
+# What libtpu would ask a TPU VM's metadata server, or complain about. The values say nothing: the
+# name of the topology does.
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else one process of a machine at a time; no chip is opened
+}
+
+
+def topology_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
+    """The mesh that `jax.make_mesh` builds on a TPU slice, without the slice.
+
+    libtpu (``pip install "grain-shard[plan]"``, Linux on x86-64) knows the chips, the hosts and
+    who is next to whom. It gives a host four chips; for one of eight use `hosts_mesh`. A chip is
+    one device, as JAX has it on a TPU VM, and two on v2, v3 and TPU7x.
+
+    libtpu is told that there is no TPU, so on a TPU VM call this in a process that does not train.
+
+    Args:
+        topology: Kind and shape: "v4:4x4x4", "v5e:16x16", "v5p:4x4x8", "v6e:8x8", "tpu7x:4x4x4".
+        axes: Name and size of each mesh axis, in order.
+
+    Returns:
+        A mesh of devices to look at, and to compile for (`jax.jit(...).lower(...).compile()`).
+
+    Raises:
+        GrainShardError: libtpu is not installed.
+        ShardingError: libtpu knows no such topology, or the axes do not fit it.
+
+    Example:
+        >>> mesh = topology_mesh("v5e:16x16", {"data": 32, "model": 8})  # doctest: +SKIP
+        >>> mesh.devices.shape, mesh.devices.flat[0].device_kind  # doctest: +SKIP
+        ((32, 8), 'TPU v5 lite')
+    """
+    if find_spec("libtpu") is None:
+        raise GrainShardError(
+            "the topologies of TPUs come with libtpu, which is not installed.\n"
+            '  remedy: pip install "grain-shard[plan]" (Linux on x86-64), or give the number of'
+            " hosts and devices instead."
+        )
+    from jax.experimental import topologies
+
+    # A v4 chip has two cores, which JAX fuses into one device unless told otherwise.
+    options = {"chip_config_name": "megacore"} if topology.lower().startswith("v4:") else {}
+    with _variables(_NO_TPU_HERE):
+        try:
+            devices = topologies.get_topology_desc(
+                platform="tpu", topology_name=topology, **options
+            ).devices
+        except Exception as error:  # a RuntimeError, an IndexError on some names and versions
+            raise ShardingError(
+                f"libtpu makes no topology of {topology!r}: {error}",
+                remedy='write kind and shape, in whole hosts: "v5e:4x8", "v5p:2x2x4".',
+            ) from error
+    return _mesh(axes, devices)
+
+
+def hosts_mesh(axes: Mapping[str, int], *, hosts: int, devices_per_host: int) -> Mesh:
+    """The mesh that `jax.make_mesh` builds on so many hosts with GPUs or CPUs, without the hosts.
+
+    Args:
+        axes: Name and size of each mesh axis, in order.
+        hosts: JAX processes.
+        devices_per_host: Devices of each.
+
+    Raises:
+        ShardingError: The axes do not fit the devices.
+
+    Example:
+        >>> mesh = hosts_mesh({"data": 4, "model": 2}, hosts=2, devices_per_host=4)
+        >>> [[device.process_index for device in row] for row in mesh.devices]
+        [[0, 0], [0, 0], [1, 1], [1, 1]]
+    """
+    require_int("hosts", hosts, 1)
+    require_int("devices_per_host", devices_per_host, 1)
+    count = range(hosts * devices_per_host)
+    return _mesh(axes, [_StandIn(id=i, process_index=i // devices_per_host) for i in count])
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """What of a `jax.Device` a mesh and a layout ask for."""
+
+    id: int
+    process_index: int
+    platform: str = "unknown"
+    device_kind: str = "unknown device"
+
+
+def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
+    for name, size in axes.items():
+        require_int(f"mesh axis {name}", size, 1)
+    if math.prod(axes.values()) != len(devices):
+        raise ShardingError(
+            f"the mesh has {math.prod(axes.values())} places for {len(devices)} devices.",
+            mesh_axes=axes.items(),
+            remedy=f"give axes whose sizes multiply to {len(devices)}.",
+        )
+    try:
+        return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+    except NotImplementedError as error:
+        raise ShardingError(
+            f"jax.make_mesh, which wants neighbours side by side, refuses: {error}",
+            mesh_axes=axes.items(),
+            remedy="use sizes that are products of the topology's own, or pass plan() a Mesh with"
+            " an order of your own.",
+        ) from error
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables that are set for a while, if they are not set already."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

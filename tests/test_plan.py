@@ -1,0 +1,480 @@
+"""The plan of a job, held against jobs that run and against the real topologies of TPUs.
+
+Expected rows come from `NamedSharding.devices_indices_map`, which no code of this package asks.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import grain
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import GrainShardError, HardwareType, ShardingError, rehearse
+from grain_shard.topology import hosts_mesh, topology_mesh
+
+needs_libtpu = pytest.mark.skipif(
+    find_spec("libtpu") is None, reason="libtpu has wheels for Linux on x86-64 alone"
+)
+
+
+def planned(axes, hosts, devices_per_host, spec=None, **options):
+    mesh = hosts_mesh(axes, hosts=hosts, devices_per_host=devices_per_host)
+    return grain_shard.plan(mesh, spec, **options)
+
+
+# Every record that a host of a real job reads is one that the plan says, and the reverse.
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    mesh: Callable[[np.ndarray], Mesh]
+    spec: object = P("data")
+    batch: int = 8
+    records: int = 22
+    remainder: str = "pad"
+    read: str = "auto"
+
+
+NUM_DEVICES = 8
+CASES = {
+    "1-D": Case(lambda d: Mesh(d, ("data",))),
+    "jax.make_mesh": Case(lambda d: jax.make_mesh((8,), ("data",), devices=list(d))),
+    "no two rows of a host are neighbours": Case(
+        lambda d: Mesh(d[[7, 0, 5, 2, 3, 4, 1, 6]], ("data",))
+    ),
+    "data outside": Case(lambda d: Mesh(d.reshape(4, 2), ("data", "model"))),
+    "model over hosts, once": Case(lambda d: Mesh(d.reshape(2, 4), ("model", "data"))),
+    "model over hosts, needed": Case(
+        lambda d: Mesh(d.reshape(2, 4), ("model", "data")), read="needed"
+    ),
+    "model over hosts, the devices do not divide the batch": Case(
+        lambda d: Mesh(d.reshape(2, 4), ("model", "data")), batch=12
+    ),
+    "once, padded to all devices": Case(
+        lambda d: Mesh(d.reshape(2, 4), ("model", "data")), batch=12, read="once"
+    ),
+    "two axes on the rows": Case(
+        lambda d: Mesh(d.reshape(2, 2, 2), ("data", "model", "fsdp")), P(("fsdp", "data"))
+    ),
+    "leaves cut by different axes": Case(
+        lambda d: Mesh(d.reshape(2, 4), ("data", "seq")),
+        {"id": P("seq"), "tokens": P("data"), "valid_mask": P("data")},
+    ),
+    "replicated": Case(lambda d: Mesh(d, ("data",)), P(), read="needed"),
+    "B not divisible by the shards": Case(lambda d: Mesh(d, ("data",)), batch=6),
+    "most hosts hold padding": Case(lambda d: Mesh(d, ("data",)), batch=16, records=3),
+    "drop": Case(lambda d: Mesh(d, ("data",)), remainder="drop"),
+    "no remainder": Case(lambda d: Mesh(d, ("data",)), records=24, remainder="error"),
+    "half of the devices": Case(lambda d: Mesh(d[::2], ("data",)), batch=4),
+}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def jobs(request):
+    """The number of hosts; and by case, what each of them read."""
+    hosts = request.param
+    devices = NUM_DEVICES // hosts
+    return hosts, rehearse.run(
+        run_cases, CASES, hosts=hosts, devices_per_host=devices, timeout_s=120
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_hosts_read_what_the_plan_says(jobs, name):
+    hosts, results = jobs
+    case = CASES[name]
+    stand_ins = hosts_mesh(
+        {"all": NUM_DEVICES}, hosts=hosts, devices_per_host=NUM_DEVICES // hosts
+    ).devices
+    plan = grain_shard.plan(
+        case.mesh(stand_ins),
+        case.spec,
+        global_batch_size=case.batch,
+        num_records=case.records,
+        remainder=case.remainder,
+        read=case.read,
+    )
+    for host, of_host in enumerate(result[name] for result in results):
+        assert of_host["batches"] == plan.steps_per_epoch
+        assert of_host["shapes"] == {(plan.reads.padded_batch_size,)}
+        steps = [plan.records(host, step).tolist() for step in range(plan.steps_per_epoch)]
+        expected, read = Counter(itertools.chain(*steps)), Counter(of_host["read"])
+        if not all(steps):  # a host with padding alone looks at one record, once
+            assert (read - expected) in (Counter(), Counter([0]))
+            read -= read - expected
+        assert read == expected
+        reads = plan.reads.hosts[host]
+        assert (reads.host, reads.rows_per_epoch) == (host, read.total())
+        if plan.num_records >= plan.global_batch_size:
+            assert reads.rows_per_step == len(steps[0])
+        assert of_host["rows_per_device"] == plan.rows_per_device
+
+
+class CountingSource:
+    def __init__(self, num_records):
+        self._num_records, self.read = num_records, []
+
+    def __len__(self):
+        return self._num_records
+
+    def __getitem__(self, index):
+        self.read.append(int(index))
+        return np.int32(index)
+
+    def __repr__(self):
+        return f"CountingSource({self._num_records})"
+
+
+def run_cases(cases):
+    """On one host: of each case, an epoch, and which records were read for it."""
+    return {name: run_case(case, np.array(jax.devices())) for name, case in cases.items()}
+
+
+def run_case(case, devices):
+    source = CountingSource(case.records)
+    ds = grain.MapDataset.source(source).map(lambda i: {"id": i, "tokens": i})
+    sharded = ds.batch(case.batch).shard_to(
+        case.mesh(devices), case.spec, remainder=case.remainder, read=case.read, timeout_s=20
+    )
+    source.read.clear()
+    with iter(sharded) as batches:
+        # Waited for: JAX's CPU backend deadlocks on many collectives in flight.
+        got = [jax.block_until_ready(batch) for batch in batches]
+    leaves = jax.tree.leaves(got)
+    return {
+        "batches": len(got),
+        "shapes": {leaf.shape for leaf in leaves},
+        "rows_per_device": min(leaf.addressable_shards[0].data.shape[0] for leaf in leaves),
+        "read": source.read,
+    }
+
+
+# Real topologies of five kinds of chips.
+TOPOLOGIES = [
+    # name, devices, hosts, devices of a host, kind
+    ("v4:2x2x2", 8, 2, 4, HardwareType.TPU_V4),
+    ("v4:4x4x4", 64, 16, 4, HardwareType.TPU_V4),
+    ("v5e:4x4", 16, 4, 4, HardwareType.TPU_V5E),
+    ("v5e:16x16", 256, 64, 4, HardwareType.TPU_V5E),
+    ("v5p:2x2x4", 16, 4, 4, HardwareType.TPU_V5P),
+    ("v5p:4x4x8", 128, 32, 4, HardwareType.TPU_V5P),
+    ("v6e:8x8", 64, 16, 4, HardwareType.TPU_V6E),
+    ("v6e:16x16", 256, 64, 4, HardwareType.TPU_V6E),
+    ("tpu7x:2x2x2", 16, 2, 8, HardwareType.TPU7X),
+    ("tpu7x:4x4x4", 128, 16, 8, HardwareType.TPU7X),
+]
+
+
+def rows_of_devices(mesh, spec, num_rows):
+    """By host, the rows on its devices; from JAX alone."""
+    held = {}
+    index_of = NamedSharding(mesh, spec).devices_indices_map((num_rows,))
+    for device, index in index_of.items():
+        held.setdefault(device.process_index, set()).update(range(*index[0].indices(num_rows)))
+    return held
+
+
+def assert_exact(plan, mesh, spec):
+    """The rows of the hosts are those of their devices; read once, each row is on one host."""
+    assert plan.num_devices == mesh.size
+    size = plan.reads.padded_batch_size
+    held = rows_of_devices(mesh, spec, size)
+    needed = {host.host: host.layout.rows(size).tolist() for host in plan.needed.hosts}
+    assert needed == {host: sorted(rows) for host, rows in sorted(held.items())}
+    assert plan.needed.amplification == pytest.approx(sum(map(len, held.values())) / size)
+    if size % mesh.size == 0:
+        once = [row for host in plan.once.hosts for row in host.layout.rows(size).tolist()]
+        assert sorted(once) == list(range(size))
+        assert [host.host for host in plan.once.hosts] == sorted(held)
+    groups = set(plan.hosts_with_the_same_rows)
+    for hosts in groups:
+        assert len({frozenset(held[host]) for host in hosts}) == 1 < len(hosts)
+    apart = set(held) - {host for hosts in groups for host in hosts}
+    assert len({frozenset(rows) for rows in held.values()}) == len(groups) + len(apart)
+
+
+@needs_libtpu
+class TestTopologies:
+    @pytest.mark.parametrize(("name", "devices", "hosts", "per_host", "chip"), TOPOLOGIES)
+    def test_devices_hosts_and_kind(self, name, devices, hosts, per_host, chip):
+        mesh = topology_mesh(name, {"data": devices})
+        plan = grain_shard.plan(mesh, global_batch_size=devices, num_records=devices)
+        assert (plan.num_devices, plan.num_hosts, plan.hardware) == (devices, hosts, chip)
+        assert set(Counter(d.process_index for d in mesh.devices.flat).values()) == {per_host}
+        assert_exact(plan, mesh, P("data"))
+
+    @settings(deadline=None, max_examples=60)
+    @given(data=st.data())
+    def test_any_mesh_on_them_is_planned_exactly(self, data):
+        name, count, *_ = data.draw(st.sampled_from(TOPOLOGIES))
+        devices = topology_mesh(name, {"all": count}).devices
+        factors = [2] * (count.bit_length() - 1)  # all of them are powers of two
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(factors)), min_size=2, max_size=2)))
+        shape = [2 ** (b - a) for a, b in zip([0, *cuts], [*cuts, len(factors)], strict=True)]
+        order = data.draw(st.sampled_from(["as jax.make_mesh", "transposed", "shuffled"]))
+        if order == "shuffled":
+            seed = data.draw(st.integers(0, 100))
+            devices = np.random.default_rng(seed).permutation(devices)
+        devices = devices.reshape(shape)
+        if order == "transposed":
+            devices = devices.T
+        mesh = Mesh(devices, ("a", "b", "c"))
+        axes = data.draw(st.lists(st.sampled_from("abc"), unique=True))
+        spec = P(tuple(axes))
+        batch = data.draw(st.integers(1, 3 * count))
+        plan = grain_shard.plan(mesh, spec, global_batch_size=batch, num_records=5 * batch + 1)
+        assert_exact(plan, mesh, spec)
+        records = [plan.records(host.host, 5) for host in plan.reads.hosts]
+        assert set(np.concatenate(records).tolist()) == {5 * batch}
+
+    def test_the_order_of_devices_is_that_of_jax_make_mesh(self):
+        from jax.experimental import topologies
+
+        mesh = topology_mesh("v5e:4x4", {"data": 8, "model": 2})
+        described = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
+        made = jax.make_mesh((8, 2), ("data", "model"), devices=described.devices)
+        coordinates = np.vectorize(lambda d: tuple(d.coords), otypes=[object])
+        assert coordinates(mesh.devices).tolist() == coordinates(made.devices).tolist()
+
+    def test_the_largest_slice(self):
+        mesh = topology_mesh("v5p:16x16x24", {"data": 384, "model": 16})
+        plan = grain_shard.plan(mesh, global_batch_size=12288, num_records=1_000_000)
+        assert (plan.num_devices, plan.num_hosts) == (6144, 1536)
+        assert_exact(plan, mesh, P("data"))
+
+    @pytest.mark.parametrize(
+        ("name", "axes", "message"),
+        [
+            ("v5e:3x7", {"data": 21}, "no topology of 'v5e:3x7'"),
+            ("v9:2x2", {"data": 4}, "no topology of 'v9:2x2'"),
+            ("v5e", {"data": 4}, "no topology of 'v5e'"),
+            ("v5e:2x2", {"data": 5}, "5 places for 4 devices"),
+            ("v5e:2x2", {"data": 4, "model": 0}, "mesh axis model=0"),
+            ("v6e:16x16", {"data": 128, "model": 2}, "jax.make_mesh.*refuses"),
+        ],
+    )
+    def test_refusals(self, name, axes, message):
+        with pytest.raises(ShardingError, match=message):
+            topology_mesh(name, axes)
+
+
+def test_without_libtpu_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("grain_shard.topology.find_spec", lambda name: None)
+    with pytest.raises(GrainShardError, match=r'pip install "grain-shard\[plan\]"'):
+        topology_mesh("v5e:4x4", {"data": 16})
+
+
+class TestFigures:
+    @pytest.mark.parametrize(
+        ("axes", "hosts", "batch", "records", "remainder", "steps", "padding", "dropped", "rows"),
+        [
+            ({"data": 8}, 2, 8, 24, "pad", 3, 0, 0, 1),
+            ({"data": 8}, 2, 8, 22, "pad", 3, 2, 0, 1),
+            ({"data": 8}, 2, 8, 22, "drop", 2, 0, 6, 1),
+            ({"data": 8}, 2, 6, 22, "pad", 4, 10, 0, 1),
+            ({"data": 8}, 2, 20, 5, "pad", 1, 19, 0, 3),
+            ({"data": 4, "model": 2}, 4, 8, 24, "error", 3, 0, 0, 2),
+        ],
+    )
+    def test_an_epoch(self, axes, hosts, batch, records, remainder, steps, padding, dropped, rows):
+        plan = planned(
+            axes,
+            hosts,
+            8 // hosts,
+            global_batch_size=batch,
+            num_records=records,
+            remainder=remainder,
+        )
+        assert plan.steps_per_epoch == steps
+        assert plan.padded_rows_per_epoch == padding
+        assert plan.dropped_records_per_epoch == dropped
+        assert plan.rows_per_device == rows
+        read = sum(host.rows_per_epoch for host in plan.reads.hosts)
+        assert read == (records - dropped) * plan.reads.amplification
+
+    @pytest.mark.parametrize(
+        ("spec", "device_bytes"),
+        [
+            (P("data"), 1000 * 64 // 4),
+            (P("model"), 1000 * 64 // 2),
+            (P(("data", "model")), 1000 * 64 // 8),
+            (P(), 1000 * 64),
+            ({"a": P("data"), "b": P()}, 1000 * 64),
+        ],
+    )
+    def test_the_bytes_of_a_device(self, spec, device_bytes):
+        plan = planned(
+            {"data": 4, "model": 2},
+            2,
+            4,
+            spec,
+            global_batch_size=64,
+            num_records=640,
+            record_bytes=1000,
+        )
+        assert plan.device_bytes == device_bytes
+
+    def test_nothing_said_of_bytes(self):
+        plan = planned({"data": 8}, 2, 4, global_batch_size=64, num_records=640)
+        assert plan.device_bytes is None
+        assert plan.to_dict()["needed"]["hosts"][0]["bytes_per_step"] is None
+
+    @pytest.mark.parametrize(
+        ("batch", "options", "read"),
+        [
+            (64, {}, "once"),
+            (60, {}, "needed"),  # sixteen devices do not divide 60 rows
+            (64, {"read": "needed"}, "needed"),
+            (60, {"read": "once"}, "once"),
+        ],
+    )
+    def test_how_rows_are_read(self, batch, options, read):
+        plan = planned(
+            {"data": 4, "model": 4}, 8, 2, global_batch_size=batch, num_records=600, **options
+        )
+        assert plan.read == plan.reads.read == read
+        assert plan.needed.amplification == 2
+        assert plan.hosts_with_the_same_rows == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+    def test_a_way_that_remainder_forbids_is_none(self):
+        plan = planned(
+            {"data": 4, "model": 4},
+            8,
+            2,
+            global_batch_size=60,
+            num_records=600,
+            remainder="error",
+        )
+        assert plan.once is None
+        assert plan.to_dict()["once"] is None
+        assert 'read="once"' not in str(plan)
+
+    @pytest.mark.parametrize(
+        ("options", "error"),
+        [
+            ({"global_batch_size": 0}, "global_batch_size=0"),
+            ({"num_records": -1}, "num_records=-1"),
+            ({"num_records": 0}, "no batch"),
+            ({"record_bytes": 0}, "record_bytes=0"),
+            ({"read": "twice"}, "read='twice'"),
+            ({"spec": P("model")}, "'model', which does not exist"),
+            ({"global_batch_size": 6, "remainder": "drop"}, "6 rows does not split into 8 shards"),
+            ({"num_records": 5, "remainder": "drop"}, "no batch is left"),
+            ({"num_records": 9, "remainder": "error"}, "do not fill the last batch"),
+        ],
+    )
+    def test_refusals(self, options, error):
+        options = {"global_batch_size": 8, "num_records": 80} | options
+        with pytest.raises(ShardingError, match=error) as caught:
+            planned({"data": 8}, 2, 4, **options)
+        if "=" not in error:
+            assert "mesh: data=8" in str(caught.value)
+
+    def test_a_host_that_is_not_there(self):
+        plan = planned({"data": 8}, 2, 4, global_batch_size=8, num_records=80)
+        with pytest.raises(ShardingError, match="host 2 is not in the mesh"):
+            plan.records(2, 0)
+
+    def test_the_mesh_of_this_process(self, mesh):
+        plan = grain_shard.plan(mesh, global_batch_size=8, num_records=80)
+        assert (plan.num_hosts, plan.hardware) == (1, HardwareType.CPU)
+        device = grain_shard.plan(jax.devices()[0], global_batch_size=8, num_records=80)
+        assert (device.num_devices, device.rows_per_device, device.specs) == (1, 8, ())
+
+
+class TestWarnings:
+    GOOD = {"global_batch_size": 64, "num_records": 6400}  # noqa: RUF012
+
+    @pytest.mark.parametrize(
+        ("axes", "options", "expected"),
+        [
+            ({"data": 16}, {}, []),
+            ({"data": 4, "model": 4}, {}, ["would read each row 2 times"]),
+            ({"data": 4, "model": 4}, {"read": "needed"}, ["each row is read 2 times.*64 rows"]),
+            (
+                {"data": 4, "model": 4},
+                {"global_batch_size": 60, "num_records": 6000},
+                ["each row is read 2 times.* global batch of 64 rows"],
+            ),
+            ({"data": 16}, {"num_records": 6401}, []),  # 63 of 6464 rows: 0.97%
+            (
+                {"data": 16},
+                {"num_records": 4801},
+                ["1.3% of an epoch's rows are padding of its last"],
+            ),
+            (
+                {"data": 16},
+                {"num_records": 127, "remainder": "drop"},
+                ["49.6% of the records come in no batch"],
+            ),
+            (
+                {"data": 16},
+                {"global_batch_size": 63, "num_records": 6300},
+                ["1 rows of padding.*16 shards do not divide 63.*64 rows"],
+            ),
+            (
+                {"data": 16},
+                {"global_batch_size": 8, "num_records": 8000},
+                ["8 rows of padding", "nothing but padding on 4 of 8 hosts"],
+            ),
+            (
+                {"data": 16},
+                {"hardware": HardwareType.H100},
+                ["rows per device: Batch size 4 is below minimum recommended 64 for h100"],
+            ),
+            (
+                {"data": 16},
+                {
+                    "hardware": HardwareType.H100,
+                    "global_batch_size": 1600,
+                    "num_records": 16000,
+                },
+                ["Batch size 100 is below critical size 298"],
+            ),
+            (
+                {"data": 16},
+                {
+                    "hardware": HardwareType.H100,
+                    "global_batch_size": 16 * 320,
+                    "num_records": 51200,
+                },
+                [],
+            ),
+        ],
+    )
+    def test_warnings(self, axes, options, expected):
+        plan = planned(axes, 8, 2, **(self.GOOD | options))
+        assert len(plan.warnings) == len(expected), plan.warnings
+        for warning, pattern in zip(plan.warnings, expected, strict=True):
+            assert re.search(pattern, warning), warning
+        assert str(plan).count("warning: ") == len(expected)
+
+    def test_what_the_warning_advises_helps(self):
+        plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=60, num_records=6000)
+        assert plan.reads.amplification == 2
+        better = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=6000)
+        assert better.reads.amplification == 1
+
+
+def test_a_plan_shows_itself():
+    plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=1000)
+    assert repr(plan) == (
+        "Plan(16 x unknown device on 8 hosts, mesh=(data=4, model=4), specs=(P('data')),"
+        " steps_per_epoch=16, read='once', warnings=<2>)"
+    )
+    assert "16 steps for 1,000 records" in str(plan)
+    assert "16 steps for 1,000 records" in plan._repr_html_()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.read = "needed"

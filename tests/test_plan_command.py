@@ -1,0 +1,170 @@
+"""``python -m grain_shard plan``: text, JSON and pictures."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from grain_shard.__main__ import main
+from tests.test_plan import needs_libtpu, planned
+
+
+class TestCommand:
+    ARGUMENTS = (
+        "plan --hosts 8 --devices-per-host 2 --mesh data=4,model=4 --batch 64 --records 1000"
+    )
+
+    def test_text(self, capsys):
+        assert main([*self.ARGUMENTS.split(), "--record-bytes", "3000"]) == 0
+        shown = capsys.readouterr().out
+        for words in (
+            "16 x unknown device on 8 hosts",
+            "data=4, model=4; batch P('data')",
+            "64 rows; 16 on each device",
+            "48.0 kB a batch, 96.0 kB for two that wait",
+            "16 steps for 1,000 records; 24 rows of padding",
+            "4 groups of hosts, the first: 0, 1",
+            "warning: ",
+        ):
+            assert words in shown
+        lines = [line.split() for line in shown.splitlines()]
+        assert ['read="needed"', "2", "16", "48.0", "kB"] in lines
+        assert ['read="once"', "1", "8", "24.0", "kB", "<-", ".shard_to"] in lines
+        assert ["7", "56:64", "8", "24.0", "kB", "120"] in lines
+
+    def test_many_hosts_are_shortened_and_json_has_them_all(self, capsys):
+        words = "plan --hosts 100 --devices-per-host 1 --mesh data=100 --batch 100 --records 999"
+        assert main(words.split()) == 0
+        assert "84 more" in capsys.readouterr().out
+        assert main([*words.split(), "--json"]) == 0
+        hosts = json.loads(capsys.readouterr().out)["needed"]["hosts"]
+        assert [host["rows"] for host in hosts] == [[[row, row + 1]] for row in range(100)]
+
+    def test_json_is_the_plan(self, capsys):
+        assert main([*self.ARGUMENTS.split(), "--json"]) == 0
+        plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=1000)
+        shown = json.loads(capsys.readouterr().out)
+        assert shown == plan.to_dict()
+        fields = {field.name for field in dataclasses.fields(plan)}
+        assert fields - {"mesh_axes"} <= set(shown)
+        assert shown["mesh"] == dict(plan.mesh_axes)
+
+    @pytest.mark.parametrize(
+        ("text", "spec"),
+        [
+            ("data", P("data")),
+            ("data,seq", P("data", "seq")),
+            ("data+fsdp", P(("data", "fsdp"))),
+            ("data+fsdp,-,seq", P(("data", "fsdp"), None, "seq")),
+            ("-", P(None)),
+        ],
+    )
+    def test_specs(self, text, spec, capsys):
+        arguments = "plan --hosts 2 --devices-per-host 4 --mesh data=2,fsdp=2,seq=2 --batch 8"
+        assert main([*arguments.split(), "--records", "80", "--spec", text, "--json"]) == 0
+        plan = planned(
+            {"data": 2, "fsdp": 2, "seq": 2}, 2, 4, spec, global_batch_size=8, num_records=80
+        )
+        assert json.loads(capsys.readouterr().out) == plan.to_dict()
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ("--hosts 2 --mesh data=2", "--hosts and --devices-per-host go together"),
+            ("--hosts 2 --devices-per-host 1 --mesh data=3", "3 places for 2 devices"),
+            ("--hosts 2 --devices-per-host 1 --mesh data=2 --spec x", "does not exist"),
+        ],
+    )
+    def test_errors(self, words, message, capsys):
+        assert main(["plan", *words.split(), "--batch", "8", "--records", "80"]) == 1
+        assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            "--mesh data=2",
+            "--hosts 2 --devices-per-host 1 --mesh data",
+            "--hosts 2 --devices-per-host 1 --mesh data=1,data=2",
+            "--hosts 2 --devices-per-host 1 --mesh data=2 --spec data++x",
+            "--hosts 2 --topology v5e:2x2 --mesh data=2",
+            "--hosts 0 --devices-per-host 1 --mesh data=2",
+        ],
+    )
+    def test_what_is_no_command_line(self, words, capsys):
+        with pytest.raises(SystemExit):
+            main(["plan", *words.split(), "--batch", "8", "--records", "80"])
+        assert "error:" in capsys.readouterr().err
+
+    @needs_libtpu
+    def test_a_slice_of_tpus_in_a_process_of_its_own_that_starts_no_backend(self):
+        arguments = "plan --topology v5e:16x16 --mesh data=32,model=8 --spec data --batch 4096"
+        # No such backend: whoever starts one fails.
+        program = f"""
+import sys
+from grain_shard.__main__ import main
+assert main({arguments.split()!r} + ["--records", "1281167", "--json"]) == 0
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        plan = json.loads(done.stdout)
+        assert (plan["num_devices"], plan["num_hosts"]) == (256, 64)
+        assert (plan["steps_per_epoch"], plan["padded_rows_per_epoch"]) == (313, 881)
+        assert (plan["needed"]["amplification"], plan["read"]) == (4, "once")
+        assert plan["hosts_with_the_same_rows"][0] == [0, 1, 2, 3]
+
+
+class TestPicture:
+    MESHES = (
+        "--hosts 4 --devices-per-host 2 --mesh data=4,model=2",
+        "--hosts 4 --devices-per-host 2 --mesh data=8",
+        "--hosts 1 --devices-per-host 1 --mesh data=1",
+        "--hosts 2 --devices-per-host 4 --mesh model=8 --spec -",
+        "--hosts 64 --devices-per-host 4 --mesh data=128,model=2",
+    )
+
+    @pytest.mark.parametrize("words", MESHES)
+    def test_a_png_has_a_color_for_each_host(self, words, tmp_path, capsys):
+        image = pytest.importorskip("matplotlib.image")
+        path = tmp_path / "mesh.png"
+        arguments = [*words.split(), "--batch", "512", "--records", "512"]
+        assert main(["plan", *arguments, "--picture", str(path)]) == 0
+        pixels = image.imread(path)[..., :3].reshape(-1, 3)
+        colors, counts = np.unique((pixels * 255).round().astype(int), axis=0, return_counts=True)
+        # A device is some 48 pixels wide, less its number; edges and letters are narrow, or gray.
+        large = [c for c, n in zip(colors.tolist(), counts, strict=True) if n > 1500]
+        assert len([c for c in large if len(set(c)) > 1]) == int(words.split()[1])
+
+    def test_batch_axes_go_down_and_the_others_to_the_right(self, tmp_path, capsys):
+        image = pytest.importorskip("matplotlib.image")
+        path = tmp_path / "mesh.png"
+        words = "plan --hosts 2 --devices-per-host 4 --mesh model=2,data=4 --spec data"
+        arguments = [*words.split(), "--batch", "8", "--records", "8", "--picture", str(path)]
+        assert main(arguments) == 0
+        pixels = (image.imread(path)[..., :3] * 255).round().astype(int)
+        colors, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+        first, second = (c for c, n in zip(colors, counts, strict=True) if n > 1500 and np.ptp(c))
+        # Each line of the picture that crosses devices crosses both hosts: they hold the same rows.
+        has_first, has_second = ((pixels == c).all(-1).any(1) for c in (first, second))
+        assert has_first.sum() > 100
+        assert (has_first == has_second).mean() > 0.99
+
+    def test_an_svg_and_what_is_no_picture(self, tmp_path, capsys):
+        pytest.importorskip("matplotlib")
+        arguments = ["plan", *self.MESHES[0].split(), "--batch", "8", "--records", "80"]
+        path = tmp_path / "mesh.svg"
+        assert main([*arguments, "--picture", str(path)]) == 0
+        assert "</svg>" in path.read_text()
+        assert main([*arguments, "--picture", str(tmp_path / "mesh.words")]) == 1
+        assert "end its name in .png or .svg" in capsys.readouterr().err
+
+    def test_without_matplotlib_it_says_what_to_install(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        arguments = ["plan", *self.MESHES[0].split(), "--batch", "8", "--records", "80"]
+        assert main([*arguments, "--picture", str(tmp_path / "mesh.png")]) == 1
+        assert 'pip install "grain-shard[plan]"' in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""``plan --compile``: a step compiled by the TPU compiler, with no TPU."""
+
+import json
+
+import pytest
+
+from grain_shard.__main__ import main
+from tests.test_plan import needs_libtpu
+
+pytestmark = needs_libtpu
+
+SCRIPT = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+def step(state, batch):
+    def loss(w):
+        return ((batch["x"] @ w).sum(-1) * batch["valid_mask"]).sum()
+    return {"w": state["w"] - jax.grad(loss)(state["w"])}
+
+def build(mesh):
+    sharding = NamedSharding(mesh, P(None, "model"))
+    state = {"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32, sharding=sharding)}
+    return step, state, {"x": jax.ShapeDtypeStruct((1024,), np.float32)}
+
+def donating(mesh):
+    return jax.jit(step, donate_argnums=0), *build(mesh)[1:]
+
+def replicated_batch(mesh):
+    replicated = NamedSharding(mesh, P())
+    _, state, record = build(mesh)
+    shardings = (state["w"].sharding, replicated)
+    return jax.jit(step, in_shardings=shardings), state, record
+
+def broken(mesh):
+    def step(state, batch):
+        raise ValueError("a step with a fault of its own")
+    return step, *build(mesh)[1:]
+"""
+ARGUMENTS = [
+    "plan",
+    "--topology",
+    "v5e:4x4",
+    "--mesh",
+    "data=8,model=2",
+    "--batch",
+    "256",
+    "--records",
+    "2560",
+]
+
+
+@pytest.fixture
+def compiled(tmp_path, capsys):
+    """Compiles one of the script's steps: the exit code, what was printed, what was complained."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(name, *options):
+        code = main([*ARGUMENTS, "--compile", f"{script}:{name}", *options])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_memory_of_one_device(compiled):
+    figures = json.loads(compiled("build", "--json")[1])["compiled"]
+    weights, rows = 1024 * 4096 // 2 * 4, 256 // 8 * (1024 * 4 + 1)
+    # The compiler rounds small arrays up to its tiles.
+    assert figures["argument_bytes"] == pytest.approx(weights + rows, rel=0.01)
+    assert figures["output_bytes"] == pytest.approx(weights, rel=0.01)
+    assert figures["alias_bytes"] == 0
+    donating = json.loads(compiled("donating", "--json")[1])["compiled"]
+    assert donating["alias_bytes"] == pytest.approx(weights, rel=0.01)
+
+
+def test_text(compiled):
+    code, shown, _ = compiled("donating")
+    assert code == 0
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["temporaries", "0", "bytes"] in lines
+    assert "the batch goes in as .shard_to hands it out".split(" ") in lines  # noqa: SIM905
+    assert "16 x TPU v5 lite on 4 hosts" in shown
+
+
+def test_a_step_that_wants_the_batch_elsewhere_is_refused(compiled):
+    code, _, complaint = compiled("replicated_batch")
+    assert code == 1
+    assert "in other shardings than .shard_to hands it out in" in complaint
+
+
+def test_a_step_with_a_fault_of_its_own(compiled):
+    with pytest.raises(ValueError, match="a fault of its own"):
+        compiled("broken")
+
+
+def test_a_spec_that_does_not_fit_the_record(compiled):
+    code, _, complaint = compiled("build", "--spec", "data,model,data")
+    assert code == 1
+    assert "ShardingError" in complaint
+
+
+@pytest.mark.parametrize("place", ["script.py:nothing", "nothing.py:build", "build"])
+def test_what_is_no_function(place, tmp_path, capsys, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    assert main([*ARGUMENTS, "--compile", place]) == 1
+    assert "write script.py:name" in capsys.readouterr().err
+
+
+def test_devices_that_are_not_known_have_no_compiler(capsys):
+    words = "plan --hosts 2 --devices-per-host 1 --mesh data=2 --batch 2 --records 2 --compile x:y"
+    assert main(words.split()) == 1
+    assert "no compiler" in capsys.readouterr().err

@@ -1,0 +1,321 @@
+"""What `show` says of batches and datasets, how public values print, and progress bars."""
+
+import io
+import sys
+import threading
+
+import grain
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import grain_shard
+from grain_shard import BatchLayout, ShardingError, ShardingTree, rehearse
+from grain_shard.leaf_text import LeafText
+from grain_shard.sharding_drawing import draw_tree
+from tests.conftest import background_threads, data_mesh
+
+
+class CountingSource:
+    def __init__(self, num_records):
+        self._num_records, self.read = num_records, []
+
+    def __len__(self):
+        return self._num_records
+
+    def __getitem__(self, index):
+        self.read.append(int(index))
+        return int(index)
+
+    def __repr__(self):
+        return f"CountingSource({self._num_records})"
+
+
+def record(i):
+    return {
+        "image": np.zeros((28, 28, 1), np.uint8),
+        "tokens": np.arange(64, dtype=np.int64),
+        "meta": {"weight": np.float32(1), "name": f"record {i}"},
+    }
+
+
+def mesh_2d():
+    return jax.make_mesh((4, 2), ("data", "seq"))
+
+
+SPECS = {"image": P("data"), "tokens": P("data", "seq"), "meta": P(("data", "seq"))}
+
+
+def lines(capsys):
+    """What was printed, as words."""
+    return [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+
+class TestLeafText:
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "spec", "text", "rows", "num_bytes"),
+        [
+            ((8, 4), np.float32, P("data"), "f32[8@data,4]", 2, 32),
+            ((8, 4), np.int32, P("data", "seq"), "i32[8@data,4@seq]", 2, 16),
+            ((8,), np.bool_, P(("data", "seq")), "bool[8@(data,seq)]", 1, 1),
+            ((8, 4), np.uint8, P(None, "seq"), "u8[8,4@seq]", 8, 16),
+            ((8, 4), jax.numpy.bfloat16, P(), "bf16[8,4]", 8, 64),
+            ((), np.float32, P(), "f32[]", None, 4),
+        ],
+    )
+    def test_arrays_and_their_structs(self, shape, dtype, spec, text, rows, num_bytes):
+        sharding = NamedSharding(mesh_2d(), spec)
+        array = jax.device_put(np.zeros(shape, dtype), sharding)
+        struct = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for leaf in (array, struct):
+            assert LeafText.of(leaf) == (text, rows, num_bytes)
+        shard = array.addressable_shards[0].data
+        assert num_bytes == shard.nbytes
+
+    @pytest.mark.parametrize(
+        ("leaf", "text"),
+        [
+            (np.array(["a", "b"]), "str[2] on the host"),
+            (np.zeros((2, 3), np.float32), "f32[2,3] on the host"),
+            (7, "int on the host"),
+            (None, "NoneType on the host"),
+        ],
+    )
+    def test_what_is_on_no_device(self, leaf, text):
+        assert LeafText.of(leaf) == (text, None, None)
+
+    def test_dims_are_written_as_jax_writes_them(self):
+        array = jax.device_put(np.zeros((8, 6), np.float32), NamedSharding(mesh_2d(), P("data")))
+        assert LeafText.of(array).text == str(jax.typeof(array)).replace("float32", "f32")
+
+    def test_one_device(self):
+        assert LeafText.of(jax.device_put(np.zeros(3, np.float32))) == ("f32[3]", 3, 12)
+
+
+class TestInATerminal:
+    EXPECTED = [  # noqa: RUF012
+        ["batch['image']", "u8[32@data,28,28,1]", "8", "6.3", "kB"],
+        ["batch['meta']['name']", "str[32]", "on", "the", "host"],
+        ["batch['meta']['weight']", "f32[32@(data,seq)]", "4", "16", "bytes"],
+        ["batch['tokens']", "i32[32@data,64@seq]", "8", "1.0", "kB"],
+        ["batch['valid_mask']", "bool[32@(data,seq)]", "4", "4", "bytes"],
+        ["a", "batch", "7.3", "kB"],
+    ]
+
+    def test_a_batch(self, capsys):
+        ds = grain.MapDataset.range(100).map(record).batch(32).shard_to(mesh_2d(), SPECS)
+        with iter(ds) as batches:
+            grain_shard.show(next(batches))
+        shown = lines(capsys)
+        for line in self.EXPECTED:
+            assert line in shown
+
+    def test_a_dataset_reads_one_batch_and_starts_no_thread(self, capsys, monkeypatch):
+        source = CountingSource(100)
+        ds = grain.MapDataset.source(source).map(record).batch(32).shard_to(mesh_2d(), SPECS)
+        source.read.clear()
+
+        def start(thread):
+            raise AssertionError(f"{thread.name} was started")
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        grain_shard.show(ds)
+        assert sorted(source.read) == list(range(32))
+        shown = lines(capsys)
+        for line in [
+            *self.EXPECTED,
+            ["mesh", "data=4,", "seq=2"],
+            ["batches", "4"],
+            ["rows", "of", "this", "host", "32", "of", "32:", "0:32"],
+            [
+                "buffers",
+                "at",
+                "most",
+                "2",
+                "batches",
+                "on",
+                "the",
+                "devices,",
+                "4",
+                "on",
+                "the",
+                "host",
+            ],
+        ]:
+            assert line in shown
+
+    def test_a_stream(self, capsys):
+        stream = grain.MapDataset.range(10).to_iter_dataset().map(lambda i: {"x": i}).batch(4)
+        grain_shard.show(stream.shard_to(data_mesh(2)))
+        shown = lines(capsys)
+        assert ["batches", "only", "the", "end", "of", "the", "stream", "tells"] in shown
+        assert ["batch['x']", "i32[4@data]", "2", "8", "bytes"] in shown
+        assert not background_threads()
+
+    def test_a_stream_without_a_batch(self):
+        stream = grain.MapDataset.range(10).to_iter_dataset().filter(lambda i: False).batch(4)
+        with pytest.raises(ShardingError, match="no batch"):
+            grain_shard.show(stream.map(lambda x: {"x": x}).shard_to(data_mesh(2)))
+
+    def test_a_batch_of_text_alone(self, capsys):
+        ds = grain.MapDataset.range(8).map(lambda i: {"name": str(i)}).batch(4)
+        grain_shard.show(ds.shard_to(data_mesh(2), mask_key=None))
+        assert ["batch['name']", "str[4]", "on", "the", "host"] in lines(capsys)
+
+    def test_arrays_of_numpy(self, capsys):
+        grain_shard.show({"x": np.zeros((4, 2), np.float32)})
+        assert ["batch['x']", "f32[4,2]", "on", "the", "host"] in lines(capsys)
+
+
+@pytest.mark.slow
+def test_one_host_of_two_may_look_alone():
+    def look():
+        import contextlib
+        import io
+
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 4).T, ("data", "model"))  # model over hosts
+        shown = []
+        for read in ("needed", "once"):
+            ds = grain.MapDataset.range(64).map(lambda i: {"x": np.float32(i)}).batch(16)
+            ds = ds.shard_to(mesh, read=read, timeout_s=5)
+            if jax.process_index() == 1:
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    grain_shard.show(ds)
+                shown.append(out.getvalue())
+        return shown
+
+    nothing, (needed, once) = rehearse.run(look, hosts=2, devices_per_host=4)
+    assert nothing == []
+    for shown in (needed, once):
+        assert "data=4, model=2; 2 hosts" in shown
+        assert "f32[16@data]" in shown
+    assert "16 of 16: 0:16" in needed
+    assert "what each host needs" in needed
+    assert "8 of 16: 2:4, 6:8, 10:12, 14:16" in once
+    assert "once, then moved by the devices" in once
+
+
+class TestAbstractBatch:
+    @pytest.mark.parametrize("spec", [SPECS, P("data"), P("seq"), P(("data", "seq")), P()])
+    @pytest.mark.parametrize("kind", ["random access", "stream", "workers", "once"])
+    def test_it_is_what_batches_are(self, spec, kind):
+        ds = grain.MapDataset.range(50).map(record).batch(16)
+        options = {"workers": {"num_workers": 1}, "once": {"read": "once"}}.get(kind, {})
+        if kind == "stream":
+            ds = ds.to_iter_dataset().map(lambda batch: batch)
+        sharded = ds.shard_to(mesh_2d(), spec, **options)
+        abstract = sharded.abstract_batch()
+        if kind == "workers":
+            batch = ds.shard_to(mesh_2d(), spec).__iter__()
+        else:
+            batch = iter(sharded)
+        with batch as batches:
+            real = next(batches)
+        assert jax.tree.structure(abstract) == jax.tree.structure(real)
+        for expected, leaf in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
+            assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
+            if isinstance(expected, jax.Array):
+                assert isinstance(leaf, jax.ShapeDtypeStruct)
+                assert leaf.sharding.is_equivalent_to(expected.sharding, expected.ndim)
+
+    def test_a_step_compiles_for_it_once(self):
+        ds = grain.MapDataset.range(50).map(lambda i: {"x": np.float32(i)}).batch(16)
+        sharded = ds.shard_to(mesh_2d())
+        step = jax.jit(lambda batch: (batch["x"] * batch["valid_mask"]).sum())
+        compiled = step.lower(sharded.abstract_batch()).compile()
+        assert sum(float(compiled(batch)) for batch in sharded) == sum(range(50))
+
+
+# treescope looks at every public name of numpy, a deprecated one among them.
+@pytest.mark.filterwarnings("ignore:The chararray class is deprecated:DeprecationWarning")
+class TestInANotebook:
+    @pytest.fixture
+    def displayed(self, monkeypatch):
+        """What a notebook was given to display."""
+        ipython = pytest.importorskip("IPython")
+        shown = []
+        shell = type("Shell", (), {"kernel": None})()
+        monkeypatch.setattr(ipython, "get_ipython", lambda: shell)
+        monkeypatch.setattr("IPython.display.display", shown.append)
+        return shown
+
+    def test_a_dataset_is_facts_and_a_tree(self, displayed, capsys):
+        ds = grain.MapDataset.range(100).map(record).batch(32).shard_to(mesh_2d(), SPECS)
+        grain_shard.show(ds)
+        (page,) = (html.data for html in displayed)
+        assert "rows of this host" in page
+        assert "u8[32@data,28,28,1]: 8 rows, 6,272 bytes a device" in page
+        assert capsys.readouterr().out == ""
+
+    def test_ipython_in_a_terminal_is_a_terminal(self, displayed, monkeypatch, capsys):
+        monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: object())
+        grain_shard.show({"x": np.zeros(3)})
+        assert displayed == []
+        assert "batch['x']" in capsys.readouterr().out
+
+    def test_leaves_are_drawn_but_for_those_on_no_mesh(self):
+        arrays = jax.tree.map(
+            lambda spec: jax.device_put(np.zeros((8, 8)), NamedSharding(mesh_2d(), spec)),
+            {"rows": P("data"), "both": P("data", "seq"), "none": P()},
+        )
+        others = {"text": np.array(["a"]), "host": np.zeros(3), "scalar": jax.numpy.zeros(())}
+        page = draw_tree({**arrays, **others})
+        assert page.count("Colored by device index") == len(arrays)
+        assert "str[1] on the host" in page
+        alone = draw_tree(others)
+        assert "Colored by device index" not in alone
+
+    def test_dims_after_the_last_sharded_one_are_not_drawn(self):
+        array = jax.device_put(np.zeros((8, 6, 5)), NamedSharding(mesh_2d(), P("data")))
+        page = draw_tree({"x": array})
+        assert "axis 0: 8/4" in page
+        assert "axis 1" not in page
+
+    def test_values_are_not_looked_at(self):
+        array = jax.device_put(np.zeros((8, 6)), NamedSharding(mesh_2d(), P("data")))
+        array.delete()
+        assert "f32[8@data,6]" in draw_tree(array)
+
+
+class TestRepr:
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            (
+                BatchLayout(4, (1, 3), (("data", 4),), num_hosts=2, rows_read=4),
+                "BatchLayout(divisor=4, shards=(1, 3), mesh=(data=4), num_hosts=2,"
+                " amplification=1)",
+            ),
+            (
+                BatchLayout(99, tuple(range(9)), num_hosts=11, rows_read=198),
+                "BatchLayout(divisor=99, shards=<9>, mesh=(), num_hosts=11, amplification=2)",
+            ),
+        ],
+    )
+    def test_layouts(self, value, text):
+        assert repr(value) == str(value) == text
+
+    def test_sharding_trees(self):
+        assert repr(ShardingTree.of(mesh_2d(), P("data"))) == (
+            f"ShardingTree(mesh=(data=4, seq=2), {P('data')!r})"
+        )
+        assert repr(ShardingTree.of(mesh_2d(), {"x": P("data"), "y": P()})) == (
+            f"ShardingTree(mesh=(data=4, seq=2), { ({'x': P('data'), 'y': P()})!r})"
+        )
+
+
+class TestProgress:
+    def test_a_bar_has_a_total(self):
+        ds = grain.MapDataset.range(50).map(lambda i: {"x": i}).batch(8).shard_to(data_mesh(8))
+        bar = tqdm(ds, file=io.StringIO())
+        assert bar.total == len(ds) == 7
+        assert sum(1 for _ in bar) == bar.n == 7
+
+    def test_one_over_a_stream_has_none(self):
+        stream = grain.MapDataset.range(50).to_iter_dataset().map(lambda i: {"x": i}).batch(8)
+        bar = tqdm(stream.shard_to(data_mesh(8)), file=io.StringIO())
+        assert bar.total is None
+        assert sum(1 for _ in bar) == bar.n == 7
