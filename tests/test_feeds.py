@@ -1,6 +1,7 @@
 """Feeds on one host: which rows, where they end, their state, and what is refused."""
 
 import json
+import queue
 import threading
 
 import grain
@@ -15,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard.feed_pool import FeedPool, PoolStoppedError
 from grain_shard.feed_rows import FeedReader
-from grain_shard.host_feeds import check_feeds, rows_by_feed
+from grain_shard.host_feeds import HostFeeds, check_feeds, rows_by_feed
 from grain_shard.layout import BatchLayout
 from tests import text
-from tests.conftest import HANG_S, data_mesh, eventually, ids, wait
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
 
 OPTIONS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 Feed = grain.sharding.ShardOptions
@@ -395,6 +396,59 @@ def test_no_feed_is_read_farther_ahead_than_the_buffers_go(num_threads):
     assert counted.taken == [2 * (4 + 3 + 2)] * 4
 
 
+class SilentRounds:
+    """Stands for other hosts, to which this one announces its batches."""
+
+    def __init__(self):
+        self.answers, self.posted = [], queue.SimpleQueue()
+
+    def post(self, round_, answer):
+        self.answers.append((round_, answer))
+
+
+def with_other_hosts(make_feed, *, buffer_size, num_threads=1):
+    """This host's batches and the rounds in which it announces them."""
+    host = HostFeeds(
+        grain_shard.feeds(make_feed, num_feeds=4).batch(8),
+        BatchLayout(divisor=4, shards=(0, 1, 2, 3)),
+        remainder="pad",
+        mask_key="valid_mask",
+        buffer_size=buffer_size,
+        num_threads=num_threads,
+    )
+    rounds = SilentRounds()
+    return host.open(None, rounds).batches, rounds
+
+
+@pytest.mark.parametrize(("buffer_size", "num_threads"), [(2, 1), (4, 1), (4, 3), (3, 8)])
+def test_with_other_hosts_batches_are_announced_ahead_and_bounded_as_well(buffer_size, num_threads):
+    counted = Counted()
+    batches, rounds = with_other_hosts(
+        counted.make_feed, buffer_size=buffer_size, num_threads=num_threads
+    )
+    for step in range(1, 5):
+        next(batches)
+        eventually(lambda: min(counted.taken) >= 2 * (step + buffer_size))
+        assert counted.taken == [2 * (step + buffer_size)] * 4
+    announced = [(str(k), ["batch", ""] if k == 0 else "batch") for k in range(len(rounds.answers))]
+    assert rounds.answers == announced
+    assert len(announced) > 4
+    batches.close()
+
+
+def test_stopped_it_waits_for_no_feed_that_waits_itself():
+    counted = Counted(slow=1)
+    batches, _ = with_other_hosts(counted.make_feed, buffer_size=2)
+    consumer = threading.Thread(target=lambda: next(batches, None))
+    consumer.start()
+    eventually(lambda: counted.taken[0] == 2)  # and so the thread is in feed 1, or almost
+    batches.stop()
+    consumer.join(HANG_S)
+    eventually(lambda: not [t for t in background_threads() if "host" in t.name])
+    counted.release.release(1000)
+    batches.close()
+
+
 class Odd(BaseException):
     """Neither an Exception nor one of Python's own."""
 
@@ -561,6 +615,16 @@ REFUSED = {
 def test_what_cannot_work_is_refused_with_a_remedy(build, message):
     with pytest.raises(grain_shard.ShardingError, match=message):
         list(build())
+
+
+def test_an_error_in_make_feed_is_found_when_the_pipeline_is_built():
+    def make_feed(feed):
+        raise FileNotFoundError("no such file")
+
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    with pytest.raises(FileNotFoundError) as error:
+        ds.shard_to(data_mesh(4))
+    assert error.value.__notes__ == ["grain_shard: in feed 0 of 4"]
 
 
 def test_hosts_are_refused_that_feeds_cannot_serve(monkeypatch):
