@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from grain_shard.chain import install, shard_to, uninstall
+from grain_shard.elastic.feed_batches import FeedBatches, Feeds, feeds
 from grain_shard.errors import (
     AgreementError,
     GrainShardError,
@@ -114,6 +115,8 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "BatchLayout",
     "BatchSizeRecommendation",
     "DevicePut",
+    "FeedBatches",
+    "Feeds",
     "GrainShardError",
     "HardwareType",
     "HostTimeoutError",
@@ -126,6 +129,7 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "StateError",
     "ValidateBatchSize",
     "detect_hardware",
+    "feeds",
     "get_batch_size_recommendation",
     "install",
     "roofline_batch_size",

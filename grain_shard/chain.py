@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import grain
 
+from grain_shard.elastic.feed_batches import FeedBatches
 from grain_shard.errors import ShardingError
 from grain_shard.reading import _grain
 from grain_shard.reading.fingerprint import fingerprint
@@ -61,8 +62,8 @@ def shard_to(
             real rows; None for no mask.
         cpu_buffer_size: Batches that may wait on the host or be in the making there.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
-        num_threads: Threads that each make a batch (`MapDataset` only); None chooses by the
-            machine.
+        num_threads: Threads that each make a batch (`MapDataset`; None chooses by the machine), or
+            that run feeds side by side (None for one).
         num_workers: Grain worker processes that make the batches instead (`MapDataset` only).
         rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
             say. "global": every host the same whole batches. "local": each host the rows of its
@@ -110,8 +111,11 @@ def shard_to(
             final_shardings=None if shardings is target else target,
             rows=rows or "global",
             remainder=remainder,
+            mask_key=mask_key,
             timeout_s=timeout_s,
         )
+        if isinstance(ds, FeedBatches):
+            return ds.pipe(put)
         full = padded(ds, divisor, remainder, mask_key)
         return (full if local else full.pipe(ShardBatch(layout))).pipe(put)
     except ShardingError as error:
@@ -189,7 +193,7 @@ def _random_access(
 def _to_read_by(target: ShardingTree, ds: Any, rows: str | None, read: str) -> ShardingTree:
     """The shardings to read by: the target's own, or spread so that each row is read once."""
     check_read(read)
-    if rows == "local" or not isinstance(ds, grain.MapDataset):
+    if rows == "local" or not isinstance(ds, grain.MapDataset | FeedBatches):
         if read != "once":
             return target
         raise ShardingError(
@@ -198,7 +202,10 @@ def _to_read_by(target: ShardingTree, ds: Any, rows: str | None, read: str) -> S
             ' grain_shard.ShardByMesh and pass rows="local".',
         )
     if read == "auto":
-        read = target.cheaper_read(row_reader(ds).global_batch_size)
+        feeds = isinstance(ds, FeedBatches)
+        read = target.cheaper_read((ds if feeds else row_reader(ds)).global_batch_size)
+        if feeds and ds.num_feeds < len(target.hosts()):
+            read = "needed"  # some hosts would have no feed to run
     return target.spread() if read == "once" else target
 
 
@@ -215,7 +222,15 @@ def _checked_rows(ds: Any, rows: str | None, layout: BatchLayout, num_workers: i
     if num_workers:
         raise ShardingError(
             "num_workers needs random access, and the dataset is a stream.",
-            remedy="call .mp_prefetch before .shard_to, or keep a MapDataset down to .batch.",
+            remedy="call .mp_prefetch before .shard_to (of feeds: in make_feed), or keep a"
+            " MapDataset down to .batch.",
+        )
+    if isinstance(ds, FeedBatches):
+        if rows is None:
+            return ds
+        raise ShardingError(
+            f"rows={rows!r} is given, and the rows of feeds are known.",
+            remedy="leave rows out: a host runs the feeds whose rows it holds.",
         )
     if rows is None and layout.num_hosts > 1:
         raise ShardingError(

@@ -140,6 +140,14 @@ def describe_leaf(leaf: Any) -> str:
     return type(leaf).__name__
 
 
+def describe_error(error: BaseException) -> str:
+    """An error in one line for other hosts, with what this package noted about where it arose."""
+    ours = "grain_shard: "
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(ours)]
+    places = "; ".join(note.removeprefix(ours) for note in notes)
+    return f"{type(error).__name__}: {error}" + (f" ({places})" if places else "")
+
+
 def require_int(name: str, value: Any, minimum: int) -> None:
     """Refuses an option that is no integer, or is too small.
 

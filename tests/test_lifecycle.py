@@ -14,7 +14,9 @@ import jax
 import numpy as np
 import pytest
 
+import grain_shard
 from grain_shard import DevicePut, ShardingTree
+from grain_shard.reading import _grain
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, numbered, wait
 
 
@@ -29,7 +31,25 @@ def stream(ds):
     return ds.to_iter_dataset(grain.ReadOptions(0, 0)).map(lambda batch: batch)
 
 
-KINDS = {"random access": lambda ds: ds, "stream": stream}
+def feeds(ds, num_feeds=4):
+    """The same batches of feeds, each of which gives its rows of batch after batch."""
+    global_batch_size = _grain.batch_node(ds).global_batch_size
+    feed_batch_size = global_batch_size // num_feeds
+
+    def make_feed(feed):
+        def row(i):
+            batch, place = ds[i // feed_batch_size], i % feed_batch_size
+            return jax.tree.map(
+                lambda leaf: leaf[feed.shard_index * feed_batch_size + place], batch
+            )
+
+        rows = grain.MapDataset.range(len(ds) * feed_batch_size).map(row)
+        return rows.to_iter_dataset(grain.ReadOptions(0, 0))
+
+    return grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(global_batch_size)
+
+
+KINDS = {"random access": lambda ds: ds, "stream": stream, "feeds": feeds}
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
@@ -445,6 +465,16 @@ EXITS = {
         ds = grain.MapDataset.range(100_000).map(lambda i: {"id": i}).batch(8).to_iter_dataset()
         ds = grain.experimental.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=2)
         iterator = iter(ds.map(lambda b: b).shard_to(jax.make_mesh((2,), ("data",))))
+        for _ in range(3):
+            next(iterator)
+        print("end")
+        """,
+    "with feeds, each with threads of Grain's in it": """
+        def make_feed(feed):
+            records = grain.MapDataset.range(100_000)[feed.shard_index :: feed.shard_count]
+            return records.map(lambda i: {"id": i}).to_iter_dataset()
+        ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+        iterator = iter(ds.shard_to(jax.make_mesh((2,), ("data",)), num_threads=2))
         for _ in range(3):
             next(iterator)
         print("end")

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from grain_shard.errors import AgreementError
+from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.multihost import Answers, Rounds
 from grain_shard.iteration.prefetch import Background
 from grain_shard.trees import Batch
@@ -51,7 +51,7 @@ class Announced(Iterator[Any]):
             answer = END
             raise
         except BaseException as error:
-            answer = {"failed": f"{type(error).__name__}: {error}"}
+            answer = {"failed": describe_error(error)}
             raise
         finally:
             self._rounds.post(str(self._next), answer)
@@ -70,7 +70,9 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
         rounds: The series that it posts to.
         pads: Whether hosts that have ended go on with padding until the last one ends.
         same_rows: Whether every host produces the same batches, so that all have to end at once.
+        must_end_together: Whether it is an error if one host has a batch and another has none.
         position: Where this host's stream starts.
+        past_end: From a position to that after one more batch of padding.
         template: Makes a batch like this host's, if its stream ends at once.
         waited_s: How long the training loop has been waiting for a batch, in seconds.
     """
@@ -82,14 +84,17 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
         *,
         pads: bool,
         same_rows: bool,
+        must_end_together: bool = False,
         position: Any,
+        past_end: Callable[[Any], Any] = lambda position: position,
         template: Callable[[], Batch],
         waited_s: Callable[[], float],
     ):
-        self._batches, self._template = batches, template
+        self._batches, self._template, self._past_end = batches, template, past_end
+        decide = _Decide(pads, same_rows, must_end_together)
         self._verdicts = Background(
             lambda verdict: verdict,
-            _Verdicts(rounds, _Decide(pads, same_rows), waited_s),
+            _Verdicts(rounds, decide, waited_s),
             buffer_size=_KEPT_ROUNDS // 2,
             name="grain-shard-agreement",
         )
@@ -119,6 +124,7 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
         if item is None:
             batch = self._template() if self._last is None else self._last
             self._last = jax.tree.map(np.zeros_like, batch)  # zeros, so the mask is False
+            self._position = self._past_end(self._position)
         else:
             self._last, self._position = item
         return self._last, self._position
@@ -173,8 +179,9 @@ class _Verdicts(Iterator[Any]):
 class _Decide:
     """Host 0's verdict on one batch."""
 
-    def __init__(self, pads: bool, same_rows: bool):
+    def __init__(self, pads: bool, same_rows: bool, must_end_together: bool):
         self._pads, self._same_rows = pads, same_rows
+        self._must_end_together = must_end_together
 
     def __call__(self, answers: Answers) -> Any:
         failed = {h: a["failed"] for h, a in answers.items() if isinstance(a, dict)}
@@ -202,5 +209,11 @@ class _Decide:
                 " end earlier than the others.\n"
                 "  remedy: read the same files on every host, or shard the source by"
                 ' grain_shard.ShardByMesh and pass rows="local".'
+            }
+        if self._must_end_together and len(ended) < len(answers):
+            return {
+                "error": f"the streams of {len(ended)} of {len(answers)} hosts (the first: host"
+                f" {ended[0]}) end earlier than the others.\n"
+                '  remedy: pass remainder="pad" (zeros and a mask) or remainder="drop".'
             }
         return BATCH if self._pads and len(ended) < len(answers) else END

@@ -224,7 +224,7 @@ def compare(answers: Answers) -> dict[str, Any]:
         lines = [f"  host {host}: {text}" for host, text in failed.items()]
         return {"error": "\n".join([f"{_hosts(failed)} failed at the first batch.", *lines])}
     lines = [line for name in _fields(answers) if (line := _difference(name, answers))]
-    lines += _same_rows(answers)
+    lines += _same_rows(answers) + _same_feeds(answers)
     if not lines:
         return {}
     remedy = "run the same script with the same arguments and files on every host."
@@ -236,7 +236,8 @@ def compare(answers: Answers) -> dict[str, Any]:
 
 
 def _fields(answers: Answers) -> list[str]:
-    return [n for n in dict.fromkeys(n for a in answers.values() for n in a) if n != "local rows"]
+    names = dict.fromkeys(name for answer in answers.values() for name in answer)
+    return [name for name in names if name not in ("local rows", "feed rows")]
 
 
 def _difference(name: str, answers: Answers) -> str | None:
@@ -271,6 +272,25 @@ def _same_rows(answers: Answers) -> list[str]:
                 f"  rows: hosts {other} and {host} hold different shards and feed the same rows;"
                 " shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
                 ' rows="global" if every host reads the whole batch, or makes up the same data'
+            )
+    return lines
+
+
+def _same_feeds(answers: Answers) -> list[str]:
+    """Hosts that hold the same shards run the same feeds, and must get the same rows of them.
+
+    The answer's field "feed rows" is (shards, digest of the first batch), if it has one.
+    """
+    lines, first_of_shards = [], {}
+    for host, answer in answers.items():
+        if "feed rows" not in answer:
+            continue
+        shards, digest_here = str(answer["feed rows"][0]), answer["feed rows"][1]
+        twin, digest_of_twin = first_of_shards.setdefault(shards, (host, digest_here))
+        if digest_of_twin != digest_here:
+            lines.append(
+                f"  feeds: hosts {twin} and {host} run the same feeds and get different rows; what"
+                " make_feed returns must depend on shard_index and shard_count alone"
             )
     return lines
 

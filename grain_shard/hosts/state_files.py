@@ -1,12 +1,14 @@
 """Where a state lies in a checkpoint: one file for all hosts, or one for each.
 
 A state that is the same on every host (it has a fingerprint) goes into ``state.json``, written by
-the first host. One that is this host's own goes into ``state-<host>-of-<hosts>.json``.
+the first host. One that is this host's own goes into ``state-<host>-of-<hosts>.json``. Those of
+feeds are read by any number of hosts, as one state with the feeds of all.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from grain_shard.errors import StateError
 
 _SHARED = "state.json"
 _OWN = "state-{host}-of-{hosts}.json"
+_ANY_HOST = "state-*-of-*.json"
 
 
 def write_state(directory: Any, state: dict[str, Any]) -> None:
@@ -42,7 +45,12 @@ def read_state(directory: Any) -> dict[str, Any]:
     directory = epath.Path(directory)
     for name in (_SHARED, _own_name()):
         if (directory / name).exists():
-            return json.loads((directory / name).read_text())
+            state = json.loads((directory / name).read_text())
+            if "feeds" not in state:
+                return state
+    of_hosts = [json.loads(path.read_text()) for path in sorted(directory.glob(_ANY_HOST))]
+    if of_hosts and all("feeds" in state for state in of_hosts):
+        return _joined(of_hosts)
     found = sorted(path.name for path in directory.glob("*")) if directory.exists() else []
     raise StateError(
         f"no state for host {jax.process_index()} of {jax.process_count()} in {directory}.\n"
@@ -54,6 +62,23 @@ def read_state(directory: Any) -> dict[str, Any]:
 def is_shared(state: dict[str, Any]) -> bool:
     """Whether the state is that of the whole program rather than of one host."""
     return "batch" in state
+
+
+def _joined(of_hosts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One state with the feeds of all hosts.
+
+    Raises:
+        StateError: The hosts saved at different steps, or ran different pipelines.
+    """
+    first = of_hosts[0]
+    for state in of_hosts[1:]:
+        differing = [n for n in first if n != "feeds" and state.get(n) != first[n]]
+        if differing:
+            raise StateError(
+                f"the hosts' states differ in {', '.join(differing)}: they are not of one"
+                " checkpoint.\n  remedy: restore another step."
+            )
+    return {**first, "feeds": {f: e for state in of_hosts for f, e in state["feeds"].items()}}
 
 
 def _own_name() -> str:

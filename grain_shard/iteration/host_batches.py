@@ -1,8 +1,9 @@
 """How this host's batches are produced, and which state goes with each.
 
-Two kinds. `RandomAccess` reads batch k of a `MapDataset`: its position is k, whoever reads it,
+Three kinds. `RandomAccess` reads batch k of a `MapDataset`: its position is k, whoever reads it,
 in whatever thread or process. `Stream` asks an `IterDataset` for its next batch: its position is
-whatever Grain's iterator says after that batch.
+whatever Grain's iterator says after that batch. `HostFeeds`, in a file of its own, joins the rows
+of many streams: its position is that of each.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import grain
-import numpy as np
 from absl import flags
 
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.hosts.ends import Announced
 from grain_shard.hosts.multihost import Rounds
+from grain_shard.hosts.state_json import from_json, to_json
 from grain_shard.iteration.prefetch import Background
 from grain_shard.reading.fetch import Fetches, FetchingMapDataset
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
@@ -33,7 +34,7 @@ class Opened(NamedTuple):
     """A position, and an iterator of each batch from there with the position after it."""
 
     position: Position
-    batches: Background[Any, tuple[Batch, Position]]
+    batches: Iterator[tuple[Batch, Position]]  # with stop() and close()
 
 
 class HostBatches(Protocol):
@@ -131,7 +132,7 @@ class RandomAccess:
         return Opened(start, batches)
 
     def _in_workers(self, ds: grain.MapDataset) -> grain.IterDataset:
-        _let_grain_read_its_flags()
+        let_grain_read_its_flags()
         per_worker = max(1, self._buffer_size // self._num_workers)
         # In a worker, one thread makes the next batch while the last one is being sent.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
@@ -159,7 +160,7 @@ class RandomAccess:
         return batch
 
 
-def _let_grain_read_its_flags() -> None:
+def let_grain_read_its_flags() -> None:
     """Grain reads absl's flags to start a worker, and only absl.app.run parses them (grain#1355).
 
     A plain script, a notebook or pytest never does.
@@ -204,7 +205,7 @@ class Stream:
         return None
 
     def open(self, position: bytes | None, rounds: Rounds | None = None) -> Opened:
-        _let_grain_read_its_flags()  # there may be an .mp_prefetch in the stream
+        let_grain_read_its_flags()  # there may be an .mp_prefetch in the stream
         iterator = iter(self._ds)
         if position is not None:
             try:
@@ -234,11 +235,15 @@ class Stream:
             )
         return batch
 
+    def past_end(self, position: bytes) -> bytes:
+        """The position after a batch for which this host had no row any more."""
+        return position
+
     def place(self, position: bytes) -> None:
         return None  # each host's own
 
     def to_state(self, position: bytes) -> dict[str, Any]:
-        return {"parent": _plain(pickle.loads(position))}
+        return {"parent": to_json(pickle.loads(position))}
 
     def from_state(self, state: dict[str, Any]) -> bytes:
         if not isinstance(state, dict) or set(state) != {"parent"}:
@@ -246,7 +251,7 @@ class Stream:
                 f"this is no state of a stream: {state!r}.\n"
                 "  remedy: restore with the pipeline that saved it."
             )
-        return pickle.dumps(state["parent"])
+        return pickle.dumps(from_json(state["parent"]))
 
 
 class _WithPosition(Iterator[tuple[Batch, bytes]]):
@@ -265,12 +270,3 @@ class _WithPosition(Iterator[tuple[Batch, bytes]]):
 def _position(iterator: grain.DatasetIterator) -> bytes:
     # A copy, since iterators may hand out what they go on to change; pickle is the fastest one.
     return pickle.dumps(iterator.get_state())
-
-
-def _plain(state: Any) -> Any:
-    """The state with numpy scalars as Python's, which JSON can hold."""
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(map(_plain, state))
-    return state.item() if isinstance(state, np.generic) else state

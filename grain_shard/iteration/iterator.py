@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import grain
 
-from grain_shard.errors import AgreementError, ShardingError
+from grain_shard.elastic.host_feeds import HostFeeds
+from grain_shard.errors import AgreementError, ShardingError, describe_error
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.multihost import Rounds, agree
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
@@ -32,15 +33,16 @@ class AcrossHosts:
         hosts: All hosts in the mesh.
         timeout_s: How long one may wait for another, in seconds.
         fields: What must be the same on all of them, besides the batches' shapes.
-        own_rows: The shards of this host if its stream yields only their rows; else None.
-        pads: Whether a stream that has ended goes on with padding until the last one ends.
+        own_rows: The shards of this host if its streams yield only their rows; else None.
+        remainder: Whether a stream that has ended goes on with padding until the last one ends
+            ("pad"), ends the others, or is an error where it has to be the same for all ("error").
     """
 
     hosts: Sequence[int]
     timeout_s: float
     fields: Mapping[str, Any]
     own_rows: Sequence[int] | None
-    pads: bool
+    remainder: str
 
 
 class Placer(Protocol):
@@ -105,13 +107,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._failure, self._rounds = None, rounds
         # The threads must refer to these and not to self, which could never be collected then.
         self._wait, placer = _Wait(), self._placer
-        if across and rounds and isinstance(self._host, Stream):
+        if across and rounds and isinstance(self._host, Stream | HostFeeds):
             batches = AgreedEnd(
                 batches,
                 rounds,
                 position=self._position,
-                pads=across.pads,
+                past_end=self._host.past_end,
+                pads=across.remainder == "pad",
                 same_rows=across.own_rows is None,
+                must_end_together=across.remainder == "error",
                 template=self._host.first,
                 waited_s=self._wait.seconds,
             )
@@ -159,12 +163,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         elif isinstance(error, AgreementError):
             return  # the others know
         elif error is not None:
-            self._rounds.post("start", {"failed": f"{type(error).__name__}: {error}"})
+            self._rounds.post("start", {"failed": describe_error(error)})
             return
         else:
             answer.update(self._placer.describe())
             if self._across.own_rows is not None:
-                answer["local rows"] = [list(self._across.own_rows), self._placer.digest]
+                kind = "feed rows" if isinstance(self._host, HostFeeds) else "local rows"
+                answer[kind] = [list(self._across.own_rows), self._placer.digest]
         try:
             agree(self._rounds, answer)
         except AgreementError as failure:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -38,24 +38,43 @@ def fingerprint(ds: grain.MapDataset, remainder: str) -> Fingerprint:
         transformations. Plain JSON.
     """
     node = _grain.batch_node(ds)
-    nodes = list(_walk(ds))
-    sources = [
-        (_text(n), len(n), [os.path.basename(str(p)) for p in _paths(n)])
-        for n in nodes
-        if not n.parents
-    ]
     return {
         "records": len(node.records) if node else None,
         "global_batch_size": node.global_batch_size if node else None,
         "remainder": remainder,
+        **pipeline_digests(ds),
+    }
+
+
+def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:
+    """A digest each of a dataset's sources, seeds and transformations."""
+    nodes = list(_walk(ds))
+    sources = [
+        (_text(n), _length(n), [os.path.basename(str(p)) for p in _paths(n)])
+        for n in nodes
+        if not n.parents
+    ]
+    return {
         "source": digest(sources),
         "seeds": digest([_grain.seeds(n) for n in nodes]),
         "transforms": digest([(_text(n), _grain.parameters(n)) for n in nodes]),
     }
 
 
-def check_fingerprint(state: Mapping[str, Any], current: Fingerprint) -> None:
+def check_fingerprint(
+    state: Mapping[str, Any],
+    current: Fingerprint,
+    *,
+    kind: str = "a random-access pipeline",
+    keys: Sequence[str] = ("batch",),
+) -> None:
     """Refuses a state that was saved by something else.
+
+    Args:
+        state: The state.
+        current: The fingerprint of what is to go on from it.
+        kind: What that is, for messages.
+        keys: What the state has besides the fingerprint.
 
     Raises:
         StateError: A field of the fingerprint is missing or differs; the message names each.
@@ -64,10 +83,10 @@ def check_fingerprint(state: Mapping[str, Any], current: Fingerprint) -> None:
         raise StateError(
             f"a state is a dict, not {state!r}.\n  remedy: pass what get_state() gave."
         )
-    missing = [name for name in ("batch", *current) if name not in state]
+    missing = [name for name in (*keys, *current) if name not in state]
     if missing:
         raise StateError(
-            "this is no state of a random-access pipeline: it lacks"
+            f"this is no state of {kind}: it lacks"
             f" {', '.join(map(repr, missing))}."
             f"\n  state:  {dict(state)}\n  remedy: pass what get_state() of such an iterator gave."
         )
@@ -86,6 +105,10 @@ def _walk(ds: Any) -> Iterator[Any]:
     yield ds
     for parent in ds.parents:
         yield from _walk(parent)
+
+
+def _length(node: Any) -> int | None:
+    return len(node) if isinstance(node, grain.MapDataset) else None
 
 
 def _text(node: Any) -> str:

@@ -8,6 +8,8 @@ from typing import Any, Literal, NoReturn
 import grain
 import jax
 
+from grain_shard.elastic.feed_batches import FeedBatches
+from grain_shard.elastic.host_feeds import HostFeeds, check_feeds
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.iteration.host_batches import HostBatches, RandomAccess, Stream
 from grain_shard.iteration.iterator import AcrossHosts, ShardedIterator
@@ -41,15 +43,18 @@ class DevicePut:
         shardings: Of every leaf of the batch.
         cpu_buffer_size: Batches that may wait on the host or be in the making there.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
-        num_threads: Threads that each make a batch; None chooses by the machine. `MapDataset` only.
+        num_threads: Threads that each make a batch (`MapDataset`; None chooses by the machine), or
+            that run feeds side by side (`FeedBatches`; None for one).
         num_workers: Grain worker processes that make the batches, if not 0. `MapDataset` only.
         fingerprint: What a saved state must agree with; by default that of the dataset.
         final_shardings: If not None, the shardings to which the devices move each batch as it is
             handed out; `shardings` are then those by which it is read.
         rows: What a stream yields on several hosts: "global" batches, the same on each, or the
             "local" rows of each.
-        remainder: Whether a stream that ends before those of other hosts goes on with padding
-            ("pad") or ends them all.
+        remainder: Whether a stream that ends before those of other hosts, or a feed that ends
+            before others, goes on with padding ("pad") or ends them all.
+        mask_key: The key of the mask, or None for no mask (`FeedBatches`; other batches come with
+            theirs).
         timeout_s: How long one host waits for another, in seconds.
     """
 
@@ -62,6 +67,7 @@ class DevicePut:
     final_shardings: ShardingTree | None = None
     rows: Literal["global", "local"] = "global"
     remainder: Remainder = "pad"
+    mask_key: str | None = "valid_mask"
     timeout_s: float = 60.0
 
     def __post_init__(self):
@@ -94,8 +100,13 @@ class DevicePutIterDataset(grain.IterDataset):
         super().__init__(parent)
         self._put = put
         self._layout = put.shardings.layout()
-        # Fresh arrays come from ShardBatch alone, and only if no other process made them.
-        self._copies = put.num_workers > 0 or not isinstance(parent, ShardBatchMapDataset)
+        # Fresh arrays come from ShardBatch and feeds alone, and only if no other process made them.
+        fresh = isinstance(parent, ShardBatchMapDataset | FeedBatches)
+        self._copies = put.num_workers > 0 or not fresh
+        self._yields_own_rows = put.rows == "local" or isinstance(parent, FeedBatches)
+        if isinstance(parent, FeedBatches):
+            check_feeds(parent, put.shardings.shardings(), put.remainder)
+            _ = parent.fingerprint  # makes feed 0: an error in make_feed is found here
 
     @property
     def settings(self) -> DevicePut:
@@ -134,7 +145,7 @@ class DevicePutIterDataset(grain.IterDataset):
         """What makes this host's batches global."""
         put = self._put
         return Assembler(
-            put.shardings, self._layout, copies=self._copies, digests=put.rows == "local"
+            put.shardings, self._layout, copies=self._copies, digests=self._yields_own_rows
         )
 
     def abstract_batch(self) -> Batch:
@@ -206,15 +217,25 @@ class DevicePutIterDataset(grain.IterDataset):
                 num_threads=put.num_threads,
                 num_workers=put.num_workers,
             )
+        if isinstance(parent, FeedBatches):
+            return HostFeeds(
+                parent,
+                self._layout,
+                remainder=put.remainder,
+                mask_key=put.mask_key,
+                buffer_size=put.cpu_buffer_size,
+                num_threads=put.num_threads,
+            )
         return Stream(parent, buffer_size=put.cpu_buffer_size)
 
     def _across_hosts(self) -> AcrossHosts | None:
-        put, layout = self._put, self._layout
+        put, layout, (parent,) = self._put, self._layout, self.parents
         if layout.num_hosts == 1:
             return None
+        feeds = isinstance(parent, FeedBatches)
         fields = {
-            **(put.fingerprint or {}),
-            "rows": put.rows,
+            **(parent.fingerprint if feeds else put.fingerprint or {}),
+            "rows": "feeds" if feeds else put.rows,
             "remainder": put.remainder,
             "read": "needed" if put.final_shardings is None else "once",
             **(put.final_shardings or put.shardings).describe(),
@@ -223,6 +244,6 @@ class DevicePutIterDataset(grain.IterDataset):
             hosts=put.shardings.hosts(),
             timeout_s=put.timeout_s,
             fields=fields,
-            own_rows=layout.shards if put.rows == "local" else None,
-            pads=put.remainder == "pad",
+            own_rows=layout.shards if self._yields_own_rows else None,
+            remainder=put.remainder,
         )

@@ -1,0 +1,1 @@
+"""Feeds: streams whose batches do not depend on the number of hosts."""

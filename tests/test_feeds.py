@@ -1,0 +1,655 @@
+"""Feeds on one host: which rows, where they end, their state, and what is refused."""
+
+import json
+import queue
+import threading
+
+import grain
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard.elastic.feed_pool import FeedPool, PoolStoppedError
+from grain_shard.elastic.feed_rows import FeedReader
+from grain_shard.elastic.host_feeds import HostFeeds, check_feeds, rows_by_feed
+from grain_shard.sharding.layout import BatchLayout
+from tests import text
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
+
+OPTIONS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+Feed = grain.sharding.ShardOptions
+
+
+def numbers(lengths):
+    """Feed f has ``lengths[f]`` rows: 100 * f, 100 * f + 1, ..."""
+
+    def make_feed(feed):
+        first = 100 * feed.shard_index
+        records = grain.MapDataset.range(first, first + 99).map(lambda i: {"id": np.int32(i)})
+        rows = records.to_iter_dataset(OPTIONS)
+        return rows.filter(lambda row: row["id"] < first + lengths[feed.shard_index])
+
+    return grain_shard.feeds(make_feed, num_feeds=len(lengths))
+
+
+def valid(batches):
+    """The ids of every batch, None for padding."""
+    return [
+        [int(i) if real else None for i, real in zip(b["id"], b["valid_mask"], strict=True)]
+        for b in batches
+    ]
+
+
+# Rows.
+
+BATCHES = [
+    # (rows of each feed, batch size, batches; None is padding)
+    ([2, 2], 2, [[0, 100], [1, 101]]),
+    ([2, 2], 4, [[0, 1, 100, 101]]),
+    ([3, 1], 4, [[0, 1, 100, None], [2, None, None, None]]),
+    ([0, 2], 4, [[None, None, 100, 101]]),
+    ([1, 3, 0, 2], 4, [[0, 100, None, 300], [None, 101, None, 301], [None, 102, None, None]]),
+    ([0, 0], 2, []),
+]
+
+
+@pytest.mark.parametrize(("lengths", "global_batch_size", "batches"), BATCHES)
+def test_rows_belong_to_feeds_in_order_and_each_feed_pads_its_own(
+    lengths, global_batch_size, batches
+):
+    ds = numbers(lengths).batch(global_batch_size)
+    assert valid(ds.shard_to(data_mesh(2))) == batches
+
+
+@pytest.mark.parametrize(("lengths", "global_batch_size", "batches"), BATCHES)
+def test_iterated_alone_they_are_the_same_batches_without_the_padding(
+    lengths, global_batch_size, batches
+):
+    ds = numbers(lengths).batch(global_batch_size)
+    rows = [[i for i in batch if i is not None] for batch in batches]
+    assert [batch["id"].tolist() for batch in ds] == rows
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(["pad", "drop"]),
+)
+def test_padded_or_dropped_no_row_comes_twice_and_with_pad_each_comes_once(
+    lengths, feed_batch_size, num_threads, remainder
+):
+    ds = numbers(lengths).batch(feed_batch_size * len(lengths))
+    batches = list(ds.shard_to(data_mesh(1), remainder=remainder, num_threads=num_threads))
+    seen = [i for batch in ids(batches) for i in batch]
+    shortest = min(lengths) // feed_batch_size * feed_batch_size
+    expected = [
+        [100 * feed + i for i in range(length if remainder == "pad" else shortest)]
+        for feed, length in enumerate(lengths)
+    ]
+    assert sorted(seen) == [i for of_feed in expected for i in of_feed]
+    assert {batch["id"].shape for batch in batches} <= {(feed_batch_size * len(lengths),)}
+
+
+def test_with_error_feeds_have_to_end_together():
+    together = numbers([4, 4]).batch(4).shard_to(data_mesh(2), remainder="error")
+    assert ids(together) == [[0, 1, 100, 101], [2, 3, 102, 103]]
+    apart = iter(numbers([4, 3]).batch(4).shard_to(data_mesh(2), remainder="error"))
+    assert ids([next(apart)]) == [[0, 1, 100, 101]]
+    with pytest.raises(grain_shard.ShardingError, match="feed 1 has 1 rows left, of the 2"):
+        next(apart)
+
+
+def test_shards_that_do_not_divide_the_batch_get_rows_of_padding():
+    ds = numbers([2, 2, 2]).batch(6).shard_to(data_mesh(4))
+    assert valid(ds) == [[0, 1, 100, 101, 200, 201, None, None]]
+
+
+def test_a_host_takes_of_each_feed_the_rows_that_it_holds():
+    ds = numbers([9] * 4).batch(16)
+    table = {  # shards of 8: the feeds and, of each, which of its 4 rows
+        (0, 1): {0: [0, 1, 2, 3]},
+        (3,): {1: [2, 3]},
+        (3, 4): {1: [2, 3], 2: [0, 1]},
+        (0, 7): {0: [0, 1], 3: [2, 3]},
+    }
+    for shards, rows in table.items():
+        assert rows_by_feed(ds, BatchLayout(divisor=8, shards=shards)) == rows
+
+
+def test_every_leaf_has_its_place_whatever_its_rank_and_text_stays_on_the_host():
+    def make_feed(feed):
+        return (
+            grain.MapDataset.range(2)
+            .map(
+                lambda i: {
+                    "image": np.full((2, 3), 10 * feed.shard_index + i, np.float32),
+                    "label": i,
+                    "name": "x" * (feed.shard_index + 1),
+                }
+            )
+            .to_iter_dataset(OPTIONS)
+        )
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(4)
+    (batch,) = ds.shard_to(data_mesh(4), {"image": P("data"), "label": P("data"), "name": P()})
+    assert batch["image"].shape == (4, 2, 3)
+    assert np.asarray(batch["image"])[:, 1, 1].tolist() == [0, 1, 10, 11]
+    assert np.asarray(batch["label"]).tolist() == [0, 1, 0, 1]
+    assert batch["name"].tolist() == ["x", "x", "xx", "xx"]
+
+
+def test_without_a_mask_any_tree_will_do():
+    def make_feed(feed):
+        return (
+            grain.MapDataset.range(3).map(lambda i: (i, feed.shard_index)).to_iter_dataset(OPTIONS)
+        )
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(4)
+    batches = [
+        jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, b))
+        for b in ds.shard_to(data_mesh(2), mask_key=None)
+    ]
+    assert batches == [([0, 1, 0, 1], [0, 0, 1, 1]), ([2, 0, 2, 0], [0, 0, 1, 0])]
+
+
+# Real pipelines.
+
+
+@pytest.mark.parametrize("over", ["IterDataset", "MapDataset"])
+def test_mixing_with_weights_keeps_the_weights_in_every_feed(over):
+    a, b = (
+        grain.MapDataset.range(n, n + 300).map(lambda i: {"id": np.int32(i)}) for n in (0, 1000)
+    )
+
+    def make_feed(feed):
+        part = slice(feed.shard_index, None, feed.shard_count)
+        if over == "MapDataset":
+            return grain.MapDataset.mix([a, b], weights=[3, 1])[part].to_iter_dataset(OPTIONS)
+        streams = [ds[part].to_iter_dataset(OPTIONS) for ds in (a, b)]
+        return grain.IterDataset.mix(streams, weights=[3, 1])
+
+    batches = list(grain_shard.feeds(make_feed, num_feeds=4).batch(64).shard_to(data_mesh(8)))
+    for batch in batches[:4]:
+        by_feed = np.asarray(batch["id"]).reshape(4, 16)
+        if over == "IterDataset":
+            assert ((by_feed >= 1000).sum(axis=1) == 4).all()
+        assert (by_feed >= 1000).sum() == 16
+    rows = [i for batch in ids(batches) for i in batch]
+    assert len(rows) == len(set(rows)) >= 396
+
+
+def test_a_source_with_fewer_records_than_feeds_leaves_some_without_a_row():
+    def make_feed(feed):
+        records = grain.MapDataset.range(3)[feed.shard_index :: feed.shard_count]
+        rows = records.seed(1).shuffle().map(lambda i: {"id": np.int32(i)})
+        return rows.to_iter_dataset(OPTIONS)
+
+    assert valid(grain_shard.feeds(make_feed, num_feeds=8).batch(8).shard_to(data_mesh(8))) == [
+        [0, 1, 2, None, None, None, None, None]
+    ]
+
+
+PACKERS = {
+    "first fit": lambda ds: grain.experimental.FirstFitPackIterDataset(
+        ds, length_struct={"tokens": 128, "document": 128}, num_packing_bins=6
+    ),
+    "best fit": lambda ds: grain.experimental.BestFitPackIterDataset(
+        ds, length_struct={"tokens": 128, "document": 128}, num_packing_bins=6
+    ),
+    "concat then split": lambda ds: grain.experimental.ConcatThenSplitIterDataset(
+        ds, length_struct={"tokens": 128, "document": 128}
+    ),
+    "window shuffle": lambda ds: grain.experimental.WindowShuffleIterDataset(
+        PACKERS["first fit"](ds), window_size=5, seed=3
+    ),
+}
+
+
+@pytest.mark.parametrize("packer", PACKERS.values(), ids=PACKERS)
+def test_from_each_midpoint_the_same_packed_batches_follow(packer):
+    feeds = grain_shard.feeds(lambda feed: packer(text.mixed(feed)), num_feeds=4)
+    ds = feeds.batch(8).shard_to(data_mesh(4))
+    with iter(ds) as batches:
+        states, whole = [batches.get_state()], []
+        for batch in batches:
+            whole.append(jax.tree.map(np.asarray, batch))
+            states.append(json.loads(json.dumps(batches.get_state())))
+            if len(whole) == 12:
+                break
+    for step in (0, 1, 2, 3, 5, 8, 11):
+        with iter(ds) as batches:
+            batches.set_state(states[step])
+            for expected, state in zip(whole[step:], states[step + 1 :], strict=True):
+                assert_equal(next(batches), expected)
+                assert json.loads(json.dumps(batches.get_state())) == state
+
+
+@pytest.mark.slow
+def test_a_feed_may_run_in_a_worker_process_of_its_own():
+    def make_feed(feed):
+        return text.packed(feed).mp_prefetch(grain.MultiprocessingOptions(num_workers=1))
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(4).shard_to(data_mesh(2))
+    expected = grain_shard.feeds(text.packed, num_feeds=2).batch(4).shard_to(data_mesh(2))
+    expected_batches = iter(expected)
+    with iter(ds) as batches:
+        for _ in range(3):
+            assert_equal(next(batches), next(expected_batches))
+        state = json.loads(json.dumps(batches.get_state()))
+    with expected_batches, iter(ds) as batches:
+        batches.set_state(state)
+        assert_equal(next(batches), next(expected_batches))
+
+
+def assert_equal(batch, expected):
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(batch[name], leaf)
+
+
+# States.
+
+
+def test_the_state_is_small_plain_json_with_an_entry_for_each_feed():
+    ds = grain_shard.feeds(text.packed, num_feeds=8).batch(16)
+    with iter(ds.shard_to(data_mesh(8))) as batches:
+        for _ in range(5):
+            next(batches)
+        state = batches.get_state()
+    assert json.loads(json.dumps(state)) == state
+    assert state["step"] == 5
+    assert list(state["feeds"]) == [str(feed) for feed in range(8)]
+    assert max(len(json.dumps(entry)) for entry in state["feeds"].values()) < 200
+
+
+def test_a_state_goes_from_the_mesh_to_plain_iteration_and_back():
+    ds = numbers([6, 5, 7, 4]).batch(8)
+    with iter(ds.shard_to(data_mesh(8))) as batches:
+        next(batches)
+        state = batches.get_state()
+        rest = ids(batches)
+    alone = iter(ds)
+    alone.set_state(json.loads(json.dumps(state)))
+    assert [batch["id"].tolist() for batch in alone] == rest
+    alone.set_state(state)
+    next(alone)
+    with iter(ds.shard_to(data_mesh(2))) as batches:
+        batches.set_state(json.loads(json.dumps(alone.get_state())))
+        assert ids(batches) == rest[1:]
+
+
+def test_a_hosts_state_may_be_joined_by_hand_and_hold_more_than_its_feeds():
+    ds = numbers([6, 5, 7, 4]).batch(8)
+    with iter(ds.shard_to(data_mesh(1))) as batches:
+        next(batches)
+        state = batches.get_state()
+    of_hosts = [
+        {**state, "feeds": {f: entry for f, entry in state["feeds"].items() if f in feeds}}
+        for feeds in (("0", "1"), ("2", "3"))
+    ]
+    with iter(ds.shard_to(data_mesh(1))) as batches:
+        with pytest.raises(grain_shard.StateError, match="no entry for feeds 2, 3"):
+            batches.set_state(of_hosts[0])
+        assert batches.get_state()["step"] == 0, "a refused state changes nothing"
+        joined = {**of_hosts[0], "feeds": of_hosts[0]["feeds"] | of_hosts[1]["feeds"] | {"9": {}}}
+        batches.set_state(joined)
+        assert batches.get_state() == state
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (numbers([9] * 8).batch(8), "num_feeds"),
+        (numbers([9] * 4).batch(16), "global_batch_size"),
+        (grain_shard.feeds(text.packed, num_feeds=4).batch(8), "source, seeds, transforms"),
+    ],
+)
+def test_a_state_of_other_feeds_is_refused(other, field):
+    with iter(other.shard_to(data_mesh(4))) as batches:
+        state = batches.get_state()
+    with (
+        iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches,
+        pytest.raises(grain_shard.StateError, match=f"another pipeline: {field} changed"),
+    ):
+        batches.set_state(state)
+
+
+@pytest.mark.parametrize("state", [{}, {"batch": 3}, {"parent": {}}, [], None])
+def test_what_is_no_state_of_feeds_is_refused(state):
+    with (
+        iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches,
+        pytest.raises(grain_shard.StateError),
+    ):
+        batches.set_state(state)
+
+
+def test_an_entry_that_the_feed_cannot_take_names_the_feed():
+    with iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches:
+        state = batches.get_state()
+        state["feeds"]["2"] = {"state": {"something": "else"}}
+        batches.set_state(state)
+        with pytest.raises(grain_shard.StateError, match="cannot take this state") as refusal:
+            next(batches)
+    assert "grain_shard: in feed 2 of 4" in refusal.value.__notes__
+
+
+# Threads, memory, errors.
+
+
+class Counted:
+    """Feeds that count what was taken of them; one may have to wait for its release."""
+
+    def __init__(self, slow=None):
+        self.taken = [0] * 4
+        self.release = threading.Semaphore(0)
+        self._slow = slow
+
+    def make_feed(self, feed):
+        def row(i):
+            if feed.shard_index == self._slow:
+                assert self.release.acquire(timeout=HANG_S), "hangs"
+            self.taken[feed.shard_index] += 1
+            return {"id": np.int32(i)}
+
+        return grain.MapDataset.range(1000).map(row).to_iter_dataset(OPTIONS)
+
+    def batches(self, **options):
+        return (
+            grain_shard.feeds(self.make_feed, num_feeds=4)
+            .batch(8)
+            .shard_to(data_mesh(2), cpu_buffer_size=3, device_buffer_size=2, **options)
+        )
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_fast_feeds_wait_for_a_slow_one(num_threads):
+    counted = Counted(slow=1)
+    with iter(counted.batches(num_threads=num_threads)) as batches:
+        batches.start_prefetch()
+        for step in range(4):
+            counted.release.release(2)  # the slow feed's rows of one batch
+            next(batches)
+            rows = 2 * (step + 1)
+            assert counted.taken[1:] == [rows] * 3
+            # Each thread is ahead by one batch at most, in the feed before the slow one.
+            assert rows <= counted.taken[0] <= rows + 2 * num_threads
+        counted.release.release(1000)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_no_feed_is_read_farther_ahead_than_the_buffers_go(num_threads):
+    counted = Counted()
+    with iter(counted.batches(num_threads=num_threads)) as batches:
+        for step in range(1, 5):
+            next(batches)
+            eventually(lambda: min(counted.taken) >= 2 * (step + 3 + 2))
+            assert counted.taken == [2 * (step + 3 + 2)] * 4
+    threads = [t for t in threading.enumerate() if t.name.startswith("grain-shard")]
+    for thread in threads:
+        thread.join(60)
+    assert counted.taken == [2 * (4 + 3 + 2)] * 4
+
+
+class SilentRounds:
+    """Stands for other hosts, to which this one announces its batches."""
+
+    def __init__(self):
+        self.answers, self.posted = [], queue.SimpleQueue()
+
+    def post(self, round_, answer):
+        self.answers.append((round_, answer))
+
+
+def with_other_hosts(make_feed, *, buffer_size, num_threads=1):
+    """This host's batches and the rounds in which it announces them."""
+    host = HostFeeds(
+        grain_shard.feeds(make_feed, num_feeds=4).batch(8),
+        BatchLayout(divisor=4, shards=(0, 1, 2, 3)),
+        remainder="pad",
+        mask_key="valid_mask",
+        buffer_size=buffer_size,
+        num_threads=num_threads,
+    )
+    rounds = SilentRounds()
+    return host.open(None, rounds).batches, rounds
+
+
+@pytest.mark.parametrize(("buffer_size", "num_threads"), [(2, 1), (4, 1), (4, 3), (3, 8)])
+def test_with_other_hosts_batches_are_announced_ahead_and_bounded_as_well(buffer_size, num_threads):
+    counted = Counted()
+    batches, rounds = with_other_hosts(
+        counted.make_feed, buffer_size=buffer_size, num_threads=num_threads
+    )
+    for step in range(1, 5):
+        next(batches)
+        eventually(lambda: min(counted.taken) >= 2 * (step + buffer_size))
+        assert counted.taken == [2 * (step + buffer_size)] * 4
+    announced = [(str(k), ["batch", ""] if k == 0 else "batch") for k in range(len(rounds.answers))]
+    assert rounds.answers == announced
+    assert len(announced) > 4
+    batches.close()
+
+
+def test_stopped_it_waits_for_no_feed_that_waits_itself():
+    counted = Counted(slow=1)
+    batches, _ = with_other_hosts(counted.make_feed, buffer_size=2)
+    consumer = threading.Thread(target=lambda: next(batches, None))
+    consumer.start()
+    eventually(lambda: counted.taken[0] == 2)  # and so the thread is in feed 1, or almost
+    batches.stop()
+    consumer.join(HANG_S)
+    eventually(lambda: not [t for t in background_threads() if "host" in t.name])
+    counted.release.release(1000)
+    batches.close()
+
+
+class Odd(BaseException):
+    """Neither an Exception nor one of Python's own."""
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Odd])
+def test_a_feed_that_raises_is_named_after_the_batches_before(error, num_threads):
+    def make_feed(feed):
+        def row(i):
+            if (feed.shard_index, i) == (2, 5):
+                raise error("five")
+            return {"id": np.int32(100 * feed.shard_index + i)}
+
+        return grain.MapDataset.range(50).map(row).to_iter_dataset(OPTIONS)
+
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    with iter(ds.shard_to(data_mesh(4), num_threads=num_threads)) as batches:
+        assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
+        for _ in range(2):
+            with pytest.raises(error, match="five") as raised:
+                next(batches)
+            assert raised.value.__notes__.count("grain_shard: in feed 2 of 4") == 1
+        assert batches.get_state()["step"] == 2
+
+
+def test_a_batch_that_is_in_the_making_is_made_though_the_next_one_fails():
+    inside, release = threading.Event(), threading.Event()
+
+    def make_feed(feed):
+        def row(i):
+            if (feed.shard_index, i) == (0, 1):
+                raise ValueError("in batch 1")
+            if (feed.shard_index, i) == (1, 0):
+                inside.set()
+                wait(release)
+            return {"id": np.int32(10 * feed.shard_index + i)}
+
+        return grain.MapDataset.range(9).map(row).to_iter_dataset(OPTIONS)
+
+    ds = grain_shard.feeds(make_feed, num_feeds=3).batch(3)
+    pool, made = FeedPool(ds, {0: {}, 1: {}, 2: {}}), []
+    thread = threading.Thread(target=lambda: made.extend(pool.take(0)))
+    thread.start()
+    wait(inside)
+    with pytest.raises(ValueError, match="in batch 1"):
+        pool.take(1)
+    with pytest.raises(PoolStoppedError):
+        pool.take(2)
+    release.set()
+    thread.join(HANG_S)
+    assert [int(piece.rows[0]["id"]) for piece in made] == [0, 10, 20]
+    pool.close()
+
+
+def test_a_readers_pipeline_is_closed_when_its_feed_ends_and_when_the_iterator_is():
+    closed = []
+
+    opened = []  # kept, as Grain closes what is collected
+
+    class Closing(grain.IterDataset):
+        def __init__(self, feed, rows):
+            super().__init__()
+            self.feed, self.rows = feed, rows
+
+        def __iter__(self):
+            opened.append(ClosingIterator(self))
+            return opened[-1]
+
+    class ClosingIterator(grain.DatasetIterator):
+        def __init__(self, ds):
+            super().__init__()
+            self.ds, self.given = ds, 0
+
+        def __next__(self):
+            if self.given == self.ds.rows:
+                raise StopIteration
+            self.given += 1
+            return {"id": np.int32(self.given)}
+
+        def get_state(self):
+            return {"given": self.given}
+
+        def set_state(self, state):
+            self.given = state["given"]
+
+        def close(self):
+            closed.append(self.ds.feed)
+
+    feeds = grain_shard.feeds(
+        lambda feed: Closing(feed.shard_index, [2, 1000][feed.shard_index]), num_feeds=2
+    )
+    with iter(feeds.batch(2).shard_to(data_mesh(2))) as batches:
+        for _ in range(5):
+            next(batches)
+        assert set(closed) == {0}
+    assert set(closed) == {0, 1}
+
+
+def test_a_reader_takes_what_there_is_and_says_where_it_stands():
+    ds = grain.MapDataset.range(3).to_iter_dataset(OPTIONS)
+    reader = FeedReader(lambda: ds, {})
+    assert reader.entry() == {}
+    assert reader.take(2) == [0, 1]
+    entry = reader.entry()
+    assert (reader.take(2), reader.entry(), reader.take(2)) == ([2], {"ended": True}, [])
+    assert FeedReader(lambda: ds, entry).take(5) == [2]
+    assert FeedReader(lambda: pytest.fail("opened"), {"ended": True}).take(5) == []
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        ({"id": np.int64(0)}, r"batch\['id'\]: a row of feed 1 has another shape or dtype"),
+        ({"id": np.zeros(2, np.int32)}, r"batch\['id'\]: a row of feed 1 has another shape"),
+        ({"other": np.int32(0)}, "a row of feed 1 is another tree than the first row"),
+        ({"id": None}, r"batch\['id'\]: the leaf holds Python objects"),
+    ],
+)
+def test_a_row_unlike_the_others_is_refused(second, problem):
+    def make_feed(feed):
+        return grain.MapDataset.source(
+            [[{"id": np.int32(0)}, second][feed.shard_index]]
+        ).to_iter_dataset(OPTIONS)
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(2)
+    for batches in (ds, ds.shard_to(data_mesh(2))):
+        with pytest.raises(grain_shard.ShardingError, match=problem):
+            list(batches)
+
+
+REFUSED = {
+    "no feeds": (lambda: numbers([]), "num_feeds=0 is not an integer of at least 1"),
+    "no function": (lambda: grain_shard.feeds([1], num_feeds=1), "a list cannot make a feed"),
+    "batch": (lambda: numbers([9] * 3).batch(8), "use a batch size of 6 or 9, or"),
+    "small batch": (lambda: numbers([9] * 3).batch(2), "use a batch size of 3, or a number"),
+    "rows": (
+        lambda: numbers([9] * 4).batch(8).shard_to(data_mesh(4), rows="local"),
+        "leave rows out",
+    ),
+    "workers": (
+        lambda: numbers([9] * 4).batch(8).shard_to(data_mesh(4), num_workers=2),
+        "of feeds: in make_feed",
+    ),
+    "shards": (
+        lambda: numbers([9] * 3).batch(6).shard_to(data_mesh(4), remainder="drop"),
+        'use a batch size of 8, or remainder="pad"',
+    ),
+    "no dataset": (
+        lambda: grain_shard.feeds(lambda feed: [feed], num_feeds=4).batch(8).shard_to(data_mesh(4)),
+        "make_feed returned a list",
+    ),
+    "random access": (
+        lambda: list(grain_shard.feeds(lambda f: grain.MapDataset.range(3), num_feeds=1).batch(1)),
+        "make_feed returned a RangeMapDataset",
+    ),
+    "slices": (lambda: numbers([9] * 3).batch(6).set_slice(slice(1)), "call .mp_prefetch in make"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_work_is_refused_with_a_remedy(build, message):
+    with pytest.raises(grain_shard.ShardingError, match=message):
+        list(build())
+
+
+def test_an_error_in_make_feed_is_found_when_the_pipeline_is_built():
+    def make_feed(feed):
+        raise FileNotFoundError("no such file")
+
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    with pytest.raises(FileNotFoundError) as error:
+        ds.shard_to(data_mesh(4))
+    assert error.value.__notes__ == ["grain_shard: in feed 0 of 4"]
+
+
+def test_hosts_are_refused_that_feeds_cannot_serve(monkeypatch):
+    """Eight devices of as many hosts, as `shards_by_host` would see them."""
+    from grain_shard.elastic import host_feeds
+
+    by_host = {host: (host,) for host in range(8)}
+    monkeypatch.setattr(host_feeds, "shards_by_host", lambda shardings: (8, by_host))
+    shardings = [jax.sharding.NamedSharding(data_mesh(8), P("data"))]
+    check_feeds(numbers([9] * 8).batch(8), shardings, "pad")
+    with pytest.raises(grain_shard.ShardingError, match="4 feeds are too few for 8 hosts"):
+        check_feeds(numbers([9] * 4).batch(8), shardings, "pad")
+    with pytest.raises(grain_shard.ShardingError, match="host 5 would hold nothing but padding"):
+        check_feeds(numbers([9] * 10).batch(10), shardings, "pad")
+
+
+def test_a_map_after_batch_makes_an_ordinary_stream_of_all_feeds():
+    ds = numbers([2, 2]).batch(4).map(lambda batch: {"id": batch["id"] * 2})
+    assert ids(ds.shard_to(data_mesh(2))) == [[0, 2, 200, 202]]
+
+
+def test_two_axes_and_a_sequence_axis():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "seq"))
+    ds = grain_shard.feeds(text.packed, num_feeds=2).batch(4)
+    with iter(ds.shard_to(mesh, P("data", "seq"))) as batches:
+        batch = next(batches)
+    assert batch["tokens"].sharding.shard_shape((4, 128)) == (2, 32)
+    assert batch["valid_mask"].sharding.shard_shape((4,)) == (2,)

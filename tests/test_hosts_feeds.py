@@ -1,0 +1,431 @@
+"""Feeds on 1, 2 and 4 hosts: the same global batches, from filtered, mixed and packed real text.
+
+Also when the run goes from 4 hosts to 2, to 1, and to 4 again, in the middle of the epoch and of
+packing; and what becomes of a run in which a feed fails or has nothing to give.
+
+The functions named ``case_...`` run on two hosts, one after the other in one set of processes.
+"""
+
+import hashlib
+import itertools
+import json
+import traceback
+from pathlib import Path
+
+import grain
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import rehearse
+from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+from tests import text
+
+pytestmark = pytest.mark.slow
+
+GLOBAL_BATCH_SIZE, NUM_DEVICES = 16, 8
+
+
+def sharded(shape, axes, spec, num_feeds=8, second_axis_over_hosts=False, **options):
+    """The batches of text on a mesh of all devices."""
+    devices = np.array(jax.devices())
+    devices = devices.reshape(shape[::-1]).T if second_axis_over_hosts else devices.reshape(shape)
+    ds = grain_shard.feeds(text.packed, num_feeds=num_feeds).batch(GLOBAL_BATCH_SIZE)
+    return ds.shard_to(Mesh(devices, axes), spec, timeout_s=60, **options)
+
+
+DATA = {"shape": (8,), "axes": ("data",), "spec": P("data")}
+MODEL = {"shape": (4, 2), "axes": ("data", "model"), "spec": P("data")}
+SEQ = {"shape": (4, 2), "axes": ("data", "seq"), "spec": P("data", "seq")}
+MESHES = {
+    "data": DATA,
+    "half a feed a shard": {**DATA, "num_feeds": 4},
+    "data, model": MODEL,
+    "model over hosts, read on each": {**MODEL, "second_axis_over_hosts": True, "read": "needed"},
+    "model over hosts, read once": {**MODEL, "second_axis_over_hosts": True, "read": "once"},
+    "data, seq": SEQ,
+    "seq over hosts": {**SEQ, "second_axis_over_hosts": True},
+}
+
+
+# On the hosts.
+
+
+def whole(batch):
+    """The global batch as numpy arrays, on every host."""
+    return {name: multihost_utils.process_allgather(x, tiled=True) for name, x in batch.items()}
+
+
+def digest(batch):
+    leaves = [(name, str(batch[name].dtype), batch[name].tobytes()) for name in sorted(batch)]
+    return hashlib.sha256(repr(leaves).encode()).hexdigest()[:16]
+
+
+def digests_on_all_meshes():
+    found = {}
+    for name, mesh in MESHES.items():
+        with iter(sharded(**mesh)) as batches:
+            found[name] = [digest(whole(batch)) for batch in batches]
+    return found
+
+
+# The expectation: plain Grain, feed by feed, in one process.
+
+
+def expected_batches(num_feeds):
+    """The global batches with their masks, by the definition of feeds."""
+    feed_batch_size = GLOBAL_BATCH_SIZE // num_feeds
+    of_feeds = [
+        list(text.packed(grain.sharding.ShardOptions(feed, num_feeds))) for feed in range(num_feeds)
+    ]
+    zeros = {name: np.zeros_like(leaf) for name, leaf in of_feeds[0][0].items()}
+    for batch in range(max(-(-len(rows) // feed_batch_size) for rows in of_feeds)):
+        rows, valid = [], []
+        for of_feed in of_feeds:
+            own = of_feed[batch * feed_batch_size : (batch + 1) * feed_batch_size]
+            missing = feed_batch_size - len(own)
+            rows += own + [zeros] * missing
+            valid += [True] * len(own) + [False] * missing
+        stacked = {name: np.stack([row[name] for row in rows]) for name in zeros}
+        yield {**stacked, "valid_mask": np.array(valid)}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {n: [digest(batch) for batch in expected_batches(n)] for n in (4, 8)}
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_the_global_batches_are_the_same_on_any_hosts_and_mesh(hosts, expected):
+    of_hosts = rehearse.run(
+        digests_on_all_meshes, hosts=hosts, devices_per_host=NUM_DEVICES // hosts, timeout_s=240
+    )
+    for found in of_hosts:
+        for name, mesh in MESHES.items():
+            assert found[name] == expected[mesh.get("num_feeds", 8)], name
+    assert len(expected[8]) > 30
+
+
+# From 4 hosts to 2, to 1, to 4.
+
+APIS = ("manager", "v1")
+# Hosts, and the batches until the save. No number of them is one at which a feed's bins, of which
+# there are 6, are all used up: a feed gives 2 rows to a batch.
+JOBS = [(4, 7), (2, 4), (1, 8), (4, None)]
+
+
+def run_job(job, directory):
+    """Goes on from the checkpoint of the job before, by each of Orbax's interfaces."""
+    reports = {}
+    for api in APIS:
+        with iter(sharded(**(SEQ if job == 1 else DATA))) as batches:
+            if job % 2:
+                next(batches)  # restore into one that is in use
+            if job:
+                restore(api, Path(directory), job - 1, batches)
+            restored = batches.get_state()
+            taken = [whole(batch) for batch in itertools.islice(batches, JOBS[job][1])]
+            saved = batches.get_state()
+            if JOBS[job][1] is not None:
+                save(api, Path(directory), job, batches)
+        tokens = [text.tokens_of(batch) for batch in taken]
+        reports[api] = ([digest(batch) for batch in taken], tokens, restored, saved)
+    return reports
+
+
+def save(api, directory, job, batches):
+    if api == "v1":
+        ocp_v1.save_checkpointables(directory / f"v1-{job}", {"data": batches})
+        return
+    with ocp.CheckpointManager(directory / "manager") as manager:
+        manager.save(job, args=ocp.args.Composite(data=CheckpointSave(batches)))
+        manager.wait_until_finished()
+
+
+def restore(api, directory, job, batches):
+    if api == "v1":
+        ocp_v1.load_checkpointables(directory / f"v1-{job}", {"data": batches})
+        return
+    with ocp.CheckpointManager(directory / "manager") as manager:
+        manager.restore(job, args=ocp.args.Composite(data=CheckpointRestore(batches)))
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """What each host of each job reports."""
+    directory = str(tmp_path_factory.mktemp("checkpoints"))
+    return [
+        rehearse.run(
+            run_job, job, directory, hosts=hosts, devices_per_host=8 // hosts, timeout_s=120
+        )
+        for job, (hosts, _) in enumerate(JOBS)
+    ]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_saved_on_4_hosts_it_goes_on_with_the_same_batches_on_2_on_1_and_on_4(jobs, api, expected):
+    for host in range(4):
+        of_host = [of_hosts[host % len(of_hosts)][api][0] for of_hosts in jobs]
+        assert list(itertools.chain(*of_host)) == expected[8]
+        assert [len(batches) for batches in of_host[:-1]] == [7, 4, 8]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_each_token_of_each_document_is_trained_on_exactly_once(jobs, api):
+    trained = [t for of_hosts in jobs for batch in of_hosts[0][api][1] for t in batch]
+    documents = [
+        document
+        for feed in range(8)
+        for document in text.mixed(grain.sharding.ShardOptions(feed, 8))
+    ]
+    assert sorted(trained) == sorted(
+        (int(document["document"][0]), position, int(token))
+        for document in documents
+        for position, token in enumerate(document["tokens"])
+    )
+    assert len(trained) > 50_000
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_checkpoint_holds_one_entry_for_each_feed_saved_by_a_host_that_runs_it(jobs, api):
+    for (hosts, _), of_hosts in zip(JOBS[:-1], jobs, strict=False):
+        saved = [report[api][3]["feeds"] for report in of_hosts]
+        feeds_of_host = 8 // hosts
+        for host, feeds in enumerate(saved):
+            first = host * feeds_of_host
+            assert list(feeds) == [str(feed) for feed in range(first, first + feeds_of_host)]
+            assert any(entry["state"]["next_row"] for entry in feeds.values()), "bins half used up"
+    for report in jobs[-1]:
+        assert report[api][2]["step"] == 19
+
+
+# Two hosts: what can go wrong.
+
+
+def run_cases(cases):
+    """What this host returned in each case; the traceback of one that failed."""
+    results = {}
+    for case in cases:
+        try:
+            results[case.__name__] = case(jax.process_index())
+        except Exception:
+            results[case.__name__] = traceback.format_exc()
+    return results
+
+
+def numbers(feed, lengths):
+    """Rows that say their feed and their place in it; 100 * feed + place."""
+    first = 100 * feed.shard_index
+    records = grain.MapDataset.range(first, first + 30).map(lambda i: {"id": np.int32(i)})
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    rows = records.to_iter_dataset(options)
+    return rows.filter(lambda row: row["id"] < first + lengths[feed.shard_index])
+
+
+def on_two_hosts(make_feed, num_feeds=4, **options):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    return (
+        grain_shard.feeds(make_feed, num_feeds=num_feeds)
+        .batch(8)
+        .shard_to(mesh, timeout_s=20, **options)
+    )
+
+
+def outcome(ds, state=None):
+    """The valid ids of each global batch; the error that ended it, if one did."""
+    result = {"batches": [], "states": [], "error": None}
+    with iter(ds) as batches:
+        if state is not None:
+            batches.set_state(state)
+        try:
+            for batch in batches:
+                batch = whole(batch)
+                result["batches"].append(batch["id"][batch["valid_mask"]].tolist())
+                result["states"].append(json.loads(json.dumps(batches.get_state())))
+        except Exception as error:
+            result["error"] = type(error).__name__, str(error), getattr(error, "__notes__", [])
+            failure = error
+        if result["error"]:
+            with pytest.raises(type(failure)) as again:
+                next(batches)
+            assert again.value is failure
+    return result
+
+
+def case_uneven(host):
+    """Feeds 0 and 1 are host 0's, 2 and 3 host 1's, and end first."""
+    return outcome(on_two_hosts(lambda feed: numbers(feed, [3, 5, 0, 1])))
+
+
+def case_uneven_states(host):
+    """What follows each state of this host."""
+    ds = on_two_hosts(lambda feed: numbers(feed, [3, 5, 0, 1]))
+    states = outcome(ds)["states"]
+    return [outcome(ds, state)["batches"] for state in states], states
+
+
+def case_a_host_without_a_row(host):
+    return outcome(on_two_hosts(lambda feed: numbers(feed, [0, 0, 3, 2])))
+
+
+def case_no_row_at_all(host):
+    return outcome(on_two_hosts(lambda feed: numbers(feed, [0, 0, 0, 0])))
+
+
+def case_drop(host):
+    ds = on_two_hosts(lambda feed: numbers(feed, [6, 6, 6, 5]), remainder="drop")
+    return outcome(ds)
+
+
+def case_error(host):
+    ds = on_two_hosts(lambda feed: numbers(feed, [6, 6, 6, 5]), remainder="error")
+    return outcome(ds)
+
+
+def case_error_of_a_whole_host(host):
+    ds = on_two_hosts(lambda feed: numbers(feed, [6, 6, 4, 4]), remainder="error")
+    return outcome(ds)
+
+
+def raising(feed):
+    def check(row):
+        if row["id"] == 304:
+            raise ValueError("a bad row")
+        return row
+
+    return numbers(feed, [30] * 4).map(check)
+
+
+def case_a_feed_raises(host):
+    return outcome(on_two_hosts(raising))
+
+
+def not_made(feed):
+    if feed.shard_index == 2:
+        raise FileNotFoundError("no such shard")
+    return numbers(feed, [30] * 4)
+
+
+def case_a_feed_cannot_be_made(host):
+    return outcome(on_two_hosts(not_made))
+
+
+def case_hosts_disagree_on_the_number_of_feeds(host):
+    return outcome(on_two_hosts(lambda feed: numbers(feed, [30] * 8), num_feeds=[4, 8][host]))
+
+
+def case_too_few_feeds(host):
+    with pytest.raises(grain_shard.ShardingError) as refusal:
+        on_two_hosts(raising, num_feeds=1)
+    return str(refusal.value)
+
+
+def case_a_feed_depends_on_its_host(host):
+    """A model axis over the hosts: both run all feeds, and must get the same."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("model", "data"))
+    ds = grain_shard.feeds(
+        lambda feed: numbers(feed, [30] * 4).map(lambda row: {"id": row["id"] + np.int32(host)}),
+        num_feeds=4,
+    )
+    return outcome(ds.batch(8).shard_to(mesh, read="needed", timeout_s=20))
+
+
+@pytest.fixture(scope="module")
+def cases():
+    functions = [f for name, f in globals().items() if name.startswith("case_")]
+    of_hosts = rehearse.run(run_cases, functions, hosts=2, devices_per_host=2, timeout_s=240)
+
+    def results_of(case):
+        results = [of_host[case.__name__] for of_host in of_hosts]
+        assert not any("Traceback" in str(result) for result in results), results
+        return results
+
+    return results_of
+
+
+UNEVEN = [[0, 1, 100, 101, 300], [2, 102, 103], [104]]
+
+
+def test_with_pad_each_feed_goes_on_to_its_own_end_and_the_hosts_stop_together(cases):
+    for result in cases(case_uneven):
+        assert result["batches"] == UNEVEN
+        assert result["error"] is None
+
+
+def test_a_hosts_own_state_goes_on_also_where_its_feeds_have_ended(cases):
+    for host, (continuations, states) in enumerate(cases(case_uneven_states)):
+        assert continuations == [UNEVEN[1:], UNEVEN[2:], []]
+        assert [state["step"] for state in states] == [1, 2, 3]
+        assert list(states[0]["feeds"]) == [["0", "1"], ["2", "3"]][host]
+
+
+def test_a_host_whose_feeds_have_no_row_at_all_goes_on_with_padding(cases):
+    for result in cases(case_a_host_without_a_row):
+        assert result["batches"] == [[200, 201, 300, 301], [202]]
+
+
+def test_feeds_without_any_row_are_an_epoch_without_a_batch(cases):
+    for result in cases(case_no_row_at_all):
+        assert (result["batches"], result["error"]) == ([], None)
+
+
+def test_with_drop_all_stop_at_the_first_feed_that_lacks_rows(cases):
+    for result in cases(case_drop):
+        assert result["batches"] == [
+            [0, 1, 100, 101, 200, 201, 300, 301],
+            [2, 3, 102, 103, 202, 203, 302, 303],
+        ]
+        assert result["error"] is None
+
+
+def test_with_error_a_feed_that_lacks_rows_is_named_on_every_host(cases):
+    other, own = (result["error"] for result in cases(case_error))
+    assert own[0] == "ShardingError"
+    assert other[0] == "AgreementError"
+    for kind, message, _ in (other, own):
+        assert "feed 3 has 1 rows left, of the 2 that each feed gives" in message, kind
+
+
+def test_with_error_a_host_may_not_end_before_another(cases):
+    for result in cases(case_error_of_a_whole_host):
+        assert len(result["batches"]) == 2
+        assert "(the first: host 1) end earlier than the others" in result["error"][1]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text", "feed", "batches"),
+    [
+        (case_a_feed_raises, "ValueError", "a bad row", 3, 2),
+        (case_a_feed_cannot_be_made, "FileNotFoundError", "no such shard", 2, 0),
+    ],
+)
+def test_a_feed_that_fails_is_named_on_every_host(cases, case, kind, text, feed, batches):
+    other, own = cases(case)
+    assert len(other["batches"]) == len(own["batches"]) == batches
+    assert own["error"][:2] == (kind, text)
+    assert f"grain_shard: in feed {feed} of 4" in own["error"][2]
+    assert other["error"][0] == "AgreementError"
+    assert f"host 1: {kind}: {text} (in feed {feed} of 4)" in other["error"][1]
+
+
+def test_hosts_that_disagree_on_the_number_of_feeds_are_told_so(cases):
+    for result in cases(case_hosts_disagree_on_the_number_of_feeds):
+        assert result["batches"] == []
+        assert "num_feeds: 4 on host 0; 8 on host 1" in result["error"][1]
+
+
+def test_fewer_feeds_than_hosts_are_refused(cases):
+    for message in cases(case_too_few_feeds):
+        assert "1 feeds are too few for 2 hosts that hold different rows" in message
+
+
+def test_a_feed_that_is_another_one_on_another_host_is_an_error_on_every_host(cases):
+    for result in cases(case_a_feed_depends_on_its_host):
+        assert result["batches"] == []
+        assert "hosts 0 and 1 run the same feeds and get different rows" in result["error"][1]
