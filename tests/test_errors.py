@@ -209,16 +209,16 @@ batch['tokens']: the leaf holds Python objects (ragged rows, or a None among the
     "ragged records": (
         lambda: dicts(lambda i: np.zeros(3 + i % 2)).shard_to(data_mesh(4)),
         """\
-batch['leaf0']: record 1 holds float64[4], other records hold float64[3].
+batch['leaf0']: record 1 holds float64[4], others hold float64[3].
   leaf:   float64[4]   mesh: data=4
-  remedy: give every record one shape and dtype before .batch (pad or cast in .map), or pass a batch_fn that does.""",  # noqa: E501
+  remedy: give every row one shape and dtype before .batch (pad or cast in .map), or pass a batch_fn that does.""",  # noqa: E501
     ),
     "records of two dtypes": (
         lambda: dicts(lambda i: np.float32(i) if i < 3 else i).shard_to(data_mesh(4)),
         """\
-batch['leaf0']: record 3 holds int64[], other records hold float32[].
+batch['leaf0']: record 3 holds int64[], others hold float32[].
   leaf:   int64[]   mesh: data=4
-  remedy: give every record one shape and dtype before .batch (pad or cast in .map), or pass a batch_fn that does.""",  # noqa: E501
+  remedy: give every row one shape and dtype before .batch (pad or cast in .map), or pass a batch_fn that does.""",  # noqa: E501
     ),
     "a None among the records": (
         lambda: dicts(lambda i: None if i == 2 else i).shard_to(data_mesh(4)),

@@ -564,9 +564,15 @@ def test_a_reader_takes_what_there_is_and_says_where_it_stands():
 @pytest.mark.parametrize(
     ("second", "problem"),
     [
-        ({"id": np.int64(0)}, r"batch\['id'\]: a row of feed 1 has another shape or dtype"),
-        ({"id": np.zeros(2, np.int32)}, r"batch\['id'\]: a row of feed 1 has another shape"),
-        ({"other": np.int32(0)}, "a row of feed 1 is another tree than the first row"),
+        (
+            {"id": np.int64(0)},
+            r"batch\['id'\]: a row of feed 1 holds int64\[\], others hold int32\[\]",
+        ),
+        (
+            {"id": np.zeros(2, np.int32)},
+            r"batch\['id'\]: a row of feed 1 holds int32\[2\], others hold int32\[\]",
+        ),
+        ({"other": np.int32(0)}, "a row of feed 1 has another structure than the others"),
         ({"id": None}, r"batch\['id'\]: the leaf holds Python objects"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import grain
 
-from grain_shard.elastic.feed_rows import Entry, FeedReader, RowStacker, named
+from grain_shard.elastic.feed_rows import Entry, FeedReader, FeedStacker, named
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.hosts.state_json import from_json, to_json
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
@@ -221,7 +221,7 @@ class _WholeBatches(grain.DatasetIterator):
 
     def __init__(self, ds: FeedBatches):
         super().__init__()
-        self._ds, self._stacker, self._step = ds, RowStacker(), 0
+        self._ds, self._stacker, self._step = ds, FeedStacker(), 0
         self._readers = ds.readers({feed: {} for feed in range(ds.num_feeds)})
 
     def __next__(self) -> Batch:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
-import jax
-import numpy as np
 
-from grain_shard.errors import ShardingError, StateError, describe_leaf
-from grain_shard.trees import Batch, as_arrays, flatten, is_text
+from grain_shard.errors import StateError
+from grain_shard.reading.stack import RowStacker, Stack
+from grain_shard.trees import Batch
 
 # Where a feed stands, as plain JSON: {} at its beginning, {"state": that of Grain's iterator}, or
 # this once it has no row left.
@@ -94,20 +93,22 @@ def name_feed(error: BaseException, feed: int, num_feeds: int) -> None:
     error.add_note(f"grain_shard: in feed {feed} of {num_feeds}")
 
 
-class _Like(NamedTuple):
-    """What every row looks like."""
-
-    structure: Any
-    paths: list[str]
-    zeros: list[np.ndarray]
-
-
-class RowStacker:
+class FeedStacker:
     """Stacks the rows of feeds; all must look like the first one."""
 
     def __init__(self):
         self._lock = threading.Lock()  # several threads may learn
-        self._like: _Like | None = None
+        self._stacker: RowStacker | None = None
+
+    def learn(self, row: Any) -> None:
+        """Takes a row for the one that all must look like, if there is none yet.
+
+        Raises:
+            ShardingError: It cannot be a row.
+        """
+        with self._lock:
+            if self._stacker is None:
+                self._stacker = RowStacker(row, "a row of feed {}")
 
     def stack(self, rows: Sequence[Any], feeds: Sequence[int]) -> Batch:
         """A batch of the rows, in arrays ``[len(rows), ...]`` that nothing else refers to.
@@ -119,63 +120,7 @@ class RowStacker:
         Raises:
             ShardingError: A row has another tree, shape or dtype than the first one.
         """
-        like = self._like
-        assert like is not None, "no row has been seen yet"
-        flat = []
-        for row, feed in zip(rows, feeds, strict=True):
-            leaves, structure = (like.zeros, like.structure)
-            if row is not MISSING:
-                leaves, structure = jax.tree.flatten(row)
-            if structure != like.structure:
-                _refuse_structure(like, row, feed)
-            flat.append(leaves)
-        columns = zip(*flat, strict=True)
-        return like.structure.unflatten(
-            [_stack_leaf(like, i, column, feeds) for i, column in enumerate(columns)]
-        )
-
-    def learn(self, row: Any) -> None:
-        """Takes a row for the one that all must look like, if there is none yet.
-
-        Raises:
-            ShardingError: It cannot be a row.
-        """
-        with self._lock:
-            if self._like is None:
-                paths, leaves, _ = flatten(row)
-                zeros = [np.zeros_like(array) for array in as_arrays(paths, leaves)]
-                self._like = _Like(jax.tree.structure(row), paths, zeros)
-
-
-def _stack_leaf(like: _Like, i: int, column: Sequence[Any], feeds: Sequence[int]) -> np.ndarray:
-    zero = like.zeros[i]
-    kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
-    if kinds != {(zero.shape, zero.dtype)}:
-        column = as_arrays([like.paths[i]] * len(column), column)
-        for array, feed in zip(column, feeds, strict=True):
-            # The dtype of text carries a width, which may differ from row to row.
-            text = is_text(array) and is_text(zero)
-            if array.shape != zero.shape or not (text or array.dtype == zero.dtype):
-                raise ShardingError(
-                    f"a row of feed {feed} has another shape or dtype than the first row that"
-                    f" was read, {describe_leaf(zero)}.",
-                    path=like.paths[i],
-                    leaf=describe_leaf(array),
-                    remedy="give all rows of all feeds one shape and dtype: pad or cast in .map.",
-                )
-    if zero.shape and not is_text(zero):
-        # Not np.stack, which makes a view of each row first.
-        return np.concatenate(column).reshape(len(column), *zero.shape)
-    return np.stack(column)
-
-
-def _refuse_structure(like: _Like, row: Any, feed: int) -> None:
-    paths, leaves, _ = flatten(row)
-    as_arrays(paths, leaves)  # a None is named by its path
-    differing = sorted(set(paths) ^ set(like.paths))
-    raise ShardingError(
-        f"a row of feed {feed} is another tree than the first row that was read (only on one"
-        f" side: {', '.join(differing) or 'the containers'}).",
-        path=differing[0] if differing else None,
-        remedy="return the same tree from every feed.",
-    )
+        assert self._stacker is not None, "no row has been seen yet"
+        zeros, stack = self._stacker.zeros(), Stack(self._stacker, len(rows))
+        stack.add([zeros if row is MISSING else row for row in rows], feeds)
+        return stack.batch()

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from grain_shard.elastic.feed_batches import FeedBatches
 from grain_shard.elastic.feed_pool import FeedPool, Piece
-from grain_shard.elastic.feed_rows import ENDED, MISSING, RowStacker, named
+from grain_shard.elastic.feed_rows import ENDED, MISSING, FeedStacker, named
 from grain_shard.errors import ShardingError
 from grain_shard.hosts.ends import Announced
 from grain_shard.hosts.multihost import Rounds
@@ -71,7 +71,7 @@ class HostFeeds:
         pool = FeedPool(
             self._ds, {feed: pickle.loads(entry) for feed, entry in position.entries.items()}
         )
-        stacker, step = RowStacker(), position.step + 1
+        stacker, step = FeedStacker(), position.step + 1
 
         def make(number: int) -> tuple[Batch | None, FeedsPosition]:
             pieces = pool.take(number)
@@ -111,7 +111,7 @@ class HostFeeds:
             )
         return bool(short) and self._remainder == "drop"
 
-    def _join(self, pieces: Sequence[Piece], stacker: RowStacker) -> Batch:
+    def _join(self, pieces: Sequence[Piece], stacker: FeedStacker) -> Batch:
         """The batch of this host's rows, with zeros where feeds lack some, and the mask."""
         rows, feeds = [], []
         for piece in pieces:
@@ -132,7 +132,7 @@ class HostFeeds:
         Raises:
             ShardingError: No feed of any host has one.
         """
-        stacker = RowStacker()
+        stacker = FeedStacker()
         nothing = [Piece(feed, [], b"") for feed in self._rows]
         for feed in range(self._ds.num_feeds):
             (reader,) = self._ds.readers({feed: {}}).values()

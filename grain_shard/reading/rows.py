@@ -18,7 +18,7 @@ import numpy as np
 from grain_shard.reading import _grain, _grain_records
 from grain_shard.reading._grain import Epoch
 from grain_shard.reading.fetch import RowMapDataset, RowReader
-from grain_shard.reading.stack import RecordStacker
+from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.spans import BATCH, READ, span
 from grain_shard.trees import Batch, FlatBatch
 
@@ -33,6 +33,7 @@ def row_reader(ds: grain.MapDataset) -> RowReader:
     return WholeBatchRows(ds, node)
 
 
+_NAME = "record {}"
 # Held while the structure record is read. Of no reader, since those are sent to worker processes.
 _LEARNING = threading.Lock()
 
@@ -44,7 +45,7 @@ class RecordRows:
 
     def __init__(self, ds: grain.MapDataset, node: _grain.BatchNode):
         self._ds, self._node = ds, node
-        self._stacker: RecordStacker | None = None
+        self._stacker: RowStacker | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -71,7 +72,7 @@ class RecordRows:
         fetched, start = [], 0
         for index, records in zip(indices, of_batches, strict=True):
             stop = start + len(records)
-            own = None if elements is None else elements[start:stop]
+            own = None if elements is None else list(elements[start:stop])
             fetched.append(_Fetched(index, records, way.part(start, stop), own))
             start = stop
         return fetched
@@ -81,15 +82,41 @@ class RecordRows:
         if not len(records):
             # All padding. One record, once, tells what the rows would look like.
             with _LEARNING:
-                self._stacker = self._stacker or RecordStacker(self._node.records[0])
-            return self._stacker.empty_batch()
-        with span(READ):
-            values = self._naming_the_record(
-                lambda: way.finish(way.read() if elements is None else elements), records, index
-            )
-        with span(BATCH):
-            self._stacker = self._stacker or RecordStacker(values[0])
-            return self._stacker.stack(values, records)
+                self._stacker = self._stacker or RowStacker(self._node.records[0], _NAME)
+        stack = None if self._stacker is None else Stack(self._stacker, len(records))
+        start = 0
+        while start < len(records):
+            # The very first record comes alone: it tells how many go at a time.
+            stop = min(len(records), start + (1 if stack is None else stack.rows_at_a_time))
+            some = records[start:stop]
+            with span(READ):
+                values = self._evaluated(way.part(start, stop), elements, start, some, index)
+            with span(BATCH):
+                if stack is None:
+                    self._stacker = self._stacker or RowStacker(values[0], _NAME)
+                    stack = Stack(self._stacker, len(records))
+                stack.add(values, some)
+            start = stop
+        assert stack is not None  # there were records
+        return stack.batch()
+
+    def _evaluated(
+        self,
+        way: _grain_records.Route,
+        fetched: list[Any] | None,
+        start: int,
+        records: np.ndarray,
+        index: int,
+    ) -> Sequence[Any]:
+        """The values of some records of batch `index`, which stand at `start` in what was fetched.
+
+        What was fetched of them is let go: the batch that is made of it takes its place.
+        """
+        if fetched is None:
+            return self._naming_the_record(lambda: way.finish(way.read()), records, index)
+        stop = start + len(records)
+        elements, fetched[start:stop] = fetched[start:stop], [None] * len(records)
+        return self._naming_the_record(lambda: way.finish(elements), records, index)
 
     def _naming_the_record(
         self, evaluate: Callable[[], Sequence[Any]], records: np.ndarray, index: int
@@ -120,7 +147,7 @@ class _Fetched(NamedTuple):
     batch: int
     records: np.ndarray
     way: _grain_records.Route
-    elements: Sequence[Any] | None
+    elements: list[Any] | None
 
 
 def _record_indices(node: _grain.BatchNode, index: int, rows: np.ndarray) -> np.ndarray:

@@ -1,84 +1,138 @@
-"""Records stacked to a batch: each must look like the first one."""
+"""Rows stacked to a batch: each must look like the first one that was read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.trees import Batch, as_arrays, flatten
+from grain_shard.trees import Batch, as_arrays, flatten, is_text
+
+# Rows are made and written into the batch this many bytes at a time, so that a batch in the making
+# takes little more than its own memory, and small rows go many at once.
+_BYTES_AT_A_TIME = 2**20
 
 
-class RecordStacker:
-    """Stacks records that look like one of them.
+class RowStacker:
+    """Stacks rows that look like one of them.
 
     Args:
-        value: That one.
+        row: That one.
+        name: What to call a row in messages, with a place for where it comes from.
     """
 
-    def __init__(self, value: Any):
-        self.paths, leaves, _ = flatten(value)
-        arrays = as_arrays(self.paths, leaves)
-        self.structure = jax.tree.structure(value)
-        self.shapes, self.dtypes = [a.shape for a in arrays], [a.dtype for a in arrays]
-        self._of_many: dict[int, Any] = {}  # the structure of so many records
+    def __init__(self, row: Any, name: str):
+        self.paths, leaves, _ = flatten(row)
+        self.name, self.structure = name, jax.tree.structure(row)
+        self.likes = as_arrays(self.paths, leaves)
+        self._of_many: dict[int, Any] = {}  # the structure of so many rows
 
-    def empty_batch(self) -> Batch:
-        """A batch of this structure with no rows."""
-        shapes_dtypes = zip(self.shapes, self.dtypes, strict=True)
-        return self.structure.unflatten([np.zeros((0, *s), d) for s, d in shapes_dtypes])
+    def zeros(self) -> Any:
+        """A row of padding."""
+        return self.structure.unflatten([np.zeros_like(like) for like in self.likes])
 
-    def stack(self, values: Sequence[Any], records: np.ndarray) -> Batch:
-        """The records as one batch; each must look like the first one that was read."""
-        # All records in one call: one by one that costs more than to copy them.
-        count = len(values)
-        leaves, structure = jax.tree.flatten(tuple(values))
-        if count not in self._of_many:
-            self._of_many[count] = jax.tree_util.treedef_tuple([self.structure] * count)
-        if structure != self._of_many[count]:
-            for value, record in zip(values, records, strict=True):
-                if jax.tree.structure(value) != self.structure:
-                    self._refuse_structure(value, record)
-        width = len(self.paths)
-        return self.structure.unflatten(
-            [self._stack_leaf(i, leaves[i::width], records) for i in range(width)]
-        )
+    def leaves_of(self, rows: Sequence[Any], origins: Iterable[Any]) -> list[Any]:
+        """The leaves of all rows, row by row.
 
-    def _stack_leaf(self, i: int, column: Sequence[Any], records: np.ndarray) -> np.ndarray:
-        shape, dtype = self.shapes[i], self.dtypes[i]
-        text = dtype.kind in "US"  # its dtype carries a width, which may differ from row to row
+        Raises:
+            ShardingError: A row is another tree.
+        """
+        # All rows in one call: one by one that costs more than to copy them.
+        leaves, structure = jax.tree.flatten(tuple(rows))
+        if len(rows) not in self._of_many:
+            of_many = jax.tree_util.treedef_tuple([self.structure] * len(rows))
+            self._of_many[len(rows)] = of_many
+        if structure != self._of_many[len(rows)]:
+            for row, origin in zip(rows, origins, strict=True):
+                if jax.tree.structure(row) != self.structure:
+                    self._refuse_structure(row, origin)
+        return leaves
+
+    def check(self, i: int, column: Sequence[Any], origins: Iterable[Any]) -> None:
+        """Checks one leaf of many rows.
+
+        Raises:
+            ShardingError: It has another shape or dtype in one of them.
+        """
+        like = self.likes[i]
+        text = is_text(like)  # its dtype carries a width, which may differ from row to row
         kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
-        if text or kinds != {(shape, dtype)}:
-            for value, record in zip(column, records, strict=True):
-                self._check_row(i, np.asarray(value), record)
-        if shape and not text:
-            # Not np.stack, which makes a view of each row first.
-            return np.concatenate(column).reshape(len(column), *shape)
-        return np.stack(column) if shape else np.asarray(column)
+        if not text and kinds == {(like.shape, like.dtype)}:
+            return
+        for value, origin in zip(column, origins, strict=True):
+            array = np.asarray(value)
+            same_dtype = array.dtype.kind in "US" if text else array.dtype == like.dtype
+            if array.shape != like.shape or not same_dtype:
+                raise ShardingError(
+                    f"{self.name.format(origin)} holds {describe_leaf(array)}, others hold"
+                    f" {like.dtype}[{', '.join(map(str, like.shape))}].",
+                    path=self.paths[i],
+                    leaf=describe_leaf(array),
+                    remedy="give every row one shape and dtype before .batch (pad or cast in .map),"
+                    " or pass a batch_fn that does.",
+                )
 
-    def _check_row(self, i: int, row: np.ndarray, record: int) -> None:
-        shape, dtype = self.shapes[i], self.dtypes[i]
-        same_dtype = row.dtype.kind == dtype.kind if dtype.kind in "US" else row.dtype == dtype
-        if row.shape != shape or not same_dtype:
-            raise ShardingError(
-                f"record {record} holds {describe_leaf(row)}, other records hold"
-                f" {dtype}[{', '.join(map(str, shape))}].",
-                path=self.paths[i],
-                leaf=describe_leaf(row),
-                remedy="give every record one shape and dtype before .batch (pad or cast in .map),"
-                " or pass a batch_fn that does.",
-            )
-
-    def _refuse_structure(self, value: Any, record: int) -> None:
-        paths, leaves, _ = flatten(value)
+    def _refuse_structure(self, row: Any, origin: Any) -> None:
+        paths, leaves, _ = flatten(row)
         as_arrays(paths, leaves)  # a None is named by its path
         differing = sorted(set(paths) ^ set(self.paths))
         raise ShardingError(
-            f"record {record} has another structure than the other records"
+            f"{self.name.format(origin)} has another structure than the others"
             f" (only on one side: {', '.join(differing) or 'the containers'}).",
             path=differing[0] if differing else None,
-            remedy="return the same tree for every record from .map.",
+            remedy="return the same tree for every row from .map.",
         )
+
+
+class Stack:
+    """A batch in the making.
+
+    Args:
+        stacker: What its rows look like.
+        num_rows: How many there will be.
+    """
+
+    def __init__(self, stacker: RowStacker, num_rows: int):
+        self._stacker, self._num_rows, self._filled = stacker, num_rows, 0
+        self._arrays = [np.empty((num_rows, *like.shape), like.dtype) for like in stacker.likes]
+        self._texts: dict[int, list[Any]] = {
+            i: [] for i, like in enumerate(stacker.likes) if is_text(like)
+        }
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """How many rows to make before they are written."""
+        row_bytes = sum(like.nbytes for like in self._stacker.likes)
+        return max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
+
+    def add(self, rows: Sequence[Any], origins: Iterable[Any]) -> None:
+        """Writes the next rows; each must look like the others.
+
+        Args:
+            rows: Trees of arrays and scalars.
+            origins: Where each comes from, for messages.
+        """
+        leaves, width = self._stacker.leaves_of(rows, origins), len(self._arrays)
+        start, self._filled = self._filled, self._filled + len(rows)
+        for i, array in enumerate(self._arrays):
+            column = leaves[i::width]
+            self._stacker.check(i, column, origins)
+            if i in self._texts:
+                self._texts[i] += column
+            elif array.ndim > 1:
+                # Not np.stack, which makes a view of each row first.
+                part = array[start : self._filled]
+                np.concatenate(column, out=part.reshape(-1, *array.shape[2:]))
+            else:
+                array[start : self._filled] = column
+
+    def batch(self) -> Batch:
+        """The rows, as a tree of arrays ``[num_rows, ...]`` that nothing else refers to."""
+        assert self._filled == self._num_rows
+        arrays = list(self._arrays)
+        for i, texts in self._texts.items():
+            arrays[i] = np.stack(texts) if texts else arrays[i]
+        return self._stacker.structure.unflatten(arrays)
