@@ -115,3 +115,14 @@ def test_an_error_comes_with_its_own_batch_though_others_were_read_with_it(error
     cause = failure.value.__cause__ if error is StopIteration else failure.value
     assert "record 13" in str(cause)
     assert any("record 13 of the dataset" in note for note in cause.__notes__)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_batched_read_of_another_length_is_an_error(count):
+    class Source(Failing):
+        def __getitems__(self, indices):
+            return iter([np.int32(0)] * count) if len(indices) == 4 else [np.int32(0)]
+
+    ds = grain.MapDataset.source(Source()).map(lambda i: {"id": i}).batch(4)
+    with pytest.raises(ValueError, match=f"gave {count} records for 4 indices"):
+        next(iter(ds.shard_to(data_mesh(2))))

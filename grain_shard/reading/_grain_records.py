@@ -18,7 +18,7 @@ import numpy as np
 
 from grain_shard.reading.index_shuffle import shuffled
 
-Apply = Callable[[Sequence[Any], Sequence[int]], Sequence[Any]]
+Apply = Callable[[list[Any], list[int]], list[Any]]
 
 _SOURCE = type(grain.MapDataset.source([0]))
 _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
@@ -70,13 +70,25 @@ class Route:
         """Whether one call reads several elements for less than as many calls would."""
         return _batched_read(self.origin) is not None
 
-    def read(self) -> Sequence[Any]:
-        """What is at the lower end."""
+    def read(self) -> list[Any]:
+        """What is at the lower end.
+
+        Raises:
+            ValueError: A batched read gave more or fewer elements than it was asked for.
+        """
         indices = self.indices.tolist()
         batched_read = _batched_read(self.origin) or getattr(self.origin, "_getitems", None)
-        return [self.origin[i] for i in indices] if batched_read is None else batched_read(indices)
+        if batched_read is None:
+            return [self.origin[i] for i in indices]
+        elements = list(batched_read(indices))
+        if len(elements) != len(indices):
+            raise ValueError(
+                f"the batched read of {self.origin} gave {len(elements)} records for"
+                f" {len(indices)} indices"
+            )
+        return elements
 
-    def finish(self, elements: Sequence[Any]) -> Sequence[Any]:
+    def finish(self, elements: list[Any]) -> list[Any]:
         """What becomes of it on the way up."""
         for apply, indices in self.steps:
             elements = apply(elements, indices.tolist())
@@ -105,18 +117,18 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
         return Route(ds, indices, tuple(reversed(steps)))
 
 
-def _map(one: Callable[[Any], Any], elements: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+def _map(one: Callable[[Any], Any], elements: list[Any], indices: list[int]) -> list[Any]:
     return [one(element) for element in elements]
 
 
 def _map_with_index(
-    one: Callable[[Any, int], Any], elements: Sequence[Any], indices: Sequence[int]
+    one: Callable[[Any, int], Any], elements: list[Any], indices: list[int]
 ) -> list[Any]:
     return [one(element, index) for element, index in zip(elements, indices, strict=True)]
 
 
 def _map_index_first(
-    one: Callable[[int, Any], Any], elements: Sequence[Any], indices: Sequence[int]
+    one: Callable[[int, Any], Any], elements: list[Any], indices: list[int]
 ) -> list[Any]:
     return [one(index, element) for element, index in zip(elements, indices, strict=True)]
 

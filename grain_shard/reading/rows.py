@@ -72,7 +72,7 @@ class RecordRows:
         fetched, start = [], 0
         for index, records in zip(indices, of_batches, strict=True):
             stop = start + len(records)
-            own = None if elements is None else list(elements[start:stop])
+            own = None if elements is None else elements[start:stop]
             fetched.append(_Fetched(index, records, way.part(start, stop), own))
             start = stop
         return fetched
@@ -107,7 +107,7 @@ class RecordRows:
         start: int,
         records: np.ndarray,
         index: int,
-    ) -> Sequence[Any]:
+    ) -> list[Any]:
         """The values of some records of batch `index`, which stand at `start` in what was fetched.
 
         What was fetched of them is let go: the batch that is made of it takes its place.
@@ -119,8 +119,8 @@ class RecordRows:
         return self._naming_the_record(lambda: way.finish(elements), records, index)
 
     def _naming_the_record(
-        self, evaluate: Callable[[], Sequence[Any]], records: np.ndarray, index: int
-    ) -> Sequence[Any]:
+        self, evaluate: Callable[[], list[Any]], records: np.ndarray, index: int
+    ) -> list[Any]:
         try:
             return evaluate()
         except Exception as error:
