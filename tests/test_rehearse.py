@@ -27,7 +27,8 @@ from grain_shard.errors import GrainShardError
 COMMAND_LINE = """
 import argparse, signal, sys
 from grain_shard import rehearse
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignore both, and its children would, too
 parser = argparse.ArgumentParser()
 rehearse.add_arguments(parser)
 sys.exit(rehearse.main(parser.parse_args()))
@@ -368,9 +369,12 @@ def test_a_signal_to_the_rehearsal_leaves_no_process(script, number):
     """)
     command = [sys.executable, "-c", COMMAND_LINE, "--hosts", "2", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rehearsal:
-        lines = [rehearsal.stdout.readline() for _ in range(2)]
-        rehearsal.send_signal(number)
-        assert rehearsal.wait(timeout=60) == 128 + number
+        try:
+            lines = [rehearsal.stdout.readline() for _ in range(2)]
+            rehearsal.send_signal(number)
+            assert rehearsal.wait(timeout=60) == 128 + number
+        finally:
+            rehearsal.kill()  # or a failure would wait for it
 
     pids = [int(pid) for line in lines for pid in line.split("]")[1].split()]
     assert len(pids) == 4
