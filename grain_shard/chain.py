@@ -89,6 +89,14 @@ def shard_to(
             remedy="pass a grain.MapDataset or grain.IterDataset of batches; for a DataLoader or"
             " any other iterator, use grain_shard.prefetch_to_device.",
         )
+    if isinstance(ds, DevicePutIterDataset):
+        raise ShardingError(
+            "the dataset is sharded already.", remedy="call .shard_to once, at the end."
+        )
+    if mask_key is not None and not isinstance(mask_key, str):
+        raise ShardingError(
+            f"mask_key={mask_key!r} is not a string.", remedy="pass a name, or None for no mask."
+        )
     if rows != "local":
         ds, read_options = _random_access(ds)
         if read_options is not None:

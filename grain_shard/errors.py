@@ -145,7 +145,11 @@ def describe_error(error: BaseException) -> str:
     ours = "grain_shard: "
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(ours)]
     places = "; ".join(note.removeprefix(ours) for note in notes)
-    return f"{type(error).__name__}: {error}" + (f" ({places})" if places else "")
+    try:
+        text = str(error)
+    except Exception:  # it is the user's class; other hosts must hear of it all the same
+        text = "(it has no text)"
+    return f"{type(error).__name__}: {text}" + (f" ({places})" if places else "")
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:

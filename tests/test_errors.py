@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import DevicePut, PadToDivisible, ShardingError, ShardingTree
+from grain_shard.errors import describe_error
 from tests.conftest import data_mesh, numbered
 
 
@@ -392,3 +393,22 @@ def test_the_stages_refuse_sizes_that_are_none(value):
     ):
         with pytest.raises(ShardingError, match="is not an integer of at least 1"):
             build()
+
+
+def test_an_error_whose_text_cannot_be_had_is_still_told_to_other_hosts():
+    class Unspeakable(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    assert describe_error(ValueError("bad")) == "ValueError: bad"
+    assert describe_error(Unspeakable()) == "Unspeakable: (it has no text)"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [({"mask_key": 3}, "mask_key=3 is not a string"), ({}, "the dataset is sharded already")],
+)
+def test_what_cannot_be_the_end_of_a_chain_is_refused_at_once(options, problem):
+    ds = numbered(8, 4)
+    with pytest.raises(ShardingError, match=problem):
+        (ds if options else ds.shard_to(data_mesh(2))).shard_to(data_mesh(2), **options)

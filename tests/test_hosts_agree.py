@@ -208,6 +208,23 @@ def case_first_record_raises(host, _):
     return first_batch(shard(numbered().map(check).batch(8)))
 
 
+def case_first_record_raises_on_the_first_host(host, _):
+    def check(record):
+        if host == 0:
+            raise ValueError(f"bad record {record['id']}")
+        return record
+
+    return first_batch(shard(numbered().map(check).batch(8)))
+
+
+def case_a_stream_on_one_host(host, _):
+    ds = numbered(24).batch(8)
+    if host != ODD:
+        return first_batch(shard(ds, timeout_s=2))
+    stream = ds.map(lambda batch: batch).to_iter_dataset().batch(1, batch_fn=lambda b: b[0])
+    return first_batch(shard(stream, rows="global", timeout_s=2))
+
+
 def case_no_batch_left(host, _):
     """One host is restored to the end of the epoch."""
     iterator = shard(numbered().batch(8))
@@ -351,6 +368,22 @@ def test_a_host_whose_first_record_raises_has_its_own_error_and_is_named_elsewhe
         if host != ODD:
             assert result["type"] == "AgreementError"
             assert "host 2 failed at the first batch." in result["text"]
+
+
+def test_the_first_host_too_is_named_at_once_if_it_fails(results):
+    for host, result in enumerate(results[case_first_record_raises_on_the_first_host]):
+        assert_refused(result, host)
+        if host != 0:
+            assert result["type"] == "AgreementError"
+            assert "host 0 failed at the first batch." in result["text"]
+            assert "ValueError: bad record 0" in result["text"]
+
+
+def test_a_host_that_runs_another_kind_of_pipeline_is_named(results):
+    for host, result in enumerate(results[case_a_stream_on_one_host]):
+        assert_refused(result, host)
+        assert result["type"] == "HostTimeoutError"
+        assert 'kind: "RandomAccess" on hosts 0, 1, 3; "Stream" on host 2' in result["text"]
 
 
 def test_two_iterators_may_be_interleaved(results):

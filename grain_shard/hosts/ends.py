@@ -11,6 +11,7 @@ has ended goes on with batches of padding until the last one ends, so nothing is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +19,13 @@ import jax
 import numpy as np
 
 from grain_shard.errors import AgreementError, describe_error
-from grain_shard.hosts.multihost import Answers, Rounds
+from grain_shard.hosts.compare import Answers
+from grain_shard.hosts.multihost import Rounds
 from grain_shard.iteration.prefetch import Background
 from grain_shard.trees import Batch
 
 BATCH, END = "batch", "end"
-# Rounds that are kept: more than the batches that a host may have made and not yet agreed on.
+# Rounds that are kept for a host whose thread has not yet come to read the verdict.
 _KEPT_ROUNDS = 1024
 
 
@@ -41,11 +43,10 @@ class Announced(Iterator[Any]):
         self._first_digest = first_digest
 
     def __next__(self) -> Any:
-        answer: Any = BATCH
+        answer: Any = {"failed": "without a word"}
         try:
             item = next(self._stream)
-            if self._next == 0:
-                answer = [BATCH, self._first_digest()]
+            answer = [BATCH, self._first_digest()] if self._next == 0 else BATCH
             return item
         except StopIteration:
             answer = END
@@ -54,8 +55,10 @@ class Announced(Iterator[Any]):
             answer = {"failed": describe_error(error)}
             raise
         finally:
-            self._rounds.post(str(self._next), answer)
-            self._rounds.posted.put(answer)
+            try:
+                self._rounds.post(str(self._next), answer)
+            finally:
+                self._rounds.posted.put(answer)
             self._next += 1
 
     def close(self) -> None:
@@ -95,7 +98,7 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
         self._verdicts = Background(
             lambda verdict: verdict,
             _Verdicts(rounds, decide, waited_s),
-            buffer_size=_KEPT_ROUNDS // 2,
+            buffer_size=sys.maxsize,  # as far as the batches are; they are what is bounded
             name="grain-shard-agreement",
         )
         self._ended = self._stopped = False
@@ -119,6 +122,8 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
             if failure is not None:
                 raise failure from None  # this is the host that failed
             raise
+        if failure is not None:
+            raise failure
         if verdict != BATCH:
             raise StopIteration
         if item is None:

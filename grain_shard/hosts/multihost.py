@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import jax
 
 from grain_shard.errors import AgreementError, HostTimeoutError
+from grain_shard.hosts.compare import Answers, compare, difference, hosts_text
 from grain_shard.reading.fingerprint import digest
 
-Answers = Mapping[int, Any]
 # A wait is cut into pieces of this length, so that closing an iterator ends it.
 _SLICE_MS = 500
 # How much longer than the first host the others wait, so that they report its verdict.
@@ -47,14 +47,31 @@ class Rounds:
         # What this host has posted of a stream, for the thread that reads the verdicts.
         self.posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def begin(self) -> None:
+    def begin(self, kind: str) -> None:
         """Gives the series its name. All hosts begin their series in the same order.
 
         To be called by the training loop's thread: its order is that of the program.
+
+        Args:
+            kind: What this host runs, to tell why hosts might wait in different rounds.
         """
         hosts = digest(self._hosts)  # a series of some of the hosts does not count for the others
         number = next(self._numbers.setdefault(hosts, itertools.count()))
         self._name = f"grain_shard/{hosts}/{number}"
+        self.post("kind", kind)
+
+    def fail(self, round_: str, text: str, decide: Callable[[Answers], Any]) -> None:
+        """Posts that this host failed, and does not wait: the first host settles the round by it.
+
+        Args:
+            round_: The round.
+            text: The error.
+            decide: As for `verdict`.
+        """
+        answer = {"failed": text}
+        self.post(round_, answer)
+        if self._host == self._leader:
+            self._settle(f"{self._name}/{round_}/verdict", decide({self._host: answer}))
 
     def post(self, round_: str, answer: Any) -> None:
         """Posts this host's answer (JSON). Does not wait for anybody."""
@@ -186,11 +203,13 @@ class Rounds:
         if "error" in verdict:
             raise AgreementError(verdict["error"])
         if silent := verdict.get("silent"):
+            kinds = difference("kind", {h: {"kind": k} for h, k in self._posted("kind").items()})
             raise HostTimeoutError(
-                f"{_hosts(silent)} did not answer within {self._timeout_s:g} s.\n"
-                f"  here:   host {self._host} of {len(self._hosts)}\n"
-                "  remedy: look at its log: did it fail, or take fewer steps? If it is only slow,"
-                " raise timeout_s of .shard_to."
+                f"{hosts_text(silent)} did not answer within {self._timeout_s:g} s.\n"
+                + (f"{kinds}\n" if kinds else "")
+                + f"  here:   host {self._host} of {len(self._hosts)}\n"
+                "  remedy: look at its log: did it fail, take fewer steps, or open fewer iterators"
+                " than this host? If it is only slow, raise timeout_s of .shard_to."
             )
 
 
@@ -208,94 +227,3 @@ def agree(rounds: Rounds, answer: Mapping[str, Any]) -> None:
     """
     rounds.post("start", answer)
     rounds.verdict("start", compare)
-
-
-def compare(answers: Answers) -> dict[str, Any]:
-    """The verdict of `agree`: empty, or an error that names the hosts and the field.
-
-    Example:
-        >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}})["error"])
-        the hosts do not run the same pipeline.
-          seeds: 1 on hosts 0, 1; 7 on host 2
-          remedy: run the same script with the same arguments and files on every host.
-    """
-    failed = {host: a["failed"] for host, a in answers.items() if "failed" in a}
-    if failed:
-        lines = [f"  host {host}: {text}" for host, text in failed.items()]
-        return {"error": "\n".join([f"{_hosts(failed)} failed at the first batch.", *lines])}
-    lines = [line for name in _fields(answers) if (line := _difference(name, answers))]
-    lines += _same_rows(answers) + _same_feeds(answers)
-    if not lines:
-        return {}
-    remedy = "run the same script with the same arguments and files on every host."
-    return {
-        "error": "\n".join(
-            ["the hosts do not run the same pipeline.", *lines, f"  remedy: {remedy}"]
-        )
-    }
-
-
-def _fields(answers: Answers) -> list[str]:
-    names = dict.fromkeys(name for answer in answers.values() for name in answer)
-    return [name for name in names if name not in ("local rows", "feed rows")]
-
-
-def _difference(name: str, answers: Answers) -> str | None:
-    hosts_by_value: dict[str, list[int]] = {}
-    for host, answer in answers.items():
-        hosts_by_value.setdefault(json.dumps(answer.get(name)), []).append(host)
-    if len(hosts_by_value) == 1:
-        return None
-    groups = [f"{value} on {_hosts(hosts)}" for value, hosts in hosts_by_value.items()]
-    return f"  {name}: {'; '.join(groups)}"
-
-
-def _same_rows(answers: Answers) -> list[str]:
-    """Hosts that hold the same shards must feed the same rows, and others must not.
-
-    The answer's field "local rows" is (shards, digest of the first batch), if it has one.
-    """
-    lines, first_of_shards, first_of_digest = [], {}, {}
-    for host, answer in answers.items():
-        if "local rows" not in answer:
-            continue
-        shards, digest = str(answer["local rows"][0]), answer["local rows"][1]
-        twin, digest_of_twin = first_of_shards.setdefault(shards, (host, digest))
-        if digest_of_twin != digest:
-            lines.append(
-                f"  rows: hosts {twin} and {host} hold the same shards and feed different rows;"
-                " shard the source by grain_shard.ShardByMesh(mesh, spec)"
-            )
-        other, shards_of_other = first_of_digest.setdefault(digest, (host, shards))
-        if shards_of_other != shards:
-            lines.append(
-                f"  rows: hosts {other} and {host} hold different shards and feed the same rows;"
-                " shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
-                ' rows="global" if every host reads the whole batch, or makes up the same data'
-            )
-    return lines
-
-
-def _same_feeds(answers: Answers) -> list[str]:
-    """Hosts that hold the same shards run the same feeds, and must get the same rows of them.
-
-    The answer's field "feed rows" is (shards, digest of the first batch), if it has one.
-    """
-    lines, first_of_shards = [], {}
-    for host, answer in answers.items():
-        if "feed rows" not in answer:
-            continue
-        shards, digest_here = str(answer["feed rows"][0]), answer["feed rows"][1]
-        twin, digest_of_twin = first_of_shards.setdefault(shards, (host, digest_here))
-        if digest_of_twin != digest_here:
-            lines.append(
-                f"  feeds: hosts {twin} and {host} run the same feeds and get different rows; what"
-                " make_feed returns must depend on shard_index and shard_count alone"
-            )
-    return lines
-
-
-def _hosts(hosts: Any) -> str:
-    hosts = list(hosts)
-    names = ", ".join(map(str, hosts[:8])) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
-    return f"host {names}" if len(hosts) == 1 else f"hosts {names}"

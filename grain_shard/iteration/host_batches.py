@@ -152,7 +152,7 @@ class RandomAccess:
     def from_state(self, state: dict[str, Any]) -> int:
         check_fingerprint(state, self._fingerprint)
         batch, batches = state["batch"], len(self._ds)
-        if not isinstance(batch, int) or not 0 <= batch <= batches:
+        if type(batch) is not int or not 0 <= batch <= batches:
             raise StateError(
                 f"the state stands at batch {batch!r} of {batches}.\n"
                 "  remedy: pass what get_state() gave, unchanged."

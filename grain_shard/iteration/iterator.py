@@ -13,6 +13,7 @@ import grain
 
 from grain_shard.elastic.host_feeds import HostFeeds
 from grain_shard.errors import AgreementError, ShardingError, describe_error
+from grain_shard.hosts.compare import compare
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.multihost import Rounds, agree
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
@@ -163,7 +164,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         elif isinstance(error, AgreementError):
             return  # the others know
         elif error is not None:
-            self._rounds.post("start", {"failed": describe_error(error)})
+            self._rounds.fail("start", describe_error(error), compare)
             return
         else:
             answer.update(self._placer.describe())
@@ -225,7 +226,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if not self._begun:
             self._begun = True
             if self._rounds is not None:
-                self._rounds.begin()
+                self._rounds.begin(type(self._host).__name__)
             self._stage.start()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from grain_shard.chain import shard_to
 from grain_shard.errors import require_int
 from grain_shard.measuring.measured_loop import measured_loop
 from grain_shard.sharding.shardings import ShardingTree
-from grain_shard.spans import LOOP, STAGES, Span
+from grain_shard.spans import LOOP, PAD, PLACE, STAGES, Span
 from grain_shard.transforms.device_put import DevicePutIterDataset
 
 
@@ -169,9 +169,13 @@ def measure_throughput(
 
 
 def _averages(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds per batch by stage, in the order of the stages; each span is one batch's."""
+    """Seconds per batch by stage, in the order of the stages."""
     seconds = {stage: [s.end - s.start for s in spans if s.stage == stage] for stage in STAGES}
-    return {stage: sum(times) / len(times) for stage, times in seconds.items() if times}
+    # A batch is read and stacked in parts, or several are read at once; each is padded once.
+    made = len(seconds[PAD])
+    batches = {stage: made or len(times) for stage, times in seconds.items()}
+    batches[PLACE] = len(seconds[PLACE])
+    return {stage: sum(times) / batches[stage] for stage, times in seconds.items() if times}
 
 
 def _milliseconds(seconds: float) -> str:

@@ -35,7 +35,7 @@ def draw_mesh(mesh: Mesh, spec: Any, path: str | Path) -> None:
         path: The file; its suffix says what it becomes: ".png", ".svg", ".pdf".
 
     Raises:
-        GrainShardError: matplotlib is not installed, or knows no such suffix.
+        GrainShardError: matplotlib is not installed, knows no such suffix, or cannot write there.
     """
     try:
         from matplotlib.figure import Figure
@@ -77,9 +77,10 @@ def draw_mesh(mesh: Mesh, spec: Any, path: str | Path) -> None:
     figure.tight_layout()
     try:
         figure.savefig(path)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise GrainShardError(
-            f"cannot draw {path}: {error}\n  remedy: end its name in .png or .svg."
+            f"cannot draw {path}: {error}\n"
+            "  remedy: name a file that can be written, ending in .png or .svg."
         ) from None
 
 

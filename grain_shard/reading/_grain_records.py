@@ -9,7 +9,7 @@ record by record, which is the public path; the test suite runs its core with no
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,11 +80,13 @@ class Route:
         batched_read = _batched_read(self.origin) or getattr(self.origin, "_getitems", None)
         if batched_read is None:
             return [self.origin[i] for i in indices]
-        elements = list(batched_read(indices))
+        result = batched_read(indices)
+        elements = [] if isinstance(result, Mapping) else list(result)
         if len(elements) != len(indices):
             raise ValueError(
-                f"the batched read of {self.origin} gave {len(elements)} records for"
-                f" {len(indices)} indices"
+                f"the batched read of {self.origin} gave a {type(result).__name__} of"
+                f" {len(result) if hasattr(result, '__len__') else len(elements)} for"
+                f" {len(indices)} indices; it has to give a record for each, in their order"
             )
         return elements
 
