@@ -6,36 +6,21 @@ Importing this package installs ``.shard_to`` on `grain.MapDataset` and `grain.I
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from grain_shard.chain import install, shard_to, uninstall
-from grain_shard.elastic.feed_batches import FeedBatches, Feeds, feeds
-from grain_shard.errors import (
-    AgreementError,
-    GrainShardError,
-    HostTimeoutError,
-    ShardingError,
-    StateError,
-)
-from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.reading.sources import ArrayRecordSource
-from grain_shard.sharding.layout import BatchLayout
-from grain_shard.sharding.sharding_options import ShardByMesh
-from grain_shard.sharding.shardings import ShardingTree
-from grain_shard.training.hardware import (
-    BatchSizeRecommendation,
-    HardwareType,
-    detect_hardware,
-    get_batch_size_recommendation,
-    roofline_batch_size,
-    validate_batch_size,
-)
-from grain_shard.transforms.device_put import DevicePut
-from grain_shard.transforms.pad import PadToDivisible
-from grain_shard.transforms.shard_batch import ShardBatch
-from grain_shard.transforms.validate import ValidateBatchSize
+from grain_shard.method import install, uninstall
 
 if TYPE_CHECKING:
     from grain_shard import rehearse
+    from grain_shard.chain import shard_to
     from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+    from grain_shard.elastic.feed_batches import FeedBatches, Feeds, feeds
+    from grain_shard.errors import (
+        AgreementError,
+        GrainShardError,
+        HostTimeoutError,
+        ShardingError,
+        StateError,
+    )
+    from grain_shard.iteration.iterator import ShardedIterator
     from grain_shard.measuring.throughput import (
         Throughput,
         create_sharded_pipeline,
@@ -50,6 +35,10 @@ if TYPE_CHECKING:
     )
     from grain_shard.planning.make_plan import Plan, plan
     from grain_shard.planning.topology import hosts_mesh, topology_mesh
+    from grain_shard.reading.sources import ArrayRecordSource
+    from grain_shard.sharding.layout import BatchLayout
+    from grain_shard.sharding.sharding_options import ShardByMesh
+    from grain_shard.sharding.shardings import ShardingTree
     from grain_shard.showing.display import show
     from grain_shard.training.batch_size import estimate_max_batch_size
     from grain_shard.training.data_parallel import (
@@ -62,6 +51,14 @@ if TYPE_CHECKING:
         reduce_gradients_across_devices,
         spmd_train_step,
     )
+    from grain_shard.training.hardware import (
+        BatchSizeRecommendation,
+        HardwareType,
+        detect_hardware,
+        get_batch_size_recommendation,
+        roofline_batch_size,
+        validate_batch_size,
+    )
     from grain_shard.training.meshes import (
         create_1d_mesh,
         create_2d_mesh,
@@ -70,11 +67,42 @@ if TYPE_CHECKING:
         global_batch_size,
         tensor_parallel_rules,
     )
+    from grain_shard.transforms.device_put import DevicePut
+    from grain_shard.transforms.pad import PadToDivisible
+    from grain_shard.transforms.shard_batch import ShardBatch
+    from grain_shard.transforms.validate import ValidateBatchSize
 
 __version__ = "0.1.0"
 
-# Imported when used: some of it needs flax or Orbax, which take a second to import.
+# Imported when used: the package alone in a few milliseconds, and some of it needs flax or Orbax,
+# which take a second.
 _ON_USE = {
+    "chain": ["shard_to"],
+    "elastic.feed_batches": ["FeedBatches", "Feeds", "feeds"],
+    "errors": [
+        "AgreementError",
+        "GrainShardError",
+        "HostTimeoutError",
+        "ShardingError",
+        "StateError",
+    ],
+    "iteration.iterator": ["ShardedIterator"],
+    "reading.sources": ["ArrayRecordSource"],
+    "sharding.layout": ["BatchLayout"],
+    "sharding.sharding_options": ["ShardByMesh"],
+    "sharding.shardings": ["ShardingTree"],
+    "training.hardware": [
+        "BatchSizeRecommendation",
+        "HardwareType",
+        "detect_hardware",
+        "get_batch_size_recommendation",
+        "roofline_batch_size",
+        "validate_batch_size",
+    ],
+    "transforms.device_put": ["DevicePut"],
+    "transforms.pad": ["PadToDivisible"],
+    "transforms.shard_batch": ["ShardBatch"],
+    "transforms.validate": ["ValidateBatchSize"],
     "training.batch_size": ["estimate_max_batch_size"],
     "checkpoint": ["CheckpointRestore", "CheckpointSave"],
     "training.data_parallel": [
@@ -109,11 +137,14 @@ _ON_USE = {
 }
 _MODULE_OF = {name: module for module, names in _ON_USE.items() for name in names}
 
-__all__ = [  # noqa: RUF022 (what is there at once, then what is imported when used)
+__all__ = [
     "AgreementError",
     "ArrayRecordSource",
     "BatchLayout",
     "BatchSizeRecommendation",
+    "CheckpointRestore",
+    "CheckpointSave",
+    "DevicePlacement",
     "DevicePut",
     "FeedBatches",
     "Feeds",
@@ -121,38 +152,31 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "HardwareType",
     "HostTimeoutError",
     "PadToDivisible",
+    "Plan",
     "ShardBatch",
     "ShardByMesh",
     "ShardedIterator",
     "ShardingError",
     "ShardingTree",
     "StateError",
-    "ValidateBatchSize",
-    "detect_hardware",
-    "feeds",
-    "get_batch_size_recommendation",
-    "install",
-    "roofline_batch_size",
-    "shard_to",
-    "uninstall",
-    "validate_batch_size",
-    "CheckpointRestore",
-    "CheckpointSave",
-    "DevicePlacement",
-    "Plan",
     "Throughput",
     "Timeline",
+    "ValidateBatchSize",
     "create_1d_mesh",
     "create_2d_mesh",
     "create_data_parallel_sharding",
     "create_sharded_pipeline",
     "data_parallel_rules",
     "data_parallel_train_step",
+    "detect_hardware",
     "distribute_batch",
     "estimate_max_batch_size",
+    "feeds",
     "fsdp_rules",
+    "get_batch_size_recommendation",
     "global_batch_size",
     "hosts_mesh",
+    "install",
     "measure_throughput",
     "place_batch_on_shards",
     "place_model_state_on_shards",
@@ -164,10 +188,14 @@ __all__ = [  # noqa: RUF022 (what is there at once, then what is imported when u
     "reduce_gradient_tree",
     "reduce_gradients_across_devices",
     "rehearse",
+    "roofline_batch_size",
+    "shard_to",
     "show",
     "spmd_train_step",
     "tensor_parallel_rules",
     "topology_mesh",
+    "uninstall",
+    "validate_batch_size",
 ]
 
 

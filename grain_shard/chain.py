@@ -1,8 +1,7 @@
-"""`shard_to`: the whole chain, and its installation on Grain's classes."""
+"""`shard_to`: the whole chain."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import grain
@@ -147,46 +146,6 @@ def check_read(read: str) -> None:
         raise ShardingError(
             f"read={read!r} is not one of auto, needed, once.", remedy="choose one of them."
         )
-
-
-def install() -> None:
-    """Makes `shard_to` a method of Grain's datasets; importing `grain_shard` does it.
-
-    A ``shard_to`` that a class has from elsewhere is left alone, with a warning.
-
-    Example:
-        >>> install()  # a second time does nothing
-        >>> grain.MapDataset.shard_to is shard_to
-        True
-    """
-    for cls in _CLASSES:
-        existing = getattr(cls, _METHOD, None)
-        if existing is None:
-            setattr(cls, _METHOD, shard_to)
-        elif existing is not shard_to:
-            warnings.warn(
-                f"grain.{cls.__name__} already has a method {_METHOD!r} that is not grain_shard's;"
-                " it is left alone. Use ds.pipe(grain_shard.shard_to, mesh) instead.",
-                stacklevel=3,
-            )
-
-
-def uninstall() -> None:
-    """Takes the method off Grain's datasets again.
-
-    Example:
-        >>> uninstall()
-        >>> hasattr(grain.MapDataset, "shard_to")
-        False
-        >>> install()
-    """
-    for cls in _CLASSES:
-        if getattr(cls, _METHOD, None) is shard_to:
-            delattr(cls, _METHOD)
-
-
-_METHOD = "shard_to"
-_CLASSES = (grain.MapDataset, grain.IterDataset)
 
 
 def _random_access(

@@ -1,0 +1,58 @@
+"""``.shard_to`` as a method of Grain's datasets: its installation, and its removal."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import warnings
+from typing import Any
+
+import grain
+
+_NAME = "shard_to"
+_CLASSES = (grain.MapDataset, grain.IterDataset)
+
+
+class _OnUse:
+    """Imports the chain when a dataset is asked for the method, and not with the package."""
+
+    def __get__(self, ds: Any, cls: type) -> Any:
+        from grain_shard.chain import shard_to
+
+        return shard_to if ds is None else types.MethodType(shard_to, ds)
+
+
+def install() -> None:
+    """Makes `shard_to` a method of Grain's datasets; importing `grain_shard` does it.
+
+    A ``shard_to`` that a class has from elsewhere is left alone, with a warning.
+
+    Example:
+        >>> install()  # a second time does nothing
+        >>> grain.MapDataset.shard_to is grain.IterDataset.shard_to
+        True
+    """
+    for cls in _CLASSES:
+        existing = inspect.getattr_static(cls, _NAME, None)
+        if existing is None:
+            setattr(cls, _NAME, _OnUse())
+        elif not isinstance(existing, _OnUse):
+            warnings.warn(
+                f"grain.{cls.__name__} already has a method {_NAME!r} that is not grain_shard's;"
+                " it is left alone. Use ds.pipe(grain_shard.shard_to, mesh) instead.",
+                stacklevel=3,
+            )
+
+
+def uninstall() -> None:
+    """Takes the method off Grain's datasets again.
+
+    Example:
+        >>> uninstall()
+        >>> hasattr(grain.MapDataset, "shard_to")
+        False
+        >>> install()
+    """
+    for cls in _CLASSES:
+        if isinstance(inspect.getattr_static(cls, _NAME, None), _OnUse):
+            delattr(cls, _NAME)
