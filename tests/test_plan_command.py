@@ -161,7 +161,9 @@ class TestPicture:
         assert main([*arguments, "--picture", str(path)]) == 0
         assert "</svg>" in path.read_text()
         assert main([*arguments, "--picture", str(tmp_path / "mesh.words")]) == 1
-        assert "end its name in .png or .svg" in capsys.readouterr().err
+        assert "ending in .png or .svg" in capsys.readouterr().err
+        assert main([*arguments, "--picture", str(tmp_path / "nowhere" / "mesh.png")]) == 1
+        assert "cannot draw" in capsys.readouterr().err
 
     def test_without_matplotlib_it_says_what_to_install(self, tmp_path, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
