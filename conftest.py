@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, for the tests and for the examples in docstrings."""
 
 import os
+import signal
 
 # XLA's CPU backend starts a thread a core, and a collective of eight devices on two of them can
 # starve itself.
@@ -12,3 +13,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# A run in the background of a shell ignores Ctrl-C, and so would the programs that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
