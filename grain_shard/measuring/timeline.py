@@ -121,7 +121,7 @@ class Timeline:
     __repr__ = __str__
 
     def _ipython_display_(self) -> None:
-        from IPython.display import display
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
 
         try:
             display(self.plot())

@@ -49,7 +49,7 @@ def show(batch_or_dataset: Any) -> None:
         batch = batch_or_dataset.abstract_batch()
         facts = table(["dataset", ""], _facts(batch_or_dataset, _rows(batch)), left=2)
     if _in_notebook():
-        from IPython.display import HTML, display
+        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 
         display(HTML((to_html(facts) if facts else "") + draw_tree(batch)))
         return
