@@ -25,6 +25,7 @@ from grain_shard import (
     ShardingError,
     ShardingTree,
     ValidateBatchSize,
+    host_arrays,
 )
 from grain_shard.training.hardware import HardwareType
 from tests.conftest import data_mesh, ids, numbered, to_numpy
@@ -218,7 +219,7 @@ class TestDevicePut:
             ]
 
     def test_does_not_alias_what_the_user_may_write_to(self):
-        buffer = np.zeros((64, 1024), np.float32)  # large enough for JAX to alias
+        buffer = host_arrays.empty((64, 1024), np.dtype(np.float32))  # which JAX would alias
 
         def reuse(k):
             buffer[:] = k

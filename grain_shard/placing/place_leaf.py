@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from grain_shard.errors import ShardingError
+from grain_shard.host_arrays import copied
 from grain_shard.sharding.specs import check_fits
 
 
@@ -45,7 +46,7 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array:
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     # The CPU backend may take aligned host memory as it is, and its owner may then write to it.
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
-    host_array = np.array(leaf) if on_cpu else np.asarray(leaf)
+    host_array = np.asarray(leaf)
     if host_array.dtype.kind in "OUS":
         raise ShardingError(
             f"dtype {host_array.dtype} has no place on a device.",
@@ -54,4 +55,5 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array:
             remedy="convert the leaf to numbers, or drop it.",
         )
     # Not device_put: onto several processes it is a collective that compares the value.
-    return jax.make_array_from_callback(shape, sharding, lambda index: host_array[index])
+    shard = (lambda index: copied(host_array[index])) if on_cpu else host_array.__getitem__
+    return jax.make_array_from_callback(shape, sharding, shard)

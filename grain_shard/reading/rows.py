@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from grain_shard.host_arrays import copied, empty
 from grain_shard.reading import _grain, _grain_records
 from grain_shard.reading._grain import Epoch
 from grain_shard.reading.fetch import RowMapDataset, RowReader
@@ -214,5 +215,11 @@ def take_rows(batch: FlatBatch, rows: np.ndarray) -> Batch:
     """
     existing = rows[rows < batch.rows]
     return batch.structure.unflatten(
-        [np.asarray(a[existing] if a.ndim else a.copy()) for a in batch.arrays]
+        [_rows_of(array, existing) if array.ndim else copied(array) for array in batch.arrays]
     )
+
+
+def _rows_of(array: np.ndarray, existing: np.ndarray) -> np.ndarray:
+    taken = empty((len(existing), *array.shape[1:]), array.dtype)
+    # "clip", or numpy would gather into a buffer of its own first; no row is out of bounds here.
+    return np.take(array, existing, axis=0, out=taken, mode="clip")

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.host_arrays import empty
 from grain_shard.trees import Batch, as_arrays, flatten, is_text
 
 # Rows are made and written into the batch this many bytes at a time, so that a batch in the making
@@ -97,7 +98,7 @@ class Stack:
 
     def __init__(self, stacker: RowStacker, num_rows: int):
         self._stacker, self._num_rows, self._filled = stacker, num_rows, 0
-        self._arrays = [np.empty((num_rows, *like.shape), like.dtype) for like in stacker.likes]
+        self._arrays = [empty((num_rows, *like.shape), like.dtype) for like in stacker.likes]
         self._texts: dict[int, list[Any]] = {
             i: [] for i, like in enumerate(stacker.likes) if is_text(like)
         }

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.host_arrays import copied
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.shardings import ShardingTree
 from grain_shard.sharding.specs import check_fits
@@ -114,7 +115,7 @@ class Assembler:
     ) -> jax.Array:
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             piece = array[self._host_index(index, global_shape)]
-            return piece.copy() if self._copies else piece
+            return copied(piece) if self._copies else piece
 
         return jax.make_array_from_callback(global_shape, sharding, shard)
 

@@ -19,7 +19,7 @@ from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.sharding.shardings import ShardingTree
 from grain_shard.transforms.pad import Remainder
-from grain_shard.transforms.shard_batch import ShardBatchMapDataset
+from grain_shard.transforms.shard_batch import ShardBatchIterDataset, ShardBatchMapDataset
 from grain_shard.trees import Batch
 
 
@@ -101,7 +101,7 @@ class DevicePutIterDataset(grain.IterDataset):
         self._put = put
         self._layout = put.shardings.layout()
         # Fresh arrays come from ShardBatch and feeds alone, and only if no other process made them.
-        fresh = isinstance(parent, ShardBatchMapDataset | FeedBatches)
+        fresh = isinstance(parent, ShardBatchMapDataset | ShardBatchIterDataset | FeedBatches)
         self._copies = put.num_workers > 0 or not fresh
         self._yields_own_rows = put.rows == "local" or isinstance(parent, FeedBatches)
         if isinstance(parent, FeedBatches):

@@ -10,6 +10,7 @@ import grain
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf, require_int
+from grain_shard.host_arrays import empty
 from grain_shard.reading._grain import Epoch, iter_batch_size
 from grain_shard.reading.fetch import RowMapDataset, RowReader
 from grain_shard.reading.rows import row_reader
@@ -106,7 +107,10 @@ def pad_batch(batch: Batch, size: int, mask_key: str | None) -> Batch:
 
 
 def _with_zero_rows(array: np.ndarray, count: int) -> np.ndarray:
-    return np.concatenate([array, np.zeros((count, *array.shape[1:]), array.dtype)])
+    padded = empty((len(array) + count, *array.shape[1:]), array.dtype)
+    padded[: len(array)] = array
+    padded[len(array) :] = np.zeros((), array.dtype)  # of text, that is ""
+    return padded
 
 
 class _PaddedRows:

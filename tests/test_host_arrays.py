@@ -1,0 +1,93 @@
+"""Host memory that a device takes over as it is, so that a batch is copied once less."""
+
+import grain
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from grain_shard import BatchLayout, PadToDivisible, ShardBatch
+from grain_shard.host_arrays import ALIGNMENT_BYTES, copied, empty
+from tests.conftest import data_mesh
+
+SHAPES = [(), (0, 3), (7,), (5, 3, 2)]
+DTYPES = [np.bool_, np.uint8, np.int64, np.float32, ml_dtypes.bfloat16, "<U5", "S3", object]
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_empty_array_is_one_of_numpys_in_all_but_its_address(shape, dtype):
+    array = empty(shape, np.dtype(dtype))
+    assert type(array) is np.ndarray
+    assert (array.shape, array.dtype) == (shape, np.dtype(dtype))
+    assert array.flags.writeable
+    assert array.flags.c_contiguous
+    assert array.dtype.hasobject or address(array) % ALIGNMENT_BYTES == 0
+
+
+ARRAYS = {
+    "strided": np.arange(24).reshape(4, 6)[:, ::2],
+    "reversed": np.arange(5)[::-1],
+    "scalar": np.array(3, np.float32),
+    "text": np.array(["cat", "horse"]),
+    "big-endian": np.arange(3, dtype=">i4"),
+    "read-only": np.broadcast_to(np.arange(3), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+def test_a_copy_is_contiguous_and_shares_nothing(array):
+    copy = copied(array)
+    np.testing.assert_array_equal(copy, array)
+    assert copy.dtype == array.dtype
+    assert copy.flags.c_contiguous
+    assert copy.flags.writeable
+    assert not np.shares_memory(copy, array)
+
+
+RECORDS = grain.MapDataset.range(60).map(lambda i: {"x": np.full((4, 8), i, np.float32)})
+BATCHES = RECORDS.batch(16)
+LAYOUT = BatchLayout(4, (0, 1, 2, 3))
+
+
+HOST_BATCHES = {
+    "rows below .batch": BATCHES.pipe(ShardBatch(LAYOUT)),
+    "rows of whole batches": BATCHES.map(dict).pipe(ShardBatch(LAYOUT)),
+    "rows of a stream": BATCHES.to_iter_dataset().map(dict).pipe(ShardBatch(LAYOUT)),
+    "padded rows": BATCHES.pipe(PadToDivisible(4)).pipe(ShardBatch(LAYOUT)),
+}
+
+
+@pytest.mark.parametrize("host_batches", HOST_BATCHES.values(), ids=HOST_BATCHES)
+def test_every_batch_of_a_host_could_be_taken_over(host_batches):
+    for batch in host_batches:
+        assert address(batch["x"]) % ALIGNMENT_BYTES == 0
+
+
+def test_the_cpu_backend_takes_it_over_instead_of_copying_it():
+    batch = BATCHES.pipe(ShardBatch(LAYOUT))[0]["x"]
+    sharding = jax.sharding.NamedSharding(data_mesh(4), jax.P("data"))
+    placed = jax.make_array_from_callback(batch.shape, sharding, batch.__getitem__)
+    shards = sorted(placed.addressable_shards, key=lambda shard: shard.index[0].start)
+    addresses = [shard.data.unsafe_buffer_pointer() for shard in shards]
+    assert addresses == [address(batch[start:]) for start in (0, 4, 8, 12)]
+
+
+def test_a_step_that_is_given_the_batch_for_its_own_writes_to_no_other():
+    # The same rows may be handed over more than once: the padding of a stream that has ended is.
+    zeros = empty((16, 64), np.dtype(np.float32))
+    zeros[...] = 0
+    sharding = jax.sharding.NamedSharding(data_mesh(4), jax.P("data"))
+    first, second = (
+        jax.make_array_from_callback(zeros.shape, sharding, zeros.__getitem__) for _ in range(2)
+    )
+    one_more = jax.jit(lambda x: x + 1, donate_argnums=0)(first)
+    assert first.is_deleted()
+    assert not second.is_deleted()
+    assert int(one_more.sum()) == 16 * 64
+    assert not zeros.any()
+    assert not np.asarray(second).any()
