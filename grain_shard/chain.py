@@ -10,11 +10,12 @@ from grain_shard.elastic.feed_batches import FeedBatches
 from grain_shard.errors import ShardingError
 from grain_shard.reading import _grain
 from grain_shard.reading.fingerprint import fingerprint
+from grain_shard.reading.pad_batch import Remainder
 from grain_shard.reading.rows import row_reader
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.shardings import ShardingTree
 from grain_shard.transforms.device_put import DevicePut, DevicePutIterDataset
-from grain_shard.transforms.pad import PadToDivisible, Remainder
+from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
 from grain_shard.transforms.validate import ValidateBatchSize
 

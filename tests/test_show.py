@@ -160,6 +160,10 @@ class TestInATerminal:
         with pytest.raises(ShardingError, match="no batch"):
             grain_shard.show(stream.map(lambda x: {"x": x}).shard_to(data_mesh(2)))
 
+    def test_a_dataset_that_is_not_sharded(self):
+        with pytest.raises(ShardingError, match=r"end it with \.shard_to\(mesh\)"):
+            grain_shard.show(grain.MapDataset.range(8).map(lambda i: {"x": i}).batch(4))
+
     def test_a_batch_of_text_alone(self, capsys):
         ds = grain.MapDataset.range(8).map(lambda i: {"name": str(i)}).batch(4)
         grain_shard.show(ds.shard_to(data_mesh(2), mask_key=None))

@@ -20,9 +20,9 @@ from grain_shard.hosts.ends import Announced
 from grain_shard.hosts.multihost import Rounds
 from grain_shard.iteration.host_batches import Opened, let_grain_read_its_flags
 from grain_shard.iteration.prefetch import Background
+from grain_shard.reading.pad_batch import Remainder, pad_batch
 from grain_shard.sharding.layout import BatchLayout, mesh_axes_of, shards_by_host
 from grain_shard.spans import BATCH, span
-from grain_shard.transforms.pad import Remainder, pad_batch
 from grain_shard.trees import Batch
 
 

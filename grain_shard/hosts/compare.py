@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Answers = Mapping[int, Any]
@@ -23,7 +23,7 @@ def compare(answers: Answers) -> dict[str, Any]:
         lines = [f"  host {host}: {text}" for host, text in failed.items()]
         return {"error": "\n".join([f"{hosts_text(failed)} failed at the first batch.", *lines])}
     lines = [line for name in _fields(answers) if (line := difference(name, answers))]
-    lines += _same_rows(answers) + _same_feeds(answers)
+    lines += _same_rows(answers)
     if not lines:
         return {}
     remedy = "run the same script with the same arguments and files on every host."
@@ -53,46 +53,35 @@ def difference(name: str, answers: Answers) -> str | None:
 def _same_rows(answers: Answers) -> list[str]:
     """Hosts that hold the same shards must feed the same rows, and others must not.
 
-    The answer's field "local rows" is (shards, digest of the first batch), if it has one.
+    The answer's field "local rows" is (shards, digest of the first batch), if it has one; "feed
+    rows" is the same for feeds. Those of different shards may be alike: feeds come from one source.
     """
-    lines, first_of_shards, first_of_digest = [], {}, {}
+    lines = [
+        f"  rows: hosts {twin} and {host} hold the same shards and feed different rows;"
+        " shard the source by grain_shard.ShardByMesh(mesh, spec)"
+        for twin, host in _conflicts(answers, "local rows", same=0, other=1)
+    ]
+    lines += [
+        f"  rows: hosts {twin} and {host} hold different shards and feed the same rows;"
+        " shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
+        ' rows="global" if every host reads the whole batch, or makes up the same data'
+        for twin, host in _conflicts(answers, "local rows", same=1, other=0)
+    ]
+    return lines + [
+        f"  feeds: hosts {twin} and {host} run the same feeds and get different rows; what"
+        " make_feed returns must depend on shard_index and shard_count alone"
+        for twin, host in _conflicts(answers, "feed rows", same=0, other=1)
+    ]
+
+
+def _conflicts(answers: Answers, name: str, *, same: int, other: int) -> Iterator[tuple[int, int]]:
+    """Pairs of hosts whose field is the same in one place and not in the other."""
+    first: dict[str, tuple[int, Any]] = {}
     for host, answer in answers.items():
-        if "local rows" not in answer:
-            continue
-        shards, digest = str(answer["local rows"][0]), answer["local rows"][1]
-        twin, digest_of_twin = first_of_shards.setdefault(shards, (host, digest))
-        if digest_of_twin != digest:
-            lines.append(
-                f"  rows: hosts {twin} and {host} hold the same shards and feed different rows;"
-                " shard the source by grain_shard.ShardByMesh(mesh, spec)"
-            )
-        other, shards_of_other = first_of_digest.setdefault(digest, (host, shards))
-        if shards_of_other != shards:
-            lines.append(
-                f"  rows: hosts {other} and {host} hold different shards and feed the same rows;"
-                " shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
-                ' rows="global" if every host reads the whole batch, or makes up the same data'
-            )
-    return lines
-
-
-def _same_feeds(answers: Answers) -> list[str]:
-    """Hosts that hold the same shards run the same feeds, and must get the same rows of them.
-
-    The answer's field "feed rows" is (shards, digest of the first batch), if it has one.
-    """
-    lines, first_of_shards = [], {}
-    for host, answer in answers.items():
-        if "feed rows" not in answer:
-            continue
-        shards, digest_here = str(answer["feed rows"][0]), answer["feed rows"][1]
-        twin, digest_of_twin = first_of_shards.setdefault(shards, (host, digest_here))
-        if digest_of_twin != digest_here:
-            lines.append(
-                f"  feeds: hosts {twin} and {host} run the same feeds and get different rows; what"
-                " make_feed returns must depend on shard_index and shard_count alone"
-            )
-    return lines
+        if (field := answer.get(name)) is not None:
+            twin, of_twin = first.setdefault(str(field[same]), (host, field[other]))
+            if of_twin != field[other]:
+                yield twin, host
 
 
 def hosts_text(hosts: Any) -> str:

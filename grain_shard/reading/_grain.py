@@ -18,16 +18,14 @@ _ITER_BATCH = type(grain.MapDataset.range(1).to_iter_dataset().batch(1))
 _DEFAULT_BATCH_FN = getattr(grain.MapDataset.range(1).batch(1), "_batch_fn", object())
 _ITER_SEED = type(grain.MapDataset.range(1).to_iter_dataset().seed(0))
 _READ_AHEAD = type(grain.MapDataset.range(1).to_iter_dataset())
-_SEED = type(grain.MapDataset.range(1).seed(0))
-_SLICE = type(grain.MapDataset.range(1)[:1])
-_REPEAT = type(grain.MapDataset.range(1).repeat(1))
+SEED = type(grain.MapDataset.range(1).seed(0))
+SLICE = type(grain.MapDataset.range(1)[:1])
+REPEAT = type(grain.MapDataset.range(1).repeat(1))
+MAP = type(grain.MapDataset.range(1).map(str))
+RANDOM_MAP = type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0))
+MAP_WITH_INDEX = type(grain.MapDataset.range(1).map_with_index(lambda i, x: x))
 # One element in, one out, at the same index.
-_ELEMENTWISE = (
-    _SEED,
-    type(grain.MapDataset.range(1).map(str)),
-    type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0)),
-    type(grain.MapDataset.range(1).map_with_index(lambda i, x: x)),
-)
+_ELEMENTWISE = (SEED, MAP, RANDOM_MAP, MAP_WITH_INDEX)
 
 
 class Epoch(NamedTuple):
@@ -71,14 +69,14 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     node, maps, only_stacks, in_order = ds, [], True, True
     try:
         while type(node) is not _BATCH:
-            if type(node) is _SLICE:
+            if type(node) is SLICE:
                 maps.append(node._sliced_index)  # pyright: ignore[reportAttributeAccessIssue]
                 in_order = False
-            elif type(node) is _REPEAT:
+            elif type(node) is REPEAT:
                 if not node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
                     maps.append(_FirstEpoch(node.parents[0]))
             elif type(node) in _ELEMENTWISE:
-                only_stacks = only_stacks and type(node) is _SEED
+                only_stacks = only_stacks and type(node) is SEED
             else:
                 return None
             (node,) = node.parents

@@ -16,31 +16,26 @@ from typing import Any
 import grain
 import numpy as np
 
+from grain_shard.reading._grain import MAP, MAP_WITH_INDEX, RANDOM_MAP, REPEAT, SEED, SLICE
 from grain_shard.reading.index_shuffle import shuffled
 
 Apply = Callable[[list[Any], list[int]], list[Any]]
 
 _SOURCE = type(grain.MapDataset.source([0]))
 _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
-_SEED = type(grain.MapDataset.range(1).seed(0))
-_SLICE = type(grain.MapDataset.range(1)[:1])
-_REPEAT = type(grain.MapDataset.range(1).repeat(1))
-_MAP = type(grain.MapDataset.range(1).map(str))
-_RANDOM_MAP = type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0))
-_MAP_WITH_INDEX = type(grain.MapDataset.range(1).map_with_index(lambda i, x: x))
 
 # Elements from elements, and the indices that those have at the node.
 _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
-    _MAP: lambda node: functools.partial(_map, node._map_element),
-    _RANDOM_MAP: lambda node: functools.partial(_map_with_index, node._random_map_element),
-    _MAP_WITH_INDEX: lambda node: functools.partial(_map_index_first, node._map_with_index_fn),
+    MAP: lambda node: functools.partial(_map, node._map_element),
+    RANDOM_MAP: lambda node: functools.partial(_map_with_index, node._random_map_element),
+    MAP_WITH_INDEX: lambda node: functools.partial(_map_index_first, node._map_with_index_fn),
 }
 # From indices above the node to indices below it.
 _INDICES: dict[type, Callable[[Any, np.ndarray], np.ndarray]] = {
-    _SEED: lambda node, indices: indices,
+    SEED: lambda node, indices: indices,
     _SHUFFLE: lambda node, indices: _below_shuffle(node, indices),
-    _SLICE: lambda node, indices: np.array([node._sliced_index(i) for i in indices.tolist()]),
-    _REPEAT: lambda node, indices: (
+    SLICE: lambda node, indices: np.array([node._sliced_index(i) for i in indices.tolist()]),
+    REPEAT: lambda node, indices: (
         indices if node._reseed_each_epoch else indices % len(node.parents[0])
     ),
 }

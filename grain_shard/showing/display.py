@@ -6,8 +6,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import grain
 import jax
 
+from grain_shard.errors import ShardingError
 from grain_shard.planning.plan_text import describe_ranges
 from grain_shard.showing.leaf_text import LeafText
 from grain_shard.showing.rich_output import describe_bytes, table, to_html, to_terminal
@@ -28,7 +30,8 @@ def show(batch_or_dataset: Any) -> None:
             the shapes, and its batches, buffers and rows are shown as well.
 
     Raises:
-        ShardingError: The dataset has no batch, or one that does not fit its shardings.
+        ShardingError: The dataset has no batch, or one that does not fit its shardings, or it does
+            not end with `shard_to`.
 
     Example:
         >>> import grain
@@ -48,6 +51,11 @@ def show(batch_or_dataset: Any) -> None:
     if isinstance(batch_or_dataset, DevicePutIterDataset):
         batch = batch_or_dataset.abstract_batch()
         facts = table(["dataset", ""], _facts(batch_or_dataset, _rows(batch)), left=2)
+    elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset):
+        raise ShardingError(
+            f"{batch_or_dataset} is on no device, so there is nothing to show of it.",
+            remedy="end it with .shard_to(mesh), or show one of its batches.",
+        )
     if _in_notebook():
         from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 

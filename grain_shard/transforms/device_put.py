@@ -14,11 +14,11 @@ from grain_shard.errors import ShardingError, require_int
 from grain_shard.iteration.host_batches import HostBatches, RandomAccess, Stream
 from grain_shard.iteration.iterator import AcrossHosts, ShardedIterator
 from grain_shard.reading.fingerprint import Fingerprint, fingerprint
+from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.sharding.shardings import ShardingTree
-from grain_shard.transforms.pad import Remainder
 from grain_shard.transforms.shard_batch import ShardBatchIterDataset, ShardBatchMapDataset
 from grain_shard.trees import Batch
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import grain
 import numpy as np
 
-from grain_shard.errors import ShardingError, describe_leaf, require_int
-from grain_shard.host_arrays import empty
+from grain_shard.errors import ShardingError, require_int
 from grain_shard.reading._grain import Epoch, iter_batch_size
 from grain_shard.reading.fetch import RowMapDataset, RowReader
+from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
 from grain_shard.reading.rows import row_reader
 from grain_shard.spans import PAD, READ, span
 from grain_shard.trees import Batch, FlatBatch
-
-Remainder = Literal["pad", "drop", "error"]
-REMAINDERS = ("pad", "drop", "error")
 
 
 @dataclass(frozen=True)
@@ -71,46 +68,6 @@ class PadToDivisible:
     def padded(self, global_batch_size: int) -> int:
         """The number of rows after padding."""
         return -(-global_batch_size // self.divisor) * self.divisor
-
-
-def pad_batch(batch: Batch, size: int, mask_key: str | None) -> Batch:
-    """The batch with zero rows added up to `size`, and the mask.
-
-    Args:
-        batch: A tree of arrays ``[m, ...]``, m <= size; scalars stay as they are.
-        size: Rows to pad to.
-        mask_key: Where to put the mask, ``bool[size]``; None for no mask.
-
-    Raises:
-        ShardingError: A mask is asked for and the batch is no mapping, or holds that key already.
-    """
-    flat = FlatBatch.of(batch)
-    arrays, missing = flat.arrays, size - flat.rows
-    if missing:
-        arrays = [_with_zero_rows(array, missing) if array.ndim else array for array in arrays]
-    padded = flat.structure.unflatten(arrays)
-    if mask_key is None:
-        return padded
-    if not isinstance(padded, Mapping):
-        flat.refuse(
-            f"the batch is a {type(padded).__name__}, so there is no place for the mask.",
-            remedy="turn records into dicts with .map before .batch, or pass mask_key=None.",
-        )
-    if mask_key in padded:
-        raise ShardingError(
-            f"the batch already has a leaf {mask_key!r}, the key of the mask.",
-            path=f"batch[{mask_key!r}]",
-            leaf=describe_leaf(padded[mask_key]),
-            remedy="pass another mask_key, or mask_key=None to pad without a mask.",
-        )
-    return {**padded, mask_key: np.arange(size) < flat.rows}
-
-
-def _with_zero_rows(array: np.ndarray, count: int) -> np.ndarray:
-    padded = empty((len(array) + count, *array.shape[1:]), array.dtype)
-    padded[: len(array)] = array
-    padded[len(array) :] = np.zeros((), array.dtype)  # of text, that is ""
-    return padded
 
 
 class _PaddedRows:
