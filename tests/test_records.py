@@ -6,11 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard.reading import _grain_records
+from grain_shard.reading import _grain_records, index_shuffle
 from grain_shard.reading.index_shuffle import shuffled
 from tests.conftest import data_mesh, ids
 
-LENGTHS = (1, 2, 3, 255, 256, 257, 1000, 65535, 65536, 65537, 65538, 10**6, 2**32, 2**32 + 1, 2**40)
+LENGTHS = (
+    *(1, 2, 3, 5, 255, 256, 257, 1000, 16383, 16384, 16385, 65535, 65536, 65537, 65538),
+    *(10**6, 2**32, 2**32 + 1, 2**40),
+)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -27,6 +30,20 @@ def test_the_shuffle_of_many_indices_is_grains_of_each(length, seed):
     indices = np.unique([0, *some, length - 1])
     by_grain = grain.MapDataset.source(Counting()).shuffle(seed=seed)
     assert shuffled(indices, length, seed).tolist() == [by_grain[i] for i in indices.tolist()]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_no_index_of_few_or_many_walks_far(length, monkeypatch):
+    """The cipher permutes 2**16 numbers at least; walking to one of 5 alone takes 13,000 steps."""
+    encrypted, steps = index_shuffle._encrypted, []
+
+    def counting(*args):
+        steps.append(args)
+        return encrypted(*args)
+
+    monkeypatch.setattr(index_shuffle, "_encrypted", counting)
+    shuffled(np.arange(min(length, 1000)), length, seed=11)
+    assert len(steps) < 100
 
 
 @given(length=st.integers(1, 3000), seed=st.integers(0, 2**32 - 1))

@@ -36,6 +36,8 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
     largest = length - 1
     if largest == 0:
         return np.zeros_like(indices)
+    if length < 2**_MIN_BLOCK_BITS // 4:
+        return _permutation(length, seed)[indices]
     block_bits = math.ceil(math.log2(largest))
     block_bits = max(block_bits + block_bits % 2, _MIN_BLOCK_BITS)
     dtype = np.uint32 if largest < 2**32 else np.uint64
@@ -47,6 +49,21 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
         outside = values > largest
         walking, values = walking[outside], values[outside]
     return result.astype(np.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _permutation(length: int, seed: int) -> np.ndarray:
+    """Where all of few indices go.
+
+    They are so few of the numbers that the cipher permutes that each would walk for long (5 of them
+    for 13,000 steps); here every walk doubles its length at each turn.
+    """
+    after = _encrypted(
+        np.arange(2**_MIN_BLOCK_BITS, dtype=np.uint32), _MIN_BLOCK_BITS // 2, _round_keys(seed)
+    ).astype(np.int64)
+    while (after[:length] >= length).any():
+        after = np.where(after < length, after, after[after])
+    return after[:length].copy()
 
 
 def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.ndarray:
