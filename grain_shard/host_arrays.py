@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import jax
 import numpy as np
 
 # XLA's CPU backend uses memory that begins at a multiple of this as it stands, and copies any other
-# (seen with jaxlib 0.10 and 0.12: 32 is too little, and numpy itself promises 16).
+# (seen with jaxlib 0.10 and 0.12: 32 is too little, and numpy itself promises 16). Of an array that
+# does, so does every shard whose bytes are a multiple of it.
 ALIGNMENT_BYTES = 64
 
 
@@ -25,3 +28,11 @@ def copied(array: np.ndarray) -> np.ndarray:
     copy = empty(array.shape, array.dtype)
     copy[...] = array
     return copy
+
+
+def owned(tree: Any) -> Any:
+    """The tree with copies in the place of its arrays, which whoever made them may write to again.
+
+    To be called before the maker is asked for anything else, so by the thread that asks it.
+    """
+    return jax.tree.map(lambda x: copied(x) if isinstance(x, np.ndarray) else x, tree)

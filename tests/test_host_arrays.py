@@ -6,9 +6,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from grain_shard import BatchLayout, PadToDivisible, ShardBatch
+from grain_shard import (
+    BatchLayout,
+    DevicePut,
+    PadToDivisible,
+    ShardBatch,
+    ShardingTree,
+    prefetch_to_device,
+)
 from grain_shard.host_arrays import ALIGNMENT_BYTES, copied, empty
-from tests.conftest import data_mesh
+from tests.conftest import data_mesh, eventually
 
 SHAPES = [(), (0, 3), (7,), (5, 3, 2)]
 DTYPES = [np.bool_, np.uint8, np.int64, np.float32, ml_dtypes.bfloat16, "<U5", "S3", object]
@@ -77,8 +84,7 @@ def test_the_cpu_backend_takes_it_over_instead_of_copying_it():
     assert addresses == [address(batch[start:]) for start in (0, 4, 8, 12)]
 
 
-def test_a_step_that_is_given_the_batch_for_its_own_writes_to_no_other():
-    # The same rows may be handed over more than once: the padding of a stream that has ended is.
+def test_a_step_that_is_given_the_batch_for_its_own_does_not_write_to_host_memory():
     zeros = empty((16, 64), np.dtype(np.float32))
     zeros[...] = 0
     sharding = jax.sharding.NamedSharding(data_mesh(4), jax.P("data"))
@@ -91,3 +97,76 @@ def test_a_step_that_is_given_the_batch_for_its_own_writes_to_no_other():
     assert int(one_more.sum()) == 16 * 64
     assert not zeros.any()
     assert not np.asarray(second).any()
+
+
+class Refilled(grain.IterDataset):
+    """A stream of batches in one buffer, which it fills again for each."""
+
+    def __iter__(self):
+        return _Refilling()
+
+
+class _Refilling(grain.DatasetIterator):
+    def __init__(self):
+        super().__init__()
+        self.batch = {
+            "x": empty((8, 256), np.dtype(np.float32)),  # which JAX would alias
+            "scalar": np.zeros((), np.int32),
+            "text": np.zeros(8, "<U4"),
+        }
+        self.next = 0
+
+    def __next__(self):
+        if self.next == 12:
+            raise StopIteration
+        for array in self.batch.values():
+            array[...] = self.next
+        self.next += 1
+        MADE.append(self.next)
+        return self.batch
+
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        raise NotImplementedError
+
+
+def refill(k):
+    BUFFER["x"][...] = k
+    MADE.append(k)
+    return BUFFER
+
+
+def put():
+    # One thread, which asks for one batch after the other: those that several threads make at the
+    # same time cannot be in the same memory.
+    return DevicePut(ShardingTree.of(data_mesh(1)), num_threads=1)
+
+
+BUFFER = {"x": empty((8, 256), np.dtype(np.float32))}
+MADE = []  # an entry for each time that a buffer was filled
+REFILLED = {
+    "stream": lambda: Refilled().shard_to(data_mesh(1)),
+    "rows=global": lambda: Refilled().shard_to(data_mesh(1), rows="global"),
+    "rows=local": lambda: Refilled().shard_to(data_mesh(1), rows="local"),
+    "DevicePut alone": lambda: Refilled().pipe(put()),
+    "DevicePut after padding": lambda: Refilled().pipe(PadToDivisible(4)).pipe(put()),
+    "DevicePut of random access": lambda: grain.MapDataset.range(12).map(refill).pipe(put()),
+    "prefetch_to_device, stream": lambda: prefetch_to_device(Refilled(), 3),
+    "prefetch_to_device, iterator": lambda: prefetch_to_device(iter(_Refilling()), 3),
+}
+
+
+@pytest.mark.parametrize("build", REFILLED.values(), ids=REFILLED)
+def test_a_source_may_fill_its_buffers_again(build):
+    MADE.clear()
+    with iter(build()) as batches:
+        first = next(batches)
+        eventually(lambda: len(MADE) > 3)  # while the batches before still wait
+        seen = [first, *batches]
+    assert [np.unique(batch["x"]).tolist() for batch in seen] == [[k] for k in range(12)]
+    for k, batch in enumerate(seen):
+        if "scalar" in batch:
+            assert int(batch["scalar"]) == k
+            assert batch["text"].tolist() == [str(k)] * 8

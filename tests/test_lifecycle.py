@@ -456,6 +456,10 @@ EXITS = {
             next(iterator)
         print("end")
         """,
+    "with an iterator that was never used": """
+        iterator = iter(pipeline())
+        print("end")
+        """,
     "before the first batch": """
         iterator = iter(pipeline())
         iterator.start_prefetch()

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import cloudpickle
 import grain
@@ -24,6 +25,7 @@ from tests.conftest import data_mesh, ids, numbered, to_numpy
 from tests.test_lifecycle import run
 
 slow = pytest.mark.slow
+MEMORY_MAP = Path("/proc/self/maps")
 
 
 def shuffled(n=46, batch=8):
@@ -96,6 +98,17 @@ class TestTheSameAsWithout:
         assert len(ds) == len(sharded) == 5
 
 
+def mapping_of(address):
+    """The line of Linux's memory map that an address is in; "" elsewhere."""
+    if not MEMORY_MAP.exists():
+        return ""
+    for line in MEMORY_MAP.read_text().splitlines():
+        start, stop = (int(end, 16) for end in line.split()[0].split("-"))
+        if start <= address < stop:
+            return line
+    return ""
+
+
 @slow
 class TestMemory:
     @pytest.mark.parametrize("num_devices", [1, 2])
@@ -112,6 +125,8 @@ class TestMemory:
         for k, batch in enumerate(batches):
             assert np.unique(np.asarray(batch["x"])).tolist() == [2 * k, 2 * k + 1]
             assert np.asarray(batch["x"])[:, 0, 0].tolist() == [2 * k, 2 * k + 1]
+            for shard in batch["x"].addressable_shards:
+                assert "/dev/shm" not in mapping_of(shard.data.unsafe_buffer_pointer())
 
     def test_text_that_stays_on_the_host_stays_intact_too(self):
         ds = grain.MapDataset.range(24).map(lambda i: {"id": i, "t": f"{i:05d}" * 1000}).batch(2)

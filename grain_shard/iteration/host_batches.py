@@ -18,6 +18,7 @@ import grain
 from absl import flags
 
 from grain_shard.errors import ShardingError, StateError
+from grain_shard.host_arrays import owned
 from grain_shard.hosts.ends import Announced
 from grain_shard.hosts.multihost import Rounds
 from grain_shard.hosts.state_json import from_json, to_json
@@ -121,10 +122,10 @@ class RandomAccess:
                 name=_THREAD,
             )
             return Opened(start, batches)
-        # The workers hold the buffer; one batch waits here, out of shared memory.
+        # The workers hold the buffer; one batch waits here, out of their shared memory.
         from_workers = iter(self._in_workers(self._ds[start:]))
         batches = Background(
-            lambda ticket: (ticket[1], ticket[0] + 1),
+            lambda ticket: (owned(ticket[1]), ticket[0] + 1),
             _Numbered(from_workers, start),
             buffer_size=1,
             name=_THREAD,

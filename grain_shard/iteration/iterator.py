@@ -158,7 +158,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """At the first batch, compares notes with the other hosts."""
         if not first or self._across is None or self._rounds is None:
             return
-        answer: dict[str, Any] = {**self._across.fields, "next": self._host.place(self._position)}
+        answer: dict[str, Any] = {
+            **self._across.fields,
+            "next batch": self._host.place(self._position),
+        }
         if isinstance(error, StopIteration):
             answer["batches"] = "none left"
         elif isinstance(error, AgreementError):

@@ -177,9 +177,12 @@ class _Shared(Generic[S, T]):
             self._close_tickets()
 
     def join(self) -> None:
-        deadline = time.monotonic() + _JOIN_TIMEOUT_S
-        for thread in self.threads:
-            if thread.is_alive() and thread is not threading.current_thread():
+        # Of a stage that never began nothing is alive; it may be collected at the interpreter's
+        # exit, when the modules that this file imports are gone.
+        alive = [t for t in self.threads if t.is_alive() and t is not threading.current_thread()]
+        if alive:
+            deadline = time.monotonic() + _JOIN_TIMEOUT_S
+            for thread in alive:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def step(self) -> bool:

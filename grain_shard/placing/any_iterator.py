@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grain
-import jax
-import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
+from grain_shard.host_arrays import owned
 from grain_shard.hosts.multihost import Rounds
 from grain_shard.iteration.host_batches import Opened, RandomAccess, Stream
 from grain_shard.iteration.iterator import ShardedIterator
@@ -45,14 +44,14 @@ def prefetch(
     require_local(target)
     if isinstance(source, grain.MapDataset):
         host_batches = RandomAccess(
-            source,
+            source.map(owned),
             fingerprint(source, remainder="keep"),
             buffer_size=cpu_buffer_size,
             num_threads=None,
             num_workers=0,
         )
     elif isinstance(source, grain.IterDataset):
-        host_batches = Stream(source.map(_owned), buffer_size=cpu_buffer_size)
+        host_batches = Stream(source.map(owned), buffer_size=cpu_buffer_size)
     else:
         host_batches = AnyIterable(source, buffer_size=cpu_buffer_size)
     return ShardedIterator(
@@ -62,11 +61,6 @@ def prefetch(
         reshard=None,
         across=None,
     )
-
-
-def _owned(batch: Batch) -> Batch:
-    """The batch with arrays of its own: a loader may fill its buffer again while they wait."""
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
 
 
 class _Placer:
@@ -163,7 +157,7 @@ class _IterableIterator(grain.DatasetIterator):
 
     def __next__(self) -> Batch:
         with self._in_use:
-            return _owned(next(self._iterator))
+            return owned(next(self._iterator))
 
     def get_state(self) -> Any:
         with self._in_use:

@@ -26,7 +26,8 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array:
 
     Returns:
         A global array with the leaf's shape. It shares no memory with numpy input on the CPU
-        backend, so a loader may reuse its buffer.
+        backend, so a loader may reuse its buffer. A `jax.Array` that lies where it should may come
+        back as it is.
 
     Raises:
         ShardingError: A mesh axis does not divide its dim, or the leaf holds Python objects.

@@ -189,9 +189,10 @@ class DevicePlacement:
         On several processes every source must yield the same whole batches.
 
         Args:
-            data_iterator: Any iterable of batches. A `grain.MapDataset` is read by several
-                threads. A generator is closed at the end; an iterator with a state is left to
-                its owner. It may fill its buffers again: numpy arrays are copied.
+            data_iterator: Any iterable of batches. It may fill its buffers again: numpy arrays
+                are copied. A generator is closed at the end; an iterator with a state is left to
+                its owner. A `grain.MapDataset` is read by several threads, so its batches must
+                not share memory.
             device: A device, a `Sharding`, or a tree prefix of shardings, as for
                 `distribute_batch`; None for the default device.
             buffer_size: Batches that may wait on the devices or be on their way there.

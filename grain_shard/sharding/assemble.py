@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.host_arrays import copied
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.shardings import ShardingTree
 from grain_shard.sharding.specs import check_fits
@@ -41,29 +40,24 @@ class Assembler:
     Args:
         shardings: Of the leaves.
         layout: Which rows of the global batch this host passes.
-        copies: Whether the arrays may be written to after they were handed over. Where the device
-            is this host's own memory, they are then copied: ``may_alias=False`` does not keep
-            JAX's CPU backend from aliasing (jax#38086).
         digests: Whether to make a digest of the first batch, to be compared with other hosts'.
     """
 
-    def __init__(
-        self, shardings: ShardingTree, layout: BatchLayout, *, copies: bool, digests: bool = False
-    ):
+    def __init__(self, shardings: ShardingTree, layout: BatchLayout, *, digests: bool = False):
         self._shardings, self._layout = shardings, layout
         self.mesh_axes = shardings.mesh_axes
-        devices = {d for s in shardings.shardings() for d in s.addressable_devices}
-        self._copies = copies and any(d.platform == "cpu" for d in devices)
         self._structure: Any = None
         self._digests = digests
-        self.digest = ""  # of this host's rows of the first batch
+        self.digest = ""  # of this host's rows of the first batch, if any row is real
         self._leaves: list[_Leaf] = []
 
     def __call__(self, batch: Batch) -> Batch:
         """The global batch.
 
         Args:
-            batch: A tree of numpy arrays ``[host_batch_size, ...]`` and scalars.
+            batch: A tree of numpy arrays ``[host_batch_size, ...]`` and scalars. The arrays must
+                never be written to again: JAX's CPU backend may use their memory as it is, and
+                ``may_alias=False`` does not keep it from that (jax#38086).
 
         Returns:
             The tree with `jax.Array` leaves ``[global_batch_size, ...]``; text stays as it is.
@@ -114,8 +108,7 @@ class Assembler:
         self, array: np.ndarray, global_shape: tuple[int, ...], sharding: Sharding
     ) -> jax.Array:
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            piece = array[self._host_index(index, global_shape)]
-            return copied(piece) if self._copies else piece
+            return array[self._host_index(index, global_shape)]
 
         return jax.make_array_from_callback(global_shape, sharding, shard)
 
@@ -142,7 +135,7 @@ class Assembler:
             if sharding is not None:
                 check_fits(path, array, sharding, shape)
             self._leaves.append(_Leaf(path, sharding, array.shape, shape, array.dtype))
-        if self._digests:
+        if self._digests and not flat.is_padding:
             self.digest = flat.digest()
         self._structure = flat.structure
 

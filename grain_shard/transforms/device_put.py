@@ -11,6 +11,7 @@ import jax
 from grain_shard.elastic.feed_batches import FeedBatches
 from grain_shard.elastic.host_feeds import HostFeeds, check_feeds
 from grain_shard.errors import ShardingError, require_int
+from grain_shard.host_arrays import owned
 from grain_shard.iteration.host_batches import HostBatches, RandomAccess, Stream
 from grain_shard.iteration.iterator import AcrossHosts, ShardedIterator
 from grain_shard.reading.fingerprint import Fingerprint, fingerprint
@@ -100,9 +101,6 @@ class DevicePutIterDataset(grain.IterDataset):
         super().__init__(parent)
         self._put = put
         self._layout = put.shardings.layout()
-        # Fresh arrays come from ShardBatch and feeds alone, and only if no other process made them.
-        fresh = isinstance(parent, ShardBatchMapDataset | ShardBatchIterDataset | FeedBatches)
-        self._copies = put.num_workers > 0 or not fresh
         self._yields_own_rows = put.rows == "local" or isinstance(parent, FeedBatches)
         if isinstance(parent, FeedBatches):
             check_feeds(parent, put.shardings.shardings(), put.remainder)
@@ -144,9 +142,7 @@ class DevicePutIterDataset(grain.IterDataset):
     def assembler(self) -> Assembler:
         """What makes this host's batches global."""
         put = self._put
-        return Assembler(
-            put.shardings, self._layout, copies=self._copies, digests=self._yields_own_rows
-        )
+        return Assembler(put.shardings, self._layout, digests=self._yields_own_rows)
 
     def abstract_batch(self) -> Batch:
         """What every batch looks like, without one: `jax.ShapeDtypeStruct`s with their shardings.
@@ -174,11 +170,6 @@ class DevicePutIterDataset(grain.IterDataset):
                 for leaf, sharding in zip(leaves, final.match(batch), strict=True)
             ]
         )
-
-    @property
-    def put(self) -> DevicePut:
-        """The options."""
-        return self._put
 
     @property
     def layout(self) -> BatchLayout:
@@ -209,9 +200,11 @@ class DevicePutIterDataset(grain.IterDataset):
 
     def _host_batches(self) -> HostBatches:
         put, (parent,) = self._put, self.parents
+        # These two and feeds make arrays that nobody else has.
+        fresh = isinstance(parent, ShardBatchMapDataset | ShardBatchIterDataset)
         if isinstance(parent, grain.MapDataset):
             return RandomAccess(
-                parent,
+                parent if fresh else parent.map(owned),
                 put.fingerprint or fingerprint(parent, remainder="pad"),
                 buffer_size=put.cpu_buffer_size,
                 num_threads=put.num_threads,
@@ -226,7 +219,7 @@ class DevicePutIterDataset(grain.IterDataset):
                 buffer_size=put.cpu_buffer_size,
                 num_threads=put.num_threads,
             )
-        return Stream(parent, buffer_size=put.cpu_buffer_size)
+        return Stream(parent if fresh else parent.map(owned), buffer_size=put.cpu_buffer_size)
 
     def _across_hosts(self) -> AcrossHosts | None:
         put, layout, (parent,) = self._put, self._layout, self.parents
