@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf
@@ -60,7 +59,7 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
                 f"dtype {array.dtype} is not one that JAX can hold.",
                 path=path,
                 leaf=describe_leaf(array),
-                remedy="convert it to a number in .map.",
+                remedy="convert it in .map to a number that JAX has: .astype(np.float32), say.",
             )
         arrays.append(array)
     return arrays
@@ -68,8 +67,15 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
 
 @functools.cache
 def is_numeric(dtype: np.dtype) -> bool:
-    """Whether JAX can hold the dtype: numbers, booleans and ml_dtypes' small floats."""
-    return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
+    """Whether JAX can hold the dtype: booleans and numbers, those of ml_dtypes too.
+
+    Of another byte order than the machine's, and of more than 128 bits, it holds none.
+    """
+    try:
+        jax.eval_shape(lambda x: x, np.empty((), dtype))
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,11 @@ class FlatBatch:
     def paths(self) -> list[str]:
         """Of each leaf, e.g. ``batch['image']``. For messages: it costs more than all the rest."""
         return _paths(self.structure)
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether there is nothing but zeros in it; in the mask, too, if it has one."""
+        return not any((array != np.zeros((), array.dtype)).any() for array in self.arrays)
 
     def digest(self) -> str:
         """Sixteen hex digits of what all its leaves hold."""

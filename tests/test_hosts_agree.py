@@ -324,11 +324,11 @@ def assert_refused(result, host):
         (case_remainder, "remainder", '"pad"', '"drop"'),
         (case_read, "read", '"needed"', '"once"'),
         (case_rows, "rows", '"global"', '"local"'),
-        (case_restored_step, "next", "0", "1"),
+        (case_restored_step, "next batch", "0", "1"),
         (case_record_shape, "batch['x']", None, None),
         (case_record_dtype, "batch['x']", None, None),
-        (case_record_tree, "batch['extra']", "null", None),
-        (case_no_batch_left, "batches", "null", '"none left"'),
+        (case_record_tree, "batch['extra']", "nothing", None),
+        (case_no_batch_left, "batches", "nothing", '"none left"'),
     ],
 )
 def test_a_host_that_differs_is_named_with_the_field_on_every_host(
@@ -348,7 +348,7 @@ def test_a_host_that_differs_is_named_with_the_field_on_every_host(
 
 def test_a_field_that_is_the_same_everywhere_is_not_named(results):
     for result in results[case_batch_size]:
-        for field in ("records", "seeds", "source", "mesh", "specs", "devices", "next"):
+        for field in ("records", "seeds", "source", "mesh", "specs", "devices", "next batch"):
             assert f"  {field}: " not in result["text"]
 
 

@@ -428,4 +428,4 @@ def test_fewer_feeds_than_hosts_are_refused(cases):
 def test_a_feed_that_is_another_one_on_another_host_is_an_error_on_every_host(cases):
     for result in cases(case_a_feed_depends_on_its_host):
         assert result["batches"] == []
-        assert "hosts 0 and 1 run the same feeds and get different rows" in result["error"][1]
+        assert "hosts 0, 1 run the same feeds and get different rows" in result["error"][1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Answers = Mapping[int, Any]
+_MAX_CHARACTERS = 200  # of a value
 
 
 def compare(answers: Answers) -> dict[str, Any]:
@@ -16,17 +17,17 @@ def compare(answers: Answers) -> dict[str, Any]:
         >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}})["error"])
         the hosts do not run the same pipeline.
           seeds: 1 on hosts 0, 1; 7 on host 2
-          remedy: run the same script with the same arguments and files on every host.
+          remedy: run the same script with the same arguments, files and checkpoint on every host.
     """
     failed = {host: a["failed"] for host, a in answers.items() if "failed" in a}
     if failed:
         lines = [f"  host {host}: {text}" for host, text in failed.items()]
         return {"error": "\n".join([f"{hosts_text(failed)} failed at the first batch.", *lines])}
     lines = [line for name in _fields(answers) if (line := difference(name, answers))]
-    lines += _same_rows(answers)
+    lines += _wrong_rows(answers)
     if not lines:
         return {}
-    remedy = "run the same script with the same arguments and files on every host."
+    remedy = "run the same script with the same arguments, files and checkpoint on every host."
     return {
         "error": "\n".join(
             ["the hosts do not run the same pipeline.", *lines, f"  remedy: {remedy}"]
@@ -43,45 +44,63 @@ def difference(name: str, answers: Answers) -> str | None:
     """A line that says which hosts gave what for a field; None if all gave the same."""
     hosts_by_value: dict[str, list[int]] = {}
     for host, answer in answers.items():
-        hosts_by_value.setdefault(json.dumps(answer.get(name)), []).append(host)
+        value = json.dumps(answer[name], sort_keys=True) if name in answer else "nothing"
+        hosts_by_value.setdefault(value, []).append(host)
     if len(hosts_by_value) == 1:
         return None
-    groups = [f"{value} on {hosts_text(hosts)}" for value, hosts in hosts_by_value.items()]
+    groups = [f"{_short(value)} on {hosts_text(hosts)}" for value, hosts in hosts_by_value.items()]
     return f"  {name}: {'; '.join(groups)}"
 
 
-def _same_rows(answers: Answers) -> list[str]:
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
+
+
+def _wrong_rows(answers: Answers) -> list[str]:
     """Hosts that hold the same shards must feed the same rows, and others must not.
 
-    The answer's field "local rows" is (shards, digest of the first batch), if it has one; "feed
-    rows" is the same for feeds. Those of different shards may be alike: feeds come from one source.
+    An answer may have a field "local rows": [shards, digest of this host's rows of the first
+    batch]. The digest is "" of padding, which is the same everywhere. "feed rows" is that of feeds,
+    of which some may well yield the same.
     """
     lines = [
-        f"  rows: hosts {twin} and {host} hold the same shards and feed different rows;"
+        f"  rows: {hosts} hold the same shards and feed different rows;"
         " shard the source by grain_shard.ShardByMesh(mesh, spec)"
-        for twin, host in _conflicts(answers, "local rows", same=0, other=1)
+        for hosts in _differing(_rows_of(answers, "local rows"))
     ]
     lines += [
-        f"  rows: hosts {twin} and {host} hold different shards and feed the same rows;"
+        f"  rows: {hosts} hold different shards and feed the same rows;"
         " shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
         ' rows="global" if every host reads the whole batch, or makes up the same data'
-        for twin, host in _conflicts(answers, "local rows", same=1, other=0)
+        for hosts in _differing(
+            (host, digest, shards)
+            for host, shards, digest in _rows_of(answers, "local rows")
+            if digest
+        )
     ]
     return lines + [
-        f"  feeds: hosts {twin} and {host} run the same feeds and get different rows; what"
+        f"  feeds: {hosts} run the same feeds and get different rows; what"
         " make_feed returns must depend on shard_index and shard_count alone"
-        for twin, host in _conflicts(answers, "feed rows", same=0, other=1)
+        for hosts in _differing(_rows_of(answers, "feed rows"))
     ]
 
 
-def _conflicts(answers: Answers, name: str, *, same: int, other: int) -> Iterator[tuple[int, int]]:
-    """Pairs of hosts whose field is the same in one place and not in the other."""
-    first: dict[str, tuple[int, Any]] = {}
+def _rows_of(answers: Answers, field: str) -> Iterator[tuple[int, str, str]]:
+    """Host, shards and digest of those who have the field."""
     for host, answer in answers.items():
-        if (field := answer.get(name)) is not None:
-            twin, of_twin = first.setdefault(str(field[same]), (host, field[other]))
-            if of_twin != field[other]:
-                yield twin, host
+        if field in answer:
+            shards, digest = answer[field]
+            yield host, str(shards), digest
+
+
+def _differing(answers: Iterable[tuple[int, str, str]]) -> Iterator[str]:
+    """Groups of hosts that are alike in the first thing and not in the second."""
+    groups: dict[str, dict[int, str]] = {}
+    for host, alike, other in answers:
+        groups.setdefault(alike, {})[host] = other
+    for others in groups.values():
+        if len(set(others.values())) > 1:
+            yield hosts_text(others)
 
 
 def hosts_text(hosts: Any) -> str:

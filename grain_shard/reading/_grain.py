@@ -15,7 +15,10 @@ import grain
 
 _BATCH = type(grain.MapDataset.range(1).batch(1))
 _ITER_BATCH = type(grain.MapDataset.range(1).to_iter_dataset().batch(1))
-_DEFAULT_BATCH_FN = getattr(grain.MapDataset.range(1).batch(1), "_batch_fn", object())
+_ITER_BATCH_FN = getattr(
+    grain.MapDataset.range(1).to_iter_dataset().batch(1), "_batch_fn", object()
+)
+_BATCH_FN = getattr(grain.MapDataset.range(1).batch(1), "_batch_fn", object())
 _ITER_SEED = type(grain.MapDataset.range(1).to_iter_dataset().seed(0))
 _READ_AHEAD = type(grain.MapDataset.range(1).to_iter_dataset())
 SEED = type(grain.MapDataset.range(1).seed(0))
@@ -81,7 +84,7 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
                 return None
             (node,) = node.parents
         size, drop = node._batch_size, node._drop_remainder  # pyright: ignore
-        default_batch_fn = node._batch_fn is _DEFAULT_BATCH_FN  # pyright: ignore
+        default_batch_fn = node._batch_fn is _BATCH_FN  # pyright: ignore
     except AttributeError:
         return None
     records = node.parents[0]
@@ -99,8 +102,13 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
 
 
 def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
-    """B of an ``IterDataset.batch(B)`` that stands right below, or None."""
-    return getattr(ds, "_batch_size", None) if type(ds) is _ITER_BATCH else None
+    """B of an ``IterDataset.batch(B)`` that stands right below, or None.
+
+    Not with a batch function of the user's, which may make any number of rows of B elements.
+    """
+    if type(ds) is not _ITER_BATCH or getattr(ds, "_batch_fn", None) is not _ITER_BATCH_FN:
+        return None
+    return getattr(ds, "_batch_size", None)
 
 
 def below_read_ahead(

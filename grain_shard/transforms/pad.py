@@ -158,8 +158,9 @@ class _PadIterDataset(grain.IterDataset):
 
     def __iter__(self) -> grain.DatasetIterator:
         (parent,) = self.parents
-        rows = self._pad.global_batch_size or iter_batch_size(parent) or 0
-        return _PadIterator(iter(parent), self._pad, rows)
+        # Of feeds, and of what was validated, it is an attribute.
+        known = getattr(parent, "global_batch_size", None) or iter_batch_size(parent)
+        return _PadIterator(iter(parent), self._pad, self._pad.global_batch_size or known or 0)
 
     def __str__(self) -> str:
         return str(self._pad)

@@ -101,8 +101,9 @@ class _ValidatedIterDataset(grain.IterDataset):
     def __init__(self, parent: grain.IterDataset, validate: ValidateBatchSize):
         super().__init__(parent)
         self._validate = validate
-        if (size := iter_batch_size(parent)) is not None:
-            validate.check(size)
+        self.global_batch_size = iter_batch_size(parent)  # None if only its batches tell
+        if self.global_batch_size is not None:
+            validate.check(self.global_batch_size)
 
     def __iter__(self) -> grain.DatasetIterator:
         (parent,) = self.parents

@@ -1,0 +1,81 @@
+"""What every host is told when the hosts differ: which hosts, in what, and what to do."""
+
+import pytest
+
+from grain_shard.hosts.compare import compare
+
+REMEDY = (
+    "  remedy: run the same script with the same arguments, files and checkpoint on every host."
+)
+
+
+def lines_of(answers):
+    """The lines between the first, which is always the same, and the remedy."""
+    if not (verdict := compare(answers)):
+        return []
+    first, *lines, remedy = verdict["error"].splitlines()
+    assert (first, remedy) == ("the hosts do not run the same pipeline.", REMEDY)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("answers", "lines"),
+    [
+        ([{}, {}], []),
+        ([{"records": 8}, {"records": 8}], []),
+        ([{"at": {"a": 1, "b": 2}}, {"at": {"b": 2, "a": 1}}], []),
+        (
+            [{"records": 8}, {"records": 8}, {"records": 9}],
+            ["  records: 8 on hosts 0, 1; 9 on host 2"],
+        ),
+        ([{"mask": "bool[8]"}, {}], ['  mask: "bool[8]" on host 0; nothing on host 1']),
+        ([{"mask": None}, {}], ["  mask: null on host 0; nothing on host 1"]),
+        (
+            [{"x": "a" * 5000}, {"x": 1}],
+            [f'  x: "{"a" * 199}... on host 0; 1 on host 1'],
+        ),
+    ],
+)
+def test_fields(answers, lines):
+    assert lines_of(dict(enumerate(answers))) == lines
+
+
+SAME_SHARDS = "hold the same shards and feed different rows; shard the source by"
+SAME_ROWS = "hold different shards and feed the same rows; shard the source by"
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ({0: ([0], "a"), 1: ([1], "b")}, []),
+        ({0: ([0], "a"), 1: ([0], "a"), 2: ([1], "b")}, []),
+        ({0: ([0], "a"), 1: ([0], "b")}, [f"hosts 0, 1 {SAME_SHARDS}"]),
+        ({0: ([0], "a"), 1: ([1], "a"), 2: ([2], "b")}, [f"hosts 0, 1 {SAME_ROWS}"]),
+        # Of streams that have ended, all rows are padding.
+        ({0: ([0], "a"), 1: ([1], ""), 2: ([2], "")}, []),
+        (
+            {host: ([host], "a") for host in range(64)},
+            [f"hosts 0, 1, 2, 3, 4, 5, 6, 7 and 56 more {SAME_ROWS}"],
+        ),
+    ],
+)
+def test_rows_of_hosts_that_feed_their_own(rows, found):
+    lines = lines_of({host: {"local rows": list(row)} for host, row in rows.items()})
+    assert len(lines) == len(found)
+    for line, text in zip(lines, found, strict=True):
+        assert line.startswith(f"  rows: {text}")
+
+
+def test_feeds_may_yield_the_same_but_not_another_time_something_else():
+    alike = {host: {"feed rows": [[host], "a"]} for host in (0, 1)}
+    assert lines_of(alike) == []
+    (line,) = lines_of({0: {"feed rows": [[0], "a"]}, 1: {"feed rows": [[0], "b"]}})
+    assert line.startswith("  feeds: hosts 0, 1 run the same feeds and get different rows;")
+
+
+def test_a_host_that_failed_is_all_that_is_said():
+    answers = {0: {"records": 8}, 1: {"failed": "ValueError: bad record 3"}}
+    assert compare(answers)["error"].splitlines() == [
+        "host 1 failed at the first batch.",
+        "  host 1: ValueError: bad record 3",
+    ]
