@@ -40,18 +40,22 @@ def main(argv: list[str] | None = None) -> int:
     # Here, since worker processes import this module too.
     from benchmarks import chart, groups, measure, report
 
-    chosen = groups.named(args.names)
-    if not chosen:
-        parser.error(f"nothing is called {args.names}; names are {', '.join(groups.names())}")
+    if unknown := [name for name in args.names if name not in groups.names()]:
+        parser.error(f"nothing is called {unknown}; names are {', '.join(groups.names())}")
     if args.write and args.names:
         parser.error("--write is for all of them: name none")
+    try:  # now, and not when all has been measured
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "results.json").open("a").close()
+    except OSError as error:
+        parser.error(f"cannot write to --out: {error}")
+    chosen = groups.named(args.names)
     conditions, results = report.conditions(args.quick), []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         for number, group in enumerate(chosen, start=1):
             print(f"[{number}/{len(chosen)}] {group.name}", file=sys.stderr, flush=True)
             results += measure.results(group, measure.Run(args.quick, Path(folder)))
     report.print_table(results)
-    args.out.mkdir(parents=True, exist_ok=True)
     report.write_json(results, conditions, args.out / "results.json")
     chart.write_chart(results, args.out / "results.png")
     print(f"written: {args.out / 'results.json'}, {args.out / 'results.png'}")

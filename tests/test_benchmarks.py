@@ -95,3 +95,20 @@ def test_the_command_measures_a_goal_and_writes_json(tmp_path):
     assert all(row["met"] for row in written["results"])
     assert (tmp_path / "results.png").stat().st_size > 0
     assert "reading whole batches" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["P5", "typo"], "nothing is called ['typo']; names are reading, "),
+        ([""], "nothing is called ['']"),
+        (["P5", "--write"], "--write is for all of them"),
+        (["P5", "--out", "README.md"], "cannot write to --out: "),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_measured(arguments, complaint):
+    command = [sys.executable, "-m", "benchmarks", "--quick", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "[1/" not in done.stderr

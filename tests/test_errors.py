@@ -240,7 +240,14 @@ batch['leaf0']: the leaf holds Python objects (ragged rows, or a None among them
         """\
 batch['leaf0']: dtype datetime64[D] is not one that JAX can hold.
   leaf:   datetime64[D][]   mesh: data=4
-  remedy: convert it to a number in .map.""",
+  remedy: convert it in .map to a number that JAX has: .astype(np.float32), say.""",
+    ),
+    "another byte order than the machine's": (
+        lambda: dicts(lambda i: np.array(i, ">i4")).shard_to(data_mesh(4)),
+        """\
+batch['leaf0']: dtype >i4 is not one that JAX can hold.
+  leaf:   >i4[]   mesh: data=4
+  remedy: convert it in .map to a number that JAX has: .astype(np.float32), say.""",
     ),
     "a batch that is no mapping": (
         lambda: grain.MapDataset.range(8).batch(4).shard_to(data_mesh(4)),

@@ -160,9 +160,19 @@ class TestInATerminal:
         with pytest.raises(ShardingError, match="no batch"):
             grain_shard.show(stream.map(lambda x: {"x": x}).shard_to(data_mesh(2)))
 
-    def test_a_dataset_that_is_not_sharded(self):
-        with pytest.raises(ShardingError, match=r"end it with \.shard_to\(mesh\)"):
-            grain_shard.show(grain.MapDataset.range(8).map(lambda i: {"x": i}).batch(4))
+    @pytest.mark.parametrize("kind", ["unsharded", "mapped", "iterator"])
+    def test_what_is_neither_batch_nor_sharded(self, kind, mesh):
+        ds = grain.MapDataset.range(8).map(lambda i: {"x": i}).batch(8)
+        sharded = ds.shard_to(mesh)
+        shown = {"unsharded": ds, "mapped": sharded.map(dict), "iterator": iter(sharded)}[kind]
+        with pytest.raises(ShardingError, match=r"the dataset that \.shard_to\(mesh\) returned"):
+            grain_shard.show(shown)
+
+    def test_keys_are_not_taken_for_styles(self, capsys):
+        grain_shard.show({"[/bold]": np.zeros(2), "a[red]": np.zeros(2), ":smile:": np.zeros(2)})
+        shown = capsys.readouterr().out
+        for key in ("[/bold]", "a[red]", ":smile:"):
+            assert f"batch['{key}']" in shown
 
     def test_a_batch_of_text_alone(self, capsys):
         ds = grain.MapDataset.range(8).map(lambda i: {"name": str(i)}).batch(4)

@@ -1,6 +1,6 @@
 """Grain's global shuffle of many indices at once.
 
-``MapDataset.shuffle`` permutes indices by a cipher, so that no permutation is stored: a Feistel
+``MapDataset.shuffle`` permutes indices by a cipher, so that none has to be stored: a Feistel
 network with the round function of Simon (https://eprint.iacr.org/2013/404), 4 rounds, keys from
 C++'s ``std::seed_seq``, repeated until the result is an index ("cycle walking"). Grain computes it
 for one index in 5 us. Over arrays it takes a fraction of that, and gives the same; who uses it
@@ -16,6 +16,8 @@ import numpy as np
 
 _ROUNDS = 4
 _MIN_BLOCK_BITS = 16
+# From here on a block has at most four numbers for each index: its bits are even.
+_FEW = 2**_MIN_BLOCK_BITS // 4
 
 
 def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
@@ -34,9 +36,7 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
         [0, 1, 2, 3, 4]
     """
     largest = length - 1
-    if largest == 0:
-        return np.zeros_like(indices)
-    if length < 2**_MIN_BLOCK_BITS // 4:
+    if length < _FEW:
         return _permutation(length, seed)[indices]
     block_bits = math.ceil(math.log2(largest))
     block_bits = max(block_bits + block_bits % 2, _MIN_BLOCK_BITS)
@@ -51,7 +51,7 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
     return result.astype(np.int64)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # a batch is of few epochs, each with one seed
 def _permutation(length: int, seed: int) -> np.ndarray:
     """Where all of few indices go.
 
@@ -63,7 +63,9 @@ def _permutation(length: int, seed: int) -> np.ndarray:
     ).astype(np.int64)
     while (after[:length] >= length).any():
         after = np.where(after < length, after, after[after])
-    return after[:length].copy()
+    after = after[:length].copy()
+    after.flags.writeable = False
+    return after
 
 
 def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.ndarray:

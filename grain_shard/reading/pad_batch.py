@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from grain_shard.host_arrays import empty
 from grain_shard.trees import Batch, FlatBatch
 
 Remainder = Literal["pad", "drop", "error"]
-REMAINDERS = ("pad", "drop", "error")
+REMAINDERS: tuple[str, ...] = get_args(Remainder)
 
 
 def pad_batch(batch: Batch, size: int, mask_key: str | None) -> Batch:

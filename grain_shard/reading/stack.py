@@ -126,7 +126,8 @@ class Stack:
             elif array.ndim > 1:
                 # Not np.stack, which makes a view of each row first.
                 part = array[start : self._filled]
-                np.concatenate(column, out=part.reshape(-1, *array.shape[2:]))
+                joined = part.reshape(len(part) * part.shape[1], *part.shape[2:])
+                np.concatenate(column, out=joined)
             else:
                 array[start : self._filled] = column
 

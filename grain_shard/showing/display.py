@@ -30,8 +30,8 @@ def show(batch_or_dataset: Any) -> None:
             the shapes, and its batches, buffers and rows are shown as well.
 
     Raises:
-        ShardingError: The dataset has no batch, or one that does not fit its shardings, or it does
-            not end with `shard_to`.
+        ShardingError: The dataset has no batch, or one that does not fit its shardings; or it is no
+            batch, and not what `shard_to` returned.
 
     Example:
         >>> import grain
@@ -51,10 +51,10 @@ def show(batch_or_dataset: Any) -> None:
     if isinstance(batch_or_dataset, DevicePutIterDataset):
         batch = batch_or_dataset.abstract_batch()
         facts = table(["dataset", ""], _facts(batch_or_dataset, _rows(batch)), left=2)
-    elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset):
+    elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
         raise ShardingError(
-            f"{batch_or_dataset} is on no device, so there is nothing to show of it.",
-            remedy="end it with .shard_to(mesh), or show one of its batches.",
+            f"nothing tells what a {type(batch_or_dataset).__name__} holds, and where.",
+            remedy="show one of its batches, or the dataset that .shard_to(mesh) returned.",
         )
     if _in_notebook():
         from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
@@ -95,7 +95,7 @@ def _lines(batch: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _facts(ds: DevicePutIterDataset, global_batch_size: int | None) -> Iterator[tuple[str, str]]:
-    put, layout = ds.put, ds.layout
+    put, layout = ds.settings, ds.layout
     target = put.final_shardings or put.shardings
     axes = ", ".join(f"{name}={size}" for name, size in target.mesh_axes) or "none"
     yield "mesh", f"{axes}; {layout.num_hosts} hosts" if layout.num_hosts > 1 else axes

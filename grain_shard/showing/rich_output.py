@@ -15,12 +15,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) -
     """A table whose first `left` columns are words, and whose others are numbers."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i < left else "right", overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(Text, row))  # or rich would take what is in brackets for a style
     return made
 
 

@@ -41,6 +41,7 @@ class _Leaf:
         self.can_be_drawn = (
             isinstance(sharding, NamedSharding)
             and len(leaf.shape) > 0
+            and all(leaf.shape)
             and sharding.num_devices <= _MAX_DEVICES
         )
 
