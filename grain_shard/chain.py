@@ -153,6 +153,12 @@ def _random_access(
     ds: grain.MapDataset | grain.IterDataset,
 ) -> tuple[grain.MapDataset | grain.IterDataset, tuple[int, int] | None]:
     """The `MapDataset` below ``.to_iter_dataset(read_options)``, which keeps random access."""
+    if isinstance(ds, grain.MapDataset) and _grain.is_filtered(ds):
+        raise ShardingError(
+            "a .filter drops elements, so that nobody can tell by its index what is in a batch.",
+            remedy="filter a stream, before .batch: .to_iter_dataset().filter(...).batch(B), and on"
+            " several hosts say rows=, or cut it into grain_shard.feeds.",
+        )
     if isinstance(ds, grain.IterDataset) and (below := _grain.below_read_ahead(ds)) is not None:
         return below
     return ds, None

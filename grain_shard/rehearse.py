@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from grain_shard.arguments import positive_integer, positive_seconds
 from grain_shard.errors import GrainShardError
 from grain_shard.host_process import HostProcess, end, host_environment, reserved_port
 
@@ -240,7 +241,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="CPU devices of each (default: 1)",
     )
-    add("--timeout", type=float, default=600.0, help="seconds until all are ended (default: 600)")
+    add(
+        "--timeout",
+        type=positive_seconds,
+        default=600.0,
+        help="seconds until all are ended (default: 600)",
+    )
     add("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     add("script", help="the training script")
     add("args", nargs=argparse.REMAINDER, help="all that follows is the script's")
@@ -275,14 +281,6 @@ def main(args: argparse.Namespace) -> int:
     if result.exit_code != 0:
         print(f"rehearse: {result.summary()}", file=sys.stderr)
     return result.exit_code
-
-
-def positive_integer(text: str) -> int:
-    """The number that a command line's word stands for; its name is in argparse's message."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

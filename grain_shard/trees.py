@@ -46,6 +46,13 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
             array = np.asarray(leaf)
         except (ValueError, TypeError):  # numpy: "inhomogeneous shape"; JAX: a typed PRNG key
             array = np.empty((), object)
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ShardingError(
+                "the leaf is a masked array, and no device knows of its mask.",
+                path=path,
+                leaf=describe_leaf(array),
+                remedy="fill it in .map, by .filled(0), and make the mask a leaf of its own.",
+            )
         if array.dtype.kind == "O":
             raise ShardingError(
                 "the leaf holds Python objects (ragged rows, or a None among them).",
@@ -114,8 +121,9 @@ class FlatBatch:
 
     @property
     def is_padding(self) -> bool:
-        """Whether there is nothing but zeros in it; in the mask, too, if it has one."""
-        return not any((array != np.zeros((), array.dtype)).any() for array in self.arrays)
+        """Whether its rows hold nothing but zeros; those of the mask, too, if it has one."""
+        rows = (array for array in self.arrays if array.ndim)
+        return not any((array != np.zeros((), array.dtype)).any() for array in rows)
 
     def digest(self) -> str:
         """Sixteen hex digits of what all its leaves hold."""

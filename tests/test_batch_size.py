@@ -134,3 +134,11 @@ def test_an_error_when_make_batch_ignores_the_size():
         estimate_max_batch_size(
             weighted_rows, lambda batch_size: make_batch(4), WEIGHTS, memory_limit_bytes=MB
         )
+
+
+@pytest.mark.parametrize("limit", [MB, 2**30])
+def test_an_error_when_the_step_ignores_the_batch(limit):
+    with pytest.raises(ValueError, match="it does not use the batch"):
+        estimate_max_batch_size(
+            lambda weights, batch: weights.sum(), make_batch, WEIGHTS, memory_limit_bytes=limit
+        )

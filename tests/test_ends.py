@@ -15,9 +15,10 @@ from grain_shard.sharding.reshard import Resharder
 class AllSayBatch:
     """Rounds in which every host, this one too, is taken to have the batch."""
 
-    def __init__(self):
+    def __init__(self, batches=1):
         self.posted = queue.SimpleQueue()
-        self.posted.put(BATCH)
+        for _ in range(batches):
+            self.posted.put(BATCH)
 
     def verdict(self, round_, decide, **_):
         return BATCH
@@ -64,3 +65,25 @@ def test_the_last_exchange_is_waited_for_where_the_data_end(monkeypatch):
     assert next(iterator, None) is None
     assert len(waited) == 1
     assert isinstance(waited[0], jax.Array)
+
+
+def test_a_scalar_stays_what_it_is_in_padding():
+    """It belongs to the whole batch: on hosts that still have rows, it is that of theirs."""
+    rows = {"x": np.ones(4), "valid_mask": np.ones(4, bool), "temperature": np.float32(0.7)}
+    batches = AgreedEnd(
+        iter([(rows, 1)]),
+        AllSayBatch(2),
+        pads=True,
+        same_rows=False,
+        position=0,
+        past_end=lambda position: position + 1,
+        template=lambda: pytest.fail("there was a batch"),
+        waited_s=lambda: 0.0,
+    )
+    next(batches)
+    padding, position = next(batches)
+    assert position == 2
+    assert not padding["x"].any()
+    assert not padding["valid_mask"].any()
+    assert padding["temperature"] == np.float32(0.7)
+    batches.stop = lambda: None

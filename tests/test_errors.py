@@ -4,6 +4,7 @@ Every message has four parts: the leaf's path, its shape and dtype, the mesh, th
 """
 
 import copy
+import gc
 import pickle
 
 import grain
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import DevicePut, PadToDivisible, ShardingError, ShardingTree
 from grain_shard.errors import describe_error
-from tests.conftest import data_mesh, numbered
+from tests.conftest import data_mesh, ids, numbered
 
 
 def dicts(*leaves, batch=4, n=8):
@@ -249,6 +250,20 @@ batch['leaf0']: dtype >i4 is not one that JAX can hold.
   leaf:   >i4[]   mesh: data=4
   remedy: convert it in .map to a number that JAX has: .astype(np.float32), say.""",
     ),
+    "a masked array": (
+        lambda: dicts(lambda i: np.ma.masked_array([i, i], [False, True])).shard_to(data_mesh(4)),
+        """\
+batch['leaf0']: the leaf is a masked array, and no device knows of its mask.
+  leaf:   int64[2]   mesh: data=4
+  remedy: fill it in .map, by .filled(0), and make the mask a leaf of its own.""",
+    ),
+    "a map after .batch that changes the number of rows": (
+        lambda: numbered(16, 8).map(lambda b: {"x": b["id"][::2]}).shard_to(data_mesh(4)),
+        """\
+batch['x']: batch 0 has 4 rows, made of 8 records: what stands after .batch changes their number.
+  leaf:   int32[4]   mesh: data=4
+  remedy: change it before .batch; or in a stream, .to_iter_dataset().batch(B).map(...), whose first batch tells the size.""",  # noqa: E501
+    ),
     "a batch that is no mapping": (
         lambda: grain.MapDataset.range(8).batch(4).shard_to(data_mesh(4)),
         """\
@@ -368,10 +383,16 @@ def test_a_record_that_raises_is_named_and_keeps_its_traceback(num_workers):
     iterator.close()
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
-def test_a_placed_dataset_does_not_travel_to_workers(how):
-    with pytest.raises(ShardingError, match="worker processes come before placement"):
-        how(numbered(8, 8).shard_to(data_mesh(4)))
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_is_on_devices_does_not_travel_and_has_no_copy(how):
+    ds = numbered(8, 8).shard_to(data_mesh(4))
+    with pytest.raises(ShardingError, match="cannot be copied or sent to another process"):
+        how(ds)
+    with iter(ds) as iterator:
+        with pytest.raises(TypeError, match="cannot be copied or sent to another process"):
+            how(iterator)
+        gc.collect()  # a copy would stop the threads of the original when it goes
+        assert ids(iterator) == [list(range(8))]
 
 
 def test_an_error_survives_the_way_from_a_worker():
@@ -419,3 +440,16 @@ def test_what_cannot_be_the_end_of_a_chain_is_refused_at_once(options, problem):
     ds = numbered(8, 4)
     with pytest.raises(ShardingError, match=problem):
         (ds if options else ds.shard_to(data_mesh(2))).shard_to(data_mesh(2), **options)
+
+
+def test_a_filter_after_batch_in_random_access_is_refused_when_built():
+    """Before .batch Grain refuses it itself."""
+    ds = numbered(16, 4).filter(lambda b: b["id"][0] != 8)
+    with pytest.raises(ShardingError, match="drops elements") as caught:
+        ds.shard_to(data_mesh(4))
+    assert ".to_iter_dataset().filter(...).batch(B)" in caught.value.remedy
+
+
+def test_what_a_filter_drops_is_skipped_in_a_stream():
+    ds = numbered(16, 4).filter(lambda b: b["id"][0] != 8).to_iter_dataset()
+    assert ids(ds.shard_to(data_mesh(4))) == [[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15]]

@@ -494,6 +494,40 @@ EXITS = {
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+def test_in_a_forked_process_it_is_an_error_and_no_hang(tmp_path):
+    body = """
+        import warnings
+        warnings.simplefilter("ignore")  # JAX's, of os.fork
+        inside, go_on = threading.Event(), threading.Event()
+        def decode(i):
+            if i == 8:
+                inside.set()
+                go_on.wait()
+            return {"id": np.int32(i)}
+        iterator = iter(pipeline(decode, num_threads=1))
+        next(iterator)
+        inside.wait()
+        child = os.fork()
+        if child == 0:
+            try:
+                next(iterator)
+            except RuntimeError as error:
+                print("child:", error, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        go_on.set()
+        next(iterator)
+        print("end")
+        """
+    code, out, err = run(script(body), tmp_path / "program.py")
+    assert (code, err) == (0, "")
+    child, end = out.splitlines()
+    assert child.startswith("child: the background threads are gone, as they are in a process made")
+    assert end == "end"
+
+
+@pytest.mark.slow
 class TestInterpreterExit:
     @pytest.mark.parametrize("body", EXITS.values(), ids=EXITS.keys())
     def test_is_clean(self, body, tmp_path):

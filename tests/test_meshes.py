@@ -83,6 +83,11 @@ def test_rules(rules, up, down, embedding):
     assert P(*rules("vocab", "embed")) == embedding
 
 
+def test_a_mesh_axis_goes_to_the_first_dim_that_it_is_for():
+    assert fsdp_rules()("data", "embed") == ("data", None)
+    assert fsdp_rules()("embed", "data", None) == ("data", None, None)
+
+
 def test_rules_combine():
     rules = dataclasses.replace(tensor_parallel_rules(), embed="data")
     assert rules("embed", "heads") == ("data", "model")

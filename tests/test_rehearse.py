@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grain_shard import rehearse
+from grain_shard.__main__ import main
 from grain_shard.errors import GrainShardError
 
 COMMAND_LINE = """
@@ -349,6 +350,14 @@ def test_a_timeout_names_the_hosts_that_still_ran(script):
         "[host 1] waiting",
         "[host 2] waiting",
     ]
+
+
+@pytest.mark.parametrize("timeout", ["0", "-3", "nan", "inf", "soon"])
+def test_a_time_that_is_none_is_refused(timeout, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["rehearse", "--hosts", "2", "--timeout", timeout, "train.py"])
+    assert exit_.value.code == 2
+    assert "argument --timeout: " in capsys.readouterr().err
 
 
 def test_no_hosts_are_refused():

@@ -24,6 +24,7 @@ from grain_shard import (
     ShardBatch,
     ShardingError,
     ShardingTree,
+    StateError,
     ValidateBatchSize,
 )
 from grain_shard.training.hardware import HardwareType
@@ -95,6 +96,16 @@ class TestPadToDivisible:
     )
     def test_table(self, build, n, batch, pad, expected):
         assert lists(build(n, batch).pipe(pad)) == expected
+
+    def test_a_state_of_batches_of_another_size_is_refused(self):
+        mesh = data_mesh(2)
+        with iter(as_iter(16, 8).shard_to(mesh)) as saved:
+            next(saved)
+            state = saved.get_state()
+        with iter(as_iter(16, 4).shard_to(mesh)) as iterator:
+            with pytest.raises(StateError, match="with batches of 8 rows, and these have 4"):
+                iterator.set_state(state)
+            assert lists([next(iterator)])[0]["x"] == [0, 1, 2, 3], "where it stood"
 
     @BOTH
     def test_fewer_records_than_one_batch_also_after_validation(self, build):
@@ -468,7 +479,10 @@ class TestSpecs:
         assert next(iter(ds.shard_to(mesh)))["x"].dtype == np.float32
         with jax.enable_x64(True):
             iterator = iter(ds.shard_to(mesh))
+            start = iterator.get_state()
         assert next(iterator)["x"].dtype == np.float64
+        iterator.set_state(start)
+        assert next(iterator)["x"].dtype == np.float64, "also after a restore elsewhere"
 
     def test_jax_arrays_out_of_map_are_placed_like_any_other(self, mesh):
         batch = self.place(lambda i: {"x": jnp.full(3, i), "s": jnp.float32(i)}, mesh, n=5)

@@ -128,7 +128,7 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
             raise StopIteration
         if item is None:
             batch = self._template() if self._last is None else self._last
-            self._last = jax.tree.map(np.zeros_like, batch)  # zeros, so the mask is False
+            self._last = jax.tree.map(_padding, batch)  # zeros, so the mask is False
             self._position = self._past_end(self._position)
         else:
             self._last, self._position = item
@@ -142,6 +142,11 @@ class AgreedEnd(Iterator[tuple[Batch, Any]]):
     def close(self) -> None:
         self._verdicts.close()
         self._batches.close()
+
+
+def _padding(leaf: Any) -> Any:
+    # A scalar belongs to the whole batch, and must be the same on every host.
+    return np.zeros_like(leaf) if np.ndim(leaf) else leaf
 
 
 class _Verdicts(Iterator[Any]):

@@ -40,15 +40,15 @@ def read_state(directory: Any) -> dict[str, Any]:
     """Reads the state for this host's iterator.
 
     Raises:
-        StateError: There is none; the message lists what there is.
+        StateError: There is none, and the message lists what there is; or a file is damaged.
     """
     directory = epath.Path(directory)
     for name in (_SHARED, _own_name()):
         if (directory / name).exists():
-            state = json.loads((directory / name).read_text())
+            state = _parsed(directory / name)
             if "feeds" not in state:
                 return state
-    of_hosts = [json.loads(path.read_text()) for path in sorted(directory.glob(_ANY_HOST))]
+    of_hosts = [_parsed(path) for path in sorted(directory.glob(_ANY_HOST))]
     if of_hosts and all("feeds" in state for state in of_hosts):
         return _joined(of_hosts)
     found = sorted(path.name for path in directory.glob("*")) if directory.exists() else []
@@ -57,6 +57,20 @@ def read_state(directory: Any) -> dict[str, Any]:
         f"  found:  {', '.join(found) or 'nothing'}\n"
         "  remedy: a stream has a state for each host; restore it on as many hosts as saved it."
     )
+
+
+def _parsed(path: epath.Path) -> dict[str, Any]:
+    try:
+        state = json.loads(path.read_text())
+    except ValueError as error:  # of JSON, or of the encoding
+        raise StateError(_damaged(path, str(error))) from error
+    if not isinstance(state, dict):
+        raise StateError(_damaged(path, f"a {type(state).__name__} in place of an object"))
+    return state
+
+
+def _damaged(path: epath.Path, how: str) -> str:
+    return f"{path} is damaged: {how}.\n  remedy: restore another step."
 
 
 def is_shared(state: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import grain
 
@@ -18,7 +18,7 @@ from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.multihost import Rounds, agree
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.iteration.host_batches import HostBatches, Position, Stream
-from grain_shard.iteration.prefetch import Background
+from grain_shard.iteration.prefetch import Background, jax_context
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import PLACE, span
 from grain_shard.trees import Batch
@@ -98,6 +98,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         super().__init__()
         self._host, self._placer = host, placer
         self._device_buffer_size, self._reshard, self._across = device_buffer_size, reshard, across
+        self._enter_context = jax_context()  # all its life that of the thread that made it
         self._open(None)
 
     def _open(self, position: Position | None) -> None:
@@ -194,11 +195,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._assert_not_closed()
         position, before = self._host.from_state(state), self._position
         self._stage.close()  # first: the next stage may draw from the same source
-        try:
-            self._open(position)
-        except BaseException:
-            self._open(before)  # a refused state changes nothing
-            raise
+        with self._enter_context():
+            try:
+                self._open(position)
+            except BaseException:
+                self._open(before)  # a refused state changes nothing
+                raise
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: writes the state while the loop goes on."""
@@ -237,6 +239,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if not self._closed:
             self._closed = True
             self._stage.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refused, for `copy`, too: two iterators cannot share threads."""
+        raise TypeError(
+            "an iterator over devices cannot be copied or sent to another process; make another by"
+            " iter(ds), and give it this one's get_state()."
+        )
 
     def __enter__(self) -> ShardedIterator:
         return self

@@ -162,7 +162,13 @@ class _Shared(Generic[S, T]):
                     self._final = result
                 else:
                     # Not for ever: a KeyboardInterrupt just before the wait wakes nobody.
-                    self._result_came.wait(_WAKE_S)
+                    woken = self._result_came.wait(_WAKE_S)
+                    gone = not any(thread.is_alive() for thread in self.threads)
+                    if gone and not woken and self._taken not in self._results:
+                        raise RuntimeError(
+                            "the background threads are gone, as they are in a process made by"
+                            " os.fork(); make the iterator in the process that uses it."
+                        )
             return self._final.throw()
 
     def stop(self) -> None:

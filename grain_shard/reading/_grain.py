@@ -26,6 +26,7 @@ SLICE = type(grain.MapDataset.range(1)[:1])
 REPEAT = type(grain.MapDataset.range(1).repeat(1))
 MAP = type(grain.MapDataset.range(1).map(str))
 RANDOM_MAP = type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0))
+_FILTER = type(grain.MapDataset.range(1).filter(bool))
 MAP_WITH_INDEX = type(grain.MapDataset.range(1).map_with_index(lambda i, x: x))
 # One element in, one out, at the same index.
 _ELEMENTWISE = (SEED, MAP, RANDOM_MAP, MAP_WITH_INDEX)
@@ -116,6 +117,8 @@ def below_read_ahead(
 ) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
     """Looks through ``.to_iter_dataset(read_options)``; None if something else stands there.
 
+    Not if a filter stands there: what it drops is skipped on the way to a stream.
+
     Returns:
         The `MapDataset` below, and (threads, batches to buffer) if they are not Grain's defaults.
     """
@@ -126,9 +129,16 @@ def below_read_ahead(
     options = getattr(ds, "_read_options", None)
     (parent,) = ds.parents
     assert isinstance(parent, grain.MapDataset)
+    if is_filtered(parent):
+        return None
     if options is None or options == grain.ReadOptions():
         return parent, None
     return parent, (int(options.num_threads), int(options.prefetch_buffer_size))
+
+
+def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:
+    """Whether a filter stands anywhere in a random-access pipeline: some indices hold nothing."""
+    return type(ds) is _FILTER or any(map(is_filtered, ds.parents))
 
 
 def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:

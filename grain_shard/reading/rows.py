@@ -193,6 +193,15 @@ class WholeBatchRows:
         index = fetched
         with span(READ):
             batch = FlatBatch.of(self._ds[index])
+        if self._node is not None:
+            existing = len(_record_indices(self._node, index, np.arange(self.global_batch_size)))
+            if batch.rows != existing:
+                batch.refuse(
+                    f"batch {index} has {batch.rows} rows, made of {existing} records: what stands"
+                    " after .batch changes their number.",
+                    remedy="change it before .batch; or in a stream, .to_iter_dataset().batch(B)"
+                    ".map(...), whose first batch tells the size.",
+                )
         if batch.rows > self.global_batch_size:
             batch.refuse(
                 f"batch {index} has {batch.rows} rows, more than the {self.global_batch_size} of a"

@@ -44,7 +44,7 @@ def estimate_max_batch_size(
 
     Raises:
         ValueError: The device does not tell its limit and none is given; the smallest batch does
-            not fit; or `make_batch` ignores its argument.
+            not fit; `make_batch` ignores its argument, or the step its batch.
         NotImplementedError: The backend's compiler does not account for memory.
 
     Example:
@@ -82,10 +82,15 @@ def estimate_max_batch_size(
             f"A batch of {small} takes {small_bytes:,} bytes on a device that holds {limit:,}: "
             "use a smaller multiple_of, shard the state, or rematerialize activations."
         )
-    while large_bytes < limit / 4:
+    while large_bytes < limit / 4 and _num_elements(make_batch(large)) < limit * jax.device_count():
         small, small_bytes = large, large_bytes
         large *= 4
         large_bytes = held_bytes(large)
+    if large_bytes == small_bytes:
+        raise ValueError(
+            f"The step takes {large_bytes:,} bytes for a batch of {small} and of {large} alike: it"
+            " does not use the batch."
+        )
     bytes_per_example = (large_bytes - small_bytes) / (large - small)
     batch_size = small + (limit - small_bytes) / bytes_per_example
     return multiple_of * math.floor(batch_size / multiple_of)

@@ -123,6 +123,8 @@ class MeshRules:
     def __call__(self, *logical_axes: str | None) -> tuple[str | None, ...]:
         """The mesh axis of each logical axis; None stays None.
 
+        No mesh axis can shard two dims of an array: it goes to the first that it is for.
+
         Raises:
             ValueError: There is no such logical axis.
         """
@@ -130,7 +132,11 @@ class MeshRules:
         for axis in logical_axes:
             if axis is not None and axis not in mesh_axes:
                 raise ValueError(f"{axis!r} is not a logical axis; they are {list(mesh_axes)}.")
-        return tuple(axis and mesh_axes[axis] for axis in logical_axes)
+        found: list[str | None] = []
+        for axis in logical_axes:
+            mesh_axis = axis and mesh_axes[axis]
+            found.append(None if mesh_axis in found else mesh_axis)
+        return tuple(found)
 
 
 def data_parallel_rules(data_axis: str = "data") -> MeshRules:

@@ -189,7 +189,12 @@ class DevicePutIterDataset(grain.IterDataset):
         self._refuse_workers()
 
     def __reduce__(self) -> NoReturn:
-        self._refuse_workers()
+        raise ShardingError(
+            "a dataset that places batches cannot be copied or sent to another process, since it"
+            " refers to devices.",
+            mesh_axes=self._put.shardings.mesh_axes,
+            remedy="copy what stands before .shard_to; for workers, pass it num_workers.",
+        )
 
     def _refuse_workers(self) -> NoReturn:
         raise ShardingError(

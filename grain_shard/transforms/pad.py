@@ -9,7 +9,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from grain_shard.errors import ShardingError, require_int
+from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.reading._grain import Epoch, iter_batch_size
 from grain_shard.reading.fetch import RowMapDataset, RowReader
 from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
@@ -174,7 +174,7 @@ class _PadIterator(grain.DatasetIterator):
 
     def __init__(self, parent: grain.DatasetIterator, pad: PadToDivisible, rows: int):
         super().__init__(parent)
-        self._source, self._pad, self._rows = parent, pad, rows
+        self._source, self._pad, self._rows, self._known = parent, pad, rows, rows
 
     def __next__(self) -> Batch:
         remainder = self._pad.remainder
@@ -202,5 +202,10 @@ class _PadIterator(grain.DatasetIterator):
         return {"parent": self._source.get_state(), "rows": self._rows}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        if self._known and state["rows"] and state["rows"] != self._known:
+            raise StateError(
+                f"the state was saved with batches of {state['rows']} rows, and these have"
+                f" {self._known}.\n  remedy: restore with the pipeline that saved it."
+            )
         self._source.set_state(state["parent"])
         self._rows = state["rows"]

@@ -1,0 +1,27 @@
+"""What a checkpoint's folder may hold, and what is said of what it should not."""
+
+import pytest
+
+from grain_shard import StateError
+from grain_shard.hosts.state_files import read_state, write_state
+
+
+def test_a_state_comes_back_as_it_was_written(tmp_path):
+    for state in ({"batch": 3, "records": 10}, {"parent": {"next": 5}}):
+        (folder := tmp_path / str(len(state))).mkdir()
+        write_state(folder, state)
+        assert read_state(folder) == state
+
+
+@pytest.mark.parametrize("name", ["state.json", "state-0-of-1.json"])
+@pytest.mark.parametrize("content", [b"", b'{"batch": 3', b"\xff\xfe\x00", b"5", b"null"])
+def test_a_damaged_file_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(StateError, match=rf"{name} is damaged: .+\n  remedy: restore another step"):
+        read_state(tmp_path)
+
+
+def test_a_folder_without_a_state_lists_what_is_there(tmp_path):
+    (tmp_path / "state-1-of-2.json").write_text('{"parent": {}}')
+    with pytest.raises(StateError, match=r"host 0 of 1(.|\n)*found:  state-1-of-2\.json"):
+        read_state(tmp_path)
