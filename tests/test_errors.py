@@ -271,6 +271,13 @@ batch: the batch is a ndarray, so there is no place for the mask.
   leaf:   int64[4]   mesh: data=4
   remedy: turn records into dicts with .map before .batch, or pass mask_key=None.""",
     ),
+    "keys that are no strings": (
+        lambda: grain.MapDataset.range(8).map(lambda i: {1: i}).batch(4).shard_to(data_mesh(4)),
+        """\
+batch[1]: the batch's keys are no strings, among which JAX could sort that of the mask.
+  leaf:   int64[4]   mesh: data=4
+  remedy: give records string keys in .map, or pass mask_key=None.""",
+    ),
     "a leaf called like the mask": (
         lambda: (
             grain.MapDataset.range(8)

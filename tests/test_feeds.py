@@ -329,6 +329,24 @@ def test_what_is_no_state_of_feeds_is_refused(state):
         batches.set_state(state)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("step", value) for value in (-1, 1.5, "2", None)),
+        ("feeds", None),
+        *(("2", entry) for entry in ({"staet": {}}, {"ended": False}, None, 3)),  # of feed 2
+    ],
+)
+def test_what_was_changed_in_a_state_is_refused_and_starts_no_feed_anew(key, value):
+    with iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches:
+        next(batches)
+        state = json.loads(json.dumps(batches.get_state()))
+        (state if key in state else state["feeds"])[key] = value
+        with pytest.raises(grain_shard.StateError, match=r"pass what get_state\(\) gave"):
+            batches.set_state(state)
+        assert ids([next(batches)]) == [[2, 3, 102, 103, 202, 203, 302, 303]], "where it stood"
+
+
 def test_an_entry_that_the_feed_cannot_take_names_the_feed():
     with iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches:
         state = batches.get_state()

@@ -416,6 +416,11 @@ class TestWarnings:
             ),
             (
                 {"data": 16},
+                {"num_records": 10},
+                ["a batch of 64 rows takes more than the 10 records"],
+            ),
+            (
+                {"data": 16},
                 {"num_records": 127, "remainder": "drop"},
                 ["49.6% of the records come in no batch"],
             ),

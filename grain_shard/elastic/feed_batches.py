@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 
 import grain
 
-from grain_shard.elastic.feed_rows import Entry, FeedReader, FeedStacker, named
+from grain_shard.elastic.feed_rows import Entry, FeedReader, FeedStacker, is_entry, named
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.hosts.state_json import from_json, to_json
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
 from grain_shard.trees import Batch
 
+_UNCHANGED = "  remedy: pass what get_state() gave, unchanged."
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
 
 
@@ -181,6 +182,10 @@ class FeedBatches(grain.IterDataset):
             StateError: The state was saved by other feeds, or lacks one of these.
         """
         check_fingerprint(state, self.fingerprint, kind="feeds", keys=("step", "feeds"))
+        if type(state["step"]) is not int or state["step"] < 0:
+            raise StateError(f"the state stands at batch {state['step']!r}.\n{_UNCHANGED}")
+        if not isinstance(state["feeds"], Mapping):
+            raise StateError(f"the state's feeds are {state['feeds']!r}.\n{_UNCHANGED}")
         missing = [feed for feed in feeds if str(feed) not in state["feeds"]]
         if missing:
             raise StateError(
@@ -188,7 +193,11 @@ class FeedBatches(grain.IterDataset):
                 " runs.\n  remedy: each host's get_state() has the feeds that it runs; join the"
                 ' "feeds" of all, as CheckpointRestore does.'
             )
-        return {feed: from_json(state["feeds"][str(feed)]) for feed in feeds}
+        entries = {feed: from_json(state["feeds"][str(feed)]) for feed in feeds}
+        for feed, entry in entries.items():
+            if not is_entry(entry):
+                raise StateError(f"the state has {entry!r} for feed {feed}.\n{_UNCHANGED}")
+        return entries
 
     def __iter__(self) -> grain.DatasetIterator:
         return _WholeBatches(self)

@@ -20,6 +20,11 @@ ENDED: Entry = {"ended": True}
 MISSING = object()  # in the place of a row that a feed no longer has
 
 
+def is_entry(entry: Any) -> bool:
+    """Whether it says where a feed stands: what is mistyped must not start it anew."""
+    return entry in ({}, ENDED) or (isinstance(entry, Mapping) and set(entry) == {"state"})
+
+
 class FeedReader:
     """Takes rows of one feed. Opened by the first row that is taken, in the thread that takes it.
 

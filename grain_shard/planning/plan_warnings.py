@@ -56,7 +56,13 @@ def _padding(plan: Plan) -> list[str]:
         )
     short = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
     share = short / (plan.steps_per_epoch * size)
-    if share >= _NOTABLE:
+    if plan.num_records < plan.global_batch_size:
+        found.append(
+            f"a batch of {plan.global_batch_size:,} rows takes more than the {plan.num_records:,}"
+            " records of an epoch. Use a smaller one, or repeat the records before .batch"
+            " (.repeat(epochs).batch(B))."
+        )
+    elif share >= _NOTABLE:
         found.append(
             f"{share:.1%} of an epoch's rows are padding of its last batch. Repeat the records"
             " before .batch (.repeat(epochs).batch(B)), so that only the last epoch ends in one."

@@ -38,6 +38,11 @@ def pad_batch(batch: Batch, size: int, mask_key: str | None) -> Batch:
             f"the batch is a {type(padded).__name__}, so there is no place for the mask.",
             remedy="turn records into dicts with .map before .batch, or pass mask_key=None.",
         )
+    if not all(isinstance(key, str) for key in padded):
+        flat.refuse(
+            "the batch's keys are no strings, among which JAX could sort that of the mask.",
+            remedy="give records string keys in .map, or pass mask_key=None.",
+        )
     if mask_key in padded:
         raise ShardingError(
             f"the batch already has a leaf {mask_key!r}, the key of the mask.",
