@@ -76,7 +76,7 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
 def is_numeric(dtype: np.dtype) -> bool:
     """Whether JAX can hold the dtype: booleans and numbers, those of ml_dtypes too.
 
-    Of another byte order than the machine's, and of more than 128 bits, it holds none.
+    Not in another byte order than the machine's, and not NumPy's long doubles.
     """
     try:
         jax.eval_shape(lambda x: x, np.empty((), dtype))

@@ -27,9 +27,16 @@ class AllSayBatch:
         pass
 
 
-class Broken:
+class Host:
+    """A host's batches; ends with an error, if there is one."""
+
+    def __init__(self, *batches, error=StopIteration):
+        self.batches, self.error = list(batches), error
+
     def __next__(self):
-        raise ValueError("a bad record")
+        if not self.batches:
+            raise self.error
+        return self.batches.pop(0)
 
     def stop(self):
         pass
@@ -39,7 +46,7 @@ class Broken:
 
 def test_a_failure_is_raised_and_not_padded_over_whatever_the_other_hosts_were_told():
     batches = AgreedEnd(
-        Broken(),
+        Host(error=ValueError("a bad record")),
         AllSayBatch(),
         pads=True,
         same_rows=False,
@@ -71,7 +78,7 @@ def test_a_scalar_stays_what_it_is_in_padding():
     """It belongs to the whole batch: on hosts that still have rows, it is that of theirs."""
     rows = {"x": np.ones(4), "valid_mask": np.ones(4, bool), "temperature": np.float32(0.7)}
     batches = AgreedEnd(
-        iter([(rows, 1)]),
+        Host((rows, 1)),
         AllSayBatch(2),
         pads=True,
         same_rows=False,
@@ -86,4 +93,4 @@ def test_a_scalar_stays_what_it_is_in_padding():
     assert not padding["x"].any()
     assert not padding["valid_mask"].any()
     assert padding["temperature"] == np.float32(0.7)
-    batches.stop = lambda: None
+    batches.close()

@@ -494,7 +494,6 @@ EXITS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 def test_in_a_forked_process_it_is_an_error_and_no_hang(tmp_path):
     body = """
         import warnings

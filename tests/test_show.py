@@ -276,6 +276,7 @@ class TestInANotebook:
             {"rows": P("data"), "both": P("data", "seq"), "none": P()},
         )
         others = {"text": np.array(["a"]), "host": np.zeros(3), "scalar": jax.numpy.zeros(())}
+        others["no rows"] = jax.device_put(np.zeros((0, 8)), NamedSharding(mesh_2d(), P("data")))
         page = draw_tree({**arrays, **others})
         assert page.count("Colored by device index") == len(arrays)
         assert "str[1] on the host" in page

@@ -153,11 +153,16 @@ class _Fetched(NamedTuple):
 
 def _record_indices(node: _grain.BatchNode, index: int, rows: np.ndarray) -> np.ndarray:
     """The records of the chosen rows that exist, in their order."""
+    start, existing = _place(node, index)
+    return rows[rows < existing] + start
+
+
+def _place(node: _grain.BatchNode, index: int) -> tuple[int, int]:
+    """The first record of a batch, and how many it has."""
     size, records = node.global_batch_size, len(node.records)
     per_epoch = records // size if node.drop_remainder else -(-records // size)
     epoch, batch = divmod(node.batch_index(index), per_epoch)
-    existing = rows[rows < min(size, records - batch * size)]
-    return existing + (epoch * records + batch * size)
+    return epoch * records + batch * size, min(size, records - batch * size)
 
 
 class WholeBatchRows:
@@ -194,7 +199,7 @@ class WholeBatchRows:
         with span(READ):
             batch = FlatBatch.of(self._ds[index])
         if self._node is not None:
-            existing = len(_record_indices(self._node, index, np.arange(self.global_batch_size)))
+            existing = _place(self._node, index)[1]
             if batch.rows != existing:
                 batch.refuse(
                     f"batch {index} has {batch.rows} rows, made of {existing} records: what stands"
