@@ -6,19 +6,27 @@ Importing this package installs ``.shard_to`` on `grain.MapDataset` and `grain.I
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from grain_shard.method import install, uninstall
+from grain_shard.install import install, uninstall
 
 if TYPE_CHECKING:
     from grain_shard import rehearse
     from grain_shard.chain import shard_to
     from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
-    from grain_shard.elastic.feed_batches import FeedBatches, Feeds, feeds
     from grain_shard.errors import (
         AgreementError,
         GrainShardError,
         HostTimeoutError,
         ShardingError,
         StateError,
+    )
+    from grain_shard.feeding.feed_batches import FeedBatches, Feeds, feeds
+    from grain_shard.hardware import (
+        BatchSizeRecommendation,
+        HardwareType,
+        detect_hardware,
+        get_batch_size_recommendation,
+        roofline_batch_size,
+        validate_batch_size,
     )
     from grain_shard.iteration.iterator import ShardedIterator
     from grain_shard.measuring.throughput import (
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
         measure_throughput,
     )
     from grain_shard.measuring.timeline import Timeline, profile
-    from grain_shard.placing.placement import (
+    from grain_shard.placement import (
         DevicePlacement,
         distribute_batch,
         place_on_device,
@@ -37,8 +45,8 @@ if TYPE_CHECKING:
     from grain_shard.planning.topology import hosts_mesh, topology_mesh
     from grain_shard.reading.sources import ArrayRecordSource
     from grain_shard.sharding.layout import BatchLayout
-    from grain_shard.sharding.sharding_options import ShardByMesh
-    from grain_shard.sharding.shardings import ShardingTree
+    from grain_shard.sharding.shard_by_mesh import ShardByMesh
+    from grain_shard.sharding.sharding_tree import ShardingTree
     from grain_shard.showing.display import show
     from grain_shard.training.batch_size import estimate_max_batch_size
     from grain_shard.training.data_parallel import (
@@ -50,14 +58,6 @@ if TYPE_CHECKING:
         reduce_gradient_tree,
         reduce_gradients_across_devices,
         spmd_train_step,
-    )
-    from grain_shard.training.hardware import (
-        BatchSizeRecommendation,
-        HardwareType,
-        detect_hardware,
-        get_batch_size_recommendation,
-        roofline_batch_size,
-        validate_batch_size,
     )
     from grain_shard.training.meshes import (
         create_1d_mesh,
@@ -78,7 +78,7 @@ __version__ = "0.1.0"
 # which take a second.
 _ON_USE = {
     "chain": ["shard_to"],
-    "elastic.feed_batches": ["FeedBatches", "Feeds", "feeds"],
+    "feeding.feed_batches": ["FeedBatches", "Feeds", "feeds"],
     "errors": [
         "AgreementError",
         "GrainShardError",
@@ -89,9 +89,9 @@ _ON_USE = {
     "iteration.iterator": ["ShardedIterator"],
     "reading.sources": ["ArrayRecordSource"],
     "sharding.layout": ["BatchLayout"],
-    "sharding.sharding_options": ["ShardByMesh"],
-    "sharding.shardings": ["ShardingTree"],
-    "training.hardware": [
+    "sharding.shard_by_mesh": ["ShardByMesh"],
+    "sharding.sharding_tree": ["ShardingTree"],
+    "hardware": [
         "BatchSizeRecommendation",
         "HardwareType",
         "detect_hardware",
@@ -124,7 +124,7 @@ _ON_USE = {
         "global_batch_size",
         "tensor_parallel_rules",
     ],
-    "placing.placement": [
+    "placement": [
         "DevicePlacement",
         "distribute_batch",
         "place_on_device",

@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import grain
 
-from grain_shard.elastic.feed_batches import FeedBatches
 from grain_shard.errors import ShardingError
-from grain_shard.reading import _grain
+from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.grain_inside import nodes
 from grain_shard.reading.fingerprint import fingerprint
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.reading.rows import row_reader
 from grain_shard.sharding.layout import BatchLayout
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.transforms.device_put import DevicePut, DevicePutIterDataset
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
@@ -153,13 +153,13 @@ def _random_access(
     ds: grain.MapDataset | grain.IterDataset,
 ) -> tuple[grain.MapDataset | grain.IterDataset, tuple[int, int] | None]:
     """The `MapDataset` below ``.to_iter_dataset(read_options)``, which keeps random access."""
-    if isinstance(ds, grain.MapDataset) and _grain.is_filtered(ds):
+    if isinstance(ds, grain.MapDataset) and nodes.is_filtered(ds):
         raise ShardingError(
             "a .filter drops elements, so that nobody can tell by its index what is in a batch.",
             remedy="filter a stream, before .batch: .to_iter_dataset().filter(...).batch(B), and on"
             " several hosts say rows=, or cut it into grain_shard.feeds.",
         )
-    if isinstance(ds, grain.IterDataset) and (below := _grain.below_read_ahead(ds)) is not None:
+    if isinstance(ds, grain.IterDataset) and (below := nodes.below_read_ahead(ds)) is not None:
         return below
     return ds, None
 

@@ -128,6 +128,11 @@ class HostTimeoutError(AgreementError, TimeoutError):
     """
 
 
+def describe_mesh(mesh_axes: Iterable[tuple[str, int]]) -> str:
+    """The axes of a mesh as people write them: ``data=4, model=2``."""
+    return ", ".join(f"{name}={size}" for name, size in mesh_axes)
+
+
 def describe_spec(spec: Any) -> str:
     """A `PartitionSpec` as people write it: ``P('data', None)``."""
     return f"P({', '.join(repr(entry) for entry in spec)})"

@@ -15,6 +15,7 @@ from grain_shard.errors import ShardingError, describe_leaf
 
 Batch = Any  # a tree of numpy arrays that share their leading axis
 ROOT = "batch"
+MASK_KEY = "valid_mask"  # where `shard_to` puts the mask of real rows, unless it is told otherwise
 
 
 def _is_none(leaf: Any) -> bool:

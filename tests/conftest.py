@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard.reading import _grain, _grain_records
+from grain_shard.grain_inside import nodes, routes
 
 HANG_S = 60  # what takes so long will never end
 
@@ -53,12 +53,12 @@ def mesh():
 def hints(request, monkeypatch):
     """Runs a test twice: with what `_grain` learns from Grain's private attributes, and without."""
     if request.param == "public path only":
-        monkeypatch.setattr(_grain, "batch_node", lambda ds: None)
-        monkeypatch.setattr(_grain, "iter_batch_size", lambda ds: None)
-        monkeypatch.setattr(_grain_records, "_ELEMENTS", {})
-        monkeypatch.setattr(_grain_records, "_INDICES", {})
-        monkeypatch.setattr(_grain_records, "_batched_read", lambda ds: None)
-        monkeypatch.setattr(_grain, "seeds", lambda ds: ())
+        monkeypatch.setattr(nodes, "batch_node", lambda ds: None)
+        monkeypatch.setattr(nodes, "iter_batch_size", lambda ds: None)
+        monkeypatch.setattr(routes, "_ELEMENTS", {})
+        monkeypatch.setattr(routes, "_INDICES", {})
+        monkeypatch.setattr(routes, "_batched_read", lambda ds: None)
+        monkeypatch.setattr(nodes, "seeds", lambda ds: ())
     return request.param
 
 

@@ -299,7 +299,7 @@ def test_a_step_compiles_once(mesh):
 
 def test_a_host_evaluates_its_own_rows_and_one_record_at_most_for_the_structure(hints):
     if hints == "public path only":
-        pytest.skip("rows alone are read with the help of Grain's hints; see _grain.py")
+        pytest.skip("rows alone are read with the help of Grain's hints; see nodes.py")
     seen = []
 
     def record(i):

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard.elastic.feed_pool import FeedPool, PoolStoppedError
-from grain_shard.elastic.feed_rows import FeedReader
-from grain_shard.elastic.host_feeds import HostFeeds, check_feeds, rows_by_feed
+from grain_shard.feeding.feed_pool import FeedPool, PoolStoppedError
+from grain_shard.feeding.feed_rows import FeedReader
+from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, rows_by_feed
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
@@ -653,7 +653,7 @@ def test_an_error_in_make_feed_is_found_when_the_pipeline_is_built():
 
 def test_hosts_are_refused_that_feeds_cannot_serve(monkeypatch):
     """Eight devices of as many hosts, as `shards_by_host` would see them."""
-    from grain_shard.elastic import host_feeds
+    from grain_shard.feeding import host_feeds
 
     by_host = {host: (host,) for host in range(8)}
     monkeypatch.setattr(host_feeds, "shards_by_host", lambda shardings: (8, by_host))

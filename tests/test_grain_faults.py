@@ -107,8 +107,8 @@ class TestThreadPrefetchHangs:
     def test_close_blocks_for_as_long_as_the_source_does(self, tmp_path):
         # Also the deadlock of grain#1372: a close that waits for a producer that waits.
         body = """
-            from grain_shard.iteration import prefetch
-            prefetch._JOIN_TIMEOUT_S = 0.2
+            from grain_shard import background
+            background._JOIN_TIMEOUT_S = 0.2
             def blocked(put):
                 inside, never = threading.Event(), threading.Event()
                 def decode(i):

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from grain_shard.training import hardware
-from grain_shard.training.hardware import (
+from grain_shard import hardware
+from grain_shard.hardware import (
     CHIP_SPECS,
     BatchSizeRecommendation,
     HardwareType,

@@ -16,7 +16,7 @@ import pytest
 
 import grain_shard
 from grain_shard import DevicePut, ShardingTree
-from grain_shard.reading import _grain
+from grain_shard.grain_inside import nodes
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, numbered, wait
 
 
@@ -33,7 +33,7 @@ def stream(ds):
 
 def feeds(ds, num_feeds=4):
     """The same batches of feeds, each of which gives its rows of batch after batch."""
-    global_batch_size = _grain.batch_node(ds).global_batch_size
+    global_batch_size = nodes.batch_node(ds).global_batch_size
     feed_batch_size = global_batch_size // num_feeds
 
     def make_feed(feed):

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard import ShardingError, StateError, rehearse
-from grain_shard.placing.placement import (
+from grain_shard.placement import (
     DevicePlacement,
     HardwareType,
     distribute_batch,
@@ -443,7 +443,7 @@ class TestPrefetchState:
             assert values(iterator) == PAIRS, "a refused state changes nothing"
 
     def test_going_back_waits_for_a_next_that_is_under_way(self, monkeypatch):
-        monkeypatch.setattr("grain_shard.iteration.prefetch._JOIN_TIMEOUT_S", 0.01)
+        monkeypatch.setattr("grain_shard.background._JOIN_TIMEOUT_S", 0.01)
         inside, go_on, threads = threading.Event(), threading.Event(), []
 
         class Slow(Counting):

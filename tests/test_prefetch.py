@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grain_shard.iteration import prefetch
-from grain_shard.iteration.prefetch import Background
+from grain_shard import background
+from grain_shard.background import Background
 from tests.conftest import HANG_S, eventually, wait
 
 
@@ -375,7 +375,7 @@ class TestClose:
 
     @pytest.mark.parametrize("where", ["in the work", "in the tickets"])
     def test_a_source_that_blocks_for_ever_does_not_block_it_for_ever(self, where, monkeypatch):
-        monkeypatch.setattr(prefetch, "_JOIN_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.1)
         blocked, release = threading.Event(), threading.Event()
 
         def block():

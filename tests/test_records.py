@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grain_shard.reading import _grain_records, index_shuffle
-from grain_shard.reading.index_shuffle import shuffled
+from grain_shard.grain_inside import index_shuffle, routes
+from grain_shard.grain_inside.index_shuffle import shuffled
 from tests.conftest import data_mesh, ids
 
 LENGTHS = (
@@ -85,7 +85,7 @@ PIPELINES = {
 @settings(max_examples=20, deadline=None)
 def test_many_records_are_what_grain_gives_one_by_one(name, indices):
     ds = PIPELINES[name]
-    route = _grain_records.route(ds, np.array(indices))
+    route = routes.route(ds, np.array(indices))
     together = route.finish(route.read())
     assert list(together) == [ds[i] for i in indices]
     middle = len(indices) // 2
@@ -98,7 +98,7 @@ def test_many_records_are_what_grain_gives_one_by_one(name, indices):
 def test_a_grain_that_shuffles_otherwise_has_the_last_word(monkeypatch):
     ds = base.shuffle(seed=3)
     monkeypatch.setattr(type(ds), "_shuffled_index", lambda self, index: 39 - index)
-    assert _grain_records.route(ds, np.arange(40)).indices.tolist() == list(range(39, -1, -1))
+    assert routes.route(ds, np.arange(40)).indices.tolist() == list(range(39, -1, -1))
 
 
 class Failing:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from grain_shard import PadToDivisible
 from grain_shard.measuring.throughput import create_sharded_pipeline, measure_throughput
-from grain_shard.placing.placement import (
+from grain_shard.placement import (
     BatchSizeRecommendation,
     DevicePlacement,
     HardwareType,

@@ -14,7 +14,7 @@ import pytest
 
 from grain_shard import ShardingError
 from grain_shard.measuring.throughput import create_sharded_pipeline, measure_throughput
-from grain_shard.placing.placement import prefetch_to_device
+from grain_shard.placement import prefetch_to_device
 from tests.conftest import data_mesh, ids, numbered
 
 DEVICE_COUNTS = [1, 2, 4, 8]

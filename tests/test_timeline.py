@@ -19,7 +19,7 @@ import pytest
 from grain_shard import BatchLayout, GrainShardError, ShardingError, profile
 from grain_shard.measuring.bottleneck import Figures, Settings, verdict
 from grain_shard.measuring.timeline import Timeline, settings_of
-from grain_shard.placing.placement import prefetch_to_device
+from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
 from grain_shard.transforms import pad
 from tests.conftest import data_mesh, numbered

@@ -27,7 +27,7 @@ from grain_shard import (
     StateError,
     ValidateBatchSize,
 )
-from grain_shard.training.hardware import HardwareType
+from grain_shard.hardware import HardwareType
 from tests.conftest import data_mesh, ids, numbered, to_numpy
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from grain_shard.background import Background
 from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.compare import Answers
-from grain_shard.hosts.multihost import Rounds
-from grain_shard.iteration.prefetch import Background
+from grain_shard.hosts.rounds import Rounds
 from grain_shard.trees import Batch
 
 BATCH, END = "batch", "end"

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import grain
 from absl import flags
 
+from grain_shard.background import Background
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.ends import Announced
-from grain_shard.hosts.multihost import Rounds
+from grain_shard.hosts.rounds import Rounds
 from grain_shard.hosts.state_json import from_json, to_json
-from grain_shard.iteration.prefetch import Background
 from grain_shard.reading.fetch import Fetches, FetchingMapDataset
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
 from grain_shard.trees import Batch

@@ -11,14 +11,14 @@ from typing import Any, NoReturn, Protocol
 
 import grain
 
-from grain_shard.elastic.host_feeds import HostFeeds
+from grain_shard.background import Background, jax_context
 from grain_shard.errors import AgreementError, ShardingError, describe_error
+from grain_shard.feeding.host_feeds import HostFeeds
 from grain_shard.hosts.compare import compare
 from grain_shard.hosts.ends import AgreedEnd
-from grain_shard.hosts.multihost import Rounds, agree
+from grain_shard.hosts.rounds import Rounds, agree
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.iteration.host_batches import HostBatches, Position, Stream
-from grain_shard.iteration.prefetch import Background, jax_context
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import PLACE, span
 from grain_shard.trees import Batch

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from grain_shard.chain import shard_to
 from grain_shard.errors import require_int
 from grain_shard.measuring.measured_loop import measured_loop
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.spans import LOOP, PAD, PLACE, STAGES, Span
 from grain_shard.transforms.device_put import DevicePutIterDataset
 

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 
 from grain_shard.chain import check_read
 from grain_shard.errors import ShardingError, describe_spec, require_int
+from grain_shard.hardware import HardwareType, detect_hardware
 from grain_shard.planning.plan_result import HostReads, Plan, Reads, numbered
 from grain_shard.reading.pad_batch import Remainder
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_blocks
-from grain_shard.training.hardware import HardwareType, detect_hardware
 
 __all__ = ["HostReads", "Plan", "Reads", "plan"]
 

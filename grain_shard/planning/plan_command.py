@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec
 
 from grain_shard.arguments import positive_integer
 from grain_shard.errors import GrainShardError
+from grain_shard.hardware import HardwareType
 from grain_shard.planning.make_plan import plan
 from grain_shard.planning.plan_compile import compile_step, load_step
 from grain_shard.planning.plan_picture import draw_mesh
 from grain_shard.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.showing.rich_output import table, to_terminal
-from grain_shard.training.hardware import HardwareType
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from grain_shard.errors import GrainShardError, ShardingError
 from grain_shard.planning.plan_result import Plan
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits
 from grain_shard.showing.rich_output import describe_bytes
 from grain_shard.trees import flatten

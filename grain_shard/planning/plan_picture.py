@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from grain_shard.errors import GrainShardError
 from grain_shard.sharding.layout import batch_axes
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_blocks
 
 _MAX_NUMBERED = 1024  # devices; of more, the numbers would not be legible

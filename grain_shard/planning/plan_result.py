@@ -10,12 +10,12 @@ import numpy as np
 
 from grain_shard.chain import padded
 from grain_shard.errors import ShardingError
+from grain_shard.hardware import HardwareType
 from grain_shard.planning.plan_text import plan_table
 from grain_shard.planning.plan_warnings import find_warnings
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.showing.rich_output import to_html, to_text
-from grain_shard.training.hardware import HardwareType
 from grain_shard.transforms.shard_batch import ShardBatch
 
 _MASK_KEY = "valid_mask"

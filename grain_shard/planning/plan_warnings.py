@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from grain_shard.training.hardware import HardwareType, validate_batch_size
+from grain_shard.hardware import HardwareType, validate_batch_size
 
 if TYPE_CHECKING:
     from grain_shard.planning.plan_result import Plan

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import grain
 import numpy as np
 
-from grain_shard.reading._grain import Epoch
+from grain_shard.grain_inside.nodes import Epoch
 from grain_shard.trees import Batch
 
 # Of array_record, 256 records in a call cost 25 us each, 1024 cost 12, 2048 cost 10.

@@ -16,7 +16,7 @@ from typing import Any
 import grain
 
 from grain_shard.errors import StateError
-from grain_shard.reading import _grain
+from grain_shard.grain_inside import nodes
 
 Fingerprint = dict[str, Any]
 
@@ -37,7 +37,7 @@ def fingerprint(ds: grain.MapDataset, remainder: str) -> Fingerprint:
         and a digest each of the sources (names of the files and their records), the seeds and the
         transformations. Plain JSON.
     """
-    node = _grain.batch_node(ds)
+    node = nodes.batch_node(ds)
     return {
         "records": len(node.records) if node else None,
         "global_batch_size": node.global_batch_size if node else None,
@@ -48,16 +48,16 @@ def fingerprint(ds: grain.MapDataset, remainder: str) -> Fingerprint:
 
 def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:
     """A digest each of a dataset's sources, seeds and transformations."""
-    nodes = list(_walk(ds))
+    walked = list(_walk(ds))
     sources = [
         (_text(n), _length(n), [os.path.basename(str(p)) for p in _paths(n)])
-        for n in nodes
+        for n in walked
         if not n.parents
     ]
     return {
         "source": digest(sources),
-        "seeds": digest([_grain.seeds(n) for n in nodes]),
-        "transforms": digest([(_text(n), _grain.parameters(n)) for n in nodes]),
+        "seeds": digest([nodes.seeds(n) for n in walked]),
+        "transforms": digest([(_text(n), nodes.parameters(n)) for n in walked]),
     }
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from grain_shard.grain_inside import nodes, routes
+from grain_shard.grain_inside.nodes import Epoch
 from grain_shard.host_arrays import copied, empty
-from grain_shard.reading import _grain, _grain_records
-from grain_shard.reading._grain import Epoch
 from grain_shard.reading.fetch import RowMapDataset, RowReader
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.spans import BATCH, READ, span
@@ -28,7 +28,7 @@ def row_reader(ds: grain.MapDataset) -> RowReader:
     """The cheapest reader that gives exactly the rows of this dataset's batches."""
     if isinstance(ds, RowMapDataset):
         return ds.reader
-    node = _grain.batch_node(ds)
+    node = nodes.batch_node(ds)
     if node is not None and node.only_stacks:
         return RecordRows(ds, node)
     return WholeBatchRows(ds, node)
@@ -44,7 +44,7 @@ class RecordRows:
 
     reads_whole_batches = False
 
-    def __init__(self, ds: grain.MapDataset, node: _grain.BatchNode):
+    def __init__(self, ds: grain.MapDataset, node: nodes.BatchNode):
         self._ds, self._node = ds, node
         self._stacker: RowStacker | None = None
 
@@ -60,12 +60,12 @@ class RecordRows:
 
     @property
     def reads_many(self) -> bool:
-        return _grain_records.route(self._node.records, np.arange(1)).reads_many
+        return routes.route(self._node.records, np.arange(1)).reads_many
 
     def fetch(self, indices: Sequence[int], rows: np.ndarray) -> Sequence[_Fetched]:
         of_batches = [_record_indices(self._node, index, rows) for index in indices]
         everything = np.concatenate(of_batches)
-        way = _grain_records.route(self._node.records, everything)
+        way = routes.route(self._node.records, everything)
         elements = None
         if way.reads_many and len(everything):
             with span(READ):
@@ -103,7 +103,7 @@ class RecordRows:
 
     def _evaluated(
         self,
-        way: _grain_records.Route,
+        way: routes.Route,
         fetched: list[Any] | None,
         start: int,
         records: np.ndarray,
@@ -147,17 +147,17 @@ class _Fetched(NamedTuple):
 
     batch: int
     records: np.ndarray
-    way: _grain_records.Route
+    way: routes.Route
     elements: list[Any] | None
 
 
-def _record_indices(node: _grain.BatchNode, index: int, rows: np.ndarray) -> np.ndarray:
+def _record_indices(node: nodes.BatchNode, index: int, rows: np.ndarray) -> np.ndarray:
     """The records of the chosen rows that exist, in their order."""
     start, existing = _place(node, index)
     return rows[rows < existing] + start
 
 
-def _place(node: _grain.BatchNode, index: int) -> tuple[int, int]:
+def _place(node: nodes.BatchNode, index: int) -> tuple[int, int]:
     """The first record of a batch, and how many it has."""
     size, records = node.global_batch_size, len(node.records)
     per_epoch = records // size if node.drop_remainder else -(-records // size)
@@ -171,7 +171,7 @@ class WholeBatchRows:
     reads_whole_batches = True
     reads_many = False
 
-    def __init__(self, ds: grain.MapDataset, node: _grain.BatchNode | None):
+    def __init__(self, ds: grain.MapDataset, node: nodes.BatchNode | None):
         self._ds, self._node = ds, node
         self._size = node.global_batch_size if node else None
 

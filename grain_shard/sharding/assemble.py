@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.sharding.layout import BatchLayout
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits
 from grain_shard.trees import Batch, FlatBatch
 

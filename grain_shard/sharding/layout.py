@@ -175,6 +175,11 @@ def shards_by_host(
     return divisor, {host: tuple(sorted(held[host])) for host in sorted(held)}
 
 
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not less than `count`."""
+    return -(-count // multiple) * multiple
+
+
 def batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes that shard dim 0 under `spec`."""
     first = spec[0] if len(spec) else None

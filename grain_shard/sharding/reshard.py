@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits
 from grain_shard.trees import Batch, flatten
 

@@ -18,8 +18,8 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
-from grain_shard.placing.place_leaf import place_leaf
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.place_leaf import place_leaf
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.training.gradients import reduce_gradient_tree, reduce_gradients_across_devices
 from grain_shard.training.meshes import create_1d_mesh, data_parallel_rules
 from grain_shard.training.place_state import place_model_state_on_shards, place_nnx_state_on_shards

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from grain_shard.training.hardware import HardwareType
+from grain_shard.hardware import HardwareType
 
 
 def device_info(hardware_type: HardwareType) -> dict[str, Any]:

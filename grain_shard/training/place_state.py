@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.tree_util import GetAttrKey, KeyPath
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.placing.place_leaf import place_leaf
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.place_leaf import place_leaf
+from grain_shard.sharding.sharding_tree import ShardingTree
 
 _WORDS = (None, "replicate", "fsdp")
 _NAMES_SHOWN = 20

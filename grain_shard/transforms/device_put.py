@@ -8,9 +8,9 @@ from typing import Any, Literal, NoReturn
 import grain
 import jax
 
-from grain_shard.elastic.feed_batches import FeedBatches
-from grain_shard.elastic.host_feeds import HostFeeds, check_feeds
 from grain_shard.errors import ShardingError, require_int
+from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.feeding.host_feeds import HostFeeds, check_feeds
 from grain_shard.host_arrays import owned
 from grain_shard.iteration.host_batches import HostBatches, RandomAccess, Stream
 from grain_shard.iteration.iterator import AcrossHosts, ShardedIterator
@@ -19,7 +19,7 @@ from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.reshard import Resharder
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.transforms.shard_batch import ShardBatchIterDataset, ShardBatchMapDataset
 from grain_shard.trees import Batch
 

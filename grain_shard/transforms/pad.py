@@ -10,7 +10,7 @@ import grain
 import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
-from grain_shard.reading._grain import Epoch, iter_batch_size
+from grain_shard.grain_inside.nodes import Epoch, iter_batch_size
 from grain_shard.reading.fetch import RowMapDataset, RowReader
 from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
 from grain_shard.reading.rows import row_reader

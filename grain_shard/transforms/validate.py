@@ -9,10 +9,10 @@ from typing import Any
 import grain
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.reading._grain import iter_batch_size
+from grain_shard.grain_inside.nodes import iter_batch_size
+from grain_shard.hardware import HardwareType, validate_batch_size
 from grain_shard.reading.fetch import RowMapDataset
 from grain_shard.reading.rows import row_reader
-from grain_shard.training.hardware import HardwareType, validate_batch_size
 from grain_shard.trees import Batch, FlatBatch
 
 

@@ -16,18 +16,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from grain_shard import hardware
 from grain_shard.errors import require_int
-from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.placing.any_iterator import prefetch
-from grain_shard.placing.place_tree import place_tree, require_local
-from grain_shard.sharding.shardings import ShardingTree
-from grain_shard.training import hardware
-from grain_shard.training.device_info import device_info
-from grain_shard.training.hardware import (
+from grain_shard.hardware import (
     BatchSizeRecommendation,
     HardwareType,
     get_batch_size_recommendation,
 )
+from grain_shard.iteration.any_iterable import prefetch
+from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.sharding.place_tree import place_tree, require_local
+from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.training.device_info import device_info
 from grain_shard.training.meshes import create_1d_mesh
 from grain_shard.trees import Batch
 

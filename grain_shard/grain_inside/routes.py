@@ -1,4 +1,4 @@
-"""Records of a Grain pipeline, many at a time: with `_grain`, all that looks at private parts.
+"""Records of a Grain pipeline, many at a time: with `nodes`, all that looks at private parts.
 
 Grain evaluates a record by a call down the pipeline and back, with a call into the source for each.
 Here the indices of many records are taken down at once, the source reads them in one call, and
@@ -16,8 +16,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from grain_shard.reading._grain import MAP, MAP_WITH_INDEX, RANDOM_MAP, REPEAT, SEED, SLICE
-from grain_shard.reading.index_shuffle import shuffled
+from grain_shard.grain_inside.index_shuffle import shuffled
+from grain_shard.grain_inside.nodes import MAP, MAP_WITH_INDEX, RANDOM_MAP, REPEAT, SEED, SLICE
 
 Apply = Callable[[list[Any], list[int]], list[Any]]
 

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Sharding
 
-from grain_shard.elastic.feed_batches import FeedBatches
-from grain_shard.elastic.feed_pool import FeedPool, Piece
-from grain_shard.elastic.feed_rows import ENDED, MISSING, FeedStacker, named
+from grain_shard.background import Background
 from grain_shard.errors import ShardingError
+from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.feeding.feed_pool import FeedPool, Piece
+from grain_shard.feeding.feed_rows import ENDED, MISSING, FeedStacker, named
 from grain_shard.hosts.ends import Announced
-from grain_shard.hosts.multihost import Rounds
+from grain_shard.hosts.rounds import Rounds
 from grain_shard.iteration.host_batches import Opened, let_grain_read_its_flags
-from grain_shard.iteration.prefetch import Background
 from grain_shard.reading.pad_batch import Remainder, pad_batch
 from grain_shard.sharding.layout import BatchLayout, mesh_axes_of, shards_by_host
 from grain_shard.spans import BATCH, span
@@ -168,7 +168,7 @@ def rows_by_feed(ds: FeedBatches, layout: BatchLayout) -> dict[int, list[int]]:
     """The feeds whose rows a host holds, and which of each feed's rows of a batch these are.
 
     Example:
-        >>> from grain_shard.elastic.feed_batches import feeds
+        >>> from grain_shard.feeding.feed_batches import feeds
         >>> ds = feeds(lambda feed: ..., num_feeds=4).batch(8)
         >>> rows_by_feed(ds, BatchLayout(divisor=8, shards=(2, 3, 4)))
         {1: [0, 1], 2: [0]}

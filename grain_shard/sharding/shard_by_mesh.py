@@ -9,7 +9,7 @@ import jax
 
 from grain_shard.errors import ShardingError
 from grain_shard.sharding.layout import mesh_axes_of, shards_by_host
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.sharding_tree import ShardingTree
 
 
 class ShardByMesh(grain.sharding.ShardOptions):

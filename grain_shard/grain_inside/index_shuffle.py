@@ -4,7 +4,7 @@
 network with the round function of Simon (https://eprint.iacr.org/2013/404), 4 rounds, keys from
 C++'s ``std::seed_seq``, repeated until the result is an index ("cycle walking"). Grain computes it
 for one index in 5 us. Over arrays it takes a fraction of that, and gives the same; who uses it
-compares, see `_grain_records`.
+compares, see `routes`.
 """
 
 from __future__ import annotations

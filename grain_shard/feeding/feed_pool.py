@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from grain_shard.elastic.feed_batches import FeedBatches
-from grain_shard.elastic.feed_rows import Entry, name_feed
+from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.feeding.feed_rows import Entry, name_feed
 from grain_shard.spans import READ, span
 
 

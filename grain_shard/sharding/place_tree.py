@@ -8,8 +8,8 @@ import jax
 from jax.sharding import Sharding
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.placing.place_leaf import place_leaf
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.place_leaf import place_leaf
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.trees import ROOT, as_arrays
 
 

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import grain
 
-from grain_shard.elastic.feed_rows import Entry, FeedReader, FeedStacker, is_entry, named
 from grain_shard.errors import ShardingError, StateError, require_int
+from grain_shard.feeding.feed_rows import Entry, FeedReader, FeedStacker, is_entry, named
 from grain_shard.hosts.state_json import from_json, to_json
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
 from grain_shard.trees import Batch

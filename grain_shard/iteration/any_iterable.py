@@ -11,12 +11,12 @@ import grain
 
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.host_arrays import owned
-from grain_shard.hosts.multihost import Rounds
+from grain_shard.hosts.rounds import Rounds
 from grain_shard.iteration.host_batches import Opened, RandomAccess, Stream
 from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.placing.place_tree import place_tree, require_local
 from grain_shard.reading.fingerprint import fingerprint
-from grain_shard.sharding.shardings import ShardingTree
+from grain_shard.sharding.place_tree import place_tree, require_local
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.trees import Batch
 
 

@@ -1,4 +1,4 @@
-"""With `_grain_records`, all that looks at what Grain keeps private. Hints for speed only.
+"""With `routes`, all that looks at what Grain keeps private. Hints for speed only.
 
 Grain has no public way to ask a dataset for its batch size, its seed, or several records at once.
 Every function here may return "unknown"; its caller then takes a public path that is slower and

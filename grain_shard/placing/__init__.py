@@ -1,1 +1,0 @@
-"""`DevicePlacement`: the parts of the chain, one by one, for any data."""
