@@ -44,7 +44,7 @@ mesh = Mesh(devices.reshape(768, 8), ("data", "model"))
 times = []
 for host in range(0, 1536, 96):
     start = time.perf_counter()
-    layout = BatchLayout.from_shardings([NamedSharding(mesh, PartitionSpec("data"))], host=host)
+    layout = BatchLayout.of_hosts([NamedSharding(mesh, PartitionSpec("data"))])[host]
     times.append((time.perf_counter() - start) * 1e3)
     assert len(layout.rows(6144)) == 8 and layout.num_hosts == 1536, layout
 print(times)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
-from grain_shard import BatchLayout, DevicePut, ShardingTree
+from grain_shard import DevicePut, ShardingTree, hosts_mesh
 
 HOST_COLORS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7"]  # Okabe and Ito's
 NO_ROW = "#EEEEEE"
@@ -45,20 +45,15 @@ def grid(axes, width, height, title=""):
     axes.spines[:].set_visible(False)
 
 
-def layouts(shardings, devices_per_host=DEVICES_PER_HOST):
-    """The layout of every host, if it had so many of the devices."""
-    hosts = jax.device_count() // devices_per_host
-    return [
-        BatchLayout.from_shardings(
-            shardings.shardings(), host=host, host_of=lambda d: d.id // devices_per_host
-        )
-        for host in range(hosts)
-    ]
+def devices_of_hosts(devices_per_host=DEVICES_PER_HOST):
+    """Stand-ins for eight devices, so many of them on each host."""
+    hosts = 8 // devices_per_host
+    return hosts_mesh({"data": 8}, hosts=hosts, devices_per_host=devices_per_host).devices
 
 
 def rows_by_host(folder, global_batch_size=16):
     """Which rows of a batch each of four hosts reads, for three meshes."""
-    devices = np.array(jax.devices())
+    devices = devices_of_hosts()
     inside = ShardingTree.of(Mesh(devices.reshape(4, 2), ("data", "model")))
     across = ShardingTree.of(Mesh(devices.reshape(2, 4).T, ("data", "model")))
     panels = [
@@ -69,7 +64,7 @@ def rows_by_host(folder, global_batch_size=16):
     ]
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     for axes, (title, shardings) in zip(figure.subplots(2, 2).flat, panels, strict=True):
-        by_host = layouts(shardings)
+        by_host = list(shardings.layouts().values())
         title += f"\nrows read by all hosts: {by_host[0].amplification:g} x those of the batch"
         grid(axes, global_batch_size, len(by_host), title)
         for host, layout in enumerate(by_host):
@@ -129,7 +124,8 @@ def resume(folder, num_batches=8, stop_after=4, global_batch_size=8):
     for k, batch in enumerate(batches):
         x = k if k < stop_after else k + gap
         per_host = DEVICES_PER_HOST if k < stop_after else 2 * DEVICES_PER_HOST
-        for host, layout in enumerate(layouts(ShardingTree.of(mesh), per_host)):
+        of_hosts = Mesh(devices_of_hosts(per_host), ("data",))
+        for host, layout in ShardingTree.of(of_hosts).layouts().items():
             for row in layout.rows(global_batch_size):
                 cell(axes, x, row, HOST_COLORS[host], str(batch[row]))
     axes.add_patch(

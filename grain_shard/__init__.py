@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         validate_batch_size,
     )
     from grain_shard.iteration.iterator import ShardedIterator
+    from grain_shard.iteration.sharded_dataset import ShardedDataset
     from grain_shard.measuring.throughput import (
         Throughput,
         create_sharded_pipeline,
@@ -87,6 +88,7 @@ _ON_USE = {
         "StateError",
     ],
     "iteration.iterator": ["ShardedIterator"],
+    "iteration.sharded_dataset": ["ShardedDataset"],
     "reading.sources": ["ArrayRecordSource"],
     "sharding.layout": ["BatchLayout"],
     "sharding.shard_by_mesh": ["ShardByMesh"],
@@ -155,6 +157,7 @@ __all__ = [
     "Plan",
     "ShardBatch",
     "ShardByMesh",
+    "ShardedDataset",
     "ShardedIterator",
     "ShardingError",
     "ShardingTree",

@@ -1,7 +1,11 @@
 """The background stage: threads that work ahead, a bounded buffer, and a clean life.
 
-Grain's own stage can hang on a BaseException, blocks in ``close`` for as long as its source does,
-and can abort the interpreter at exit; hence this one. What it promises:
+Batches come down a line of producers: the source at the top, the training loop at the bottom. Each
+`Producer` is asked for its next item by the one below it, and can be told to end by that one. A
+`Background` is the producer that works ahead of whoever asks it.
+
+Grain's own background stage can hang on a BaseException, blocks in ``close`` for as long as its
+source does, and can abort the interpreter at exit; hence this one. What it promises:
 
 * Results come in the order of the tickets, whichever thread is first.
 * At most `buffer_size` results exist at a time, those in the making included.
@@ -14,11 +18,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 import jax
 
@@ -31,19 +37,56 @@ _JOIN_TIMEOUT_S = 5.0
 _WAKE_S = 1.0
 
 
-class Background(Iterator[T], Generic[S, T]):
-    """Maps `work` over `tickets` in background threads, in order.
+class Producer(Iterator[T]):
+    """Something that makes items one after the other, and that whoever asks it can end."""
+
+    @abstractmethod
+    def __next__(self) -> T:
+        """The next item. One thread asks at a time."""
+
+    @property
+    def room_wanted(self) -> int:
+        """How many items there should be room for, in the buffer below, before one is drawn."""
+        return 1
+
+    def draw(self, room: int) -> T:
+        """The next item, for a buffer that has room for so many.
+
+        A producer that reads for several items at once reads no more than there is room for.
+        """
+        return next(self)
+
+    def stop(self) -> None:
+        """Asks this and what stands above it to end, from any thread, and waits for nobody.
+
+        A ``next`` that waits for something returns, or raises, soon afterwards.
+        """
+
+    def close(self) -> None:
+        """Ends what this has at work above it, and waits for that."""
+
+
+class Items(Producer[T]):
+    """An ordinary iterator as a producer. It has nothing at work that would have to be ended."""
+
+    def __init__(self, iterator: Iterator[T]):
+        self._iterator = iterator
+
+    def __next__(self) -> T:
+        return next(self._iterator)
+
+
+class Background(Producer[T], Generic[S, T]):
+    """Maps `work` over what another producer makes, in background threads, in order.
 
     The threads start with the first ``next``, in the JAX context (mesh, x64) of the thread that
     made this object.
 
     Args:
-        work: Called with each ticket, by several threads at once if there are several.
-        tickets: Asked by one thread at a time, once there is room for a result. If it has a
-            ``close``, the last thread to end calls it: nobody else can know that it is not in use.
-            If it has a ``stop``, it is told to stop with this stage. If it has a ``fetch``, that is
-            called before each ticket, with the number of results that there is room for, once that
-            is its ``room_needed``.
+        work: Called with each item, by several threads at once if there are several.
+        source: Where the items come from. It is asked by one thread at a time, once there is room
+            for a result, and is stopped with this stage. The last thread to end closes it, since
+            nobody else can know that it is not in use any more.
         buffer_size: Results that may wait or be in the making.
         num_threads: Threads that work side by side.
         name: Of the threads.
@@ -52,14 +95,14 @@ class Background(Iterator[T], Generic[S, T]):
     def __init__(
         self,
         work: Callable[[S], T],
-        tickets: Iterator[S],
+        source: Producer[S],
         *,
         buffer_size: int,
         num_threads: int = 1,
         name: str,
     ):
         # The threads refer to what is shared and not to this object, which can thus be collected.
-        self._shared = _Shared(work, tickets, buffer_size)
+        self._shared = _Shared(work, source, buffer_size)
         enter_context = jax_context()
         self._shared.threads = [
             threading.Thread(
@@ -71,6 +114,18 @@ class Background(Iterator[T], Generic[S, T]):
     def __next__(self) -> T:
         self.start()
         return self._shared.take()
+
+    def ready(self) -> int:
+        """How many results can be taken without waiting; waits until there is one.
+
+        Returns:
+            At least 1; or 0 if there will be no more.
+
+        Raises:
+            BaseException: What ``next`` would raise, other than StopIteration.
+        """
+        self.start()
+        return self._shared.ready()
 
     def start(self) -> None:
         """Starts working ahead; a second call does nothing."""
@@ -110,7 +165,7 @@ class _Raised(NamedTuple):
     error: BaseException
     traceback: TracebackType | None
 
-    def throw(self):
+    def throw(self) -> NoReturn:
         if isinstance(self.error, StopIteration):
             raise StopIteration
         # The same object every time; without this its traceback would grow with each raise.
@@ -120,21 +175,23 @@ class _Raised(NamedTuple):
 class _Shared(Generic[S, T]):
     """What the threads and the consumer share, all of it under one lock."""
 
-    def __init__(self, work: Callable[[S], T], tickets: Iterator[S], buffer_size: int):
+    def __init__(self, work: Callable[[S], T], source: Producer[S], buffer_size: int):
         self.threads: list[threading.Thread] = []
-        self._work, self._tickets, self._buffer_size = work, tickets, buffer_size
+        self._work, self._source, self._buffer_size = work, source, buffer_size
         # Reentrant: the garbage collector may run __del__, so stop(), in a thread that holds it.
         self._lock = threading.RLock()
         # Two conditions, since who waits for the one must not be woken for the other.
-        self._result_came = threading.Condition(self._lock)  # or will never
-        self._room_came = threading.Condition(self._lock)  # or will not be needed
-        self._one_asks = threading.Lock()  # held while a ticket is drawn, which may take long
+        # Signalled when the next result is there, be it an error, and when the stage is stopped.
+        self._result_came = threading.Condition(self._lock)
+        # Signalled when there is room for one more result, and when none will be made any more.
+        self._room_came = threading.Condition(self._lock)
+        self._one_asks = threading.Lock()  # held while an item is drawn, which may take long
         self._results: dict[int, T | _Raised] = {}
-        self._issued = 0  # tickets drawn so far; each carries its number
+        self._drawn = 0  # items drawn so far; each carries its number
         self._taken = 0  # results handed out
         self._running = 0
         self._started = self._stopped = False
-        self._drained = False  # no ticket will be drawn any more
+        self._drained = False  # no item will be drawn any more
         self._final: _Raised | None = None
 
     def start(self) -> None:
@@ -150,26 +207,50 @@ class _Shared(Generic[S, T]):
 
     def take(self) -> T:
         with self._lock:
-            while self._final is None:
-                if self._stopped:
-                    raise StopIteration
-                if self._taken in self._results:
-                    result = self._results.pop(self._taken)
-                    if not isinstance(result, _Raised):
-                        self._taken += 1
-                        self._room_came.notify()  # who holds _one_asks: nobody else waits for it
-                        return result
-                    self._final = result
-                else:
-                    # Not for ever: a KeyboardInterrupt just before the wait wakes nobody.
-                    woken = self._result_came.wait(_WAKE_S)
-                    gone = not any(thread.is_alive() for thread in self.threads)
-                    if gone and not woken and self._taken not in self._results:
-                        raise RuntimeError(
-                            "the background threads are gone, as they are in a process made by"
-                            " os.fork(); make the iterator in the process that uses it."
-                        )
-            return self._final.throw()
+            self._wait_for_next()
+            if self._final is not None:
+                self._final.throw()
+            result = self._results.pop(self._taken)
+            if isinstance(result, _Raised):
+                self._final = result
+                result.throw()
+            self._taken += 1
+            self._room_came.notify()  # who holds _one_asks: nobody else waits for it
+            return result
+
+    def ready(self) -> int:
+        with self._lock:
+            try:
+                self._wait_for_next()
+                final = self._final or self._results[self._taken]
+                if isinstance(final, _Raised):
+                    final.throw()
+            except StopIteration:
+                return 0
+            numbers = itertools.count(self._taken)
+            return sum(1 for _ in itertools.takewhile(self._is_there, numbers))
+
+    def _wait_for_next(self) -> None:
+        """Waits until the next result is there, or nothing more will come.
+
+        Raises:
+            StopIteration: The stage was stopped.
+            RuntimeError: This is a forked process, which has none of the threads.
+        """
+        while self._final is None and self._taken not in self._results:
+            if self._stopped:
+                raise StopIteration
+            # Not for ever: a KeyboardInterrupt just before the wait wakes nobody.
+            woken = self._result_came.wait(_WAKE_S)
+            gone = not any(thread.is_alive() for thread in self.threads)
+            if gone and not woken and self._taken not in self._results and not self._stopped:
+                raise RuntimeError(
+                    "the background threads are gone, as they are in a process made by os.fork();"
+                    " make the iterator in the process that uses it."
+                )
+
+    def _is_there(self, number: int) -> bool:
+        return number in self._results and not isinstance(self._results[number], _Raised)
 
     def stop(self) -> None:
         with self._lock:
@@ -177,10 +258,10 @@ class _Shared(Generic[S, T]):
             self._results.clear()
             self._result_came.notify_all()
             self._room_came.notify()
-        if first and (stop := getattr(self._tickets, "stop", None)) is not None:
-            stop()
+        if first:
+            self._source.stop()
         if first and not self._started:
-            self._close_tickets()
+            self._close_source()
 
     def join(self) -> None:
         # Of a stage that never began nothing is alive; it may be collected at the interpreter's
@@ -198,16 +279,15 @@ class _Shared(Generic[S, T]):
         """
         with self._one_asks:
             with self._lock:
-                needed = getattr(self._tickets, "room_needed", 1)
-                while not self._over() and self._room() < needed:
+                wanted = self._source.room_wanted
+                while not self._over() and self._room() < wanted:
                     self._room_came.wait()
                 if self._over():
                     return False
-                number, room = self._issued, self._room()
-                self._issued += 1
+                number, room = self._drawn, self._room()
+                self._drawn += 1
             try:
-                self._fetch(room)
-                ticket = next(self._tickets)
+                item = self._source.draw(room)
             except StopIteration:
                 # Not the one that was caught: its traceback keeps the frames of the source alive.
                 self._deliver(number, _Raised(StopIteration(), None))
@@ -216,7 +296,7 @@ class _Shared(Generic[S, T]):
                 self._deliver(number, _Raised(error, error.__traceback__))
                 return False
         try:
-            result = self._work(ticket)
+            result = self._work(item)
         except StopIteration as error:
             result = _Raised(RuntimeError("the pipeline raised StopIteration"), None)
             result.error.__cause__ = error
@@ -225,23 +305,16 @@ class _Shared(Generic[S, T]):
         self._deliver(number, result)
         return True
 
-    def _fetch(self, room: int) -> None:
-        if (fetch := getattr(self._tickets, "fetch", None)) is not None:
-            try:
-                fetch(room)
-            except StopIteration as error:  # only next() may end the tickets
-                raise RuntimeError("the pipeline raised StopIteration") from error
-
     def thread_ended(self) -> None:
         with self._lock:
             self._running -= 1
             last = self._running == 0
         if last:
             atexit.unregister(self._at_exit)
-            self._close_tickets()
+            self._close_source()
 
     def _room(self) -> int:
-        return self._buffer_size - (self._issued - self._taken)
+        return self._buffer_size - (self._drawn - self._taken)
 
     def _over(self) -> bool:
         return self._stopped or self._drained
@@ -256,12 +329,11 @@ class _Shared(Generic[S, T]):
             if number == self._taken:
                 self._result_came.notify_all()
 
-    def _close_tickets(self) -> None:
+    def _close_source(self) -> None:
         # Let go of it, too: what is still there when the interpreter takes its modules apart (an
         # iterator of Grain's, say, in a global variable's reach) fails in its __del__.
-        tickets, self._tickets = self._tickets, iter(())
-        if (close := getattr(tickets, "close", None)) is not None:
-            close()
+        source, self._source = self._source, Items(iter(()))
+        source.close()
 
     def _at_exit(self) -> None:
         self.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import grain
@@ -9,15 +10,19 @@ import grain
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
-from grain_shard.reading.fingerprint import fingerprint
+from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.reading.pad_batch import Remainder
-from grain_shard.reading.rows import row_reader
-from grain_shard.sharding.layout import BatchLayout
+from grain_shard.reading.row_dataset import RowMapDataset
+from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.transforms.device_put import DevicePut, DevicePutIterDataset
+from grain_shard.transforms.device_put import DevicePut
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
+from grain_shard.transforms.stage import Stage
 from grain_shard.transforms.validate import ValidateBatchSize
+from grain_shard.trees import MASK_KEY
+
+Read = Literal["auto", "needed", "once"]
 
 
 def shard_to(
@@ -26,15 +31,15 @@ def shard_to(
     spec: Any = None,
     *,
     remainder: Remainder = "pad",
-    mask_key: str | None = "valid_mask",
+    mask_key: str | None = MASK_KEY,
     cpu_buffer_size: int = 4,
     device_buffer_size: int = 2,
     num_threads: int | None = None,
     num_workers: int = 0,
     rows: Literal["global", "local"] | None = None,
-    read: Literal["auto", "needed", "once"] = "auto",
+    read: Read = "auto",
     timeout_s: float = 60.0,
-) -> DevicePutIterDataset:
+) -> ShardedDataset:
     """Ends a Grain pipeline: this host's rows, padded, placed and prefetched as global arrays.
 
     Installed as a method on Grain's datasets by ``import grain_shard``.
@@ -83,51 +88,116 @@ def shard_to(
     Raises:
         ShardingError: Dataset, mesh, spec or batch size do not fit together.
     """
-    if not isinstance(ds, grain.MapDataset | grain.IterDataset):
-        raise ShardingError(
-            f"cannot shard a {type(ds).__name__}.",
-            remedy="pass a grain.MapDataset or grain.IterDataset of batches; for a DataLoader or"
-            " any other iterator, use grain_shard.prefetch_to_device.",
-        )
-    if isinstance(ds, DevicePutIterDataset):
-        raise ShardingError(
-            "the dataset is sharded already.", remedy="call .shard_to once, at the end."
-        )
     if mask_key is not None and not isinstance(mask_key, str):
         raise ShardingError(
             f"mask_key={mask_key!r} is not a string.", remedy="pass a name, or None for no mask."
         )
-    if rows != "local":
+    if rows not in (None, "global", "local"):
+        raise ShardingError(
+            f"rows={rows!r} is not one of global, local.", remedy="choose one of them."
+        )
+    check_read(read)
+    if rows != "local" and isinstance(ds, grain.MapDataset | grain.IterDataset):
         ds, read_options = _random_access(ds)
         if read_options is not None:
             num_threads = num_threads or max(1, read_options[0])
             cpu_buffer_size = max(1, read_options[1])
     target = ShardingTree.of(mesh_or_sharding, spec).with_mask(mask_key)
+    put = DevicePut(
+        target,
+        cpu_buffer_size=cpu_buffer_size,
+        device_buffer_size=device_buffer_size,
+        num_threads=num_threads,
+        num_workers=num_workers,
+        rows=rows or "global",
+        remainder=remainder,
+        timeout_s=timeout_s,
+    )
     try:
-        shardings = _to_read_by(target, ds, rows, read)
-        layout = shardings.layout()
-        ds = _checked_rows(ds, rows, layout, num_workers)
-        local = rows == "local"
-        divisor = len(layout.shards) if local else layout.divisor
-        put = DevicePut(
-            shardings,
-            cpu_buffer_size=cpu_buffer_size,
-            device_buffer_size=device_buffer_size,
-            num_threads=num_threads,
-            num_workers=num_workers,
-            fingerprint=fingerprint(ds, remainder) if isinstance(ds, grain.MapDataset) else None,
-            final_shardings=None if shardings is target else target,
-            rows=rows or "global",
-            remainder=remainder,
-            mask_key=mask_key,
-            timeout_s=timeout_s,
-        )
-        if isinstance(ds, FeedBatches):
-            return ds.pipe(put)
-        full = padded(ds, divisor, remainder, mask_key)
-        return (full if local else full.pipe(ShardBatch(layout))).pipe(put)
+        return _Chain(put, mask_key, rows, read)(ds)
     except ShardingError as error:
         raise error.with_mesh(target.mesh_axes) from None
+
+
+@dataclass(frozen=True)
+class _Chain(Stage):
+    """The four stages in a row, and what has to be known before the first of them.
+
+    Attributes:
+        put: The last stage. Its shardings are those of the batches that are handed out.
+        mask_key: As for `shard_to`.
+        rows: As for `shard_to`.
+        read: As for `shard_to`.
+    """
+
+    put: DevicePut
+    mask_key: str | None
+    rows: str | None
+    read: Read
+
+    def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
+        if self.rows == "local":
+            return self(
+                ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
+            )
+        target, read = self.put.shardings, self.read
+        if read == "auto":
+            read = target.cheaper_read(ds.reader.global_batch_size)
+        return self._reading(ds, read)
+
+    def of_stream(self, ds: StreamDataset) -> ShardedDataset:
+        if self.read == "once":
+            raise ShardingError(
+                'read="once" needs random access, and the dataset is a stream.',
+                remedy="keep a MapDataset down to .batch, or shard the source by"
+                ' grain_shard.ShardByMesh and pass rows="local".',
+            )
+        self._refuse_workers()
+        layout = self.put.shardings.layout()
+        if self.rows is None and layout.num_hosts > 1:
+            raise ShardingError(
+                f"the dataset is a stream, and does not say what it yields on each of"
+                f" {layout.num_hosts} hosts.",
+                remedy='pass rows="local" if each host yields the rows of its own devices (shard'
+                ' the source by grain_shard.ShardByMesh), or rows="global" if every host yields the'
+                " same whole batches. A MapDataset down to .batch needs neither.",
+            )
+        if self.rows == "local":  # what it yields are this host's rows already
+            return self._padded(ds, len(layout.shards)).pipe(self.put)
+        return self._reading(ds, "needed")
+
+    def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
+        if self.rows is not None:
+            raise ShardingError(
+                f"rows={self.rows!r} is given, and the rows of feeds are known.",
+                remedy="leave rows out: a host runs the feeds whose rows it holds.",
+            )
+        self._refuse_workers()
+        target, read = self.put.shardings, self.read
+        if read == "auto":
+            # With fewer feeds than hosts, some hosts would have no feed to run.
+            enough = ds.num_feeds >= len(target.hosts())
+            read = target.cheaper_read(ds.global_batch_size) if enough else "needed"
+        return self._reading(ds, read)
+
+    def _reading(self, ds: Any, read: Read) -> ShardedDataset:
+        """The chain, with every row read where it is needed, or once and moved by the devices."""
+        target, put = self.put.shardings, self.put
+        if read == "once":
+            put = replace(put, shardings=target.spread(), final_shardings=target)
+        layout = put.shardings.layout()
+        return self._padded(ds, layout.divisor).pipe(ShardBatch(layout)).pipe(put)
+
+    def _padded(self, ds: Any, divisor: int) -> Any:
+        return padded(ds, divisor, self.put.remainder, self.mask_key)
+
+    def _refuse_workers(self) -> None:
+        if self.put.num_workers:
+            raise ShardingError(
+                "num_workers needs random access, and the dataset is a stream.",
+                remedy="call .mp_prefetch before .shard_to (of feeds: in make_feed), or keep a"
+                " MapDataset down to .batch.",
+            )
 
 
 def padded(ds: Any, divisor: int, remainder: Remainder, mask_key: str | None) -> Any:
@@ -162,56 +232,3 @@ def _random_access(
     if isinstance(ds, grain.IterDataset) and (below := nodes.below_read_ahead(ds)) is not None:
         return below
     return ds, None
-
-
-def _to_read_by(target: ShardingTree, ds: Any, rows: str | None, read: str) -> ShardingTree:
-    """The shardings to read by: the target's own, or spread so that each row is read once."""
-    check_read(read)
-    if rows == "local" or not isinstance(ds, grain.MapDataset | FeedBatches):
-        if read != "once":
-            return target
-        raise ShardingError(
-            'read="once" needs random access, and the dataset is a stream.',
-            remedy="keep a MapDataset down to .batch, or shard the source by"
-            ' grain_shard.ShardByMesh and pass rows="local".',
-        )
-    if read == "auto":
-        feeds = isinstance(ds, FeedBatches)
-        read = target.cheaper_read((ds if feeds else row_reader(ds)).global_batch_size)
-        if feeds and ds.num_feeds < len(target.hosts()):
-            read = "needed"  # some hosts would have no feed to run
-    return target.spread() if read == "once" else target
-
-
-def _checked_rows(ds: Any, rows: str | None, layout: BatchLayout, num_workers: int) -> Any:
-    """The dataset, if it says what it has to about its rows; a stream if they are local."""
-    if rows not in (None, "global", "local"):
-        raise ShardingError(
-            f"rows={rows!r} is not one of global, local.", remedy="choose one of them."
-        )
-    if rows == "local" and isinstance(ds, grain.MapDataset):
-        ds = ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
-    if isinstance(ds, grain.MapDataset):
-        return ds
-    if num_workers:
-        raise ShardingError(
-            "num_workers needs random access, and the dataset is a stream.",
-            remedy="call .mp_prefetch before .shard_to (of feeds: in make_feed), or keep a"
-            " MapDataset down to .batch.",
-        )
-    if isinstance(ds, FeedBatches):
-        if rows is None:
-            return ds
-        raise ShardingError(
-            f"rows={rows!r} is given, and the rows of feeds are known.",
-            remedy="leave rows out: a host runs the feeds whose rows it holds.",
-        )
-    if rows is None and layout.num_hosts > 1:
-        raise ShardingError(
-            f"the dataset is a stream, and does not say what it yields on each of"
-            f" {layout.num_hosts} hosts.",
-            remedy='pass rows="local" if each host yields the rows of its own devices (shard the'
-            ' source by grain_shard.ShardByMesh), or rows="global" if every host yields the same'
-            " whole batches. A MapDataset down to .batch needs neither.",
-        )
-    return ds

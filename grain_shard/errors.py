@@ -8,8 +8,10 @@
     └── AgreementError (RuntimeError)      the hosts do not run the same program
         └── HostTimeoutError (TimeoutError)    a host did not answer in time
 
-Every message of a `ShardingError` has the same four parts, so that whoever meets it in a log
-knows where to look: the leaf's path, its shape and dtype, the mesh axes and sizes, the remedy.
+The message of a `ShardingError` has up to four parts, always in the same order, so that whoever
+meets it in a log knows where to look: the leaf's path and what is wrong with it, its shape and
+dtype, the mesh axes and sizes, the remedy. A part that is not known, or has nothing to do with the
+error, is left out.
 """
 
 from __future__ import annotations
@@ -72,12 +74,12 @@ class ShardingError(GrainShardError, ValueError):
 
     def _text(self) -> str:
         head = f"{self.path}: {self.problem}" if self.path else self.problem
-        facts = [f"leaf:   {self.leaf or 'every leaf'}"]
-        if self.spec is not None:
-            facts.append(f"spec: {describe_spec(self.spec)}")
-        axes = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
-        facts.append(f"mesh: {axes or 'none'}")
-        return f"{head}\n  {'   '.join(facts)}\n  remedy: {self.remedy}"
+        spec = None if self.spec is None else describe_spec(self.spec)
+        facts = {"leaf": self.leaf, "spec": spec, "mesh": describe_mesh(self.mesh_axes)}
+        known = "   ".join(f"{name}: {fact}" for name, fact in facts.items() if fact)
+        # The first fact begins where the remedy does.
+        known = [f"  {known.replace(': ', ':   ', 1)}"] if known else []
+        return "\n".join([head, *known, f"  remedy: {self.remedy}"])
 
     def __reduce__(self):
         # A Grain worker pickles what it raised; BaseException would call __init__(*args).

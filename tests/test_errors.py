@@ -38,98 +38,97 @@ AT_BUILD = {
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("batch")),
         """\
 the spec names the mesh axis 'batch', which does not exist.
-  leaf:   every leaf   spec: P('batch')   mesh: data=4
+  spec:   P('batch')   mesh: data=4
   remedy: the mesh has 'data'; use each axis at most once.""",
     ),
     "an axis named twice": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("data", "data")),
         """\
 the spec names the mesh axis 'data', twice.
-  leaf:   every leaf   spec: P('data', 'data')   mesh: data=4
+  spec:   P('data', 'data')   mesh: data=4
   remedy: the mesh has 'data'; use each axis at most once.""",
     ),
     "no spec where none can be guessed": (
         lambda: numbered(8, 8).shard_to(jax.make_mesh((4, 2), ("dp", "tp"))),
         """\
 no spec is given, and none of the mesh axes 'dp', 'tp' is called 'data'.
-  leaf:   every leaf   mesh: dp=4, tp=2
+  mesh:   dp=4, tp=2
   remedy: say which axis shards the batch, e.g. PartitionSpec('dp').""",
     ),
     "a spec that is none": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), "data"),
         """\
 'data' is no PartitionSpec.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: write jax.sharding.PartitionSpec('data'), or a tree of them.""",
     ),
     "a mesh that is none": (
         lambda: numbered(8, 8).shard_to("data"),
         """\
 cannot place batches by a str.
-  leaf:   every leaf   mesh: none
   remedy: pass a Mesh, a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a device, or a tree of these.""",  # noqa: E501
     ),
     "a batch size that the shards don't divide": (
         lambda: numbered(12, 6).shard_to(data_mesh(4), remainder="error"),
         """\
 a batch of 6 rows does not split into 4 shards.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: use a batch size of 8, or remainder="pad".""",
     ),
     "the same when dropping": (
         lambda: numbered(12, 6).shard_to(data_mesh(4), remainder="drop"),
         """\
 a batch of 6 rows does not split into 4 shards.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: use a batch size of 8, or remainder="pad".""",
     ),
     "records that do not fill the last batch": (
         lambda: numbered(9, 4).shard_to(data_mesh(4), remainder="error"),
         """\
 the records do not fill the last batch of 4 rows.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: pass remainder="pad" (zeros and a mask) or remainder="drop".""",
     ),
     "fewer records than one batch": (
         lambda: numbered(3, 8, drop_remainder=True).shard_to(data_mesh(4)),
         """\
 the dataset has no batch: it is empty, or has fewer records than one batch and drops the remainder.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: check the source; keep a short batch with .batch(B, drop_remainder=False) and remainder="pad".""",  # noqa: E501
     ),
     "fewer records than one batch, dropped by us": (
         lambda: numbered(3, 8).shard_to(data_mesh(4), remainder="drop"),
         """\
 no batch is left: there are fewer records than one batch of 8 rows, and remainder="drop".
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: pass remainder="pad", or make the batch smaller.""",
     ),
     "an empty dataset": (
         lambda: grain.MapDataset.source([]).batch(8).shard_to(data_mesh(4)),
         """\
 the dataset has no batch: it is empty, or has fewer records than one batch and drops the remainder.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: check the source; keep a short batch with .batch(B, drop_remainder=False) and remainder="pad".""",  # noqa: E501
     ),
     "a slice of batches, to be dropped": (
         lambda: numbered(9, 4)[1:].shard_to(data_mesh(4), remainder="drop"),
         """\
 remainder='drop' needs to know which batches are short, and a slice stands between .batch and it.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: use .batch(B, drop_remainder=True), or slice the records before .batch.""",
     ),
     "a remainder that is none": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), remainder="wrap"),
         """\
 remainder='wrap' is not one of pad, drop, error.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: choose one of them.""",
     ),
     "workers after placement": (
         lambda: numbered(8, 8).shard_to(data_mesh(4)).mp_prefetch(),
         """\
 worker processes come before placement, since they must not hold a device.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: pass num_workers to .shard_to instead of calling .mp_prefetch after it.""",
     ),
     **{
@@ -137,7 +136,6 @@ worker processes come before placement, since they must not hold a device.
             lambda name=name, value=value: numbered(8, 8).shard_to(data_mesh(4), **{name: value}),
             f"""\
 {name}={value!r} is not an integer of at least {minimum}.
-  leaf:   every leaf   mesh: data=4
   remedy: pass {name} as a whole number, {minimum} or more.""",
         )
         for name, value, minimum in [
@@ -191,7 +189,7 @@ batch['leaf1']: the leaf has no spec.
         lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data"), "lable": P("data")}),
         """\
 batch['lable']: the tree of specs names a leaf that the batch does not have.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: remove it from the specs, or mend its name.""",
     ),
     "leading dims that differ": (
@@ -299,7 +297,7 @@ batch['valid_mask']: the batch already has a leaf 'valid_mask', the key of the m
         ),
         """\
 batch: the batch has no leaf with a leading axis.
-  leaf:   every leaf   mesh: data=4
+  mesh:   data=4
   remedy: call .batch(global_batch_size) before .shard_to.""",
     ),
     "a stream whose batches the shards don't divide": (
@@ -311,7 +309,7 @@ batch: the batch has no leaf with a leading axis.
         ),
         """\
 a batch of 4 rows does not split into 8 shards.
-  leaf:   every leaf   mesh: data=8
+  mesh:   data=8
   remedy: use a batch size of 8, or remainder="pad".""",
     ),
 }

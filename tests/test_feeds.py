@@ -1,7 +1,7 @@
 """Feeds on one host: which rows, where they end, their state, and what is refused."""
 
+import contextlib
 import json
-import queue
 import threading
 
 import grain
@@ -14,12 +14,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard.feeding.feed_pool import FeedPool, PoolStoppedError
-from grain_shard.feeding.feed_rows import FeedReader
-from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, rows_by_feed
+from grain_shard.feeding.feed_reader import FeedReader
+from grain_shard.feeding.host_feeds import HostFeeds, check_feeds
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids
 
 OPTIONS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 Feed = grain.sharding.ShardOptions
@@ -120,7 +119,7 @@ def test_a_host_takes_of_each_feed_the_rows_that_it_holds():
         (0, 7): {0: [0, 1], 3: [2, 3]},
     }
     for shards, rows in table.items():
-        assert rows_by_feed(ds, BatchLayout(divisor=8, shards=shards)) == rows
+        assert ds.of_host(BatchLayout(divisor=8, shards=shards)).rows_by_feed == rows
 
 
 def test_every_leaf_has_its_place_whatever_its_rank_and_text_stays_on_the_host():
@@ -394,9 +393,9 @@ def test_fast_feeds_wait_for_a_slow_one(num_threads):
             counted.release.release(2)  # the slow feed's rows of one batch
             next(batches)
             rows = 2 * (step + 1)
-            assert counted.taken[1:] == [rows] * 3
-            # Each thread is ahead by one batch at most, in the feed before the slow one.
-            assert rows <= counted.taken[0] <= rows + 2 * num_threads
+            assert counted.taken[1] == rows
+            # The others are ahead by the batch that is being made, and no farther.
+            assert all(rows <= taken <= rows + 2 for taken in counted.taken)
         counted.release.release(1000)
 
 
@@ -414,57 +413,38 @@ def test_no_feed_is_read_farther_ahead_than_the_buffers_go(num_threads):
     assert counted.taken == [2 * (4 + 3 + 2)] * 4
 
 
-class SilentRounds:
-    """Stands for other hosts, to which this one announces its batches."""
-
-    def __init__(self):
-        self.answers, self.posted = [], queue.SimpleQueue()
-
-    def post(self, round_, answer):
-        self.answers.append((round_, answer))
+def host_feeds(make_feed, *, buffer_size, num_threads=1):
+    """All rows of four feeds, as a host's iterator asks for them."""
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    whole = ds.of_host(BatchLayout(divisor=4, shards=(0, 1, 2, 3)))
+    return HostFeeds(whole, buffer_size=buffer_size, num_threads=num_threads).open(None).batches
 
 
-def with_other_hosts(make_feed, *, buffer_size, num_threads=1):
-    """This host's batches and the rounds in which it announces them."""
-    host = HostFeeds(
-        grain_shard.feeds(make_feed, num_feeds=4).batch(8),
-        BatchLayout(divisor=4, shards=(0, 1, 2, 3)),
-        remainder="pad",
-        mask_key="valid_mask",
-        buffer_size=buffer_size,
-        num_threads=num_threads,
-    )
-    rounds = SilentRounds()
-    return host.open(None, rounds).batches, rounds
-
-
-@pytest.mark.parametrize(("buffer_size", "num_threads"), [(2, 1), (4, 1), (4, 3), (3, 8)])
-def test_with_other_hosts_batches_are_announced_ahead_and_bounded_as_well(buffer_size, num_threads):
+@pytest.mark.parametrize(("buffer_size", "num_threads"), [(1, 1), (2, 1), (4, 1), (4, 3), (3, 8)])
+def test_batches_are_made_ahead_of_a_vote_and_are_bounded(buffer_size, num_threads):
     counted = Counted()
-    batches, rounds = with_other_hosts(
-        counted.make_feed, buffer_size=buffer_size, num_threads=num_threads
-    )
+    batches = host_feeds(counted.make_feed, buffer_size=buffer_size, num_threads=num_threads)
     for step in range(1, 5):
         next(batches)
         eventually(lambda: min(counted.taken) >= 2 * (step + buffer_size))
         assert counted.taken == [2 * (step + buffer_size)] * 4
-    announced = [(str(k), ["batch", ""] if k == 0 else "batch") for k in range(len(rounds.answers))]
-    assert rounds.answers == announced
-    assert len(announced) > 4
+        eventually(lambda: batches.ready() == buffer_size)
     batches.close()
 
 
-def test_stopped_it_waits_for_no_feed_that_waits_itself():
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_stopped_it_waits_for_no_feed_that_waits_itself(num_threads):
     counted = Counted(slow=1)
-    batches, _ = with_other_hosts(counted.make_feed, buffer_size=2)
+    batches = host_feeds(counted.make_feed, buffer_size=2, num_threads=num_threads)
     consumer = threading.Thread(target=lambda: next(batches, None))
     consumer.start()
-    eventually(lambda: counted.taken[0] == 2)  # and so the thread is in feed 1, or almost
+    eventually(lambda: counted.taken[0] == 2)  # and so a thread is in feed 1, or almost
     batches.stop()
     consumer.join(HANG_S)
-    eventually(lambda: not [t for t in background_threads() if "host" in t.name])
+    assert not consumer.is_alive()
     counted.release.release(1000)
     batches.close()
+    eventually(lambda: not background_threads())
 
 
 class Odd(BaseException):
@@ -490,35 +470,6 @@ def test_a_feed_that_raises_is_named_after_the_batches_before(error, num_threads
                 next(batches)
             assert raised.value.__notes__.count("grain_shard: in feed 2 of 4") == 1
         assert batches.get_state()["step"] == 2
-
-
-def test_a_batch_that_is_in_the_making_is_made_though_the_next_one_fails():
-    inside, release = threading.Event(), threading.Event()
-
-    def make_feed(feed):
-        def row(i):
-            if (feed.shard_index, i) == (0, 1):
-                raise ValueError("in batch 1")
-            if (feed.shard_index, i) == (1, 0):
-                inside.set()
-                wait(release)
-            return {"id": np.int32(10 * feed.shard_index + i)}
-
-        return grain.MapDataset.range(9).map(row).to_iter_dataset(OPTIONS)
-
-    ds = grain_shard.feeds(make_feed, num_feeds=3).batch(3)
-    pool, made = FeedPool(ds, {0: {}, 1: {}, 2: {}}), []
-    thread = threading.Thread(target=lambda: made.extend(pool.take(0)))
-    thread.start()
-    wait(inside)
-    with pytest.raises(ValueError, match="in batch 1"):
-        pool.take(1)
-    with pytest.raises(PoolStoppedError):
-        pool.take(2)
-    release.set()
-    thread.join(HANG_S)
-    assert [int(piece.rows[0]["id"]) for piece in made] == [0, 10, 20]
-    pool.close()
 
 
 def test_a_readers_pipeline_is_closed_when_its_feed_ends_and_when_the_iterator_is():
@@ -563,6 +514,47 @@ def test_a_readers_pipeline_is_closed_when_its_feed_ends_and_when_the_iterator_i
             next(batches)
         assert set(closed) == {0}
     assert set(closed) == {0, 1}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_feed_that_cannot_be_closed_keeps_no_other_from_being_closed(num_threads):
+    closed = []
+
+    class Closing(grain.IterDataset):
+        def __init__(self, feed):
+            super().__init__()
+            self.feed = feed
+
+        def __iter__(self):
+            return ClosingIterator(self.feed)
+
+    class ClosingIterator(grain.DatasetIterator):
+        def __init__(self, feed):
+            super().__init__()
+            self.feed = feed
+
+        def __next__(self):
+            return {"id": np.int32(self.feed)}
+
+        def get_state(self):
+            return {}
+
+        def set_state(self, state):
+            pass
+
+        def close(self):
+            if self.feed == 1 and self.feed not in closed:
+                closed.append(self.feed)
+                raise OSError("cannot close")
+            closed.append(self.feed)
+
+    ds = grain_shard.feeds(lambda feed: Closing(feed.shard_index), num_feeds=3).batch(3)
+    batches = ds.iterate(num_threads)
+    next(batches)
+    with contextlib.suppress(OSError):
+        batches.close()
+    eventually(lambda: {0, 1, 2} <= set(closed))
 
 
 def test_a_reader_takes_what_there_is_and_says_where_it_stands():

@@ -383,7 +383,7 @@ def test_a_host_that_runs_another_kind_of_pipeline_is_named(results):
     for host, result in enumerate(results[case_a_stream_on_one_host]):
         assert_refused(result, host)
         assert result["type"] == "HostTimeoutError"
-        assert 'kind: "RandomAccess" on hosts 0, 1, 3; "Stream" on host 2' in result["text"]
+        assert 'kind: "random access" on hosts 0, 1, 3; "stream" on host 2' in result["text"]
 
 
 def test_two_iterators_may_be_interleaved(results):

@@ -43,9 +43,7 @@ def test_2d_mesh_names_the_sizes_that_fit():
     with pytest.raises(ShardingError) as error:
         create_2d_mesh(second_axis_size=3)
     assert str(error.value) == (
-        "8 devices do not split into rows of 3.\n"
-        "  leaf:   every leaf   mesh: none\n"
-        "  remedy: use a second axis of size 1, 2, 4, 8."
+        "8 devices do not split into rows of 3.\n  remedy: use a second axis of size 1, 2, 4, 8."
     )
 
 

@@ -132,7 +132,7 @@ def test_defect_in_peer_unknown_word_replicates(mesh):
         place_model_state_on_shards(PARAMS, mesh, "fspd")
     assert str(error.value) == (
         "param_sharding='fspd' is not known.\n"
-        "  leaf:   every leaf   mesh: data=8\n"
+        "  mesh:   data=8\n"
         "  remedy: use None, 'replicate', 'fsdp' or a dict from paths to PartitionSpec."
     )
 

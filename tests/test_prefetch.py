@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from grain_shard import background
-from grain_shard.background import Background
+from grain_shard.background import Background, Items, Producer
 from tests.conftest import HANG_S, eventually, wait
 
 
-class Tickets:
+class Tickets(Producer):
     """Counts up; knows when it was asked, by whom, and how often it was closed."""
 
     def __init__(self, count=10**9):
@@ -49,6 +49,7 @@ class Tickets:
 
 def stage(work, tickets=None, *, buffer_size=2, num_threads=1):
     tickets = Tickets() if tickets is None else tickets
+    tickets = tickets if isinstance(tickets, Producer) else Items(tickets)
     return Background(
         work, tickets, buffer_size=buffer_size, num_threads=num_threads, name="grain-shard-test"
     )

@@ -300,12 +300,12 @@ class TestRepr:
         ("value", "text"),
         [
             (
-                BatchLayout(4, (1, 3), (("data", 4),), num_hosts=2, rows_read=4),
+                BatchLayout(4, (1, 3), (("data", 4),), num_hosts=2, shards_of_all_hosts=4),
                 "BatchLayout(divisor=4, shards=(1, 3), mesh=(data=4), num_hosts=2,"
                 " amplification=1)",
             ),
             (
-                BatchLayout(99, tuple(range(9)), num_hosts=11, rows_read=198),
+                BatchLayout(99, tuple(range(9)), num_hosts=11, shards_of_all_hosts=198),
                 "BatchLayout(divisor=99, shards=<9>, mesh=(), num_hosts=11, amplification=2)",
             ),
         ],

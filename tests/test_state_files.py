@@ -7,8 +7,12 @@ from grain_shard.hosts.state_files import read_state, write_state
 
 
 def test_a_state_comes_back_as_it_was_written(tmp_path):
-    for state in ({"batch": 3, "records": 10}, {"parent": {"next": 5}}):
-        (folder := tmp_path / str(len(state))).mkdir()
+    for state in (
+        {"kind": "random access", "batch": 3, "records": 10},
+        {"kind": "stream", "parent": {"next": 5}},
+        {"kind": "feeds", "step": 3, "feeds": {"0": {}}},
+    ):
+        (folder := tmp_path / state["kind"]).mkdir()
         write_state(folder, state)
         assert read_state(folder) == state
 
@@ -22,6 +26,6 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
 
 
 def test_a_folder_without_a_state_lists_what_is_there(tmp_path):
-    (tmp_path / "state-1-of-2.json").write_text('{"parent": {}}')
+    (tmp_path / "state-1-of-2.json").write_text('{"kind": "stream", "parent": {}}')
     with pytest.raises(StateError, match=r"host 0 of 1(.|\n)*found:  state-1-of-2\.json"):
         read_state(tmp_path)

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import BatchLayout, GrainShardError, ShardingError, profile
-from grain_shard.measuring.bottleneck import Figures, Settings, verdict
-from grain_shard.measuring.timeline import Timeline, settings_of
+from grain_shard import BatchLayout, GrainShardError, ShardBatch, ShardingError, profile
+from grain_shard.iteration.sharded_dataset import Settings
+from grain_shard.measuring.bottleneck import Figures, verdict
+from grain_shard.measuring.timeline import Timeline
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
 from grain_shard.transforms import pad
@@ -174,21 +175,21 @@ def test_the_advice_fits_the_pipeline(settings, given, not_given):
     ("ds", "expected"),
     [
         (sharded(), Settings()),
-        (sharded(cpu_buffer_size=7, num_workers=2), Settings(2, 7)),
+        (sharded(cpu_buffer_size=7, num_workers=2), Settings(cpu_buffer_size=7, num_workers=2)),
         (sharded(batches().map(dict)), Settings()),  # one host needs all of the rows anyway
         (sharded(batches().to_iter_dataset().map(dict)), Settings(is_stream=True)),
     ],
 )
 def test_what_the_advice_knows_of_a_pipeline(ds, expected):
-    assert settings_of(ds) == expected
+    assert ds.settings == expected
 
 
-def test_a_host_that_makes_whole_batches_for_some_of_their_rows(monkeypatch):
-    monkeypatch.setattr(BatchLayout, "holds_all", False)  # as on one of several hosts
+def test_a_host_that_makes_whole_batches_for_some_of_their_rows():
+    one_of_four = ShardBatch(BatchLayout(divisor=4, shards=(1,)))
     with pytest.warns(UserWarning, match="has to evaluate every row"):
-        mapped = sharded(batches().map(dict))
-    assert settings_of(mapped).reads_other_rows
-    assert not settings_of(sharded()).reads_other_rows
+        mapped = numbered(16, 8).map(dict).pipe(one_of_four)
+    assert mapped.reads_other_rows
+    assert not numbered(16, 8).pipe(one_of_four).reads_other_rows
 
 
 class TestTimeline:

@@ -28,6 +28,7 @@ from grain_shard import (
     ValidateBatchSize,
 )
 from grain_shard.hardware import HardwareType
+from grain_shard.planning.topology import hosts_mesh
 from tests.conftest import data_mesh, ids, numbered, to_numpy
 
 
@@ -640,6 +641,12 @@ MESHES = [
 ]
 
 
+def devices_of_hosts(num_hosts, devices_per_host):
+    """Stand-ins for the devices of so many hosts, in the order of their ids."""
+    axes = {"data": num_hosts * devices_per_host}
+    return hosts_mesh(axes, hosts=num_hosts, devices_per_host=devices_per_host).devices
+
+
 class TestLayout:
     """Against JAX's own word on where the rows of an array live."""
 
@@ -650,15 +657,11 @@ class TestLayout:
         order = data.draw(st.permutations(range(8)), label="device order")
         devices_per_host = data.draw(st.sampled_from([1, 2, 4, 8]), label="devices per host")
         specs = data.draw(st.sampled_from([specs[:1], specs[1:], specs]), label="leaves")
-        host_of = lambda device: device.id // devices_per_host  # noqa: E731
-        devices = np.array(jax.devices())[list(order)].reshape(tuple(axes.values()))
-        mesh = Mesh(devices, tuple(axes))
-        shardings = [NamedSharding(mesh, spec) for spec in specs]
         num_hosts = 8 // devices_per_host
-        layouts = [
-            BatchLayout.from_shardings(shardings, host=host, host_of=host_of)
-            for host in range(num_hosts)
-        ]
+        devices = devices_of_hosts(num_hosts, devices_per_host)[list(order)]
+        mesh = Mesh(devices.reshape(tuple(axes.values())), tuple(axes))
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        layouts = list(BatchLayout.of_hosts(shardings).values())
         multiple = data.draw(st.integers(1, 3), label="rows per shard")
         size = layouts[0].divisor * multiple
         expected = {host: set() for host in range(num_hosts)}
@@ -666,7 +669,7 @@ class TestLayout:
             rank = max(1, len(spec))
             indices = sharding.devices_indices_map((size, *[8] * (rank - 1)))
             for device, index in indices.items():
-                expected[host_of(device)] |= set(range(*index[0].indices(size)))
+                expected[device.process_index] |= set(range(*index[0].indices(size)))
         for host, layout in enumerate(layouts):
             rows = layout.rows(size).tolist()
             assert rows == sorted(expected[host])
@@ -681,9 +684,10 @@ class TestLayout:
         assert layouts[0].amplification == pytest.approx(len(union) / size)
 
     def test_a_host_without_a_device_in_the_mesh_is_told_so(self):
-        sharding = NamedSharding(data_mesh(4), P("data"))
-        with pytest.raises(ShardingError, match="host 1 has no device in the mesh"):
-            BatchLayout.from_shardings([sharding], host=1, host_of=lambda d: d.id // 4)
+        of_host_1 = Mesh(devices_of_hosts(2, 4)[4:], ("data",))
+        sharding = NamedSharding(of_host_1, P("data"))
+        with pytest.raises(ShardingError, match="host 0 has no device in the mesh"):
+            BatchLayout.from_shardings([sharding])
 
     def test_the_divisor_is_the_least_that_fits_every_leaf(self):
         mesh = jax.make_mesh((4, 2), ("a", "b"))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from grain_shard.transforms.device_put import DevicePutIterDataset
+from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.trees import Batch
 
 
@@ -55,7 +55,7 @@ def digests(ds: Iterable[Batch]) -> list[str]:
     return [digest(batch) for batch in ds]
 
 
-def show_placement(ds: DevicePutIterDataset, mesh: jax.sharding.Mesh) -> None:
+def show_placement(ds: ShardedDataset, mesh: jax.sharding.Mesh) -> None:
     """Prints the mesh, the type of each leaf, and where its rows are."""
     with iter(ds) as batches:
         leaves = jax.tree.leaves_with_path(next(batches))

@@ -14,7 +14,7 @@ from etils import epath
 from flax import nnx
 
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
-from grain_shard.transforms.device_put import DevicePutIterDataset
+from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.trees import Batch
 
 
@@ -65,7 +65,7 @@ def eval_step(model: Classifier, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def train(
-    ds: DevicePutIterDataset, directory: epath.Path, seed: int, stop_at: int | None = None
+    ds: ShardedDataset, directory: epath.Path, seed: int, stop_at: int | None = None
 ) -> tuple[Classifier, float]:
     """Trains to the end of the dataset, from the last checkpoint if there is one.
 

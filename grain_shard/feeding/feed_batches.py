@@ -8,18 +8,31 @@ step alone, although nobody can read a stream by index.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grain
+import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
-from grain_shard.feeding.feed_rows import Entry, FeedReader, FeedStacker, is_entry, named
+from grain_shard.feeding.feed_iterator import (
+    MISSING,
+    FeedIterator,
+    FeedJoin,
+    FeedsPosition,
+    Piece,
+)
+from grain_shard.feeding.feed_reader import Entry, FeedReader, is_entry, naming_feed
+from grain_shard.hosts.state_files import FEED_ENTRIES, FEEDS, KIND
 from grain_shard.hosts.state_json import from_json, to_json
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
-from grain_shard.trees import Batch
+from grain_shard.reading.pad_batch import Remainder, pad_batch
+from grain_shard.sharding.layout import BatchLayout, round_up
+from grain_shard.trees import MASK_KEY, Batch
 
+_STEP = "step"  # the state's key for the number of batches that were handed out
 _UNCHANGED = "  remedy: pass what get_state() gave, unchanged."
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
 
@@ -92,6 +105,22 @@ class Feeds:
         return FeedBatches(self, global_batch_size)
 
 
+@dataclass(frozen=True)
+class Padding:
+    """What becomes of the rows that feeds lack which have ended.
+
+    Attributes:
+        divisor: What the number of rows of a batch must be a multiple of.
+        remainder: What becomes of a batch for which a feed has not rows enough: "pad" it, until
+            the last feed has ended; "drop" it, and end; or "error".
+        mask_key: The key of the mask in the batch; None for no mask.
+    """
+
+    divisor: int
+    remainder: Remainder = "pad"
+    mask_key: str | None = MASK_KEY
+
+
 class FeedBatches(grain.IterDataset):
     """Global batches of feeds, to be ended with ``.shard_to(mesh)``.
 
@@ -117,12 +146,21 @@ class FeedBatches(grain.IterDataset):
     Args:
         feeds: The feeds.
         global_batch_size: Rows of a batch, of all hosts together.
+        padding: What becomes of rows that feeds lack; None makes the batch shorter by them.
+        layout: Which rows to keep; None for all.
     """
 
-    def __init__(self, feeds: Feeds, global_batch_size: int):
+    def __init__(
+        self,
+        feeds: Feeds,
+        global_batch_size: int,
+        padding: Padding | None = None,
+        layout: BatchLayout | None = None,
+    ):
         super().__init__()
         require_int("global_batch_size", global_batch_size, 1)
         self._feeds, self._global_batch_size = feeds, global_batch_size
+        self.padding, self.layout = padding, layout
         if global_batch_size % feeds.num_feeds:
             down = global_batch_size // feeds.num_feeds * feeds.num_feeds
             sizes = " or ".join(str(n) for n in (down, down + feeds.num_feeds) if n)
@@ -131,6 +169,19 @@ class FeedBatches(grain.IterDataset):
                 " of as many rows each.",
                 remedy=f"use a batch size of {sizes}, or a number of feeds that divides it.",
             )
+
+    def padded(self, padding: Padding) -> FeedBatches:
+        """Batches of one size: zeros, and False in the mask, where a feed has no row any more."""
+        return FeedBatches(self._feeds, self._global_batch_size, padding, self.layout)
+
+    def of_host(self, layout: BatchLayout) -> FeedBatches:
+        """The rows of one host, from the feeds that they belong to and no others.
+
+        Args:
+            layout: Which rows the host holds. Its divisor has to divide the padded batch.
+        """
+        padding = self.padding or Padding(divisor=layout.divisor)
+        return FeedBatches(self._feeds, self._global_batch_size, padding, layout)
 
     @property
     def num_feeds(self) -> int:
@@ -150,7 +201,7 @@ class FeedBatches(grain.IterDataset):
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
         """What a state must agree with: of the pipeline, what Grain shows of feed 0."""
-        with named(0, self.num_feeds):
+        with naming_feed(0, self.num_feeds):
             feed_0 = self._make(0)
         return {
             "num_feeds": self.num_feeds,
@@ -158,49 +209,124 @@ class FeedBatches(grain.IterDataset):
             **pipeline_digests(feed_0),
         }
 
-    def readers(self, entries: Mapping[int, Entry]) -> dict[int, FeedReader]:
-        """Readers of some feeds, each from where it stands."""
-        return {
-            feed: FeedReader(functools.partial(self._make, feed), entry)
-            for feed, entry in entries.items()
-        }
+    @functools.cached_property
+    def rows_by_feed(self) -> dict[int, list[int]]:
+        """The feeds to run, and which of each feed's rows of a batch are wanted of it.
 
-    def to_state(self, step: int, entries: Mapping[int, Entry]) -> dict[str, Any]:
-        """The state of some feeds as plain JSON.
+        Example:
+            >>> ds = feeds(lambda feed: ..., num_feeds=4).batch(8)
+            >>> ds.of_host(BatchLayout(divisor=8, shards=(2, 3, 4))).rows_by_feed
+            {1: [0, 1], 2: [0]}
+        """
+        rows = np.arange(self._global_batch_size)
+        if self.layout is not None:
+            rows = self.layout.rows(self._padded_size)
+        feeds, places = np.divmod(rows[rows < self._global_batch_size], self.feed_batch_size)
+        return {int(feed): places[feeds == feed].tolist() for feed in np.unique(feeds)}
+
+    @property
+    def _padded_size(self) -> int:
+        divisor = 1 if self.padding is None else self.padding.divisor
+        return round_up(self._global_batch_size, divisor)
+
+    def open_feed(self, feed: int, entry: Entry) -> FeedReader:
+        """A reader of one feed, from where it is to start."""
+        return FeedReader(functools.partial(self._make, feed), entry)
+
+    def iterate(self, num_threads: int = 1) -> FeedIterator:
+        """An iterator over the batches; several threads run feeds side by side."""
+        join = FeedJoin()
+        return FeedIterator(
+            self.open_feed,
+            list(self.rows_by_feed),
+            num_feeds=self.num_feeds,
+            rows_per_feed=self.feed_batch_size,
+            join=lambda pieces: self._join(pieces, join),
+            to_state=self.to_state,
+            from_state=self.from_state,
+            num_threads=num_threads,
+        )
+
+    def __iter__(self) -> FeedIterator:
+        return self.iterate()
+
+    def _join(self, pieces: Sequence[Piece], join: FeedJoin) -> Batch | None:
+        """The batch of what the feeds gave; None if there is none any more.
+
+        Raises:
+            ShardingError: A feed gave fewer rows than it should, which is to be an error.
+        """
+        if not any(piece.rows for piece in pieces):
+            return None
+        if self.padding is None:
+            rows = [row for piece in pieces for row in piece.rows]
+            return join.stack(rows, [piece.feed for piece in pieces for _ in piece.rows])
+        full = self.feed_batch_size
+        short = [piece for piece in pieces if len(piece.rows) < full]
+        if short and self.padding.remainder == "error":
+            raise ShardingError(
+                f"feed {short[0].feed} has {len(short[0].rows)} rows left, of the {full} that each"
+                " feed gives to a batch.",
+                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+            )
+        if short and self.padding.remainder == "drop":
+            return None
+        return self.join_padded({piece.feed: piece.rows for piece in pieces}, join)
+
+    def join_padded(self, rows_of_feeds: Mapping[int, Sequence[Any]], join: FeedJoin) -> Batch:
+        """The batch, with zeros where feeds lack some rows, and the mask.
 
         Args:
-            step: How many batches they have given.
-            entries: Where they stand then.
+            rows_of_feeds: What each feed gave to the batch.
+            join: Joins it.
         """
-        of_feeds = {str(feed): to_json(entry) for feed, entry in entries.items()}
-        return {"step": step, **self.fingerprint, "feeds": of_feeds}
+        assert self.padding is not None
+        rows, feeds = [], []
+        for feed, places in self.rows_by_feed.items():
+            given = rows_of_feeds.get(feed, ())
+            rows += [given[i] if i < len(given) else MISSING for i in places]
+            feeds += [feed] * len(places)
+        batch = join.stack(rows, feeds)
+        size, mask_key = self._padded_size, self.padding.mask_key
+        if self.layout is not None:
+            size = len(self.layout.rows(size))
+        padded = pad_batch(batch, size, mask_key)  # if the shards do not divide the batch
+        if mask_key is not None:
+            padded[mask_key][: len(rows)] = [row is not MISSING for row in rows]
+        return padded
 
-    def from_state(self, state: Mapping[str, Any], feeds: Iterable[int]) -> dict[int, Entry]:
+    def to_state(self, position: FeedsPosition) -> dict[str, Any]:
+        """The state of these feeds as plain JSON."""
+        entries = {
+            str(feed): to_json(pickle.loads(entry)) for feed, entry in position.entries.items()
+        }
+        return {KIND: FEEDS, _STEP: position.step, **self.fingerprint, FEED_ENTRIES: entries}
+
+    def from_state(self, state: Mapping[str, Any]) -> FeedsPosition:
         """Where these feeds stood when a state was saved; it may hold others, too.
 
         Raises:
             StateError: The state was saved by other feeds, or lacks one of these.
         """
-        check_fingerprint(state, self.fingerprint, kind="feeds", keys=("step", "feeds"))
-        if type(state["step"]) is not int or state["step"] < 0:
-            raise StateError(f"the state stands at batch {state['step']!r}.\n{_UNCHANGED}")
-        if not isinstance(state["feeds"], Mapping):
-            raise StateError(f"the state's feeds are {state['feeds']!r}.\n{_UNCHANGED}")
-        missing = [feed for feed in feeds if str(feed) not in state["feeds"]]
+        check_fingerprint(state, self.fingerprint, kind="feeds", keys=(_STEP, FEED_ENTRIES))
+        if type(state[_STEP]) is not int or state[_STEP] < 0:
+            raise StateError(f"the state stands at batch {state[_STEP]!r}.\n{_UNCHANGED}")
+        saved = state[FEED_ENTRIES]
+        if not isinstance(saved, Mapping):
+            raise StateError(f"the state's feeds are {saved!r}.\n{_UNCHANGED}")
+        missing = [feed for feed in self.rows_by_feed if str(feed) not in saved]
         if missing:
             raise StateError(
                 f"the state has no entry for feeds {', '.join(map(str, missing))}, which this host"
                 " runs.\n  remedy: each host's get_state() has the feeds that it runs; join the"
-                ' "feeds" of all, as CheckpointRestore does.'
+                f' "{FEED_ENTRIES}" of all, as CheckpointRestore does.'
             )
-        entries = {feed: from_json(state["feeds"][str(feed)]) for feed in feeds}
+        entries = {feed: from_json(saved[str(feed)]) for feed in self.rows_by_feed}
         for feed, entry in entries.items():
             if not is_entry(entry):
                 raise StateError(f"the state has {entry!r} for feed {feed}.\n{_UNCHANGED}")
-        return entries
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _WholeBatches(self)
+        pickled = {feed: pickle.dumps(entry) for feed, entry in entries.items()}
+        return FeedsPosition(state[_STEP], pickled)
 
     def __repr__(self) -> str:
         return f"FeedBatches({self.num_feeds} feeds, {self._global_batch_size} rows)"
@@ -223,43 +349,3 @@ class FeedBatches(grain.IterDataset):
                 " .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)).",
             )
         return ds
-
-
-class _WholeBatches(grain.DatasetIterator):
-    """Batches of all feeds, made one after the other."""
-
-    def __init__(self, ds: FeedBatches):
-        super().__init__()
-        self._ds, self._stacker, self._step = ds, FeedStacker(), 0
-        self._readers = ds.readers({feed: {} for feed in range(ds.num_feeds)})
-
-    def __next__(self) -> Batch:
-        self._assert_not_closed()
-        rows, feeds = [], []
-        for feed, reader in self._readers.items():
-            with named(feed, self._ds.num_feeds):
-                rows += reader.take(self._ds.feed_batch_size)
-            feeds += [feed] * (len(rows) - len(feeds))
-        if not rows:
-            raise StopIteration
-        self._stacker.learn(rows[0])
-        self._step += 1
-        return self._stacker.stack(rows, feeds)
-
-    def get_state(self) -> dict[str, Any]:
-        entries = {feed: reader.entry() for feed, reader in self._readers.items()}
-        return self._ds.to_state(self._step, entries)
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._assert_not_closed()
-        entries = self._ds.from_state(state, range(self._ds.num_feeds))
-        self._close_readers()
-        self._readers, self._step = self._ds.readers(entries), state["step"]
-
-    def close(self) -> None:
-        self._closed = True
-        self._close_readers()
-
-    def _close_readers(self) -> None:
-        for reader in self._readers.values():
-            reader.close()

@@ -1,8 +1,8 @@
-"""With `routes`, all that looks at what Grain keeps private. Hints for speed only.
+"""What the nodes of a Grain pipeline are: batch sizes, seeds, index maps.
 
-Grain has no public way to ask a dataset for its batch size, its seed, or several records at once.
-Every function here may return "unknown"; its caller then takes a public path that is slower and
-gives the same batches. The test suite runs its core with all hints turned off.
+Grain has no public way to ask a dataset for its batch size or its seed. Every function here may
+answer "unknown"; its caller then takes a public path that is slower and gives the same batches. The
+test suite runs its core with all these hints turned off.
 """
 
 from __future__ import annotations

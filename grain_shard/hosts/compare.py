@@ -8,6 +8,11 @@ from typing import Any
 
 Answers = Mapping[int, Any]
 _MAX_CHARACTERS = 200  # of a value
+# What a host's pipeline yields: the same whole batches as everywhere, rows of its own, or the rows
+# of feeds. In the last two cases hosts compare a field with their shards and a digest of their rows
+# of the first batch. Two feeds may well yield the same rows, so only the same feeds are compared.
+GLOBAL, LOCAL, OF_FEEDS = "global", "local", "feeds"
+OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
 
 
 def compare(answers: Answers) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def compare(answers: Answers) -> dict[str, Any]:
 
 def _fields(answers: Answers) -> list[str]:
     names = dict.fromkeys(name for answer in answers.values() for name in answer)
-    return [name for name in names if name not in ("local rows", "feed rows")]
+    return [name for name in names if name not in OWN_ROWS.values()]
 
 
 def difference(name: str, answers: Answers) -> str | None:
@@ -59,48 +64,44 @@ def _short(text: str) -> str:
 def _wrong_rows(answers: Answers) -> list[str]:
     """Hosts that hold the same shards must feed the same rows, and others must not.
 
-    An answer may have a field "local rows": [shards, digest of this host's rows of the first
-    batch]. The digest is "" of padding, which is the same everywhere. "feed rows" is that of feeds,
-    of which some may well yield the same.
+    The digest of padding is "", since padding is the same everywhere.
     """
     lines = [
         f"  rows: {hosts} hold the same shards and feed different rows;"
         " shard the source by grain_shard.ShardByMesh(mesh, spec)"
-        for hosts in _differing(_rows_of(answers, "local rows"))
+        for hosts in _differing(_rows_of(answers, LOCAL))
     ]
     lines += [
         f"  rows: {hosts} hold different shards and feed the same rows;"
         " shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
         ' rows="global" if every host reads the whole batch, or makes up the same data'
         for hosts in _differing(
-            (host, digest, shards)
-            for host, shards, digest in _rows_of(answers, "local rows")
-            if digest
+            (host, digest, shards) for host, shards, digest in _rows_of(answers, LOCAL) if digest
         )
     ]
     return lines + [
         f"  feeds: {hosts} run the same feeds and get different rows; what"
         " make_feed returns must depend on shard_index and shard_count alone"
-        for hosts in _differing(_rows_of(answers, "feed rows"))
+        for hosts in _differing(_rows_of(answers, OF_FEEDS))
     ]
 
 
-def _rows_of(answers: Answers, field: str) -> Iterator[tuple[int, str, str]]:
-    """Host, shards and digest of those who have the field."""
+def _rows_of(answers: Answers, rows: str) -> Iterator[tuple[int, str, str]]:
+    """Host, shards and digest of those who have rows of their own."""
     for host, answer in answers.items():
-        if field in answer:
-            shards, digest = answer[field]
+        if OWN_ROWS[rows] in answer:
+            shards, digest = answer[OWN_ROWS[rows]]
             yield host, str(shards), digest
 
 
 def _differing(answers: Iterable[tuple[int, str, str]]) -> Iterator[str]:
-    """Groups of hosts that are alike in the first thing and not in the second."""
+    """Groups of hosts that have the same first value and different second values."""
     groups: dict[str, dict[int, str]] = {}
-    for host, alike, other in answers:
-        groups.setdefault(alike, {})[host] = other
-    for others in groups.values():
-        if len(set(others.values())) > 1:
-            yield hosts_text(others)
+    for host, first, second in answers:
+        groups.setdefault(first, {})[host] = second
+    for seconds in groups.values():
+        if len(set(seconds.values())) > 1:
+            yield hosts_text(seconds)
 
 
 def hosts_text(hosts: Any) -> str:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 
+from grain_shard.digest import digest
 from grain_shard.errors import AgreementError, HostTimeoutError
 from grain_shard.hosts.compare import Answers, compare, difference, hosts_text
-from grain_shard.reading.fingerprint import digest
 
 # A wait is cut into pieces of this length, so that closing an iterator ends it.
 _SLICE_MS = 500
@@ -35,6 +34,8 @@ class Rounds:
         timeout_s: How long one host waits for another, in seconds.
     """
 
+    # How many series were begun by each set of hosts: a series of some of the hosts must not shift
+    # the numbers of those of all.
     _numbers: ClassVar[dict[str, itertools.count]] = {}
 
     def __init__(self, hosts: Sequence[int], timeout_s: float):
@@ -44,8 +45,6 @@ class Rounds:
         self._hosts, self._timeout_s = list(hosts), timeout_s
         self._host, self._leader = jax.process_index(), self._hosts[0]
         self._name = ""
-        # What this host has posted of a stream, for the thread that reads the verdicts.
-        self.posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def begin(self, kind: str) -> None:
         """Gives the series its name. All hosts begin their series in the same order.
@@ -55,7 +54,7 @@ class Rounds:
         Args:
             kind: What this host runs, to tell why hosts might wait in different rounds.
         """
-        hosts = digest(self._hosts)  # a series of some of the hosts does not count for the others
+        hosts = digest(self._hosts)
         number = next(self._numbers.setdefault(hosts, itertools.count()))
         self._name = f"grain_shard/{hosts}/{number}"
         self.post("kind", kind)
@@ -112,7 +111,7 @@ class Rounds:
             if answers is None:
                 return None
             silent = [host for host in self._hosts if host not in answers]
-            verdict = {"silent": silent} if silent else decide(answers)
+            verdict = {"silent": silent} if silent and not _failed(answers) else decide(answers)
             verdict = self._settle(key, verdict)
             self._client.key_value_delete(f"{self._name}/{round_}/answers/")
         else:
@@ -142,27 +141,30 @@ class Rounds:
             return json.loads(self._client.blocking_key_value_get(key, _SLICE_MS))
         return verdict
 
-    def meet(self, place: str) -> None:
-        """Waits until all hosts have come to the same place, each once in a run.
+    def meet(self, barrier: str) -> None:
+        """Waits until all hosts have come to the same barrier, each once in a run.
 
         Raises:
             JaxRuntimeError: One did not come in time; the runtime's message names it.
         """
         timeout_ms = int(self._timeout_s * 1000)
-        self._client.wait_at_barrier(f"grain_shard/{place}", timeout_ms, self._hosts)
+        self._client.wait_at_barrier(f"grain_shard/{barrier}", timeout_ms, self._hosts)
 
     def forget(self, round_: str) -> None:
-        """Deletes a round that every host is past. The first host does it."""
+        """Deletes a round whose verdict every host has read. The first host does it."""
         if self._host == self._leader:
             self._client.key_value_delete(f"{self._name}/{round_}/")
 
     def _gather(
         self, round_: str, waited_s: Callable[[], float], stopped: Callable[[], bool]
     ) -> dict[int, Any] | None:
-        """The answers of all hosts, or of those that came in time; None if given up."""
+        """The answers of all hosts, or of those that came in time; None if given up.
+
+        If a host says that it failed, nobody else is waited for.
+        """
         for host in self._hosts:
             answers = self._posted(round_)
-            if len(answers) == len(self._hosts):
+            if _failed(answers) or len(answers) == len(self._hosts):
                 return answers
             if host not in answers:
                 key = self._answer_key(round_, host)
@@ -211,6 +213,11 @@ class Rounds:
                 "  remedy: look at its log: did it fail, take fewer steps, or open fewer iterators"
                 " than this host? If it is only slow, raise timeout_s of .shard_to."
             )
+
+
+def _failed(answers: Answers) -> bool:
+    """Whether one of the hosts says that it failed."""
+    return any(isinstance(answer, dict) and "failed" in answer for answer in answers.values())
 
 
 def agree(rounds: Rounds, answer: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Where a state lies in a checkpoint: one file for all hosts, or one for each.
 
-A state that is the same on every host (it has a fingerprint) goes into ``state.json``, written by
-the first host. One that is this host's own goes into ``state-<host>-of-<hosts>.json``. Those of
-feeds are read by any number of hosts, as one state with the feeds of all.
+A state that is the same on every host, that of a random-access pipeline, goes into ``state.json``,
+written by the first host. One that is this host's own goes into ``state-<host>-of-<hosts>.json``.
+Those of feeds are read by any number of hosts, as one state with the feeds of all.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ import jax
 from etils import epath
 
 from grain_shard.errors import StateError
+
+# The key of a state that says what kind of pipeline it is of, and the kinds.
+KIND = "kind"
+RANDOM_ACCESS, STREAM, FEEDS = "random access", "stream", "feeds"
+FEED_ENTRIES = "feeds"  # the key of a state of feeds under which each feed has its entry
 
 _SHARED = "state.json"
 _OWN = "state-{host}-of-{hosts}.json"
@@ -46,10 +51,10 @@ def read_state(directory: Any) -> dict[str, Any]:
     for name in (_SHARED, _own_name()):
         if (directory / name).exists():
             state = _parsed(directory / name)
-            if "feeds" not in state:
+            if state.get(KIND) != FEEDS:
                 return state
     of_hosts = [_parsed(path) for path in sorted(directory.glob(_ANY_HOST))]
-    if of_hosts and all("feeds" in state for state in of_hosts):
+    if of_hosts and all(state.get(KIND) == FEEDS for state in of_hosts):
         return _joined(of_hosts)
     found = sorted(path.name for path in directory.glob("*")) if directory.exists() else []
     raise StateError(
@@ -75,7 +80,7 @@ def _damaged(path: epath.Path, how: str) -> str:
 
 def is_shared(state: dict[str, Any]) -> bool:
     """Whether the state is that of the whole program rather than of one host."""
-    return "batch" in state
+    return state.get(KIND) == RANDOM_ACCESS
 
 
 def _joined(of_hosts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -86,13 +91,14 @@ def _joined(of_hosts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     first = of_hosts[0]
     for state in of_hosts[1:]:
-        differing = [n for n in first if n != "feeds" and state.get(n) != first[n]]
+        differing = [n for n in first if n != FEED_ENTRIES and state.get(n) != first[n]]
         if differing:
             raise StateError(
                 f"the hosts' states differ in {', '.join(differing)}: they are not of one"
                 " checkpoint.\n  remedy: restore another step."
             )
-    return {**first, "feeds": {f: e for state in of_hosts for f, e in state["feeds"].items()}}
+    entries = {feed: entry for s in of_hosts for feed, entry in s.get(FEED_ENTRIES, {}).items()}
+    return {**first, FEED_ENTRIES: entries}
 
 
 def _own_name() -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
 
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.host_arrays import owned
-from grain_shard.hosts.rounds import Rounds
+from grain_shard.hosts.state_files import KIND
 from grain_shard.iteration.host_batches import Opened, RandomAccess, Stream
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.reading.fingerprint import fingerprint
+from grain_shard.reading.row_dataset import BatchMapDataset
+from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.sharding.place_tree import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.trees import Batch
@@ -44,14 +46,15 @@ def prefetch(
     require_local(target)
     if isinstance(source, grain.MapDataset):
         host_batches = RandomAccess(
-            source.map(owned),
-            fingerprint(source, remainder="keep"),
+            _CopiedBatches(source),
+            fingerprint(source),
             buffer_size=cpu_buffer_size,
             num_threads=None,
             num_workers=0,
         )
     elif isinstance(source, grain.IterDataset):
-        host_batches = Stream(source.map(owned), buffer_size=cpu_buffer_size)
+        stream = StreamDataset(source, global_batch_size=None).with_own_arrays()
+        host_batches = Stream(stream, buffer_size=cpu_buffer_size)
     else:
         host_batches = AnyIterable(source, buffer_size=cpu_buffer_size)
     return ShardedIterator(
@@ -95,26 +98,29 @@ class AnyIterable(Stream):
         buffer_size: Batches that may wait on the host or be in the making.
     """
 
+    _BYTES = "parent_bytes"  # the state's key in the place of "parent", for a state that is bytes
+
     def __init__(self, source: Iterable[Batch], *, buffer_size: int):
-        super().__init__(_IterableDataset(source), buffer_size=buffer_size)
+        ds = StreamDataset(_IterableDataset(source), global_batch_size=None, owns_arrays=True)
+        super().__init__(ds, buffer_size=buffer_size)
         self._source, self._stateful = source, False
 
-    def open(self, position: bytes | None, rounds: Rounds | None = None) -> Opened:
-        opened = super().open(position, rounds)
+    def open(self, position: bytes | None) -> Opened:
+        opened = super().open(position)
         self._stateful = pickle.loads(opened.position) is not None
         return opened
 
     def to_state(self, position: bytes) -> dict[str, Any]:
         self._require_state()
         state = super().to_state(position)
-        if isinstance(state["parent"], bytes):
-            return {"parent_bytes": state["parent"].decode("latin-1")}  # any byte is one character
-        return state
+        if isinstance(parent := state.pop(self._PARENT), bytes):
+            return {**state, self._BYTES: parent.decode("latin-1")}  # any byte is one character
+        return {**state, self._PARENT: parent}
 
     def from_state(self, state: dict[str, Any]) -> bytes:
         self._require_state()
-        if set(state) == {"parent_bytes"} and isinstance(state["parent_bytes"], str):
-            state = {"parent": state["parent_bytes"].encode("latin-1")}
+        if isinstance(state, dict) and isinstance(text := state.get(self._BYTES), str):
+            state = {KIND: self.kind, self._PARENT: text.encode("latin-1")}
         return super().from_state(state)
 
     def _require_state(self) -> None:
@@ -124,6 +130,25 @@ class AnyIterable(Stream):
                 " brings it back there.\n  remedy: pass a Grain dataset or a grain.DataLoader, or"
                 " give the iterator get_state() and set_state(state)."
             )
+
+
+class _CopiedBatches(BatchMapDataset):
+    """The batches of a random-access dataset, whatever they are, in arrays of their own."""
+
+    @property
+    def rows_per_batch(self) -> int:
+        return 1  # not known, and not asked for, since each batch is read alone
+
+    def __len__(self) -> int:
+        (parent,) = self.parents
+        return len(parent)
+
+    def fetch(self, indices: Sequence[int]) -> Sequence[int]:
+        return indices
+
+    def make(self, fetched: int) -> Batch:
+        (parent,) = self.parents
+        return owned(parent[fetched])
 
 
 class _IterableDataset(grain.IterDataset):
@@ -152,11 +177,11 @@ class _IterableIterator(grain.DatasetIterator):
         self._iterator: Any = iterator
         self._in_use = in_use
         self._stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
-        # One that has a state may be asked to go back after this; its owner closes it.
-        self._closes = hasattr(iterator, "close") and (is_own or not self._stateful)
+        # An iterator with a state may be asked to go back after this, so its owner closes it.
+        self._to_close = hasattr(iterator, "close") and (is_own or not self._stateful)
 
     def __next__(self) -> Batch:
-        with self._in_use:
+        with self._in_use:  # for the copy, too: who asks next may have the arrays filled again
             return owned(next(self._iterator))
 
     def get_state(self) -> Any:
@@ -168,6 +193,6 @@ class _IterableIterator(grain.DatasetIterator):
             self._iterator.set_state(state)
 
     def close(self) -> None:
-        if self._closes and not self._closed:
+        closes, self._to_close = self._to_close, False  # Grain closes again when it collects this
+        if closes:
             self._iterator.close()
-        self._closed = True  # Grain closes again when it collects this object

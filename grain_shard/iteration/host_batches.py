@@ -1,30 +1,33 @@
 """How this host's batches are produced, and which state goes with each.
 
-Three kinds. `RandomAccess` reads batch k of a `MapDataset`: its position is k, whoever reads it,
-in whatever thread or process. `Stream` asks an `IterDataset` for its next batch: its position is
-whatever Grain's iterator says after that batch. `HostFeeds`, in a file of its own, joins the rows
-of many streams: its position is that of each.
+There are three kinds of pipelines, and this is what an iterator asks of each. `RandomAccess` reads
+batch k of a `MapDataset`: its position is k, whoever reads it, in whatever thread or process.
+`Stream` asks an `IterDataset` for its next batch: its position is whatever Grain's iterator says
+after that batch. `HostFeeds`, in a room of its own, is a stream whose state can be cut into feeds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import grain
-from absl import flags
 
-from grain_shard.background import Background
+from grain_shard.background import Background, Items, Producer
 from grain_shard.errors import ShardingError, StateError
+from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.host_arrays import owned
-from grain_shard.hosts.ends import Announced
-from grain_shard.hosts.rounds import Rounds
+from grain_shard.hosts.compare import GLOBAL
+from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS, STREAM
 from grain_shard.hosts.state_json import from_json, to_json
-from grain_shard.reading.fetch import Fetches, FetchingMapDataset
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
+from grain_shard.reading.row_dataset import BatchMapDataset, Fetches
+from grain_shard.reading.stream_dataset import BatchIterator, StreamDataset
 from grain_shard.trees import Batch
 
 Position = Any
@@ -32,74 +35,106 @@ _THREAD = "grain-shard-host"
 
 
 class Opened(NamedTuple):
-    """A position, and an iterator of each batch from there with the position after it."""
+    """A position, and this host's batches from there, each with the position after it.
+
+    Attributes:
+        position: Where the batches begin.
+        batches: (batch, position after it), made in the background.
+        first_digest: Of the first whole batch once that was read, where every host reads the same
+            whole batches; "" elsewhere.
+    """
 
     position: Position
-    batches: Iterator[tuple[Batch, Position]]  # with stop() and close()
+    batches: Background[Any, tuple[Batch, Position]]
+    first_digest: Callable[[], str] = str
 
 
-class HostBatches(Protocol):
-    """A sequence of this host's batches that can be opened at any position."""
+class HostBatches(ABC):
+    """A sequence of this host's batches that can be opened at any position.
 
-    def open(self, position: Position | None, rounds: Rounds | None) -> Opened:
+    Attributes:
+        kind: What to call it, in states and to other hosts.
+        ends_by_vote: Whether the hosts have to agree batch by batch on where it ends, since nothing
+            else tells.
+        rows: What it yields on each of several hosts: some rows of batches that are the same
+            everywhere ("global"), rows of its own ("local"), or those of its feeds ("feeds").
+        fingerprint: What must be the same on all hosts, and when a state is restored.
+    """
+
+    kind: str
+    ends_by_vote: bool = False
+    rows: str = GLOBAL
+    fingerprint: Mapping[str, Any]
+
+    @abstractmethod
+    def num_batches(self) -> int | None:
+        """The length of one pass; None if only the end tells it."""
+
+    @abstractmethod
+    def open(self, position: Position | None) -> Opened:
         """Starts at a position, or at the beginning.
 
         Args:
             position: Where to start; None for the beginning.
-            rounds: Where a stream posts, for the other hosts, how far it goes.
+
+        Raises:
+            StateError: The pipeline cannot start there.
         """
-        ...
 
-    def num_batches(self) -> int | None:
-        """The length of one pass; None if only the end tells it."""
-        ...
-
+    @abstractmethod
     def first(self) -> Batch:
-        """The first batch, for its shapes; read here and now.
+        """A batch like the first one, for its shapes; read here and now.
 
         Raises:
             ShardingError: There is none.
         """
-        ...
 
-    def place(self, position: Position) -> int | None:
-        """The index of the next batch, if it is the same on every host."""
-        ...
+    @abstractmethod
+    def next_batch(self, position: Position) -> int | None:
+        """The index of the next batch, if that is the same on every host; else None."""
 
+    def past_end(self, position: Position) -> Position:
+        """The position after a batch for which this host had no row any more."""
+        return position
+
+    @abstractmethod
     def to_state(self, position: Position) -> dict[str, Any]:
         """The position as plain JSON, if what the user wrote allows it."""
-        ...
 
+    @abstractmethod
     def from_state(self, state: dict[str, Any]) -> Position:
         """The position that a state was made from.
 
         Raises:
             StateError: The state belongs to something else.
         """
-        ...
 
 
-class RandomAccess:
+class RandomAccess(HostBatches):
     """The batches of a `MapDataset`.
 
     Args:
-        ds: A dataset of this host's batches.
+        ds: This host's batches by index, in arrays that nothing else refers to.
         fingerprint: What a state must agree with.
         buffer_size: Batches that may wait on the host or be in the making.
         num_threads: Threads that each make a batch; None chooses by the machine.
-        num_workers: Grain worker processes that make them instead, if not 0.
+        num_workers: Grain worker processes that make them instead, if not 0. Each holds at least
+            two batches: one that waits, and one in the making.
     """
+
+    kind = RANDOM_ACCESS
+    _BATCH = "batch"  # the state's key for the index of the next batch
 
     def __init__(
         self,
-        ds: grain.MapDataset,
+        ds: BatchMapDataset,
         fingerprint: Fingerprint,
         *,
         buffer_size: int,
         num_threads: int | None,
         num_workers: int,
     ):
-        self._ds, self._fingerprint, self._buffer_size = ds, fingerprint, buffer_size
+        self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
         # A thread makes a whole batch, so more of them than the buffer has room for would idle.
         self._num_threads = num_threads or min(buffer_size, os.cpu_count() or 1)
         self._num_workers = num_workers
@@ -107,52 +142,54 @@ class RandomAccess:
     def num_batches(self) -> int | None:
         return len(self._ds)
 
-    def open(self, position: int | None, rounds: Rounds | None = None) -> Opened:
+    def open(self, position: int | None) -> Opened:
         start = position or 0
         indices = range(start, len(self._ds))
-        if not self._num_workers or not indices:
-            make, tickets = self._ds.__getitem__, zip(indices, indices, strict=True)
-            if isinstance(self._ds, FetchingMapDataset) and self._ds.reads_many:
-                make, tickets = self._ds.make, Fetches(self._ds, indices, self._buffer_size)
-            batches = Background(
-                lambda ticket: (make(ticket[1]), ticket[0] + 1),
-                tickets,
-                buffer_size=self._buffer_size,
-                num_threads=self._num_threads,
-                name=_THREAD,
-            )
-            return Opened(start, batches)
-        # The workers hold the buffer; one batch waits here, out of their shared memory.
-        from_workers = iter(self._in_workers(self._ds[start:]))
+        if self._num_workers and indices:
+            return Opened(start, self._from_workers(start))
+        if self._ds.reads_many:
+            make, source = self._ds.make, Fetches(self._ds, indices, self._buffer_size)
+        else:
+            make, source = self._ds.__getitem__, Items(zip(indices, indices, strict=True))
         batches = Background(
-            lambda ticket: (owned(ticket[1]), ticket[0] + 1),
-            _Numbered(from_workers, start),
-            buffer_size=1,
+            lambda item: (make(item[1]), item[0] + 1),
+            source,
+            buffer_size=self._buffer_size,
+            num_threads=self._num_threads,
             name=_THREAD,
         )
         return Opened(start, batches)
 
-    def _in_workers(self, ds: grain.MapDataset) -> grain.IterDataset:
-        let_grain_read_its_flags()
-        per_worker = max(1, self._buffer_size // self._num_workers)
-        # In a worker, one thread makes the next batch while the last one is being sent.
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-        return ds.to_iter_dataset(options).mp_prefetch(
+    def _from_workers(self, start: int) -> Background[Any, tuple[Batch, int]]:
+        """Batches that worker processes make; one waits here, out of their shared memory."""
+        mark_flags_as_parsed()
+        # Each worker has a queue of this many batches, and one more in its hands.
+        per_worker = max(1, self._buffer_size // self._num_workers - 1)
+        ds: grain.MapDataset = self._ds[start:]
+        from_workers = ds.to_iter_dataset(
+            grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        ).mp_prefetch(
             grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=per_worker)
+        )
+        return Background(
+            lambda item: (owned(item[1]), item[0] + 1),
+            _Numbered(from_workers.__iter__(), start),
+            buffer_size=1,
+            name=_THREAD,
         )
 
     def first(self) -> Batch:
         return self._ds[0]
 
-    def place(self, position: int) -> int | None:
+    def next_batch(self, position: int) -> int:
         return position
 
     def to_state(self, position: int) -> dict[str, Any]:
-        return {"batch": position, **self._fingerprint}
+        return {KIND: self.kind, self._BATCH: position, **self.fingerprint}
 
     def from_state(self, state: dict[str, Any]) -> int:
-        check_fingerprint(state, self._fingerprint)
-        batch, batches = state["batch"], len(self._ds)
+        check_fingerprint(state, self.fingerprint, kind="a random-access pipeline", keys=("batch",))
+        batch, batches = state[self._BATCH], len(self._ds)
         if type(batch) is not int or not 0 <= batch <= batches:
             raise StateError(
                 f"the state stands at batch {batch!r} of {batches}.\n"
@@ -161,16 +198,7 @@ class RandomAccess:
         return batch
 
 
-def let_grain_read_its_flags() -> None:
-    """Grain reads absl's flags to start a worker, and only absl.app.run parses them (grain#1355).
-
-    A plain script, a notebook or pytest never does.
-    """
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-
-
-class _Numbered(Iterator[tuple[int, Batch]]):
+class _Numbered(Producer[tuple[int, Batch]]):
     """Batches with their indices; closes where they come from."""
 
     def __init__(self, batches: grain.DatasetIterator, start: int):
@@ -191,43 +219,48 @@ class _Numbered(Iterator[tuple[int, Batch]]):
         gc.collect()
 
 
-class Stream:
-    """The batches of an `IterDataset`; a position is the pickled state of its iterator.
+class Stream(HostBatches):
+    """The batches of a stream; a position is the pickled state of its iterator.
 
     Args:
-        ds: A dataset of this host's batches.
+        ds: This host's batches, in arrays that nothing else refers to.
         buffer_size: Batches that may wait on the host or be in the making.
+        rows: What the stream yields on each of several hosts, "global" or "local".
     """
 
-    def __init__(self, ds: grain.IterDataset, *, buffer_size: int):
-        self._ds, self._buffer_size = ds, buffer_size
+    kind = STREAM
+    ends_by_vote = True
+    _PARENT = "parent"  # the state's key for that of Grain's iterator
+    fingerprint: Mapping[str, Any] = {}  # nothing can be compared of an arbitrary iterator
+
+    def __init__(self, ds: StreamDataset, *, buffer_size: int, rows: str = GLOBAL):
+        self._ds, self._buffer_size, self.rows = ds, buffer_size, rows
 
     def num_batches(self) -> int | None:
         return None
 
-    def open(self, position: bytes | None, rounds: Rounds | None = None) -> Opened:
-        let_grain_read_its_flags()  # there may be an .mp_prefetch in the stream
-        iterator = iter(self._ds)
+    def _iterate(self) -> BatchIterator:
+        return iter(self._ds)
+
+    def open(self, position: bytes | None) -> Opened:
+        mark_flags_as_parsed()  # there may be an .mp_prefetch in the stream
+        iterator = self._iterate()
         if position is not None:
             try:
-                iterator.set_state(pickle.loads(position))
+                iterator.go_to(position)
             except (KeyError, TypeError, IndexError) as error:
                 raise StateError(
                     f"the stream cannot take this state: {type(error).__name__}: {error}.\n"
                     "  remedy: restore with the pipeline that saved it."
                 ) from error
-        stream: Iterator[tuple[Batch, bytes]] = _WithPosition(iterator)
-        if rounds is not None:
-            stream = Announced(stream, rounds, lambda: getattr(iterator, "first_digest", ""))
         batches = Background(
-            lambda ticket: ticket, stream, buffer_size=self._buffer_size, name=_THREAD
+            lambda item: item, _WithPosition(iterator), buffer_size=self._buffer_size, name=_THREAD
         )
-        return Opened(_position(iterator), batches)
+        return Opened(iterator.position(), batches, lambda: iterator.first_digest)
 
     def first(self) -> Batch:
-        iterator = iter(self._ds)
-        batch = next(iterator, None)
-        iterator.close()
+        with contextlib.closing(self._iterate()) as iterator:
+            batch = next(iterator, None)
         if batch is None:
             raise ShardingError(
                 "this host's stream has no batch at all, so nothing tells what its padding should"
@@ -236,38 +269,32 @@ class Stream:
             )
         return batch
 
-    def past_end(self, position: bytes) -> bytes:
-        """The position after a batch for which this host had no row any more."""
-        return position
-
-    def place(self, position: bytes) -> None:
-        return None  # each host's own
+    def next_batch(self, position: bytes) -> int | None:
+        return None  # a stream does not count its batches
 
     def to_state(self, position: bytes) -> dict[str, Any]:
-        return {"parent": to_json(pickle.loads(position))}
+        return {KIND: self.kind, self._PARENT: to_json(pickle.loads(position))}
 
     def from_state(self, state: dict[str, Any]) -> bytes:
-        if not isinstance(state, dict) or set(state) != {"parent"}:
+        if not isinstance(state, dict) or set(state) != {KIND, self._PARENT}:
             raise StateError(
                 f"this is no state of a stream: {state!r}.\n"
                 "  remedy: restore with the pipeline that saved it."
             )
-        return pickle.dumps(from_json(state["parent"]))
+        return pickle.dumps(from_json(state[self._PARENT]))
 
 
-class _WithPosition(Iterator[tuple[Batch, bytes]]):
+class _WithPosition(Producer[tuple[Batch, bytes]]):
     """Batches with the position after each; closes where they come from."""
 
-    def __init__(self, iterator: grain.DatasetIterator):
+    def __init__(self, iterator: BatchIterator):
         self._iterator = iterator
 
     def __next__(self) -> tuple[Batch, bytes]:
-        return next(self._iterator), _position(self._iterator)
+        return next(self._iterator), self._iterator.position()
+
+    def stop(self) -> None:
+        self._iterator.stop()
 
     def close(self) -> None:
         self._iterator.close()
-
-
-def _position(iterator: grain.DatasetIterator) -> bytes:
-    # A copy, since iterators may hand out what they go on to change; pickle is the fastest one.
-    return pickle.dumps(iterator.get_state())

@@ -11,14 +11,13 @@ from typing import Any, NoReturn, Protocol
 
 import grain
 
-from grain_shard.background import Background, jax_context
+from grain_shard.background import Background, Producer, jax_context
 from grain_shard.errors import AgreementError, ShardingError, describe_error
-from grain_shard.feeding.host_feeds import HostFeeds
-from grain_shard.hosts.compare import compare
+from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds, agree
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
-from grain_shard.iteration.host_batches import HostBatches, Position, Stream
+from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import PLACE, span
 from grain_shard.trees import Batch
@@ -34,15 +33,14 @@ class AcrossHosts:
         hosts: All hosts in the mesh.
         timeout_s: How long one may wait for another, in seconds.
         fields: What must be the same on all of them, besides the batches' shapes.
-        own_rows: The shards of this host if its streams yield only their rows; else None.
-        remainder: Whether a stream that has ended goes on with padding until the last one ends
-            ("pad"), ends the others, or is an error where it has to be the same for all ("error").
+        shards: The shards of the batch axis that this host holds.
+        remainder: What a stream does that ends before those of other hosts; see `decide`.
     """
 
     hosts: Sequence[int]
     timeout_s: float
     fields: Mapping[str, Any]
-    own_rows: Sequence[int] | None
+    shards: Sequence[int]
     remainder: str
 
 
@@ -96,45 +94,43 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         across: AcrossHosts | None,
     ):
         super().__init__()
-        self._host, self._placer = host, placer
+        self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard, self._across = device_buffer_size, reshard, across
         self._enter_context = jax_context()  # all its life that of the thread that made it
         self._open(None)
 
     def _open(self, position: Position | None) -> None:
         across = self._across
-        rounds = Rounds(across.hosts, across.timeout_s) if across else None
-        self._position, batches = self._host.open(position, rounds)
+        self._position, batches, first_digest = self._host.open(position)
+        source: Producer[tuple[Batch, Position]] = batches
         self._begun = self._compared = False
-        self._failure, self._rounds = None, rounds
+        self._failure = None
+        self._rounds = Rounds(across.hosts, across.timeout_s) if across else None
         # The threads must refer to these and not to self, which could never be collected then.
         self._wait, placer = _Wait(), self._placer
-        if across and rounds and isinstance(self._host, Stream | HostFeeds):
-            batches = AgreedEnd(
+        if across and self._rounds and self._host.ends_by_vote:
+            source = AgreedEnd(
                 batches,
-                rounds,
+                self._rounds,
+                remainder=across.remainder,
+                same_rows=self._host.rows == GLOBAL,
+                first_digest=first_digest,
                 position=self._position,
                 past_end=self._host.past_end,
-                pads=across.remainder == "pad",
-                same_rows=across.own_rows is None,
-                must_end_together=across.remainder == "error",
                 template=self._host.first,
                 waited_s=self._wait.seconds,
             )
 
-        def place(ticket: tuple[Batch, Position]) -> tuple[Batch, Position]:
+        def place(item: tuple[Batch, Position]) -> tuple[Batch, Position]:
             with span(PLACE):
-                return placer(ticket[0]), ticket[1]
+                return placer(item[0]), item[1]
 
-        self._stage: Background[tuple[Batch, Position], tuple[Batch, Position]] = Background(
-            place,
-            batches,
-            buffer_size=self._device_buffer_size,
-            name="grain-shard-device",
+        self._stage = Background(
+            place, source, buffer_size=self._device_buffer_size, name="grain-shard-device"
         )
 
     def __next__(self) -> Batch:
-        self._assert_not_closed()
+        self._require_open()
         if self._failure is not None:
             raise self._failure
         first, self._compared = not self._compared, True
@@ -161,7 +157,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             return
         answer: dict[str, Any] = {
             **self._across.fields,
-            "next batch": self._host.place(self._position),
+            "next batch": self._host.next_batch(self._position),
         }
         if isinstance(error, StopIteration):
             answer["batches"] = "none left"
@@ -172,9 +168,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             return
         else:
             answer.update(self._placer.describe())
-            if self._across.own_rows is not None:
-                kind = "feed rows" if isinstance(self._host, HostFeeds) else "local rows"
-                answer[kind] = [list(self._across.own_rows), self._placer.digest]
+            if self._host.rows in OWN_ROWS:
+                own_rows = [list(self._across.shards), self._placer.digest]
+                answer[OWN_ROWS[self._host.rows]] = own_rows
         try:
             agree(self._rounds, answer)
         except AgreementError as failure:
@@ -192,7 +188,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Raises:
             StateError: The state was saved by another pipeline; the message names what changed.
         """
-        self._assert_not_closed()
+        self._require_open()
         position, before = self._host.from_state(state), self._position
         self._stage.close()  # first: the next stage may draw from the same source
         with self._enter_context():
@@ -227,18 +223,22 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""
-        self._assert_not_closed()
+        self._require_open()
         if not self._begun:
             self._begun = True
             if self._rounds is not None:
-                self._rounds.begin(type(self._host).__name__)
+                self._rounds.begin(self._host.kind)
             self._stage.start()
 
     def close(self) -> None:
         """Stops the background threads and waits for them; a second call does nothing."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             self._stage.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("this is a closed iterator; make another by iter(ds).")
 
     def __reduce__(self) -> NoReturn:
         """Refused, for `copy`, too: two iterators cannot share threads."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from grain_shard.iteration.sharded_dataset import Settings
 from grain_shard.spans import BATCH, PAD, PLACE, READ, STAGES, STEP, WAIT, Span
 
 _MAKING = READ, BATCH, PAD  # one after the other, by the threads that make a host's batches
@@ -19,17 +20,6 @@ _MAKING = READ, BATCH, PAD  # one after the other, by the threads that make a ho
 _LITTLE_WAIT = 0.1  # of the loop's time: no change to the pipeline could gain more than that
 _BUSY = 0.5  # of a stage's threads' time: with less, they mostly wait for something themselves
 _HIDDEN = 0.5  # of the waiting: most of it
-
-
-class Settings(NamedTuple):
-    """What the advice has to know of a pipeline besides its spans; see `shard_to`."""
-
-    num_workers: int = 0
-    cpu_buffer_size: int = 4
-    is_stream: bool = False
-    reads_once: bool = False
-    reads_other_rows: bool = False  # whole batches, of which this host keeps some rows
-    amplification: float = 1.0  # rows that all hosts read, over the rows of the batch
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,7 @@ def verdict(figures: Figures) -> Verdict:
     settings = figures.settings or Settings()
     advice = [text for name, fits, text in _ADVICE if name == holding.name and fits(settings)]
     values = {
-        **settings._asdict(),
+        **vars(settings),
         "wait": f"{figures.wait_share:.0%}",
         "hidden": f"{figures.hidden_share:.0%}",
         "busy": f"{figures.busy(PLACE) if holding.name == PLACE else figures.busy(*_MAKING):.0%}",

@@ -12,15 +12,15 @@ from jax.sharding import Mesh
 
 from grain_shard.chain import shard_to
 from grain_shard.errors import require_int
+from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.measuring.measured_loop import measured_loop
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.spans import LOOP, PAD, PLACE, STAGES, Span
-from grain_shard.transforms.device_put import DevicePutIterDataset
 
 
 def create_sharded_pipeline(
     source: Any, mesh: Mesh, batch_size_per_device: int = 64
-) -> DevicePutIterDataset:
+) -> ShardedDataset:
     """A pipeline of global batches that gives every shard so many rows, on any mesh.
 
     On a mesh of one device it is an ordinary loader, so a program needs no second path for it.

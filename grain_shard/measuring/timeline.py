@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import grain
-
 from grain_shard.errors import GrainShardError
-from grain_shard.measuring.bottleneck import Figures, Settings, verdict
+from grain_shard.iteration.sharded_dataset import Settings, ShardedDataset
+from grain_shard.measuring.bottleneck import Figures, verdict
 from grain_shard.measuring.measured_loop import measured_loop
 from grain_shard.spans import LOOP, STAGES, Span
-from grain_shard.transforms.device_put import DevicePutIterDataset
-from grain_shard.transforms.shard_batch import ShardBatchMapDataset
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -190,20 +187,7 @@ def profile(
             s._replace(start=max(s.start, start) - start, end=min(s.end, end) - start)
             for s in sorted(inside, key=lambda s: s.start)
         ),
-        settings=settings_of(ds) if isinstance(ds, DevicePutIterDataset) else None,
-    )
-
-
-def settings_of(ds: DevicePutIterDataset) -> Settings:
-    """What `shard_to` was told, and what it found out."""
-    (parent,), put = ds.parents, ds.settings
-    return Settings(
-        num_workers=put.num_workers,
-        cpu_buffer_size=put.cpu_buffer_size,
-        is_stream=not isinstance(parent, grain.MapDataset),
-        reads_once=put.final_shardings is not None,
-        reads_other_rows=isinstance(parent, ShardBatchMapDataset) and parent.reads_other_rows,
-        amplification=put.shardings.layout().amplification,
+        settings=ds.settings if isinstance(ds, ShardedDataset) else None,
     )
 
 

@@ -18,7 +18,7 @@ from grain_shard.hardware import HardwareType, detect_hardware
 from grain_shard.planning.plan_result import HostReads, Plan, Reads, numbered
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.sharding.specs import num_blocks
+from grain_shard.sharding.specs import num_shards
 
 __all__ = ["HostReads", "Plan", "Reads", "plan"]
 
@@ -85,7 +85,7 @@ def plan(
     steps = len(numbered(num_records, global_batch_size, chosen.hosts[0].layout.divisor, remainder))
     held_records = min(num_records, steps * global_batch_size)
     named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
-    blocks = [num_blocks(sharding) for sharding in named] or [1]
+    blocks = [num_shards(sharding) for sharding in named] or [1]
     devices = set[Any]().union(*(s.device_set for s in target.shardings()))
     device = next(iter(devices))
     return Plan(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from grain_shard.errors import GrainShardError
 from grain_shard.sharding.layout import batch_axes
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.sharding.specs import num_blocks
+from grain_shard.sharding.specs import num_shards
 
 _MAX_NUMBERED = 1024  # devices; of more, the numbers would not be legible
 _CELL_INCHES = 0.32
@@ -45,7 +45,7 @@ def draw_mesh(mesh: Mesh, spec: Any, path: str | Path) -> None:
             'shard[plan]"'
         ) from None
     named = [s for s in ShardingTree.of(mesh, spec).shardings() if isinstance(s, NamedSharding)]
-    down = batch_axes(max(named, key=num_blocks).spec)
+    down = batch_axes(max(named, key=num_shards).spec)
     across = tuple(name for name in mesh.axis_names if name not in down)
     hosts = _grid(mesh, down, across)
     blocks, columns = hosts.shape

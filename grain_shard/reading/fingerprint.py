@@ -7,7 +7,6 @@ So does one inside a function (its name is all that is compared) or inside the r
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import grain
 
+from grain_shard.digest import digest
 from grain_shard.errors import StateError
 from grain_shard.grain_inside import nodes
 
@@ -25,23 +25,21 @@ Fingerprint = dict[str, Any]
 _PLACE = re.compile(r" @ [^)]*| at 0x[0-9a-f]+")
 
 
-def fingerprint(ds: grain.MapDataset, remainder: str) -> Fingerprint:
+def fingerprint(ds: grain.MapDataset) -> Fingerprint:
     """The fingerprint of a random-access dataset of batches: the same on every host.
 
     Args:
         ds: What stands above the stages of this package.
-        remainder: What becomes of a short last batch.
 
     Returns:
-        Records above ``.batch``, the batch size (both None if they can't be seen), `remainder`,
-        and a digest each of the sources (names of the files and their records), the seeds and the
+        Records above ``.batch``, the batch size (both None if they can't be seen), and a digest
+        each of the sources (names of the files and their records), the seeds and the
         transformations. Plain JSON.
     """
     node = nodes.batch_node(ds)
     return {
         "records": len(node.records) if node else None,
         "global_batch_size": node.global_batch_size if node else None,
-        "remainder": remainder,
         **pipeline_digests(ds),
     }
 
@@ -63,7 +61,7 @@ def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]
 
 def check_fingerprint(
     state: Mapping[str, Any],
-    current: Fingerprint,
+    current: Mapping[str, Any],
     *,
     kind: str = "a random-access pipeline",
     keys: Sequence[str] = ("batch",),
@@ -118,8 +116,3 @@ def _text(node: Any) -> str:
 def _paths(node: Any) -> list[Any]:
     paths = getattr(node, "paths", [])
     return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-
-
-def digest(value: Any) -> str:
-    """Eight hex digits of a value's repr."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]

@@ -18,7 +18,8 @@ import numpy as np
 from grain_shard.grain_inside import nodes, routes
 from grain_shard.grain_inside.nodes import Epoch
 from grain_shard.host_arrays import copied, empty
-from grain_shard.reading.fetch import RowMapDataset, RowReader
+from grain_shard.reading.fingerprint import Fingerprint, fingerprint
+from grain_shard.reading.row_dataset import RowMapDataset, RowReader
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.spans import BATCH, READ, span
 from grain_shard.trees import Batch, FlatBatch
@@ -26,23 +27,29 @@ from grain_shard.trees import Batch, FlatBatch
 
 def row_reader(ds: grain.MapDataset) -> RowReader:
     """The cheapest reader that gives exactly the rows of this dataset's batches."""
-    if isinstance(ds, RowMapDataset):
-        return ds.reader
     node = nodes.batch_node(ds)
     if node is not None and node.only_stacks:
         return RecordRows(ds, node)
     return WholeBatchRows(ds, node)
 
 
+def whole_batches(ds: RowMapDataset) -> RowMapDataset:
+    """The dataset, if its batches have all their rows.
+
+    If rows were chosen already, what is left of a batch is taken for a whole one, of which no row
+    can be read alone.
+    """
+    return ds if ds.has_all_rows else RowMapDataset(ds, row_reader(ds))
+
+
 _NAME = "record {}"
-# Held while the structure record is read. Of no reader, since those are sent to worker processes.
+# Held while one record is read to learn the structure of all. It belongs to this module and not to
+# a reader, since readers are pickled for worker processes, and a lock cannot be.
 _LEARNING = threading.Lock()
 
 
-class RecordRows:
+class RecordRows(RowReader):
     """Rows read below ``.batch``: row r of batch k is record k * B + r of what stands above it."""
-
-    reads_whole_batches = False
 
     def __init__(self, ds: grain.MapDataset, node: nodes.BatchNode):
         self._ds, self._node = ds, node
@@ -58,11 +65,14 @@ class RecordRows:
     def epoch(self) -> Epoch | None:
         return self._node.epoch()
 
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self._ds)
+
     @property
     def reads_many(self) -> bool:
         return routes.route(self._node.records, np.arange(1)).reads_many
 
-    def fetch(self, indices: Sequence[int], rows: np.ndarray) -> Sequence[_Fetched]:
+    def fetch(self, indices: Sequence[int], rows: np.ndarray | None) -> Sequence[_Fetched]:
         of_batches = [_record_indices(self._node, index, rows) for index in indices]
         everything = np.concatenate(of_batches)
         way = routes.route(self._node.records, everything)
@@ -78,7 +88,7 @@ class RecordRows:
             start = stop
         return fetched
 
-    def make(self, fetched: _Fetched, rows: np.ndarray) -> Batch:
+    def make(self, fetched: _Fetched, rows: np.ndarray | None) -> Batch:
         index, records, way, elements = fetched
         if not len(records):
             # All padding. One record, once, tells what the rows would look like.
@@ -151,13 +161,14 @@ class _Fetched(NamedTuple):
     elements: list[Any] | None
 
 
-def _record_indices(node: nodes.BatchNode, index: int, rows: np.ndarray) -> np.ndarray:
+def _record_indices(node: nodes.BatchNode, index: int, rows: np.ndarray | None) -> np.ndarray:
     """The records of the chosen rows that exist, in their order."""
-    start, existing = _place(node, index)
-    return rows[rows < existing] + start
+    start, existing = _first_and_count(node, index)
+    rows = np.arange(existing) if rows is None else rows[rows < existing]
+    return rows + start
 
 
-def _place(node: nodes.BatchNode, index: int) -> tuple[int, int]:
+def _first_and_count(node: nodes.BatchNode, index: int) -> tuple[int, int]:
     """The first record of a batch, and how many it has."""
     size, records = node.global_batch_size, len(node.records)
     per_epoch = records // size if node.drop_remainder else -(-records // size)
@@ -165,11 +176,10 @@ def _place(node: nodes.BatchNode, index: int) -> tuple[int, int]:
     return epoch * records + batch * size, min(size, records - batch * size)
 
 
-class WholeBatchRows:
+class WholeBatchRows(RowReader):
     """Rows kept from whole batches, where a row cannot be had alone."""
 
     reads_whole_batches = True
-    reads_many = False
 
     def __init__(self, ds: grain.MapDataset, node: nodes.BatchNode | None):
         self._ds, self._node = ds, node
@@ -184,6 +194,9 @@ class WholeBatchRows:
     def num_batches(self) -> int:
         return len(self._ds)
 
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self._ds)
+
     def epoch(self) -> Epoch | None:
         if self._node is not None:
             return self._node.epoch()
@@ -191,15 +204,15 @@ class WholeBatchRows:
         short = self._rows_of(batches - 1) < self.global_batch_size
         return Epoch(batches, batches - short)
 
-    def fetch(self, indices: Sequence[int], rows: np.ndarray) -> Sequence[int]:
+    def fetch(self, indices: Sequence[int], rows: np.ndarray | None) -> Sequence[int]:
         return indices  # nothing is read for several batches at once
 
-    def make(self, fetched: int, rows: np.ndarray) -> Batch:
+    def make(self, fetched: int, rows: np.ndarray | None) -> Batch:
         index = fetched
         with span(READ):
             batch = FlatBatch.of(self._ds[index])
         if self._node is not None:
-            existing = _place(self._node, index)[1]
+            existing = _first_and_count(self._node, index)[1]
             if batch.rows != existing:
                 batch.refuse(
                     f"batch {index} has {batch.rows} rows, made of {existing} records: what stands"
@@ -207,7 +220,7 @@ class WholeBatchRows:
                     remedy="change it before .batch; or in a stream, .to_iter_dataset().batch(B)"
                     ".map(...), whose first batch tells the size.",
                 )
-        if batch.rows > self.global_batch_size:
+        if rows is not None and batch.rows > self.global_batch_size:
             batch.refuse(
                 f"batch {index} has {batch.rows} rows, more than the {self.global_batch_size} of a"
                 " full batch.",
@@ -221,13 +234,13 @@ class WholeBatchRows:
         return FlatBatch.of(self._ds[index]).rows
 
 
-def take_rows(batch: FlatBatch, rows: np.ndarray) -> Batch:
-    """The chosen rows that exist, as a batch; scalars belong to every row.
+def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:
+    """The chosen rows that exist, all if None, as a batch; scalars belong to every row.
 
     Always in fresh plain arrays: the caller's buffer may be reused, and a view of Grain's shared
     memory loses its offset on the way out of a worker.
     """
-    existing = rows[rows < batch.rows]
+    existing = np.arange(batch.rows) if rows is None else rows[rows < batch.rows]
     return batch.structure.unflatten(
         [_rows_of(array, existing) if array.ndim else copied(array) for array in batch.arrays]
     )

@@ -1,15 +1,15 @@
 """Which rows of a global batch each host holds: integers and names only.
 
-The batch axis is cut into `divisor` equal blocks, one for each step along the mesh axes that shard
-it. A device holds one block (its shard) or, where the batch axis is replicated, all of them; a
-host holds the blocks of its devices. The layout of a host is therefore a few integers. It pickles
+The batch axis is cut into `divisor` equal shards, one for each step along the mesh axes that shard
+it. A device holds one shard or, where the batch axis is replicated, all of them; a host holds the
+shards of its devices. The layout of a host is therefore a few integers. It pickles
 to worker processes, which must not know a device, and it does not change with the batch size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from grain_shard.errors import ShardingError
+from grain_shard.errors import ShardingError, describe_mesh
 
 
 @dataclass(frozen=True)
@@ -30,49 +30,40 @@ class BatchLayout:
         array([2, 3, 6, 7])
 
     Attributes:
-        divisor: Number of equal blocks that the batch axis is cut into.
-        shards: The blocks of this host, ascending.
+        divisor: Number of equal shards that the batch axis is cut into.
+        shards: Those of this host, ascending.
         mesh_axes: (name, size) of every mesh axis; for messages only.
         num_hosts: Hosts that have a device in the mesh.
-        rows_read: Blocks that all hosts hold together, counted once per host; `divisor` when every
-            row lives on exactly one host.
+        shards_of_all_hosts: How many shards the hosts hold, added up over the hosts. It is
+            `divisor` when every row is on exactly one host; 0 if it is not known.
     """
 
     divisor: int
     shards: tuple[int, ...]
     mesh_axes: tuple[tuple[str, int], ...] = ()
     num_hosts: int = 1
-    rows_read: int = 0
+    shards_of_all_hosts: int = 0
 
     def __repr__(self) -> str:
         # A host of a large mesh may hold thousands of shards.
         shards = repr(self.shards) if len(self.shards) <= 8 else f"<{len(self.shards)}>"
-        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
         return (
-            f"BatchLayout(divisor={self.divisor}, shards={shards}, mesh=({mesh}),"
+            f"BatchLayout(divisor={self.divisor}, shards={shards},"
+            f" mesh=({describe_mesh(self.mesh_axes)}),"
             f" num_hosts={self.num_hosts}, amplification={self.amplification:g})"
         )
 
     @classmethod
-    def from_shardings(
-        cls,
-        shardings: Sequence[Sharding],
-        *,
-        host: int | None = None,
-        host_of: Callable[[Any], int] = lambda device: device.process_index,
-    ) -> BatchLayout:
-        """The layout of one host for leaves that are sharded in these ways.
+    def from_shardings(cls, shardings: Sequence[Sharding]) -> BatchLayout:
+        """The layout of this process, for leaves that are sharded in these ways.
 
         Args:
             shardings: The shardings of the leaves; a host holds the union of their rows.
-            host: Whose layout; by default this process's.
-            host_of: The host of a device. Replace it to look at a slice that is not there.
 
         Raises:
-            ShardingError: The host has no device in the mesh.
+            ShardingError: This process has no device in the mesh.
         """
-        host = jax.process_index() if host is None else host
-        layouts = cls.of_hosts(shardings, host_of=host_of)
+        host, layouts = jax.process_index(), cls.of_hosts(shardings)
         if host not in layouts:
             raise ShardingError(
                 f"host {host} has no device in the mesh; its hosts are {list(layouts)}.",
@@ -82,29 +73,23 @@ class BatchLayout:
         return layouts[host]
 
     @classmethod
-    def of_hosts(
-        cls,
-        shardings: Sequence[Sharding],
-        *,
-        host_of: Callable[[Any], int] = lambda device: device.process_index,
-    ) -> dict[int, BatchLayout]:
+    def of_hosts(cls, shardings: Sequence[Sharding]) -> dict[int, BatchLayout]:
         """The layout of every host that has a device in the mesh, ascending by host.
 
         Args:
             shardings: As for `from_shardings`.
-            host_of: As for `from_shardings`.
         """
-        divisor, held = shards_by_host(shardings, host_of=host_of)
-        mesh_axes, rows_read = mesh_axes_of(shardings), sum(map(len, held.values()))
+        divisor, held = shards_by_host(shardings)
+        mesh_axes, of_all = mesh_axes_of(shardings), sum(map(len, held.values()))
         return {
-            host: cls(divisor, shards, mesh_axes, num_hosts=len(held), rows_read=rows_read)
+            host: cls(divisor, shards, mesh_axes, num_hosts=len(held), shards_of_all_hosts=of_all)
             for host, shards in held.items()
         }
 
     @property
     def amplification(self) -> float:
         """Rows that all hosts read together, over the rows of the batch; 1.0 is each row once."""
-        return (self.rows_read or len(self.shards)) / self.divisor
+        return (self.shards_of_all_hosts or len(self.shards)) / self.divisor
 
     @property
     def holds_all(self) -> bool:
@@ -113,7 +98,7 @@ class BatchLayout:
 
     def padded(self, global_batch_size: int) -> int:
         """The batch size rounded up to a multiple of `divisor`, in rows."""
-        return -(-global_batch_size // self.divisor) * self.divisor
+        return round_up(global_batch_size, self.divisor)
 
     def rows(self, global_batch_size: int) -> np.ndarray:
         """This host's rows of a batch, ascending: int64[host_batch_size].
@@ -154,24 +139,20 @@ class BatchLayout:
         return host_batch_size // len(self.shards) * self.divisor
 
 
-def shards_by_host(
-    shardings: Iterable[Sharding],
-    *,
-    host_of: Callable[[Any], int] = lambda device: device.process_index,
-) -> tuple[int, dict[int, tuple[int, ...]]]:
-    """The blocks of the batch axis that each host holds, for leaves sharded in these ways.
+def shards_by_host(shardings: Iterable[Sharding]) -> tuple[int, dict[int, tuple[int, ...]]]:
+    """The shards of the batch axis that each host holds, for leaves sharded in these ways.
 
     Returns:
-        The number of blocks, and the blocks of every host in the mesh, ascending.
+        The number of shards, and those of every host in the mesh, ascending.
     """
-    cuts = [_blocks_of_devices(sharding) for sharding in shardings]
+    cuts = [_shards_of_devices(sharding) for sharding in shardings]
     divisor = math.lcm(*(count for _, _, count in cuts))
     held: dict[int, set[int]] = {}
-    for devices, blocks, count in cuts:
-        width = divisor // count  # one block of this leaf is `width` blocks of the layout
-        hosts = np.fromiter(map(host_of, devices), np.int64, len(devices))
-        for host, block in np.unique(np.stack([hosts, blocks]), axis=1).T.tolist():
-            held.setdefault(host, set()).update(range(block * width, (block + 1) * width))
+    for devices, of_devices, count in cuts:
+        width = divisor // count  # a shard of this leaf is so many shards of the layout
+        hosts = np.fromiter((d.process_index for d in devices), np.int64, len(devices))
+        for host, shard in np.unique(np.stack([hosts, of_devices]), axis=1).T.tolist():
+            held.setdefault(host, set()).update(range(shard * width, (shard + 1) * width))
     return divisor, {host: tuple(sorted(held[host])) for host in sorted(held)}
 
 
@@ -196,8 +177,8 @@ def mesh_axes_of(shardings: Iterable[Sharding]) -> tuple[tuple[str, int], ...]:
     return ()
 
 
-def _blocks_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, int]:
-    """Every device, the block of dim 0 that it holds, and the number of blocks.
+def _shards_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, int]:
+    """Every device, the shard of dim 0 that it holds, and the number of shards.
 
     Computed from the mesh rather than by `Sharding.devices_indices_map`, which builds a slice for
     each of the slice's thousands of devices; the tests hold the two against each other.
@@ -207,10 +188,10 @@ def _blocks_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, i
         return devices, np.zeros(len(devices), np.int64), 1
     mesh = cast(Mesh, sharding.mesh)
     axes = batch_axes(sharding.spec)
-    block = np.zeros(mesh.devices.shape, np.int64)
+    shard = np.zeros(mesh.devices.shape, np.int64)
     for name in axes:
         dim = mesh.axis_names.index(name)
         size = mesh.devices.shape[dim]
-        along = np.arange(size).reshape([-1 if d == dim else 1 for d in range(block.ndim)])
-        block = block * size + along
-    return list(mesh.devices.flat), block.reshape(-1), math.prod(mesh.shape[a] for a in axes)
+        along = np.arange(size).reshape([-1 if d == dim else 1 for d in range(shard.ndim)])
+        shard = shard * size + along
+    return list(mesh.devices.flat), shard.reshape(-1), math.prod(mesh.shape[a] for a in axes)

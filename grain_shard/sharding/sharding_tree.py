@@ -13,14 +13,14 @@ from typing import Any, Literal, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.reading.fingerprint import digest
+from grain_shard.digest import digest
+from grain_shard.errors import ShardingError, describe_leaf, describe_mesh
 from grain_shard.sharding.layout import BatchLayout, batch_axes, mesh_axes_of
 from grain_shard.sharding.specs import (
     as_sharding,
     default_spec,
     named_sharding,
-    num_blocks,
+    num_shards,
     spec_rank,
     trimmed,
 )
@@ -49,8 +49,7 @@ class ShardingTree:
 
     def __repr__(self) -> str:
         specs = _map_prefix(self.prefix, lambda leaf: getattr(leaf, "spec", leaf))
-        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
-        return f"ShardingTree(mesh=({mesh}), {specs})"
+        return f"ShardingTree(mesh=({describe_mesh(self.mesh_axes)}), {specs})"
 
     @classmethod
     def of(cls, mesh_or_sharding: Any, spec: Any = None) -> ShardingTree:
@@ -128,7 +127,7 @@ class ShardingTree:
         """
         named = [s for s in self.shardings() if isinstance(s, NamedSharding)]
         # One order of the axes for all leaves, or a host would read other rows for each.
-        axes = batch_axes(max(named, key=num_blocks).spec) if named else ()
+        axes = batch_axes(max(named, key=num_shards).spec) if named else ()
 
         def spread_one(sharding: Sharding) -> Sharding:
             if not isinstance(sharding, NamedSharding):
@@ -144,7 +143,7 @@ class ShardingTree:
         if key is None or not isinstance(self.prefix, Mapping) or key in self.prefix:
             return self
         by_rows = [s for s in self.shardings() if isinstance(s, NamedSharding)]
-        first = max(by_rows, key=num_blocks, default=self.shardings()[0])
+        first = max(by_rows, key=num_shards, default=self.shardings()[0])
         return ShardingTree({**self.prefix, key: trimmed(first, 1)})
 
     def match(self, batch: Batch) -> list[Sharding | None]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from grain_shard.errors import ShardingError
-from grain_shard.sharding.layout import batch_axes
+from grain_shard.sharding.layout import batch_axes, round_up
 
 DATA_AXIS = "data"
 
@@ -33,7 +33,7 @@ def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int
         axes = batch_axes(PartitionSpec(entry))
         count = math.prod(sharding.mesh.shape[axis] for axis in axes)
         if shape[dim] % count:
-            up = -(-shape[dim] // count) * count
+            up = round_up(shape[dim], count)
             plural = "axis" if len(axes) == 1 else "axes"
             raise ShardingError(
                 f"dim {dim} has size {shape[dim]}, which mesh {plural}"
@@ -109,7 +109,7 @@ def as_sharding(leaf: Any) -> Sharding:
 
 
 def spec_rank(sharding: Sharding) -> int:
-    """How many dims the sharding speaks of: the spec without the Nones at its end."""
+    """The length of the spec without the Nones at its end, which say nothing of a leaf's dims."""
     if not isinstance(sharding, NamedSharding):
         return 0
     entries = list(sharding.spec)
@@ -118,8 +118,8 @@ def spec_rank(sharding: Sharding) -> int:
     return len(entries)
 
 
-def num_blocks(sharding: NamedSharding) -> int:
-    """How many blocks dim 0 is cut into."""
+def num_shards(sharding: NamedSharding) -> int:
+    """How many shards dim 0 is cut into."""
     return math.prod(sharding.mesh.shape[axis] for axis in batch_axes(sharding.spec))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import grain
 import jax
 
-from grain_shard.errors import ShardingError
+from grain_shard.errors import ShardingError, describe_mesh
+from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.planning.plan_text import describe_ranges
 from grain_shard.showing.leaf_text import LeafText
 from grain_shard.showing.rich_output import describe_bytes, table, to_html, to_terminal
 from grain_shard.showing.sharding_drawing import draw_tree
-from grain_shard.transforms.device_put import DevicePutIterDataset
 from grain_shard.trees import flatten
 
 
@@ -48,7 +48,7 @@ def show(batch_or_dataset: Any) -> None:
         <BLANKLINE>
     """
     batch, facts = batch_or_dataset, None
-    if isinstance(batch_or_dataset, DevicePutIterDataset):
+    if isinstance(batch_or_dataset, ShardedDataset):
         batch = batch_or_dataset.abstract_batch()
         facts = table(["dataset", ""], _facts(batch_or_dataset, _rows(batch)), left=2)
     elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
@@ -94,10 +94,9 @@ def _lines(batch: Any) -> Iterator[tuple[str, ...]]:
     yield "a batch", "", "", describe_bytes(total)
 
 
-def _facts(ds: DevicePutIterDataset, global_batch_size: int | None) -> Iterator[tuple[str, str]]:
-    put, layout = ds.settings, ds.layout
-    target = put.final_shardings or put.shardings
-    axes = ", ".join(f"{name}={size}" for name, size in target.mesh_axes) or "none"
+def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[str, str]]:
+    settings, layout = ds.settings, ds.layout
+    axes = describe_mesh(ds.shardings.mesh_axes) or "none"
     yield "mesh", f"{axes}; {layout.num_hosts} hosts" if layout.num_hosts > 1 else axes
     batches = ds.num_batches()
     yield "batches", "only the end of the stream tells" if batches is None else f"{batches:,}"
@@ -106,7 +105,8 @@ def _facts(ds: DevicePutIterDataset, global_batch_size: int | None) -> Iterator[
         rows = sum(stop - start for start, stop in ranges)
         yield "rows of this host", f"{rows:,} of {global_batch_size:,}: {describe_ranges(ranges)}"
     if layout.num_hosts > 1:
-        once = put.final_shardings is not None
+        once = settings.reads_once
         yield "read", "once, then moved by the devices" if once else "what each host needs"
-    buffers = f"{put.device_buffer_size} batches on the devices, {put.cpu_buffer_size} on the host"
+    on_host, on_devices = settings.cpu_buffer_size, settings.device_buffer_size
+    buffers = f"{on_devices} batches on the devices, {on_host} on the host"
     yield "buffers", f"at most {buffers}"

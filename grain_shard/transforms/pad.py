@@ -10,16 +10,21 @@ import grain
 import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
-from grain_shard.grain_inside.nodes import Epoch, iter_batch_size
-from grain_shard.reading.fetch import RowMapDataset, RowReader
+from grain_shard.feeding.feed_batches import FeedBatches, Padding
+from grain_shard.grain_inside.nodes import Epoch
+from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
-from grain_shard.reading.rows import row_reader
+from grain_shard.reading.row_dataset import RowMapDataset, RowReader
+from grain_shard.reading.rows import whole_batches
+from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
+from grain_shard.sharding.layout import round_up
 from grain_shard.spans import PAD, READ, span
-from grain_shard.trees import Batch, FlatBatch
+from grain_shard.transforms.stage import Stage
+from grain_shard.trees import MASK_KEY, Batch, FlatBatch
 
 
 @dataclass(frozen=True)
-class PadToDivisible:
+class PadToDivisible(Stage):
     """Pads the rows of every batch to a multiple of `divisor`, with zeros, and adds a mask.
 
     Every batch gets as many rows as a full one, so a training step compiles once. The mask is
@@ -41,7 +46,7 @@ class PadToDivisible:
 
     divisor: int
     remainder: Remainder = "pad"
-    mask_key: str | None = "valid_mask"
+    mask_key: str | None = MASK_KEY
     global_batch_size: int | None = None
 
     def __post_init__(self):
@@ -54,23 +59,32 @@ class PadToDivisible:
                 remedy="choose one of them.",
             )
 
-    def __call__(self, ds: Any) -> Any:
-        """The padded dataset, of the same kind.
+    def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
+        """The padded dataset.
 
         Raises:
             ShardingError: `remainder` is "error" and the last batch is short, or "drop" and it
                 cannot be told which batches are short.
         """
-        if isinstance(ds, grain.MapDataset):
-            return _PadMapDataset(ds, self)
-        return _PadIterDataset(ds, self)
+        ds = whole_batches(ds)
+        return RowMapDataset(ds, _PaddedRows(ds.reader, self), self)
 
-    def padded(self, global_batch_size: int) -> int:
-        """The number of rows after padding."""
-        return -(-global_batch_size // self.divisor) * self.divisor
+    def of_stream(self, ds: StreamDataset) -> StreamDataset:
+        """The padded dataset. A batch that is short in the middle is refused when it comes."""
+        size = self.global_batch_size or ds.global_batch_size
+        return StreamDataset(
+            ds,
+            lambda source: _PadIterator(source, self, size or 0),
+            self,
+            global_batch_size=size and round_up(size, self.divisor),
+        )
+
+    def of_feeds(self, ds: FeedBatches) -> FeedBatches:
+        """The dataset, in which the rows of a feed that has ended are padding in their place."""
+        return ds.padded(Padding(self.divisor, self.remainder, self.mask_key))
 
 
-class _PaddedRows:
+class _PaddedRows(RowReader):
     """A reader whose batches are all full."""
 
     def __init__(self, inner: RowReader, pad: PadToDivisible):
@@ -99,7 +113,11 @@ class _PaddedRows:
 
     @property
     def global_batch_size(self) -> int:
-        return self._pad.padded(self._pad.global_batch_size or self._inner.global_batch_size)
+        size = self._pad.global_batch_size or self._inner.global_batch_size
+        return round_up(size, self._pad.divisor)
+
+    def fingerprint(self) -> Fingerprint:
+        return {**self._inner.fingerprint(), "remainder": self._pad.remainder}
 
     def epoch(self) -> Epoch | None:
         epoch = self._inner.epoch()
@@ -115,22 +133,23 @@ class _PaddedRows:
         batches, epoch = self._inner.num_batches(), self._dropping()
         return batches if epoch is None else batches // epoch.batches * epoch.full
 
-    def fetch(self, indices: Sequence[int], rows: np.ndarray) -> Sequence[Any]:
+    def fetch(self, indices: Sequence[int], rows: np.ndarray | None) -> Sequence[Any]:
         if (epoch := self._dropping()) is not None:
             indices = [i // epoch.full * epoch.batches + i % epoch.full for i in indices]
         return self._inner.fetch(indices, rows)
 
-    def make(self, fetched: Any, rows: np.ndarray) -> Batch:
+    def make(self, fetched: Any, rows: np.ndarray | None) -> Batch:
         batch = self._inner.make(fetched, rows)
+        size = self.global_batch_size if rows is None else len(rows)
         with span(PAD):
             if self._pad.remainder != "pad":
-                self._check_full(batch, rows)
-            return pad_batch(batch, len(rows), self._pad.mask_key)
+                self._check_full(batch, size)
+            return pad_batch(batch, size, self._pad.mask_key)
 
-    def _check_full(self, batch: Batch, rows: np.ndarray) -> None:
+    def _check_full(self, batch: Batch, size: int) -> None:
         """Batches are short at the end of an epoch only, unless something moved them."""
         flat = FlatBatch.of(batch)
-        if flat.rows < len(rows):
+        if flat.rows < size:
             flat.refuse(
                 "a batch is short in the middle of an epoch: something stands between .batch and"
                 " .shard_to that changes the order of batches.",
@@ -142,55 +161,36 @@ class _PaddedRows:
         return self._inner.epoch() if self._pad.remainder == "drop" else None
 
 
-class _PadMapDataset(RowMapDataset):
-    def __init__(self, parent: grain.MapDataset, pad: PadToDivisible):
-        super().__init__(parent, _PaddedRows(row_reader(parent), pad))
-        self._pad = pad
-
-    def __str__(self) -> str:
-        return str(self._pad)
-
-
-class _PadIterDataset(grain.IterDataset):
-    def __init__(self, parent: grain.IterDataset, pad: PadToDivisible):
-        super().__init__(parent)
-        self._pad = pad
-
-    def __iter__(self) -> grain.DatasetIterator:
-        (parent,) = self.parents
-        # Of feeds, and of what was validated, it is an attribute.
-        known = getattr(parent, "global_batch_size", None) or iter_batch_size(parent)
-        return _PadIterator(iter(parent), self._pad, self._pad.global_batch_size or known or 0)
-
-    def __str__(self) -> str:
-        return str(self._pad)
-
-
-class _PadIterator(grain.DatasetIterator):
+class _PadIterator(StreamIterator):
     """Takes the first batch for a full one if nothing else says how large that is.
 
     The size is part of the state: after a restore the first batch may be the short last one.
     """
 
-    def __init__(self, parent: grain.DatasetIterator, pad: PadToDivisible, rows: int):
-        super().__init__(parent)
-        self._source, self._pad, self._rows, self._known = parent, pad, rows, rows
+    _PARENT, _ROWS = "parent", "rows"  # the state's keys
+
+    def __init__(self, source: grain.DatasetIterator, pad: PadToDivisible, rows: int):
+        super().__init__(source)
+        self._pad, self._rows, self._known = pad, rows, rows
 
     def __next__(self) -> Batch:
         remainder = self._pad.remainder
         while True:
             with span(READ):
-                batch = next(self._source)
+                batch = super().__next__()
             flat = FlatBatch.of(batch)
             self._rows = self._rows or flat.rows
             if flat.rows == self._rows or (flat.rows < self._rows and remainder == "pad"):
-                if remainder != "pad" and self._rows % self._pad.divisor:
+                padded_rows = round_up(self._rows, self._pad.divisor)
+                if remainder != "pad" and padded_rows != self._rows:
                     flat.refuse(
                         f"{self._rows} rows do not split into {self._pad.divisor} shards.",
-                        remedy=f'batch by {self._pad.padded(self._rows)}, or pass remainder="pad".',
+                        remedy=f'batch by {padded_rows}, or pass remainder="pad".',
                     )
                 with span(PAD):
-                    return pad_batch(batch, self._pad.padded(self._rows), self._pad.mask_key)
+                    return pad_batch(
+                        batch, round_up(self._rows, self._pad.divisor), self._pad.mask_key
+                    )
             if flat.rows > self._rows or remainder == "error":
                 flat.refuse(
                     f"the batch has {flat.rows} rows, a full one has {self._rows}.",
@@ -199,13 +199,14 @@ class _PadIterator(grain.DatasetIterator):
                 )
 
     def get_state(self) -> dict[str, Any]:
-        return {"parent": self._source.get_state(), "rows": self._rows}
+        return {self._PARENT: super().get_state(), self._ROWS: self._rows}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if self._known and state["rows"] and state["rows"] != self._known:
+        rows = state[self._ROWS]
+        if self._known and rows and rows != self._known:
             raise StateError(
-                f"the state was saved with batches of {state['rows']} rows, and these have"
-                f" {self._known}.\n  remedy: restore with the pipeline that saved it."
+                f"the state was saved with batches of {rows} rows, and these have {self._known}.\n"
+                "  remedy: restore with the pipeline that saved it."
             )
-        self._source.set_state(state["parent"])
-        self._rows = state["rows"]
+        super().set_state(state[self._PARENT])
+        self._rows = rows

@@ -9,15 +9,18 @@ from typing import Any
 import grain
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.grain_inside.nodes import iter_batch_size
+from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.hardware import HardwareType, validate_batch_size
-from grain_shard.reading.fetch import RowMapDataset
-from grain_shard.reading.rows import row_reader
+from grain_shard.reading.row_dataset import RowMapDataset
+from grain_shard.reading.rows import whole_batches
+from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
+from grain_shard.sharding.layout import round_up
+from grain_shard.transforms.stage import Stage
 from grain_shard.trees import Batch, FlatBatch
 
 
 @dataclass(frozen=True)
-class ValidateBatchSize:
+class ValidateBatchSize(Stage):
     """Checks the global batch size against the shards and, if asked, against the hardware.
 
     Over a `MapDataset` the check is made when the dataset is built; over an `IterDataset`, whose
@@ -28,7 +31,6 @@ class ValidateBatchSize:
         >>> grain.MapDataset.range(32).batch(12).pipe(ValidateBatchSize(8, must_divide=True))
         Traceback (most recent call last):
         grain_shard.errors.ShardingError: a batch of 12 rows does not split into 8 shards.
-          leaf:   every leaf   mesh: none
           remedy: use a batch size of 16, or remainder="pad".
 
     Attributes:
@@ -48,15 +50,47 @@ class ValidateBatchSize:
     def __post_init__(self):
         require_int("divisor", self.divisor, 1)
 
-    def __call__(self, ds: Any) -> Any:
-        """The checked dataset, of the same kind.
+    def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
+        """The checked dataset.
 
         Raises:
             ShardingError: The dataset has no batch, or a batch size that cannot work.
         """
-        if isinstance(ds, grain.MapDataset):
-            return _ValidatedMapDataset(ds, self)
-        return _ValidatedIterDataset(ds, self)
+        ds = whole_batches(ds)
+        if len(ds) == 0:
+            raise ShardingError(
+                "the dataset has no batch: it is empty, or has fewer records than one batch and"
+                " drops the remainder.",
+                mesh_axes=self.mesh_axes,
+                remedy="check the source; keep a short batch with .batch(B, drop_remainder=False)"
+                ' and remainder="pad".',
+            )
+        self.check(ds.reader.global_batch_size)
+        return RowMapDataset(ds, ds.reader, self)
+
+    def of_stream(self, ds: StreamDataset) -> StreamDataset:
+        """The dataset, whose batches are checked as they come, if not now.
+
+        Raises:
+            ShardingError: The batch size is known, and cannot work.
+        """
+        if ds.global_batch_size is not None:
+            self.check(ds.global_batch_size)
+        return StreamDataset(
+            ds,
+            lambda source: _ValidatingIterator(source, self),
+            self,
+            global_batch_size=ds.global_batch_size,
+        )
+
+    def of_feeds(self, ds: FeedBatches) -> FeedBatches:
+        """The dataset.
+
+        Raises:
+            ShardingError: Its batch size cannot work.
+        """
+        self.check(ds.global_batch_size)
+        return ds
 
     def check(self, global_batch_size: int) -> None:
         """Checks one batch size, in rows.
@@ -65,7 +99,7 @@ class ValidateBatchSize:
             ShardingError: `divisor` does not divide it, and has to.
         """
         if self.must_divide and global_batch_size % self.divisor:
-            up = -(-global_batch_size // self.divisor) * self.divisor
+            up = round_up(global_batch_size, self.divisor)
             raise ShardingError(
                 f"a batch of {global_batch_size} rows does not split into {self.divisor} shards.",
                 mesh_axes=self.mesh_axes,
@@ -78,63 +112,25 @@ class ValidateBatchSize:
                 warnings.warn(f"rows per shard: {message}", stacklevel=2)
 
 
-class _ValidatedMapDataset(RowMapDataset):
-    def __init__(self, parent: grain.MapDataset, validate: ValidateBatchSize):
-        reader = row_reader(parent)
-        if len(parent) == 0:
-            raise ShardingError(
-                "the dataset has no batch: it is empty, or has fewer records than one batch and"
-                " drops the remainder.",
-                mesh_axes=validate.mesh_axes,
-                remedy="check the source; keep a short batch with .batch(B, drop_remainder=False)"
-                ' and remainder="pad".',
-            )
-        super().__init__(parent, reader)
-        validate.check(reader.global_batch_size)
-        self._validate = validate
-
-    def __str__(self) -> str:
-        return str(self._validate)
-
-
-class _ValidatedIterDataset(grain.IterDataset):
-    def __init__(self, parent: grain.IterDataset, validate: ValidateBatchSize):
-        super().__init__(parent)
-        self._validate = validate
-        self.global_batch_size = iter_batch_size(parent)  # None if only its batches tell
-        if self.global_batch_size is not None:
-            validate.check(self.global_batch_size)
-
-    def __iter__(self) -> grain.DatasetIterator:
-        (parent,) = self.parents
-        return _ValidatingIterator(iter(parent), self._validate)
-
-    def __str__(self) -> str:
-        return str(self._validate)
-
-
-class _ValidatingIterator(grain.DatasetIterator):
+class _ValidatingIterator(StreamIterator):
     """Checks that each batch is one, and that the first has a size that works.
 
     Not the first after a restore: that may be the short last batch of a stream, and the stream's
     first one was checked when it began.
     """
 
-    def __init__(self, parent: grain.DatasetIterator, validate: ValidateBatchSize):
-        super().__init__(parent)
-        self._source, self._validate, self._begun = parent, validate, False
+    def __init__(self, source: grain.DatasetIterator, validate: ValidateBatchSize):
+        super().__init__(source)
+        self._validate, self._begun = validate, False
 
     def __next__(self) -> Batch:
-        batch = next(self._source)
+        batch = super().__next__()
         rows = FlatBatch.of(batch).rows
         if not self._begun:
             self._validate.check(rows)
             self._begun = True
         return batch
 
-    def get_state(self) -> dict[str, Any]:
-        return self._source.get_state()
-
     def set_state(self, state: dict[str, Any]) -> None:
-        self._source.set_state(state)
+        super().set_state(state)
         self._begun = True

@@ -1,23 +1,19 @@
-"""The rows of one feed, in order, with a state after each; and what the rows of all look like."""
+"""The rows of one feed, in order, with a state after each."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grain
 
 from grain_shard.errors import StateError
-from grain_shard.reading.stack import RowStacker, Stack
-from grain_shard.trees import Batch
 
 # Where a feed stands, as plain JSON: {} at its beginning, {"state": that of Grain's iterator}, or
 # this once it has no row left.
 Entry = Mapping[str, Any]
 ENDED: Entry = {"ended": True}
-MISSING = object()  # in the place of a row that a feed no longer has
 
 
 def is_entry(entry: Any) -> bool:
@@ -84,48 +80,10 @@ class FeedReader:
 
 
 @contextlib.contextmanager
-def named(feed: int, num_feeds: int) -> Iterator[None]:
-    """Adds to an error the feed that it comes from."""
+def naming_feed(feed: int, num_feeds: int) -> Iterator[None]:
+    """Adds to an error the feed that it comes from; other hosts are told it, too."""
     try:
         yield
     except BaseException as error:
-        name_feed(error, feed, num_feeds)
+        error.add_note(f"grain_shard: in feed {feed} of {num_feeds}")
         raise
-
-
-def name_feed(error: BaseException, feed: int, num_feeds: int) -> None:
-    """Adds to an error the feed that it comes from; other hosts are told it, too."""
-    error.add_note(f"grain_shard: in feed {feed} of {num_feeds}")
-
-
-class FeedStacker:
-    """Stacks the rows of feeds; all must look like the first one."""
-
-    def __init__(self):
-        self._lock = threading.Lock()  # several threads may learn
-        self._stacker: RowStacker | None = None
-
-    def learn(self, row: Any) -> None:
-        """Takes a row for the one that all must look like, if there is none yet.
-
-        Raises:
-            ShardingError: It cannot be a row.
-        """
-        with self._lock:
-            if self._stacker is None:
-                self._stacker = RowStacker(row, "a row of feed {}")
-
-    def stack(self, rows: Sequence[Any], feeds: Sequence[int]) -> Batch:
-        """A batch of the rows, in arrays ``[len(rows), ...]`` that nothing else refers to.
-
-        Args:
-            rows: Trees of arrays and scalars; `MISSING` for a row of zeros.
-            feeds: The feed that each comes from.
-
-        Raises:
-            ShardingError: A row has another tree, shape or dtype than the first one.
-        """
-        assert self._stacker is not None, "no row has been seen yet"
-        zeros, stack = self._stacker.zeros(), Stack(self._stacker, len(rows))
-        stack.add([zeros if row is MISSING else row for row in rows], feeds)
-        return stack.batch()

@@ -1,0 +1,15 @@
+"""The command-line flags that Grain reads when it starts a worker process."""
+
+from __future__ import annotations
+
+from absl import flags
+
+
+def mark_flags_as_parsed() -> None:
+    """Lets Grain start workers in a program that never parsed absl's flags (grain#1355).
+
+    Only ``absl.app.run`` parses them. A plain script, a notebook or pytest never calls that, and
+    Grain would then fail with ``UnparsedFlagAccessError``.
+    """
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()

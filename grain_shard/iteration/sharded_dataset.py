@@ -1,0 +1,203 @@
+"""`ShardedDataset`: what a pipeline becomes that ends in ``.shard_to(mesh)``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grain
+import jax
+
+from grain_shard.errors import ShardingError, describe_mesh
+from grain_shard.hosts.compare import GLOBAL
+from grain_shard.iteration.host_batches import HostBatches
+from grain_shard.iteration.iterator import AcrossHosts, ShardedIterator
+from grain_shard.sharding.assemble import Assembler
+from grain_shard.sharding.layout import BatchLayout
+from grain_shard.sharding.reshard import Resharder
+from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.trees import Batch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a pipeline is run, as far as one may want to change it; see `shard_to`.
+
+    Attributes:
+        cpu_buffer_size: Batches that may wait on the host or be in the making there.
+        device_buffer_size: Batches that may wait on the devices or be on their way there.
+        num_workers: Worker processes that make the batches; 0 if threads do.
+        is_stream: Whether batches come in order only.
+        reads_once: Whether every row is read on one host and moved by the devices.
+        reads_other_rows: Whether whole batches are read, of which this host keeps some rows.
+        amplification: Rows that all hosts read together, over the rows of the batch.
+    """
+
+    cpu_buffer_size: int = 4
+    device_buffer_size: int = 2
+    num_workers: int = 0
+    is_stream: bool = False
+    reads_once: bool = False
+    reads_other_rows: bool = False
+    amplification: float = 1.0
+
+
+class ShardedDataset(grain.IterDataset):
+    """Global batches on the devices.
+
+    Args:
+        parent: This host's batches, as a Grain dataset.
+        host: The same, as an iterator asks for them.
+        shardings: By which the batches are read and put on the devices.
+        final_shardings: To which the devices move each batch as it is handed out; None for none.
+        settings: How the pipeline is run.
+        remainder: What a stream does that ends before those of other hosts.
+        timeout_s: How long one host waits for another, in seconds.
+
+    Example:
+        >>> import grain_shard
+        >>> mesh = jax.make_mesh((8,), ("data",))
+        >>> ds = grain.MapDataset.range(20).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
+        >>> len(ds), ds.abstract_batch()["x"].shape
+        (3, (8,))
+    """
+
+    def __init__(
+        self,
+        parent: grain.MapDataset | grain.IterDataset,
+        host: HostBatches,
+        shardings: ShardingTree,
+        final_shardings: ShardingTree | None,
+        settings: Settings,
+        *,
+        remainder: str,
+        timeout_s: float,
+    ):
+        super().__init__(parent)
+        self._host, self._read_by, self._final = host, shardings, final_shardings
+        self._settings, self._remainder, self._timeout_s = settings, remainder, timeout_s
+        self._layout = shardings.layout()
+
+    @property
+    def settings(self) -> Settings:
+        """How the pipeline is run."""
+        return self._settings
+
+    @property
+    def shardings(self) -> ShardingTree:
+        """Of the batches that are handed out."""
+        return self._final or self._read_by
+
+    @property
+    def layout(self) -> BatchLayout:
+        """The rows that this host reads."""
+        return self._layout
+
+    def __len__(self) -> int:
+        """The number of batches.
+
+        Raises:
+            TypeError: Only the end of the stream tells it.
+        """
+        batches = self.num_batches()
+        if batches is None:
+            raise TypeError("the number of batches of a stream is not known")
+        return batches
+
+    def num_batches(self) -> int | None:
+        """The number of batches; None if only the end of the stream tells it."""
+        return self._host.num_batches()
+
+    def __bool__(self) -> bool:
+        return True  # not by len(), which a stream does not have
+
+    def __iter__(self) -> ShardedIterator:
+        return ShardedIterator(
+            self._host,
+            self._assembler(),
+            device_buffer_size=self._settings.device_buffer_size,
+            reshard=self._final and Resharder(self._final),
+            across=self._across_hosts(),
+        )
+
+    def abstract_batch(self) -> Batch:
+        """What every batch looks like, without one: `jax.ShapeDtypeStruct`s with their shardings.
+
+        This host's rows of the first batch are read for it, in the calling thread, and no other
+        host is asked. Good for compiling a step ahead of time: ``jax.jit(step).lower(state,
+        ds.abstract_batch())``.
+
+        Returns:
+            The tree of a batch; text is that of this host's rows.
+
+        Raises:
+            ShardingError: The batch does not fit its shardings, or the stream has none.
+        """
+        batch = self._assembler().abstract(self._host.first())
+        if self._final is None:
+            return batch
+        leaves, structure = jax.tree.flatten(batch)
+        return structure.unflatten(
+            [
+                leaf
+                if sharding is None
+                else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+                for leaf, sharding in zip(leaves, self._final.match(batch), strict=True)
+            ]
+        )
+
+    def __str__(self) -> str:
+        buffer = self._settings.device_buffer_size
+        return f"DevicePut(mesh=({self._mesh_text()}), device_buffer_size={buffer})"
+
+    def __repr__(self) -> str:
+        batches = self.num_batches()
+        count = "" if batches is None else f", {batches} batches"
+        return f"<ShardedDataset of {self._host.kind}, mesh ({self._mesh_text()}){count}>"
+
+    def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: workers come before the batches are put on devices."""
+        self._refuse_workers()
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
+        """Refused; Grain calls it to divide a dataset among its workers."""
+        self._refuse_workers()
+
+    def __reduce__(self) -> NoReturn:
+        raise ShardingError(
+            "a dataset that places batches cannot be copied or sent to another process, since it"
+            " refers to devices.",
+            mesh_axes=self.shardings.mesh_axes,
+            remedy="copy what stands before .shard_to; for workers, pass it num_workers.",
+        )
+
+    def _refuse_workers(self) -> NoReturn:
+        raise ShardingError(
+            "worker processes come before placement, since they must not hold a device.",
+            mesh_axes=self.shardings.mesh_axes,
+            remedy="pass num_workers to .shard_to instead of calling .mp_prefetch after it.",
+        )
+
+    def _mesh_text(self) -> str:
+        return describe_mesh(self.shardings.mesh_axes)
+
+    def _assembler(self) -> Assembler:
+        return Assembler(self._read_by, self._layout, digests=self._host.rows != GLOBAL)
+
+    def _across_hosts(self) -> AcrossHosts | None:
+        if self._layout.num_hosts == 1:
+            return None
+        fields = {
+            **self._host.fingerprint,
+            "rows": self._host.rows,
+            "remainder": self._remainder,
+            "read": "once" if self._settings.reads_once else "needed",
+            **self.shardings.describe(),
+        }
+        return AcrossHosts(
+            hosts=self._read_by.hosts(),
+            timeout_s=self._timeout_s,
+            fields=fields,
+            shards=self._layout.shards,
+            remainder=self._remainder,
+        )

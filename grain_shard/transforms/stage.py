@@ -1,0 +1,65 @@
+"""What every stage of the chain has in common: what it makes of each kind of pipeline."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import grain
+
+from grain_shard.errors import ShardingError
+from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.grain_inside import nodes
+from grain_shard.iteration.sharded_dataset import ShardedDataset
+from grain_shard.reading.row_dataset import RowMapDataset
+from grain_shard.reading.rows import row_reader
+from grain_shard.reading.stream_dataset import StreamDataset
+
+
+class Stage(ABC):
+    """A stage of the chain, to be called on a dataset: ``ds.pipe(stage)``.
+
+    There are three kinds of pipelines, and this class is the only place that asks which one it has
+    before it. A stage says what it makes of each.
+    """
+
+    def __call__(self, ds: Any) -> Any:
+        """The dataset that comes after this stage.
+
+        Args:
+            ds: A `grain.MapDataset` or `grain.IterDataset` of batches.
+
+        Raises:
+            ShardingError: It is something else, or does not fit what the stage was told.
+        """
+        if isinstance(ds, ShardedDataset):
+            raise ShardingError(
+                "the dataset is sharded already.", remedy="call .shard_to once, at the end."
+            )
+        if isinstance(ds, FeedBatches):
+            return self.of_feeds(ds)
+        if isinstance(ds, grain.MapDataset):
+            known = isinstance(ds, RowMapDataset)
+            return self.of_random_access(ds if known else RowMapDataset(ds, row_reader(ds)))
+        if isinstance(ds, grain.IterDataset):
+            if isinstance(ds, StreamDataset):
+                return self.of_stream(ds)
+            size = nodes.iter_batch_size(ds)
+            return self.of_stream(StreamDataset(ds, global_batch_size=size))
+        raise ShardingError(
+            f"cannot shard a {type(ds).__name__}.",
+            remedy="pass a grain.MapDataset or grain.IterDataset of batches; for a DataLoader or"
+            " any other iterator, use grain_shard.prefetch_to_device.",
+        )
+
+    @abstractmethod
+    def of_random_access(self, ds: RowMapDataset) -> grain.MapDataset | grain.IterDataset:
+        """What comes of batches that can be had by index, row by row."""
+
+    @abstractmethod
+    def of_stream(self, ds: StreamDataset) -> grain.IterDataset:
+        """What comes of batches that can be had in order only."""
+
+    @abstractmethod
+    def of_feeds(self, ds: FeedBatches) -> grain.IterDataset:
+        """What comes of batches of feeds."""
