@@ -29,7 +29,7 @@ from grain_shard.placement import (
     place_on_device,
     prefetch_to_device,
 )
-from grain_shard.training.meshes import create_1d_mesh, create_2d_mesh
+from grain_shard.training import create_1d_mesh, create_2d_mesh
 
 
 @pytest.fixture(params=[1, 2, 4, 8])

@@ -15,7 +15,7 @@ from grain_shard.hosts.rounds import Rounds
 from grain_shard.iteration.host_batches import Opened, RandomAccess, Stream
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.reading.fingerprint import fingerprint
-from grain_shard.sharding.place_tree import place_tree, require_local
+from grain_shard.sharding.place import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.trees import Batch
 
