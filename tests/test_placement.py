@@ -540,6 +540,13 @@ class TestPrefetchLife:
             thread.join(HANG_S)
             assert not thread.is_alive()
 
+    def test_it_draws_nothing_before_the_first_next(self):
+        drawn = []
+        before = background_threads()
+        with prefetch_to_device(map(drawn.append, range(3))):
+            assert background_threads() == before
+        assert drawn == []
+
     def test_it_is_a_context_manager(self):
         with prefetch_to_device(np.ones(2) for _ in range(100)) as iterator:
             next(iterator)
