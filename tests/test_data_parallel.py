@@ -392,7 +392,7 @@ class TestDataParallelTrainStep:
         assert str(error.value) == (
             "batch['name']: a compiled step takes no text.\n"
             "  leaf:   <U3[16]   mesh: data=8\n"
-            "  remedy: pass the step a batch without this leaf, or numbers in its place."
+            "  remedy: drop this leaf from the batch before the step, or make numbers of it."
         )
 
     def test_a_mesh_without_a_data_axis(self):

@@ -259,7 +259,7 @@ DATARAX_NAMES = [
 class TestNamesOfDatarax:
     @functools.cached_property
     def table(self):
-        """The first table of docs/coming_from.md: the names on the left, by what is on the right."""
+        """The first table of docs/coming_from.md: the left column's names, by the right column."""
         page = Path(__file__).parents[1] / "docs" / "coming_from.md"
         _, first_table, *_ = re.split(r"^\|---\|---\|\n", page.read_text(), flags=re.MULTILINE)
         rows = re.findall(r"^\| (.+) \| (.+) \|$", first_table, re.MULTILINE)[:3]

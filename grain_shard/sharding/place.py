@@ -27,7 +27,7 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
         in_background: Whether the caller is a background thread, which must run no collective.
 
     Returns:
-        The tree with `jax.Array`s in its places; text stays on the host, as numpy arrays.
+        The same tree of `jax.Array`s; text stays on the host, as numpy arrays.
 
     Raises:
         ShardingError: A leaf does not fit its sharding or is of a kind that no device can hold,
@@ -39,10 +39,7 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
     if not pairs:
         return data  # such as the state of plain SGD
     paths = [ROOT + jax.tree_util.keystr(keys) for keys, _ in pairs]
-    arrays = [
-        _as_array(path, leaf, target.mesh_axes)
-        for path, (_, leaf) in zip(paths, pairs, strict=True)
-    ]
+    arrays = [_as_array(path, leaf, target) for path, (_, leaf) in zip(paths, pairs, strict=True)]
     shardings = target.match(structure.unflatten(arrays))
     return structure.unflatten(
         [
@@ -67,7 +64,7 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarr
     Raises:
         ShardingError: As in `place_tree`, of this leaf.
     """
-    array = _as_array(path, leaf, mesh_axes_of([sharding]))
+    array = _as_array(path, leaf, ShardingTree(sharding))
     where = None if is_text(array) else trimmed(sharding, array.ndim)
     return _place(path, array, where, in_background=False)
 
@@ -89,14 +86,14 @@ def require_local(target: ShardingTree) -> None:
             )
 
 
-def _as_array(path: str, leaf: Any, mesh_axes: Any) -> Any:
+def _as_array(path: str, leaf: Any, target: ShardingTree) -> Any:
     """A `jax.Array` as it is; all else as numpy, if a device or, for text, the host can hold it."""
     if isinstance(leaf, jax.Array):
         return leaf
     try:
         return as_arrays([path], [leaf])[0]
     except ShardingError as error:
-        raise error.with_mesh(mesh_axes) from None
+        raise error.with_mesh(target.mesh_axes) from None
 
 
 def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool) -> Any:

@@ -166,7 +166,6 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
     mesh = meshes[0] if meshes else jax.sharding.get_mesh()
     if mesh.empty:
         mesh = create_1d_mesh()
-
     replicated = NamedSharding(mesh, PartitionSpec())
     by_rows = NamedSharding(mesh, default_spec(mesh))
     return (
@@ -189,7 +188,7 @@ def _placed(root: str, tree: Any, sharding: NamedSharding) -> Any:
                 path=root + keystr(path),
                 leaf=describe_leaf(array),
                 mesh_axes=sharding.mesh.shape.items(),
-                remedy="pass the step a batch without this leaf, or numbers in its place.",
+                remedy="drop this leaf from the batch before the step, or make numbers of it.",
             )
         return array
 

@@ -186,7 +186,7 @@ def _place(name: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray:
     except ShardingError as error:
         # The remedies that the error comes with are for batches.
         if error.spec is None:
-            remedy = "put an array of numbers in its place, or take it out of the state."
+            remedy = "make the leaf an array of numbers that JAX has, or take it out of the state."
         else:
             remedy = "shard another dim of this leaf, or replicate it with PartitionSpec()."
         raise ShardingError(
