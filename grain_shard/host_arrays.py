@@ -35,4 +35,10 @@ def owned(tree: Any) -> Any:
 
     To be called before the maker is asked for anything else, so by the thread that asks it.
     """
-    return jax.tree.map(lambda x: copied(x) if isinstance(x, np.ndarray) else x, tree)
+    return jax.tree.map(_owned_leaf, tree)
+
+
+def _owned_leaf(leaf: Any) -> Any:
+    # A masked array stays one: a plain copy would lose its mask, in place of being refused later.
+    plain = isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
+    return copied(leaf) if plain else leaf

@@ -1,8 +1,15 @@
-"""`DevicePlacement`: arrays onto devices one call at a time, outside of a pipeline.
+"""Arrays onto devices one call at a time, outside of a pipeline.
 
-A facade. Placing is that of the chain: leaf by leaf, by a `ShardingTree`, and never by a
-collective that compares host data across processes. For training, end the pipeline with
-`.shard_to`, which reads only this host's rows; everything here takes whole batches.
+`place_on_device` and `distribute_batch` place a tree of arrays; `prefetch_to_device` does so for
+batch after batch, ahead of the loop; `DevicePlacement` has these and a few more as the methods of
+one object, which knows its device and chip. For training, end the pipeline with `.shard_to`, which
+reads only this host's rows: everything here takes whole batches.
+
+The trees hold numpy arrays, `jax.Array`s (typed PRNG keys too) and Python scalars, and come back
+with `jax.Array`s; text stays on the host. What no device can hold is refused, with its path: Python
+objects, masked arrays, dates. On the CPU backend the result shares no memory with numpy input. On
+several processes each passes the same whole data and keeps what its own devices hold; data of the
+host is placed without a collective.
 
 The names and signatures are those of ``datarax.distributed.device_placement``.
 """
@@ -14,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from grain_shard import hardware
 from grain_shard.errors import require_int
@@ -25,10 +32,8 @@ from grain_shard.hardware import (
 )
 from grain_shard.iteration.any_iterable import prefetch
 from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.sharding.place_tree import place_tree, require_local
+from grain_shard.sharding.place import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.training.device_info import device_info
-from grain_shard.training.meshes import create_1d_mesh
 from grain_shard.trees import Batch
 
 __all__ = [
@@ -42,14 +47,105 @@ __all__ = [
 ]
 
 
+def place_on_device(data: Any, device: Any = None) -> Any:
+    """Places all leaves on one device.
+
+    Args:
+        data: A tree of arrays and scalars.
+        device: A device of this process; None for its first one.
+
+    Returns:
+        The tree, each leaf committed to the device.
+
+    Raises:
+        ShardingError: The device belongs to another process, a leaf is spread over several, or no
+            device can hold it.
+
+    Example:
+        >>> x = place_on_device({"x": np.zeros(3)}, jax.local_devices()[1])["x"]
+        >>> x.devices() == {jax.local_devices()[1]}
+        True
+    """
+    return place_tree(data, ShardingTree.of(jax.local_devices()[0] if device is None else device))
+
+
+def distribute_batch(data: Any, sharding: Any) -> Any:
+    """Places each leaf by its sharding.
+
+    Args:
+        data: A tree of arrays and scalars: the whole global batch.
+        sharding: One for all leaves, or a tree prefix of them. One for several leaves is cut to
+            the rank of each: under ``P("data", "seq")`` a leaf of rank 1 is sharded by its rows,
+            and a scalar is replicated.
+
+    Returns:
+        The tree with global arrays of the shapes of `data`.
+
+    Raises:
+        ShardingError: A mesh axis does not divide its dim, a leaf has no sharding, no device can
+            hold it, or this process has no device in a sharding.
+
+    Example:
+        >>> mesh = jax.make_mesh((8,), ("data",))
+        >>> rows = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
+        >>> batch = distribute_batch({"x": np.zeros((16, 3)), "step": 0}, rows)
+        >>> batch["x"].addressable_shards[0].data.shape, batch["step"].is_fully_replicated
+        ((2, 3), True)
+    """
+    return place_tree(data, ShardingTree.of(sharding))
+
+
+def prefetch_to_device(
+    data_iterator: Iterable[Batch],
+    size: int = 2,
+    device: Any = None,
+    cpu_buffer_size: int | None = None,
+) -> ShardedIterator:
+    """Iterates over batches that background threads place ahead of time.
+
+    The threads start with the first ``next``. The iterator is a context manager; leaving it early
+    by ``break`` ends the threads too. What the source raises, of any class, is raised in its turn.
+
+    Its ``get_state()`` is that of the batch last handed out, and ``set_state()`` restores it, if
+    the source has a state: a Grain dataset, a `grain.DataLoader`, or an iterator with these two
+    methods. Otherwise both raise a `StateError`.
+
+    Args:
+        data_iterator: Any iterable of batches. It may fill its buffers again: numpy arrays are
+            copied. A generator is closed at the end; an iterator with a state is left to its
+            owner. A `grain.MapDataset` is read by several threads, so its batches must not share
+            memory. On several processes each must yield the same whole batches.
+        size: Batches that may wait on the devices or be on their way there.
+        device: A device, a `Sharding`, or a tree prefix of shardings, as for `distribute_batch`;
+            None for this process's first device.
+        cpu_buffer_size: Batches that may wait on the host or be in the making; None for
+            ``2 * size``.
+
+    Returns:
+        The iterator. Batches may differ in shape and structure.
+
+    Raises:
+        ShardingError: Here, if a buffer size is no positive integer, or a sharding has no device
+            of this process; from ``next``, if a batch does not fit its shardings.
+
+    Example:
+        >>> with prefetch_to_device({"x": np.full(2, i)} for i in range(2)) as batches:
+        ...     for batch in batches:
+        ...         print(batch["x"])
+        [0 0]
+        [1 1]
+    """
+    require_int("size", size, 1)
+    return prefetch(
+        data_iterator,
+        ShardingTree.of(jax.local_devices()[0] if device is None else device),
+        device_buffer_size=size,
+        cpu_buffer_size=2 * size if cpu_buffer_size is None else cpu_buffer_size,
+    )
+
+
 class DevicePlacement:
-    """Places trees of arrays on devices, and says what the devices are.
-
-    The trees hold numpy arrays, `jax.Array`s (typed PRNG keys too) and Python scalars, and come
-    back with `jax.Array`s; numpy arrays of strings stay as they are. On the CPU backend the result
-    shares no memory with numpy input.
-
-    On several processes, each passes the same whole data and keeps what its own devices hold.
+    """The functions of this module with a default device, and what the devices are.
 
     Example:
         >>> placement = DevicePlacement()
@@ -91,36 +187,27 @@ class DevicePlacement:
         return jax.device_count()
 
     def place_on_device(self, data: Any, device: Any = None) -> Any:
-        """Places all leaves on one device.
-
-        Args:
-            data: A tree of arrays and scalars.
-            device: A device of this process; None for the default one.
-
-        Returns:
-            The tree, each leaf committed to the device.
-
-        Raises:
-            ShardingError: The device belongs to another process, or a leaf is spread over several.
-        """
-        return place_tree(data, ShardingTree.of(self.default_device if device is None else device))
+        """`grain_shard.placement.place_on_device`, if not told otherwise on the default device."""
+        return place_on_device(data, self.default_device if device is None else device)
 
     def distribute_batch(self, data: Any, sharding: Any) -> Any:
-        """Places each leaf by its sharding.
+        """`grain_shard.placement.distribute_batch`."""
+        return distribute_batch(data, sharding)
 
-        Args:
-            data: A tree of arrays and scalars: the whole global batch.
-            sharding: One for all leaves, or a tree prefix of them. One for several leaves is cut
-                to the rank of each, which replicates scalars.
+    def prefetch_to_device(
+        self,
+        data_iterator: Iterable[Batch],
+        device: Any = None,
+        buffer_size: int = 2,
+        cpu_buffer_size: int | None = None,
+    ) -> ShardedIterator:
+        """`grain_shard.placement.prefetch_to_device`, whose `size` is `buffer_size` here.
 
-        Returns:
-            The tree with global arrays of the shapes of `data`.
-
-        Raises:
-            ShardingError: A mesh axis does not divide its dim, a leaf has no sharding, or this
-                process has no device in one.
+        If not told otherwise, the batches go to the default device.
         """
-        return place_tree(data, ShardingTree.of(sharding))
+        require_int("buffer_size", buffer_size, 1)
+        target = self.default_device if device is None else device
+        return prefetch_to_device(data_iterator, buffer_size, target, cpu_buffer_size)
 
     def replicate_across_devices(self, data: Any, devices: Sequence[Any] | None = None) -> Any:
         """Gives every device the whole of every leaf.
@@ -137,13 +224,14 @@ class DevicePlacement:
             The tree, each leaf one fully replicated array.
 
         Raises:
-            ShardingError: None of the devices belongs to this process.
+            ShardingError: None of the devices belongs to this process, or no device can hold a
+                leaf.
         """
         mesh = jax.sharding.get_mesh()
         if devices is not None:
             mesh = Mesh(np.array(devices), ("data",))
         elif mesh.empty:
-            mesh = create_1d_mesh()
+            mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
         return place_tree(data, ShardingTree.of(mesh, PartitionSpec()))
 
     def shard_batch_dim(
@@ -166,82 +254,23 @@ class DevicePlacement:
                 the dim.
         """
         require_int("batch_axis", batch_axis, 0)
-        return place_tree(
-            data, ShardingTree.of(mesh, PartitionSpec(*[None] * batch_axis, mesh_axis))
-        )
-
-    def prefetch_to_device(
-        self,
-        data_iterator: Iterable[Batch],
-        device: Any = None,
-        buffer_size: int = 2,
-        cpu_buffer_size: int | None = None,
-    ) -> ShardedIterator:
-        """Iterates over batches that were placed ahead of time, by background threads.
-
-        The iterator is a context manager; leaving it early by ``break`` ends the threads too. What
-        the source raises, of any class, is raised in its place.
-
-        Its ``get_state()`` is that of the batch last handed out, and ``set_state()`` restores it,
-        if the source has a state: a Grain dataset, a `grain.DataLoader`, or an iterator with these
-        two methods. Otherwise both raise a `StateError`.
-
-        On several processes every source must yield the same whole batches.
-
-        Args:
-            data_iterator: Any iterable of batches. It may fill its buffers again: numpy arrays
-                are copied. A generator is closed at the end; an iterator with a state is left to
-                its owner. A `grain.MapDataset` is read by several threads, so its batches must
-                not share memory.
-            device: A device, a `Sharding`, or a tree prefix of shardings, as for
-                `distribute_batch`; None for the default device.
-            buffer_size: Batches that may wait on the devices or be on their way there.
-            cpu_buffer_size: Batches that may wait on the host or be in the making; None for
-                ``2 * buffer_size``.
-
-        Returns:
-            The iterator. Batches may differ in shape and structure.
-
-        Raises:
-            ShardingError: Here, if a buffer size is no positive integer, or a sharding has no
-                device of this process; from ``next``, if a batch does not fit its shardings.
-        """
-        require_int("buffer_size", buffer_size, 1)
-        target = ShardingTree.of(self.default_device if device is None else device)
-        return prefetch(
-            data_iterator,
-            target,
-            device_buffer_size=buffer_size,
-            cpu_buffer_size=2 * buffer_size if cpu_buffer_size is None else cpu_buffer_size,
-        )
+        spec = PartitionSpec(*[None] * batch_axis, mesh_axis)
+        return place_tree(data, ShardingTree.of(mesh, spec))
 
     def get_batch_size_recommendation(
         self, hardware_type: HardwareType | None = None
     ) -> BatchSizeRecommendation:
-        """The batch sizes for a chip, in tokens or examples per chip.
-
-        Args:
-            hardware_type: The chip; None for that of the default device.
-        """
+        """`get_batch_size_recommendation`, if not told otherwise for the default device's chip."""
         return get_batch_size_recommendation(hardware_type or self.hardware_type)
 
     def validate_batch_size(
         self, batch_size: int, warn_suboptimal: bool = True
     ) -> tuple[bool, str]:
-        """Whether a batch keeps one of these devices busy, and a sentence that says why.
-
-        Args:
-            batch_size: Tokens or examples per chip, not the global batch.
-            warn_suboptimal: Whether a size between the minimum and the critical batch is called
-                out.
-
-        Returns:
-            (valid, message). Only a size below the chip's minimum is not valid.
-        """
+        """`grain_shard.hardware.validate_batch_size`, for the default device's chip."""
         return hardware.validate_batch_size(batch_size, self.hardware_type, warn_suboptimal)
 
     def get_device_info(self) -> dict[str, Any]:
-        """What there is to compute on.
+        """What there is to compute on, as plain JSON.
 
         Returns:
             A dict of ``num_devices``, ``platforms``, ``device_kinds`` and ``devices`` (the id,
@@ -249,45 +278,22 @@ class DevicePlacement:
             ``process_index``, ``process_count``, ``local_devices`` (ids) and ``memory``: by id,
             ``{"bytes_in_use", "bytes_limit"}``, or None where the backend does not tell.
         """
-        return device_info(self.hardware_type)
+        devices, local_devices = jax.devices(), jax.local_devices()
+        return {
+            "num_devices": len(devices),
+            "hardware_type": self.hardware_type.value,
+            "platforms": sorted({device.platform for device in devices}),
+            "device_kinds": sorted({device.device_kind for device in devices}),
+            "devices": [
+                {"id": d.id, "platform": d.platform, "device_kind": d.device_kind} for d in devices
+            ],
+            "process_index": jax.process_index(),
+            "process_count": jax.process_count(),
+            "local_devices": [device.id for device in local_devices],
+            "memory": {device.id: _memory(device) for device in local_devices},
+        }
 
 
-def place_on_device(data: Any, device: Any = None) -> Any:
-    """`DevicePlacement.place_on_device`; by default on this process's first device.
-
-    Example:
-        >>> x = place_on_device({"x": np.zeros(3)}, jax.local_devices()[1])["x"]
-        >>> x.devices() == {jax.local_devices()[1]}
-        True
-    """
-    return DevicePlacement().place_on_device(data, device)
-
-
-def distribute_batch(data: Any, sharding: Any) -> Any:
-    """`DevicePlacement.distribute_batch`.
-
-    Example:
-        >>> rows = jax.sharding.NamedSharding(create_1d_mesh(), PartitionSpec("data"))
-        >>> batch = distribute_batch({"x": np.zeros((16, 3)), "step": 0}, rows)
-        >>> batch["x"].addressable_shards[0].data.shape, batch["step"].is_fully_replicated
-        ((2, 3), True)
-    """
-    return DevicePlacement().distribute_batch(data, sharding)
-
-
-def prefetch_to_device(
-    data_iterator: Iterable[Batch],
-    size: int = 2,
-    device: Any = None,
-    cpu_buffer_size: int | None = None,
-) -> ShardedIterator:
-    """`DevicePlacement.prefetch_to_device`, with its `buffer_size` called `size`.
-
-    Example:
-        >>> with prefetch_to_device({"x": np.full(2, i)} for i in range(2)) as batches:
-        ...     for batch in batches:
-        ...         print(batch["x"])
-        [0 0]
-        [1 1]
-    """
-    return DevicePlacement().prefetch_to_device(data_iterator, device, size, cpu_buffer_size)
+def _memory(device: Any) -> dict[str, int | None] | None:
+    stats = device.memory_stats()
+    return stats and {name: stats.get(name) for name in ("bytes_in_use", "bytes_limit")}

@@ -14,9 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.errors import ShardingError
-from grain_shard.training import data_parallel
-from grain_shard.training.data_parallel import (
+from grain_shard.training import (
     create_data_parallel_sharding,
+    data_parallel,
     data_parallel_rules,
     data_parallel_train_step,
     place_batch_on_shards,
@@ -133,7 +133,7 @@ class TestSharding:
         assert "'batch', which does not exist" in str(error.value)
         assert "data=8" in str(error.value)
 
-    def test_rules_are_those_of_meshes(self):
+    def test_rules(self):
         assert data_parallel_rules()("data", "embed", "mlp") == ("data", None, None)
 
 
@@ -209,7 +209,7 @@ class TestPlaceBatch:
 
     def test_ragged_rows_are_refused(self, mesh):
         ragged = np.array([[1], [1, 2]] * 4, dtype=object)
-        with pytest.raises(ShardingError, match=r"batch\['x'\]: dtype object has no place"):
+        with pytest.raises(ShardingError, match=r"batch\['x'\]: the leaf holds Python objects"):
             place_batch_on_shards({"x": ragged}, create_data_parallel_sharding(mesh))
 
 
@@ -384,6 +384,16 @@ class TestDataParallelTrainStep:
         batch = {name: rows[:9] for name, rows in numpy_batches()[0].items()}
         with pytest.raises(ShardingError, match=r"batch\['image'\]: dim 0 has size 9"):
             data_parallel_train_step(linen_loss, ADAM, batch, new_state("tuple"))
+
+    def test_text_cannot_enter_the_step(self):
+        batch = {**numpy_batches()[0], "name": np.array(["cat", "dog"] * 8)}
+        with pytest.raises(ShardingError) as error:
+            data_parallel_train_step(linen_loss, ADAM, batch, new_state("tuple"))
+        assert str(error.value) == (
+            "batch['name']: a compiled step takes no text.\n"
+            "  leaf:   <U3[16]   mesh: data=8\n"
+            "  remedy: drop this leaf from the batch before the step, or make numbers of it."
+        )
 
     def test_a_mesh_without_a_data_axis(self):
         state = place_model_state_on_shards(new_state("tuple"), jax.make_mesh((4, 2), ("x", "y")))

@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import Sharding
 
-from grain_shard.training.data_parallel import (
+from grain_shard.training import (
     create_data_parallel_sharding,
     data_parallel_train_step,
     place_batch_on_shards,

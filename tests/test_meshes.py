@@ -8,14 +8,18 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.errors import ShardingError
-from grain_shard.training.meshes import (
+from grain_shard.training import (
+    MeshRules,
     create_1d_mesh,
     create_2d_mesh,
+    create_named_sharding,
     data_parallel_rules,
     fsdp_rules,
     global_batch_size,
-    tensor_parallel_rules,
+    partition_spec_for_names,
 )
+
+TENSOR_PARALLEL = MeshRules(data="data", mlp="model", heads="model")
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
@@ -56,29 +60,43 @@ def test_global_batch_size(data_axis, expected):
 
 
 def test_global_batch_size_on_a_mesh_without_that_axis():
-    with pytest.raises(ShardingError, match="'batch' does not exist") as error:
+    with pytest.raises(ShardingError, match="'batch', which does not exist") as error:
         global_batch_size(64, create_2d_mesh(), "batch")
-    assert error.value.remedy == "use one of 'data', 'model'."
+    assert error.value.remedy == "the mesh has 'data', 'model'; use each axis at most once."
+
+
+def test_named_sharding():
+    mesh = create_2d_mesh()
+    assert create_named_sharding(mesh).is_fully_replicated
+    assert create_named_sharding(mesh, None, ("data", "model")).shard_shape((3, 16)) == (3, 2)
+
+
+def test_named_sharding_of_an_axis_that_the_mesh_does_not_have():
+    with pytest.raises(ShardingError, match="'seq', which does not exist") as error:
+        create_named_sharding(create_2d_mesh(), "data", "seq")
+    assert "data=4, model=2" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("rules", "up", "down", "embedding"),
+    ("rules", "up", "down"),
     [
-        (data_parallel_rules(), P(None, None), P(None, None), P(None, None)),
-        (fsdp_rules(), P("data", None), P(None, "data"), P(None, "data")),
-        (
-            tensor_parallel_rules(),
-            P(None, "model"),
-            P("model", None),
-            P("model", None),
-        ),
+        (data_parallel_rules(), P(None, None), P(None, None)),
+        (fsdp_rules(), P("data", None), P(None, "data")),
+        (fsdp_rules(model_axis="model"), P("model", None), P("model", None)),
+        (TENSOR_PARALLEL, P(None, "model"), P("model", None)),
     ],
 )
-def test_rules(rules, up, down, embedding):
-    assert P(*rules("data", None)) == P("data", None)
-    assert P(*rules("embed", "mlp")) == up
-    assert P(*rules("mlp", "embed")) == down
-    assert P(*rules("vocab", "embed")) == embedding
+def test_rules(rules, up, down):
+    assert partition_spec_for_names(rules, "data", None) == P("data", None)
+    assert partition_spec_for_names(rules, "embed", "mlp") == P(*rules("embed", "mlp")) == up
+    assert partition_spec_for_names(rules, "mlp", "embed") == P(*rules("mlp", "embed")) == down
+
+
+def test_defect_in_peer_fsdp_rules_with_a_model_axis_name_it_twice():
+    mesh, rules = create_2d_mesh(), fsdp_rules(data_axis="data", model_axis="model")
+    assert partition_spec_for_names(rules, "data", "embed") == P("data", "model")
+    sharding = create_named_sharding(mesh, *rules("embed", "mlp"))
+    assert sharding.shard_shape((8, 16)) == (4, 16)
 
 
 def test_a_mesh_axis_goes_to_the_first_dim_that_it_is_for():
@@ -87,7 +105,7 @@ def test_a_mesh_axis_goes_to_the_first_dim_that_it_is_for():
 
 
 def test_rules_combine():
-    rules = dataclasses.replace(tensor_parallel_rules(), embed="data")
+    rules = dataclasses.replace(TENSOR_PARALLEL, embed="data")
     assert rules("embed", "heads") == ("data", "model")
 
 

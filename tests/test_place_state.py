@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.errors import ShardingError
-from grain_shard.training.data_parallel import (
+from grain_shard.training import (
     place_model_state_on_shards,
     place_nnx_state_on_shards,
 )

@@ -14,7 +14,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from grain_shard import ShardingError, StateError, rehearse
+from grain_shard import placement as placement_module
+from grain_shard import rehearse
+from grain_shard.errors import ShardingError, StateError
 from grain_shard.placement import (
     DevicePlacement,
     HardwareType,
@@ -23,7 +25,7 @@ from grain_shard.placement import (
     place_on_device,
     prefetch_to_device,
 )
-from grain_shard.training import device_info
+from grain_shard.training import data_parallel_train_step, place_model_state_on_shards
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, numbered, wait
 
 DEVICE_COUNTS = [1, 2, 4, 8]
@@ -102,7 +104,7 @@ class TestDevices:
             def memory_stats(self):
                 return {"bytes_in_use": 1, "bytes_limit": 2, "num_allocs": 3}
 
-        assert device_info._memory(Device()) == {"bytes_in_use": 1, "bytes_limit": 2}
+        assert placement_module._memory(Device()) == {"bytes_in_use": 1, "bytes_limit": 2}
 
 
 class TestBatchSize:
@@ -206,6 +208,56 @@ class TestDistributeBatch:
 def test_distribute_batch_takes_a_single_device_sharding():
     placed = distribute_batch(mixed(), SingleDeviceSharding(jax.devices()[2]))
     assert all(leaf.devices() == {jax.devices()[2]} for leaf in jax.tree.leaves(placed))
+
+
+def in_a_train_step(data, mesh):
+    def loss_fn(params, batch):
+        return jnp.sum(batch["x"]) * params
+
+    sgd = optax.sgd(0.1)
+    with jax.set_mesh(mesh):
+        data_parallel_train_step(loss_fn, sgd, data, (jnp.ones(()), sgd.init(jnp.ones(()))))
+
+
+# Whatever places a tree, from a mesh with the axis "data".
+PLACERS = {
+    "distribute_batch": lambda data, mesh: distribute_batch(data, NamedSharding(mesh, P("data"))),
+    "shard_batch_dim": lambda data, mesh: DevicePlacement().shard_batch_dim(data, mesh),
+    "replicate_across_devices": lambda data, mesh: DevicePlacement().replicate_across_devices(
+        data, list(mesh.devices.flat)
+    ),
+    "prefetch_to_device": lambda data, mesh: next(prefetch_to_device([data], device=mesh)),
+    "place_model_state_on_shards": place_model_state_on_shards,
+    "data_parallel_train_step": in_a_train_step,
+}
+
+
+class TestAllPlacersAgree:
+    @pytest.mark.parametrize("placer", PLACERS)
+    @pytest.mark.parametrize(
+        ("leaf", "words"),
+        [
+            (np.ma.masked_equal(np.arange(8), 3), "the leaf is a masked array"),
+            (np.arange(8).astype("datetime64[s]"), "dtype datetime64[s] is not one that JAX"),
+            (np.arange(8).astype(">f4"), "dtype >f4 is not one that JAX can hold"),
+            (np.array([None] * 8), "the leaf holds Python objects"),
+        ],
+        ids=["masked", "datetime64", "big-endian", "objects"],
+    )
+    def test_what_no_device_can_hold_is_refused(self, placer, leaf, words, mesh):
+        text = refusal(lambda: PLACERS[placer]({"x": leaf}, mesh))
+        path = "x" if placer == "place_model_state_on_shards" else "batch['x']"
+        assert text.startswith(f"{path}: {words}")
+        assert f"leaf:   {leaf.dtype}[8]   mesh: data=8" in text
+
+    @pytest.mark.parametrize("placer", [p for p in PLACERS if p != "data_parallel_train_step"])
+    def test_text_stays_on_the_host(self, placer, mesh):
+        names = np.array(["cat", "dog"])
+        placed = PLACERS[placer]({"name": names, "title": "pets", "x": np.ones(8)}, mesh)
+        assert isinstance(placed["name"], np.ndarray)
+        assert placed["name"].tolist() == ["cat", "dog"]
+        assert placed["title"].tolist() == "pets"
+        assert placed["x"].devices() == set(mesh.devices.flat)
 
 
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
@@ -400,7 +452,9 @@ class TestPrefetch:
             assert [float(batch[0, 0]) for batch in batches] == [0, 1, 2, 3, 4, 5]
 
     def test_buffer_sizes_are_checked(self):
-        assert refusal(lambda: prefetch_to_device([], size=0)).startswith("buffer_size=0")
+        assert refusal(lambda: prefetch_to_device([], size=0)).startswith("size=0")
+        by_method = functools.partial(DevicePlacement().prefetch_to_device, buffer_size=0)
+        assert refusal(lambda: by_method([])).startswith("buffer_size=0")
         assert "cpu_buffer_size=0" in refusal(lambda: prefetch_to_device([], cpu_buffer_size=0))
 
     def test_what_is_not_iterable_is_refused(self):
@@ -482,6 +536,13 @@ class TestPrefetchLife:
         for thread in started:
             thread.join(HANG_S)
             assert not thread.is_alive()
+
+    def test_it_draws_nothing_before_the_first_next(self):
+        drawn = []
+        before = background_threads()
+        with prefetch_to_device(map(drawn.append, range(3))):
+            assert background_threads() == before
+        assert drawn == []
 
     def test_it_is_a_context_manager(self):
         with prefetch_to_device(np.ones(2) for _ in range(100)) as iterator:

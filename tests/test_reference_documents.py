@@ -7,7 +7,10 @@ class that it uses, and on batches that come from `.shard_to`.
 """
 
 import functools
+import importlib
 import itertools
+import re
+from pathlib import Path
 
 import grain
 import jax
@@ -29,7 +32,7 @@ from grain_shard.placement import (
     place_on_device,
     prefetch_to_device,
 )
-from grain_shard.training.meshes import create_1d_mesh, create_2d_mesh
+from grain_shard.training import create_1d_mesh, create_2d_mesh
 
 
 @pytest.fixture(params=[1, 2, 4, 8])
@@ -216,6 +219,67 @@ class TestShardingGuide:
             for batch in images(100).batch(16).shard_to(mesh)
         ]
         np.testing.assert_array_equal(np.concatenate(labels), np.arange(100) % 10)
+
+
+# `datarax.distributed.__all__` of datarax 0.1.4.
+DATARAX_NAMES = [
+    "BatchSizeRecommendation",
+    "DeviceMeshManager",
+    "DevicePlacement",
+    "HardwareType",
+    "MeshRules",
+    "all_gather",
+    "collect_from_devices",
+    "create_data_parallel_sharding",
+    "create_named_sharding",
+    "data_parallel_rules",
+    "data_parallel_train_step",
+    "distribute_batch",
+    "fsdp_rules",
+    "get_batch_size_recommendation",
+    "partition_spec_for_names",
+    "place_batch_on_shards",
+    "place_model_state_on_shards",
+    "place_nnx_state_on_shards",
+    "place_on_device",
+    "prefetch_to_device",
+    "reduce_custom",
+    "reduce_gradient_tree",
+    "reduce_gradients_across_devices",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_mean_collective",
+    "reduce_min",
+    "reduce_sum",
+    "reduce_sum_collective",
+    "spmd_train_step",
+]
+
+
+class TestNamesOfDatarax:
+    @functools.cached_property
+    def table(self):
+        """The first table of docs/coming_from.md: the left column's names, by the right column."""
+        page = Path(__file__).parents[1] / "docs" / "coming_from.md"
+        _, first_table, *_ = re.split(r"^\|---\|---\|\n", page.read_text(), flags=re.MULTILINE)
+        rows = re.findall(r"^\| (.+) \| (.+) \|$", first_table, re.MULTILINE)[:3]
+        return {right: re.findall(r"`(\w+)`", left) for left, right in rows}
+
+    def test_the_table_has_each_name_once(self):
+        assert list(self.table) == [
+            "`grain_shard.placement`",
+            "`grain_shard.training`",
+            "not taken over",
+        ]
+        assert sorted(itertools.chain(*self.table.values())) == DATARAX_NAMES
+        assert [len(names) for names in self.table.values()] == [7, 13, 10]
+
+    @pytest.mark.parametrize("module", ["grain_shard.placement", "grain_shard.training"])
+    def test_each_name_that_is_kept_is_there_and_has_an_example(self, module):
+        public = importlib.import_module(module)
+        assert set(self.table[f"`{module}`"]) <= set(public.__all__)
+        for name in public.__all__:
+            assert ">>> " in getattr(public, name).__doc__, name
 
 
 LAYER_SIZES = [16, 32, 32, 32, 8]

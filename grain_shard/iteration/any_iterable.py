@@ -17,7 +17,7 @@ from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.reading.fingerprint import fingerprint
 from grain_shard.reading.row_dataset import BatchMapDataset
 from grain_shard.reading.stream_dataset import StreamDataset
-from grain_shard.sharding.place_tree import place_tree, require_local
+from grain_shard.sharding.place import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.trees import Batch
 

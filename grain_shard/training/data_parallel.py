@@ -15,77 +15,18 @@ import jax
 import optax
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
-from grain_shard.sharding.place_leaf import place_leaf
-from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.training.gradients import reduce_gradient_tree, reduce_gradients_across_devices
-from grain_shard.training.meshes import create_1d_mesh, data_parallel_rules
-from grain_shard.training.place_state import place_model_state_on_shards, place_nnx_state_on_shards
+from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.placement import distribute_batch
+from grain_shard.sharding.place import place_leaf
+from grain_shard.sharding.specs import default_spec
+from grain_shard.training.meshes import create_1d_mesh
 from grain_shard.trees import ROOT, is_text
 
-__all__ = [
-    "create_data_parallel_sharding",
-    "data_parallel_rules",
-    "data_parallel_train_step",
-    "place_batch_on_shards",
-    "place_model_state_on_shards",
-    "place_nnx_state_on_shards",
-    "reduce_gradient_tree",
-    "reduce_gradients_across_devices",
-    "spmd_train_step",
-]
-
-
-def create_data_parallel_sharding(
-    mesh: Mesh, data_axis: str | tuple[str, ...] = "data"
-) -> NamedSharding:
-    """The sharding of a batch whose rows, dim 0, are split over the data axis.
-
-    Args:
-        mesh: The mesh.
-        data_axis: The axis that shards the rows; several for a mesh on which all of them do, such
-            as ``("data", "fsdp")``.
-
-    Raises:
-        ShardingError: The mesh has no such axis.
-
-    Example:
-        >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
-        >>> sharding.shard_shape((16, 3))
-        (2, 3)
-    """
-    return ShardingTree.of(mesh, PartitionSpec(data_axis)).prefix
-
-
-def place_batch_on_shards(batch: Any, sharding: Sharding) -> Any:
-    """Places a whole global batch on the devices of a sharding.
-
-    On several processes every one passes the same whole batch and keeps its devices' rows. Where
-    each has only its own rows, end the pipeline with `.shard_to` instead.
-
-    Args:
-        batch: A tree of numpy arrays, `jax.Array` or Python scalars.
-        sharding: For every leaf, with the spec cut to the leaf's rank: under ``P("data", "seq")``
-            a leaf of rank 1 is sharded by its rows and a scalar is replicated.
-
-    Returns:
-        The batch with each leaf a global array; numpy arrays of strings stay as they are.
-
-    Raises:
-        ShardingError: A mesh axis does not divide its dim, or a leaf holds Python objects.
-
-    Example:
-        >>> import numpy as np
-        >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
-        >>> batch = place_batch_on_shards({"x": np.zeros((16, 3))}, sharding)
-    """
-
-    def place(path: KeyPath, leaf: Any) -> Any:
-        return leaf if is_text(leaf) else place_leaf(ROOT + keystr(path), leaf, sharding)
-
-    return tree_map_with_path(place, batch)
+# One function, for which datarax has two names.
+place_batch_on_shards = distribute_batch
 
 
 def spmd_train_step(
@@ -104,7 +45,7 @@ def spmd_train_step(
         optimizer: Its optimizer, updated in place.
         loss_fn: ``loss_fn(model, batch)``, a scalar: the mean over the global batch. For padded
             batches that is ``sum(loss * valid_mask) / sum(valid_mask)``.
-        batch: A global batch, placed by `.shard_to` or `place_batch_on_shards`.
+        batch: A global batch, placed by `.shard_to` or `distribute_batch`.
 
     Returns:
         The loss before the update.
@@ -151,8 +92,8 @@ def data_parallel_train_step(
 
     Raises:
         TypeError: `state` and `optimizer` do not go together.
-        ShardingError: The rows do not divide by the data axis, or the mesh has several axes, none
-            of them called "data".
+        ShardingError: The rows do not divide by the data axis, the mesh has several axes, none of
+            them called "data", or a leaf is text or of another kind that no device can hold.
 
     Example:
         >>> import jax.numpy as jnp
@@ -225,22 +166,33 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
     mesh = meshes[0] if meshes else jax.sharding.get_mesh()
     if mesh.empty:
         mesh = create_1d_mesh()
-
-    def place(root: str, tree: Any, sharding: NamedSharding) -> Any:
-        return tree_map_with_path(
-            lambda path, leaf: (
-                leaf if _is_on_mesh(leaf) else place_leaf(root + keystr(path), leaf, sharding)
-            ),
-            tree,
-        )
-
     replicated = NamedSharding(mesh, PartitionSpec())
-    by_rows = ShardingTree.of(mesh).prefix
+    by_rows = NamedSharding(mesh, default_spec(mesh))
     return (
-        place("state", state, replicated),
-        place(ROOT, batch, by_rows),
-        place("rngs", rngs, replicated),
+        _placed("state", state, replicated),
+        _placed(ROOT, batch, by_rows),
+        _placed("rngs", rngs, replicated),
     )
+
+
+def _placed(root: str, tree: Any, sharding: NamedSharding) -> Any:
+    """The tree with those leaves placed that are not on a mesh yet."""
+
+    def place(path: KeyPath, leaf: Any) -> Any:
+        if _is_on_mesh(leaf):
+            return leaf
+        array = place_leaf(root + keystr(path), leaf, sharding)
+        if is_text(array):
+            raise ShardingError(
+                "a compiled step takes no text.",
+                path=root + keystr(path),
+                leaf=describe_leaf(array),
+                mesh_axes=sharding.mesh.shape.items(),
+                remedy="drop this leaf from the batch before the step, or make numbers of it.",
+            )
+        return array
+
+    return tree_map_with_path(place, tree)
 
 
 def _is_on_mesh(leaf: Any) -> bool:

@@ -1,16 +1,15 @@
-"""Meshes for any number of devices, and what a logical axis means on them."""
+"""Meshes for any number of devices, and what lies on them."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from grain_shard.errors import ShardingError
+from grain_shard.sharding.specs import named_sharding, num_shards
 
 
 def create_1d_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
@@ -65,6 +64,46 @@ def create_2d_mesh(
     return jax.make_mesh(shape, axis_names, (AxisType.Auto,) * 2, devices=devices)
 
 
+def create_named_sharding(mesh: Mesh, *axes: str | tuple[str, ...] | None) -> NamedSharding:
+    """The sharding that gives each dim of an array to these axes of a mesh.
+
+    Args:
+        mesh: The mesh.
+        *axes: For each dim the axis that shards it, several of them, or None. Dims beyond are not
+            sharded; with none at all, every device holds the whole array.
+
+    Raises:
+        ShardingError: The mesh has no such axis, or one is named twice.
+
+    Example:
+        >>> mesh = jax.make_mesh((4, 2), ("data", "model"))
+        >>> create_named_sharding(mesh, "data", None, "model").shard_shape((8, 3, 6))
+        (2, 3, 3)
+    """
+    return named_sharding(mesh, PartitionSpec(*axes))
+
+
+def create_data_parallel_sharding(
+    mesh: Mesh, data_axis: str | tuple[str, ...] = "data"
+) -> NamedSharding:
+    """The sharding of a batch whose rows, dim 0, are split over the data axis.
+
+    Args:
+        mesh: The mesh.
+        data_axis: The axis that shards the rows; several for a mesh on which all of them do, such
+            as ``("data", "fsdp")``.
+
+    Raises:
+        ShardingError: The mesh has no such axis.
+
+    Example:
+        >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
+        >>> sharding.shard_shape((16, 3))
+        (2, 3)
+    """
+    return create_named_sharding(mesh, data_axis)
+
+
 def global_batch_size(
     batch_size_per_device: int, mesh: Mesh, data_axis: str | tuple[str, ...] = "data"
 ) -> int:
@@ -84,92 +123,4 @@ def global_batch_size(
         >>> global_batch_size(64, jax.make_mesh((4, 2), ("data", "model")))
         256
     """
-    axes = (data_axis,) if isinstance(data_axis, str) else data_axis
-    for axis in axes:
-        if axis not in mesh.axis_names:
-            raise ShardingError(
-                f"mesh axis {axis!r} does not exist.",
-                mesh_axes=mesh.shape.items(),
-                remedy=f"use one of {', '.join(map(repr, mesh.axis_names))}.",
-            )
-    return batch_size_per_device * math.prod(mesh.shape[axis] for axis in axes)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshRules:
-    """Which mesh axis shards each logical axis of a model; None replicates it.
-
-    Called with the logical axes of an array it gives what `PartitionSpec` and flax's
-    `with_partitioning` take, so that a model is written once and moves between the rules.
-
-    Attributes:
-        data: Rows of the batch.
-        embed: The model's width: the inputs of a projection up, the outputs of one down.
-        mlp: Hidden units.
-        heads: Attention heads.
-        vocab: Entries of the vocabulary.
-
-    Example:
-        >>> tensor_parallel_rules()("embed", "mlp")
-        (None, 'model')
-    """
-
-    data: str | None = None
-    embed: str | None = None
-    mlp: str | None = None
-    heads: str | None = None
-    vocab: str | None = None
-
-    def __call__(self, *logical_axes: str | None) -> tuple[str | None, ...]:
-        """The mesh axis of each logical axis; None stays None.
-
-        No mesh axis can shard two dims of an array: it goes to the first that it is for.
-
-        Raises:
-            ValueError: There is no such logical axis.
-        """
-        mesh_axes = dataclasses.asdict(self)
-        for axis in logical_axes:
-            if axis is not None and axis not in mesh_axes:
-                raise ValueError(f"{axis!r} is not a logical axis; they are {list(mesh_axes)}.")
-        found: list[str | None] = []
-        for axis in logical_axes:
-            mesh_axis = axis and mesh_axes[axis]
-            found.append(None if mesh_axis in found else mesh_axis)
-        return tuple(found)
-
-
-def data_parallel_rules(data_axis: str = "data") -> MeshRules:
-    """Every device holds the whole model and a share of the batch.
-
-    Example:
-        >>> data_parallel_rules()("data", "embed"), data_parallel_rules()("embed", "mlp")
-        (('data', None), (None, None))
-    """
-    return MeshRules(data=data_axis)
-
-
-def fsdp_rules(data_axis: str = "data") -> MeshRules:
-    """Every device holds a share of the batch and, along the same axis, of each weight's width.
-
-    Weights are gathered where they are used and their gradients scattered back.
-
-    Example:
-        >>> fsdp_rules()("data", "mlp"), fsdp_rules()("embed", "mlp")
-        (('data', None), ('data', None))
-    """
-    return MeshRules(data=data_axis, embed=data_axis)
-
-
-def tensor_parallel_rules(data_axis: str = "data", model_axis: str = "model") -> MeshRules:
-    """Hidden units, heads and vocabulary are split over the model axis, the batch over the other.
-
-    A projection up is then split by its outputs and the next one down by its inputs, so the two
-    need one all-reduce between them.
-
-    Example:
-        >>> rules = tensor_parallel_rules()
-        >>> rules("embed", "mlp"), rules("mlp", "embed")
-        ((None, 'model'), ('model', None))
-    """
-    return MeshRules(data=data_axis, mlp=model_axis, heads=model_axis, vocab=model_axis)
+    return batch_size_per_device * num_shards(create_data_parallel_sharding(mesh, data_axis))

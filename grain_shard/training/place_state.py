@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.tree_util import GetAttrKey, KeyPath
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.sharding.place_leaf import place_leaf
-from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.sharding.place import place_leaf
+from grain_shard.sharding.specs import default_spec, named_sharding
 
 _WORDS = (None, "replicate", "fsdp")
 _NAMES_SHOWN = 20
@@ -39,11 +39,12 @@ def place_model_state_on_shards(
               several that match, the longest counts. A spec longer than a leaf's rank is cut.
 
     Returns:
-        The state with each leaf a global array.
+        The state with each leaf a global array; text stays as it is.
 
     Raises:
         ShardingError: An unknown word; a path that matches no leaf, with those that exist; an axis
-            that the mesh does not have or that does not divide its dim.
+            that the mesh does not have or that does not divide its dim; a leaf that no device can
+            hold.
 
     Example:
         >>> mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
@@ -69,9 +70,9 @@ def place_model_state_on_shards(
             remedy=f"use {', '.join(map(repr, _WORDS))} or a dict from paths to PartitionSpec.",
         )
 
-    def place(path: KeyPath, leaf: Any) -> jax.Array:
+    def place(path: KeyPath, leaf: Any) -> Any:
         name = _name(path)
-        return _place(name, leaf, _on_mesh(mesh, spec_of(name, leaf)))
+        return _place(name, leaf, named_sharding(mesh, spec_of(name, leaf)))
 
     return jax.tree_util.tree_map_with_path(place, state)
 
@@ -125,7 +126,7 @@ def place_nnx_state_on_shards(
             )
         used.add(rule)
         where = rules[rule][1]
-        sharding = where if isinstance(where, Sharding) else _on_mesh(mesh, where)
+        sharding = where if isinstance(where, Sharding) else named_sharding(mesh, where)
         placed.append((path, variable.replace(_place(name, variable.get_value(), sharding))))
     for rule, (filter_, _) in enumerate(rules):
         # A general filter may have nothing to do: BatchStat in a model without batch norm.
@@ -140,7 +141,7 @@ def _replicated(name: str, leaf: Any) -> PartitionSpec:
 
 
 def _fully_sharded(mesh: Mesh) -> Callable[[str, Any], PartitionSpec]:
-    axis = "fsdp" if "fsdp" in mesh.axis_names else ShardingTree.of(mesh).prefix.spec[0]
+    axis = "fsdp" if "fsdp" in mesh.axis_names else default_spec(mesh)[0]
     axis_size = mesh.shape[axis]
 
     def spec_of(name: str, leaf: Any) -> PartitionSpec:
@@ -179,22 +180,22 @@ def _name(path: KeyPath) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
-def _on_mesh(mesh: Mesh, spec: PartitionSpec) -> Sharding:
-    return ShardingTree.of(mesh, spec).prefix
-
-
-def _place(name: str, leaf: Any, sharding: Sharding) -> jax.Array:
+def _place(name: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray:
     try:
         return place_leaf(name, leaf, sharding)
     except ShardingError as error:
-        # place_leaf's own remedy is for batches.
+        # The remedies that the error comes with are for batches.
+        if error.spec is None:
+            remedy = "make the leaf an array of numbers that JAX has, or take it out of the state."
+        else:
+            remedy = "shard another dim of this leaf, or replicate it with PartitionSpec()."
         raise ShardingError(
             error.problem,
             path=error.path,
             leaf=error.leaf,
             spec=error.spec,
             mesh_axes=error.mesh_axes,
-            remedy="shard another dim of this leaf, or replicate it with PartitionSpec().",
+            remedy=remedy,
         ) from None
 
 

@@ -1,0 +1,33 @@
+from . import checkpoint as checkpoint
+from . import measuring as measuring
+from . import placement as placement
+from . import rehearse as rehearse
+from . import training as training
+from .chain import shard_to as shard_to
+from .errors import AgreementError as AgreementError
+from .errors import GrainShardError as GrainShardError
+from .errors import HostTimeoutError as HostTimeoutError
+from .errors import ShardingError as ShardingError
+from .errors import StateError as StateError
+from .feeding.feed_batches import feeds as feeds
+from .install import install as install
+from .install import uninstall as uninstall
+from .iteration.iterator import ShardedIterator as ShardedIterator
+from .iteration.sharded_dataset import ShardedDataset as ShardedDataset
+from .measuring.timeline import profile as profile
+from .placement import DevicePlacement as DevicePlacement
+from .placement import prefetch_to_device as prefetch_to_device
+from .planning.make_plan import plan as plan
+from .planning.topology import hosts_mesh as hosts_mesh
+from .planning.topology import topology_mesh as topology_mesh
+from .reading.sources import ArrayRecordSource as ArrayRecordSource
+from .sharding.layout import BatchLayout as BatchLayout
+from .sharding.shard_by_mesh import ShardByMesh as ShardByMesh
+from .sharding.sharding_tree import ShardingTree as ShardingTree
+from .showing.display import show as show
+from .transforms.device_put import DevicePut as DevicePut
+from .transforms.pad import PadToDivisible as PadToDivisible
+from .transforms.shard_batch import ShardBatch as ShardBatch
+from .transforms.validate import ValidateBatchSize as ValidateBatchSize
+
+__version__: str

@@ -1,0 +1,145 @@
+"""A tree of arrays onto the devices of a tree of shardings, on one process or on many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.host_arrays import copied
+from grain_shard.sharding.layout import mesh_axes_of
+from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.sharding.specs import check_fits, trimmed
+from grain_shard.trees import ROOT, as_arrays, is_text
+
+
+def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) -> Any:
+    """Places every leaf.
+
+    Args:
+        data: A tree of numpy arrays, `jax.Array`s, typed PRNG keys and Python scalars. On several
+            processes, what is on the host is the same whole data on each.
+        target: Where the leaves go.
+        in_background: Whether the caller is a background thread, which must run no collective.
+
+    Returns:
+        The same tree of `jax.Array`s; text stays on the host, as numpy arrays.
+
+    Raises:
+        ShardingError: A leaf does not fit its sharding or is of a kind that no device can hold,
+            this process has no device in a sharding, or a leaf that spans processes cannot be
+            moved there.
+    """
+    require_local(target)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(data)
+    if not pairs:
+        return data  # such as the state of plain SGD
+    paths = [ROOT + jax.tree_util.keystr(keys) for keys, _ in pairs]
+    arrays = [_as_array(path, leaf, target) for path, (_, leaf) in zip(paths, pairs, strict=True)]
+    shardings = target.match(structure.unflatten(arrays))
+    return structure.unflatten(
+        [
+            _place(path, array, sharding, in_background)
+            for path, array, sharding in zip(paths, arrays, shardings, strict=True)
+        ]
+    )
+
+
+def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray:
+    """Places one leaf.
+
+    Args:
+        path: Where the leaf is in its tree, for messages.
+        leaf: As in `place_tree`.
+        sharding: Where it goes. A spec longer than the leaf's rank is cut to it, which replicates
+            scalars.
+
+    Returns:
+        A global array with the leaf's shape; text as it is.
+
+    Raises:
+        ShardingError: As in `place_tree`, of this leaf.
+    """
+    array = _as_array(path, leaf, ShardingTree(sharding))
+    where = None if is_text(array) else trimmed(sharding, array.ndim)
+    return _place(path, array, where, in_background=False)
+
+
+def require_local(target: ShardingTree) -> None:
+    """Checks that this process has a device in each of the shardings.
+
+    Raises:
+        ShardingError: It has none; the message names the processes that have.
+    """
+    for sharding in target.shardings():
+        if not sharding.addressable_devices:
+            processes = sorted({device.process_index for device in sharding.device_set})
+            raise ShardingError(
+                f"all devices belong to process {', '.join(map(str, processes))}, and this is"
+                f" process {jax.process_index()}, which could hold nothing of the result.",
+                mesh_axes=target.mesh_axes,
+                remedy="use one of jax.local_devices(), or a mesh that includes some of them.",
+            )
+
+
+def _as_array(path: str, leaf: Any, target: ShardingTree) -> Any:
+    """A `jax.Array` as it is; all else as numpy, if a device or, for text, the host can hold it."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    try:
+        return as_arrays([path], [leaf])[0]
+    except ShardingError as error:
+        raise error.with_mesh(target.mesh_axes) from None
+
+
+def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool) -> Any:
+    """Places an array by a sharding of no more than its rank; None leaves it on the host.
+
+    The result shares no memory with numpy input on the CPU backend, so that a loader may reuse its
+    buffer. A `jax.Array` that lies where it should may come back as it is.
+    """
+    if sharding is None:
+        return array
+    check_fits(path, array, sharding, array.shape)
+    if isinstance(array, jax.Array):
+        if not array.is_fully_addressable:
+            _require_movable(path, array, sharding, in_background)
+        # Moving what is global already is JAX's to do, in the same order on every process.
+        if sharding.is_fully_addressable or not array.is_fully_addressable:
+            return jax.device_put(array, sharding)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            data = _place(path, jax.random.key_data(array), sharding, in_background)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    host_array = np.asarray(array)
+    # The CPU backend may take aligned host memory as it is, and its owner may then write to it.
+    on_cpu = next(iter(sharding.device_set)).platform == "cpu"
+    shard = (lambda index: copied(host_array[index])) if on_cpu else host_array.__getitem__
+    # Not device_put: onto several processes it is a collective that compares the value.
+    return jax.make_array_from_callback(host_array.shape, sharding, shard)
+
+
+def _require_movable(path: str, array: jax.Array, to: Sharding, in_background: bool) -> None:
+    if array.sharding.is_equivalent_to(to, array.ndim):
+        return
+    if to.is_fully_addressable:
+        problem = "the array spans processes, and devices of one process cannot take it over"
+        remedy = (
+            "gather it first, by jax.experimental.multihost_utils.process_allgather, or take what"
+            " this process holds, in .addressable_shards."
+        )
+    elif in_background:
+        problem = "moving what spans processes is a collective, which no background thread may run"
+        remedy = "let the source yield numpy, or call distribute_batch in the training loop."
+    else:
+        return
+    raise ShardingError(
+        f"{problem}.",
+        path=path,
+        leaf=describe_leaf(array),
+        mesh_axes=mesh_axes_of([to]),
+        remedy=remedy,
+    )
