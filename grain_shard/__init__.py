@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         place_on_device,
         prefetch_to_device,
     )
-    from grain_shard.planning.make_plan import Plan, plan
+    from grain_shard.planning.plan import Plan, plan
     from grain_shard.planning.topology import hosts_mesh, topology_mesh
     from grain_shard.reading.sources import ArrayRecordSource
     from grain_shard.sharding.layout import BatchLayout
@@ -130,7 +130,7 @@ _ON_USE = {
         "place_on_device",
         "prefetch_to_device",
     ],
-    "planning.make_plan": ["Plan", "plan"],
+    "planning.plan": ["Plan", "plan"],
     "measuring.throughput": ["Throughput", "create_sharded_pipeline", "measure_throughput"],
     "measuring.timeline": ["Timeline", "profile"],
     "planning.topology": ["hosts_mesh", "topology_mesh"],

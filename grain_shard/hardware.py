@@ -254,10 +254,42 @@ def get_batch_size_recommendation(
     return _RECOMMENDATIONS[detect_hardware() if hardware_type is None else hardware_type]
 
 
+class BatchSizeRating(enum.Enum):
+    """How one chip's batch compares with what is recommended for the chip."""
+
+    TOO_SMALL = "too small"  # below the minimum: the chip mostly waits for memory
+    BELOW_CRITICAL = "below critical"  # a larger batch would cost little extra time
+    ACCEPTABLE = "acceptable"  # from the critical size on: the arithmetic takes the time
+    OPTIMAL = "optimal"  # nothing is gained by a larger one
+
+
+def rate_batch_size(batch_size: int, hardware_type: HardwareType | None = None) -> BatchSizeRating:
+    """How one chip's batch compares with what is recommended for the chip.
+
+    Args:
+        batch_size: Tokens or examples per chip, not the global batch.
+        hardware_type: The chip; None detects it.
+
+    Example:
+        >>> rate_batch_size(100, HardwareType.H100)  # its critical batch is 298
+        <BatchSizeRating.BELOW_CRITICAL: 'below critical'>
+    """
+    sizes = get_batch_size_recommendation(hardware_type)
+    if batch_size < sizes.min_batch_size:
+        return BatchSizeRating.TOO_SMALL
+    if batch_size < sizes.critical_batch_size:
+        return BatchSizeRating.BELOW_CRITICAL
+    if batch_size < sizes.optimal_batch_size:
+        return BatchSizeRating.ACCEPTABLE
+    return BatchSizeRating.OPTIMAL
+
+
 def validate_batch_size(
     batch_size: int, hardware_type: HardwareType | None = None, warn_suboptimal: bool = True
 ) -> tuple[bool, str]:
     """Whether one chip's batch is large enough, and a sentence that says why.
+
+    It is `rate_batch_size` in words.
 
     Args:
         batch_size: Tokens or examples per chip, not the global batch.
@@ -272,18 +304,18 @@ def validate_batch_size(
         (True, 'Batch size 64 is optimal for cpu.')
     """
     hardware_type = detect_hardware() if hardware_type is None else hardware_type
-    sizes = get_batch_size_recommendation(hardware_type)
-    chip = hardware_type.value
-    if batch_size < sizes.min_batch_size:
+    sizes, chip = get_batch_size_recommendation(hardware_type), hardware_type.value
+    rating = rate_batch_size(batch_size, hardware_type)
+    if rating is BatchSizeRating.TOO_SMALL:
         return False, (
             f"Batch size {batch_size} is below minimum recommended {sizes.min_batch_size} for "
             f"{chip}: the chip will mostly wait for memory."
         )
-    if warn_suboptimal and batch_size < sizes.critical_batch_size:
+    if rating is BatchSizeRating.BELOW_CRITICAL and warn_suboptimal:
         return True, (
             f"Batch size {batch_size} is below critical size {sizes.critical_batch_size} for "
             f"{chip}: a larger batch costs little extra time."
         )
-    if batch_size >= sizes.optimal_batch_size:
+    if rating is BatchSizeRating.OPTIMAL:
         return True, f"Batch size {batch_size} is optimal for {chip}."
     return True, f"Batch size {batch_size} is acceptable for {chip}."

@@ -260,7 +260,7 @@ class TestTopologies:
             ("v5e:3x7", {"data": 21}, "no topology of 'v5e:3x7'"),
             ("v9:2x2", {"data": 4}, "no topology of 'v9:2x2'"),
             ("v5e", {"data": 4}, "no topology of 'v5e'"),
-            ("v5e:2x2", {"data": 5}, "5 places for 4 devices"),
+            ("v5e:2x2", {"data": 5}, "a mesh of 5 devices, and there are 4"),
             ("v5e:2x2", {"data": 4, "model": 0}, "mesh axis model=0"),
             ("v6e:16x16", {"data": 128, "model": 2}, "jax.make_mesh.*refuses"),
         ],

@@ -25,6 +25,7 @@ class TestCommand:
             "16 x unknown device on 8 hosts",
             "data=4, model=4; batch P('data')",
             "64 rows; 16 on each device",
+            "times each row is read",
             "48.0 kB a batch, 96.0 kB for two that wait",
             "16 steps for 1,000 records; 24 rows of padding",
             "4 groups of hosts, the first: 0, 1",
@@ -75,7 +76,10 @@ class TestCommand:
         ("words", "message"),
         [
             ("--hosts 2 --mesh data=2", "--hosts and --devices-per-host go together"),
-            ("--hosts 2 --devices-per-host 1 --mesh data=3", "3 places for 2 devices"),
+            (
+                "--hosts 2 --devices-per-host 1 --mesh data=3",
+                "a mesh of 3 devices, and there are 2",
+            ),
             ("--hosts 2 --devices-per-host 1 --mesh data=2 --spec x", "does not exist"),
         ],
     )

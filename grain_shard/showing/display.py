@@ -1,19 +1,25 @@
-"""`show`: what a batch is, and where; as a table in a terminal, as drawings in a notebook."""
+"""`show`: what a batch is, and where; tables in a terminal, with drawings in a notebook."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
 import jax
 
-from grain_shard.errors import ShardingError
-from grain_shard.planning.plan_text import describe_ranges
+from grain_shard.errors import ShardingError, describe_mesh
+from grain_shard.showing.drawing import draw_batch
 from grain_shard.showing.leaf_text import LeafText
-from grain_shard.showing.rich_output import describe_bytes, table, to_html, to_terminal
-from grain_shard.showing.sharding_drawing import draw_tree
+from grain_shard.showing.tables import (
+    describe_bytes,
+    describe_ranges,
+    table,
+    to_html,
+    to_terminal,
+    to_text,
+)
 from grain_shard.transforms.device_put import DevicePutIterDataset
 from grain_shard.trees import flatten
 
@@ -21,8 +27,8 @@ from grain_shard.trees import flatten
 def show(batch_or_dataset: Any) -> None:
     """Shows the leaves of a batch: global shape, mesh axes, rows and bytes on each device.
 
-    In a notebook it draws which device holds what of each leaf, too. Nothing is computed on a
-    device or moved from one, and no other host is asked, so that one host of many may call it.
+    In a notebook it draws which device holds what, too. Nothing is computed on a device or moved
+    from one, and no other host is asked, so that one host of many may call it.
 
     Args:
         batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.
@@ -47,24 +53,38 @@ def show(batch_or_dataset: Any) -> None:
           a batch                                                    10 bytes
         <BLANKLINE>
     """
-    batch, facts = batch_or_dataset, None
+    batch, tables = batch_or_dataset, []
     if isinstance(batch_or_dataset, DevicePutIterDataset):
         batch = batch_or_dataset.abstract_batch()
-        facts = table(["dataset", ""], _facts(batch_or_dataset, _rows(batch)), left=2)
+        tables.append(table(["dataset", ""], _facts(batch_or_dataset, _rows(batch)), left=2))
     elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
         raise ShardingError(
             f"nothing tells what a {type(batch_or_dataset).__name__} holds, and where.",
             remedy="show one of its batches, or the dataset that .shard_to(mesh) returned.",
         )
-    if _in_notebook():
-        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
-
-        display(HTML((to_html(facts) if facts else "") + draw_tree(batch)))
-        return
-    if facts:
-        to_terminal(facts)
     columns = ["leaf", "global array", "rows a device", "bytes a device"]
-    to_terminal(table(columns, _lines(batch), left=2))
+    tables.append(table(columns, _lines(batch), left=2))
+    if _in_notebook():
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        display(_Page(tables, batch))
+    else:
+        for each in tables:
+            to_terminal(each)
+
+
+class _Page:
+    """What a notebook displays: HTML, and plain text for viewers that show no HTML."""
+
+    def __init__(self, tables: Sequence[Any], batch: Any):
+        self._html = "".join([*map(to_html, tables), draw_batch(batch)])
+        self._text = "\n".join(map(to_text, tables))
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 def _in_notebook() -> bool:
@@ -97,7 +117,7 @@ def _lines(batch: Any) -> Iterator[tuple[str, ...]]:
 def _facts(ds: DevicePutIterDataset, global_batch_size: int | None) -> Iterator[tuple[str, str]]:
     put, layout = ds.settings, ds.layout
     target = put.final_shardings or put.shardings
-    axes = ", ".join(f"{name}={size}" for name, size in target.mesh_axes) or "none"
+    axes = describe_mesh(target.mesh_axes) or "none"
     yield "mesh", f"{axes}; {layout.num_hosts} hosts" if layout.num_hosts > 1 else axes
     batches = ds.num_batches()
     yield "batches", "only the end of the stream tells" if batches is None else f"{batches:,}"

@@ -10,7 +10,12 @@ import grain
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.grain_inside.nodes import iter_batch_size
-from grain_shard.hardware import HardwareType, validate_batch_size
+from grain_shard.hardware import (
+    BatchSizeRating,
+    HardwareType,
+    rate_batch_size,
+    validate_batch_size,
+)
 from grain_shard.reading.fetch import RowMapDataset
 from grain_shard.reading.rows import row_reader
 from grain_shard.trees import Batch, FlatBatch
@@ -73,8 +78,9 @@ class ValidateBatchSize:
             )
         if self.hardware is not None:
             shard_batch_size = -(-global_batch_size // self.divisor)
-            valid, message = validate_batch_size(shard_batch_size, self.hardware)
-            if not valid or "below" in message:
+            rating = rate_batch_size(shard_batch_size, self.hardware)
+            if rating in (BatchSizeRating.TOO_SMALL, BatchSizeRating.BELOW_CRITICAL):
+                _, message = validate_batch_size(shard_batch_size, self.hardware)
                 warnings.warn(f"rows per shard: {message}", stacklevel=2)
 
 

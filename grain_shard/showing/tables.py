@@ -1,4 +1,4 @@
-"""Tables of rich as plain text, in a terminal, or as HTML."""
+"""Tables in a terminal, as plain text and as HTML, and what to write in their cells."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 _HTML_WIDTH = 92  # characters
 _HTML_STYLE = "font-family:monospace; line-height:1.3; overflow-x:auto"
 _TEXT_WIDTH = 100
+_MAX_RANGES = 4
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) -> Any:
@@ -63,3 +64,10 @@ def describe_bytes(count: int | None) -> str:
     from rich.filesize import decimal
 
     return "-" if count is None else decimal(count)
+
+
+def describe_ranges(ranges: Sequence[tuple[int, int]]) -> str:
+    """Rows as slices, the first few of them: ``0:8, 16:24``."""
+    shown = [f"{start}:{stop}" for start, stop in ranges[:_MAX_RANGES]]
+    more = len(ranges) - len(shown)
+    return ", ".join([*shown, f"{more} more"] if more else shown)
