@@ -269,7 +269,7 @@ class TestInANotebook:
         drawn = cells(page._repr_html_())
         assert "rows of this host" in page._repr_html_()
         assert "u8[32@data,28,28,1]" in page._repr_html_()
-        assert ["8:16", "2, 3"] in drawn
+        assert ["8:16", "devices 2, 3"] in drawn
         assert capsys.readouterr().out == ""
 
     def test_viewers_that_show_no_html_get_the_text_of_a_terminal(self, displayed, capsys):
@@ -289,11 +289,11 @@ class TestInANotebook:
     def test_rows_go_down_and_other_dims_across(self):
         both = jax.device_put(np.zeros((8, 6)), NamedSharding(mesh_2d(), P("data", "seq")))
         assert cells(draw_batch({"x": both})) == [
-            ["rows", "dim 1 0:3", "dim 1 3:6"],
-            ["0:2", "0", "1"],
-            ["2:4", "2", "3"],
-            ["4:6", "4", "5"],
-            ["6:8", "6", "7"],
+            ["rows", "dim 1: 0:3", "dim 1: 3:6"],
+            ["0:2", "device 0", "device 1"],
+            ["2:4", "device 2", "device 3"],
+            ["4:6", "device 4", "device 5"],
+            ["6:8", "device 6", "device 7"],
         ]
 
     def test_leaves_that_are_cut_alike_share_a_drawing(self):
@@ -303,11 +303,11 @@ class TestInANotebook:
         page = draw_batch(batch)
         assert "batch[&#x27;image&#x27;], batch[&#x27;label&#x27;], batch[&#x27;valid_mask" in page
         assert cells(page) == [
-            ["rows", "devices"],  # and no dims after the last sharded one
-            ["0:2", "0, 1"],
-            ["2:4", "2, 3"],
-            ["4:6", "4, 5"],
-            ["6:8", "6, 7"],
+            ["rows", "held by"],  # and no dims after the last sharded one
+            ["0:2", "devices 0, 1"],
+            ["2:4", "devices 2, 3"],
+            ["4:6", "devices 4, 5"],
+            ["6:8", "devices 6, 7"],
         ]
 
     def test_leaves_are_drawn_but_for_those_on_no_mesh(self):
@@ -319,7 +319,7 @@ class TestInANotebook:
         others["no rows"] = jax.device_put(np.zeros((0, 8)), NamedSharding(mesh_2d(), P("data")))
         page = draw_batch({**arrays, **others})
         assert page.count("<table") == len(arrays)
-        assert ["0:8", "0, 1, 2, 3, 4, 5, 6, 7"] in cells(page)
+        assert ["0:8", "devices 0, 1, 2, 3, 4, 5, 6, 7"] in cells(page)
         assert draw_batch(others) == ""
 
     def test_devices_are_named_by_host_where_there_are_several(self):
@@ -327,7 +327,7 @@ class TestInANotebook:
         mesh = Mesh(mesh.devices.T, ("data", "model"))
         leaf = jax.ShapeDtypeStruct((4,), np.int32, sharding=NamedSharding(mesh, P("data")))
         assert cells(draw_batch({"x": leaf})) == [
-            ["rows", "devices"],
+            ["rows", "held by"],
             ["0:2", "host 0: 0, host 1: 2"],
             ["2:4", "host 0: 1, host 1: 3"],
         ]
@@ -347,7 +347,7 @@ class TestInANotebook:
     def test_values_are_not_looked_at(self):
         array = jax.device_put(np.zeros((8, 6)), NamedSharding(mesh_2d(), P("data")))
         array.delete()
-        assert ["0:2", "0, 1"] in cells(draw_batch(array))
+        assert ["0:2", "devices 0, 1"] in cells(draw_batch(array))
 
 
 class TestRepr:

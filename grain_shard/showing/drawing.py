@@ -14,6 +14,10 @@ from grain_shard.trees import flatten
 # Okabe and Ito's palette, which people with any kind of color vision can tell apart, mixed half and
 # half with white, so that black text can be read on it.
 _COLORS = "#F3CF80", "#ABDAF4", "#80CFB9", "#F8F2A1", "#80B9D9", "#EBAF80", "#E6BCD3"
+_TABLE_STYLE = (
+    "border-collapse:separate; border-spacing:2px; margin:8px; white-space:nowrap;"
+    " font:13px monospace"
+)
 _MAX_LINES = 16
 _MAX_COLUMNS = 8
 _MAX_NAMES = 8  # of leaves, or of devices in one cell
@@ -63,8 +67,8 @@ def _table(paths: Sequence[str], leaf: Any) -> str:
     if len(columns) > _MAX_COLUMNS:
         caption += f"; the first {_MAX_COLUMNS} of {len(columns)} shards across"
     return (
-        '<table style="border-collapse:separate; border-spacing:2px; margin:8px 0">'
-        f'<caption style="text-align:left; caption-side:top">{html.escape(caption)}</caption>'
+        f'<table style="{_TABLE_STYLE}">'
+        f'<caption style="text-align:left; padding:2px 0">{html.escape(caption)}</caption>'
         f"{''.join(parts)}</table>"
     )
 
@@ -79,14 +83,14 @@ def _row(tag: str, cells: Iterable[str], color: str | None = None) -> str:
 
 def _column_head(column: tuple[_Range, ...]) -> str:
     """Where a column lies in the dims after the rows, if these are sharded."""
-    head = "; ".join(f"dim {dim} {_range(part)}" for dim, part in enumerate(column, 1))
-    return head or "devices"
+    head = "; ".join(f"dim {dim}: {_range(part)}" for dim, part in enumerate(column, 1))
+    return head or "held by"
 
 
 def _devices(devices: Sequence[Any], several_hosts: bool) -> str:
     """The devices that hold a piece, by host where there are several."""
     if not several_hosts:
-        return _few([str(device.id) for device in devices])
+        return f"device{'s' if len(devices) > 1 else ''} {_few([str(d.id) for d in devices])}"
     hosts: dict[int, list[str]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(str(device.id))
