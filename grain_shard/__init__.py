@@ -29,11 +29,7 @@ if TYPE_CHECKING:
         validate_batch_size,
     )
     from grain_shard.iteration.iterator import ShardedIterator
-    from grain_shard.measuring.throughput import (
-        Throughput,
-        create_sharded_pipeline,
-        measure_throughput,
-    )
+    from grain_shard.measuring.throughput import Throughput, measure_throughput
     from grain_shard.measuring.timeline import Timeline, profile
     from grain_shard.placement import (
         DevicePlacement,
@@ -67,6 +63,7 @@ if TYPE_CHECKING:
         global_batch_size,
         tensor_parallel_rules,
     )
+    from grain_shard.training.sharded_pipeline import create_sharded_pipeline
     from grain_shard.transforms.device_put import DevicePut
     from grain_shard.transforms.pad import PadToDivisible
     from grain_shard.transforms.shard_batch import ShardBatch
@@ -124,6 +121,7 @@ _ON_USE = {
         "global_batch_size",
         "tensor_parallel_rules",
     ],
+    "training.sharded_pipeline": ["create_sharded_pipeline"],
     "placement": [
         "DevicePlacement",
         "distribute_batch",
@@ -131,7 +129,7 @@ _ON_USE = {
         "prefetch_to_device",
     ],
     "planning.plan": ["Plan", "plan"],
-    "measuring.throughput": ["Throughput", "create_sharded_pipeline", "measure_throughput"],
+    "measuring.throughput": ["Throughput", "measure_throughput"],
     "measuring.timeline": ["Timeline", "profile"],
     "planning.topology": ["hosts_mesh", "topology_mesh"],
 }

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from grain_shard import BatchLayout, GrainShardError, ShardingError, profile
-from grain_shard.measuring.bottleneck import Figures, Settings, verdict
-from grain_shard.measuring.timeline import Timeline, settings_of
+from grain_shard.measuring.bottleneck import find_bottleneck
+from grain_shard.measuring.measurement import Measurement
+from grain_shard.measuring.pipeline_facts import PipelineFacts, pipeline_facts
+from grain_shard.measuring.timeline import Timeline
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
 from grain_shard.transforms import pad
@@ -115,10 +117,10 @@ def test_the_verdict_without_a_step_is_about_the_pipeline():
     assert "step" not in timeline.lanes_s
 
 
-def figures(settings=None, **lanes):
-    """Figures of a loop of 10 seconds, from (thread, start, end) in each lane."""
+def measured(pipeline=None, **lanes):
+    """A loop of 10 seconds, from (thread, start, end) in each lane."""
     spans = [Span(lane, *at) for lane, ats in lanes.items() for at in ats]
-    return Figures(spans, seconds=10, settings=settings)
+    return Measurement(1, 1, 0, 10, tuple(spans), pipeline)
 
 
 READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8, 10)]}
@@ -151,21 +153,21 @@ READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8
     ],
 )
 def test_the_verdict_follows_from_the_figures(lanes, expected):
-    assert verdict(figures(**lanes)).bottleneck == expected
+    assert find_bottleneck(measured(**lanes)).name == expected
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "not_given"),
+    ("pipeline", "given", "not_given"),
     [
-        (Settings(), "raise num_threads", "read="),
-        (Settings(amplification=4), "every row 4 times", ".mp_prefetch"),
-        (Settings(reads_other_rows=True), "at or after .batch before it", "read="),
-        (Settings(is_stream=True, amplification=4), ".mp_prefetch", "read="),
-        (Settings(is_stream=True), ".mp_prefetch", "num_threads"),
+        (PipelineFacts(), "raise num_threads", "read="),
+        (PipelineFacts(amplification=4), "every row 4 times", ".mp_prefetch"),
+        (PipelineFacts(reads_other_rows=True), "at or after .batch before it", "read="),
+        (PipelineFacts(is_stream=True, amplification=4), ".mp_prefetch", "read="),
+        (PipelineFacts(is_stream=True), ".mp_prefetch", "num_threads"),
     ],
 )
-def test_the_advice_fits_the_pipeline(settings, given, not_given):
-    advice = " ".join(verdict(figures(settings, **READING)).advice)
+def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
+    advice = " ".join(find_bottleneck(measured(pipeline, **READING)).advice)
     assert given in advice
     assert not_given not in advice
 
@@ -173,22 +175,22 @@ def test_the_advice_fits_the_pipeline(settings, given, not_given):
 @pytest.mark.parametrize(
     ("ds", "expected"),
     [
-        (sharded(), Settings()),
-        (sharded(cpu_buffer_size=7, num_workers=2), Settings(2, 7)),
-        (sharded(batches().map(dict)), Settings()),  # one host needs all of the rows anyway
-        (sharded(batches().to_iter_dataset().map(dict)), Settings(is_stream=True)),
+        (sharded(), PipelineFacts()),
+        (sharded(cpu_buffer_size=7, num_workers=2), PipelineFacts(2, 7)),
+        (sharded(batches().map(dict)), PipelineFacts()),  # one host needs all of the rows anyway
+        (sharded(batches().to_iter_dataset().map(dict)), PipelineFacts(is_stream=True)),
     ],
 )
 def test_what_the_advice_knows_of_a_pipeline(ds, expected):
-    assert settings_of(ds) == expected
+    assert pipeline_facts(ds) == expected
 
 
 def test_a_host_that_makes_whole_batches_for_some_of_their_rows(monkeypatch):
     monkeypatch.setattr(BatchLayout, "holds_all", False)  # as on one of several hosts
     with pytest.warns(UserWarning, match="has to evaluate every row"):
         mapped = sharded(batches().map(dict))
-    assert settings_of(mapped).reads_other_rows
-    assert not settings_of(sharded()).reads_other_rows
+    assert pipeline_facts(mapped).reads_other_rows
+    assert not pipeline_facts(sharded()).reads_other_rows
 
 
 class TestTimeline:
@@ -206,7 +208,7 @@ class TestTimeline:
     def test_a_table_and_sentences(self):
         reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]
         loop = [Span("wait", "main", 0.0, 0.004), Span("step", "main", 0.004, 0.005)]
-        timeline = Timeline(2, 3, 1, 0.005, (*reading, *loop), Settings())
+        timeline = Timeline(2, 3, 1, 0.005, (*reading, *loop), PipelineFacts())
         assert str(timeline) == repr(timeline)
         *table, bottleneck, advice = str(timeline).splitlines()
         assert table == [
@@ -225,7 +227,7 @@ class TestTimeline:
     def test_it_says_that_worker_processes_are_not_seen(self):
         timeline = profile(sharded(), step, 2)
         assert "not seen" not in str(timeline)
-        workers = dataclasses.replace(timeline, settings=Settings(num_workers=2))
+        workers = dataclasses.replace(timeline, pipeline=PipelineFacts(num_workers=2))
         assert "not seen: reading, stacking and padding in the worker processes" in str(workers)
 
     def test_the_dataset_may_end_early_and_be_an_iterator(self):
@@ -279,7 +281,7 @@ class TestPicture:
 
         monkeypatch.setattr(builtins, "__import__", without)
         assert "bottleneck" in str(timeline)
-        with pytest.raises(GrainShardError, match="pip install matplotlib"):
+        with pytest.raises(GrainShardError, match=r'pip install "grain-shard\[plot\]"'):
             timeline.plot()
 
 
