@@ -39,7 +39,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
     values = {
         **pipeline._asdict(),
         "wait": f"{measured.wait_share:.0%}",
-        "unseen": f"{_unseen_share(measured):.0%}",
+        "idle": f"{_idle_share(measured):.0%}",
         "busy": f"{measured.busy(*lanes):.0%}",
         "threads": measured.threads(*_MAKING),
     }
@@ -58,12 +58,12 @@ def _busiest(measured: Measurement) -> str | None:
     return PLACE if placing > making else max(_MAKING, key=measured.total_s)
 
 
-def _unseen_share(measured: Measurement) -> float:
+def _idle_share(measured: Measurement) -> float:
     """The part of the waiting, 0 to 1, during which no stage was seen at work."""
     waits = [s for s in measured.spans if s.stage == WAIT]
     works = [s for s in measured.spans if s.stage in STAGES]
-    unseen_s = _covered_s([*waits, *works]) - _covered_s(works)
-    return unseen_s / (_covered_s(waits) or 1)
+    idle_s = _covered_s([*waits, *works]) - _covered_s(works)
+    return idle_s / (_covered_s(waits) or 1)
 
 
 class _Rule(NamedTuple):
@@ -113,8 +113,8 @@ _RULES = (
     ),
     _Rule(
         "handover",
-        lambda m: _unseen_share(m) >= _MOST,
-        "during {unseen} of the waiting no stage was at work: batches were ready, and something"
+        lambda m: _idle_share(m) >= _MOST,
+        "during {idle} of the waiting no stage was at work: batches were ready, and something"
         " after them was not.",
     ),
     _Rule(
