@@ -1,4 +1,4 @@
-"""Rehearse a multi-host JAX program on one (Linux) machine: a process a host, on CPU devices.
+"""Rehearse a multi-host JAX program on one (Linux) machine: one process for each host, on CPUs.
 
 A script runs as on a pod: ``jax.distributed.initialize()`` needs no arguments, and collectives
 cross the processes. A test calls a function on every host, and has what each of them returned::
@@ -12,9 +12,9 @@ cross the processes. A test calls a function on every host, and has what each of
     >>> rehearse.run(jax.process_index, hosts=2)
     [0, 1]
 
-The first host to fail ends the others, and is the one that is reported. However a rehearsal ends,
-its hosts and their own child processes end with it. Only if it is killed by SIGKILL do they go on,
-until they next print.
+When a host fails, the others are ended, and the report is about the one that failed first. However
+a rehearsal ends, its hosts and their child processes end with it. There is one exception: SIGKILL
+gives it no time to end them. They then go on until they next print.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ from grain_shard.errors import GrainShardError
 
 _TAIL_LINES = 40
 
-# From SIGTERM to SIGKILL. After jax.distributed.initialize() JAX's preemption service catches
-# SIGTERM and leaves the rest to the program, so a host that is blocked uses all of it.
+# Seconds that a host has between SIGTERM and SIGKILL. A host that is blocked uses all of them: after
+# jax.distributed.initialize() JAX's preemption service catches SIGTERM, notes it for the program to
+# ask for, and does not end the process.
 _GRACE_S = 2.0
 
-# Runs a script or module as `python` does, up to its failure. An exit in good order would then
-# wait for the other hosts (in JAX's atexit handler, up to 5 minutes), which wait for this one: it
-# just leaves. It stays connected for half a second first: the others fail when a connection breaks,
-# and a crash breaks it up to 15 ms (as measured) before the process can be waited for. Thus the
-# first process to end is the first that failed. The program must import neither JAX nor this
-# package, as a script may want to set variables before it does.
+# What each process runs: the script or module, as `python` would run it. Only the end of a script
+# that fails is different. In an ordinary exit JAX's atexit handler waits up to 5 minutes for the
+# other hosts, which in turn wait for this one; so the process leaves by os._exit. It does so half a
+# second late. For the others fail as soon as its connections break, and that was measured to be up
+# to 15 ms before the end of its process can be seen. With the delay, the first process to end is the
+# one that failed first. This program imports neither JAX nor this package, since the script may set
+# variables that have to be there before JAX is imported.
 _HOST_PROGRAM = """
 import os, runpy, sys, time
 del sys.argv[0]
@@ -82,7 +84,8 @@ if code:
     os._exit(code)
 """
 
-# The script behind `run`; a host's own worker processes import it again, under another __name__.
+# The script that `run` gives to its hosts. It asks for __main__, since multiprocessing imports it
+# again in the worker processes that a host starts.
 _CALL_SCRIPT = """
 import os, pickle, sys
 if __name__ == "__main__":
@@ -271,11 +274,11 @@ def run_script(
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    import cloudpickle  # Grain depends on it; the command line does without
+    import cloudpickle  # here, since the command line does without
 
     with contextlib.ExitStack() as cleanup:
-        # A test module is in no package, and perhaps on no path: its functions travel by value, and
-        # the hosts need not import it. A library's functions need their module, so go by name.
+        # A test module is in no package, and the hosts may not find it: its functions are sent as
+        # code. A function of a package is sent as its name, and the hosts import its module.
         if isinstance(function, types.FunctionType) and "." not in function.__module__:
             module = sys.modules[function.__module__]
             cloudpickle.register_pickle_by_value(module)
@@ -286,7 +289,7 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 class _HostProcess:
     """One host's process, a thread that reads its lines and one that waits for its end.
 
-    They put ``(index, line)`` and, once, ``(index, None)`` into `events`.
+    Into `events` they put ``(index, line)`` for each line and, at the end, ``(index, None)``.
     """
 
     def __init__(
@@ -320,8 +323,8 @@ class _HostProcess:
                 self._events.put((self._index, line))
 
     def _wait(self) -> None:
-        # WNOWAIT leaves the process to `reap`: until then its number, and so that of its group,
-        # cannot pass to a stranger, and is safe to signal.
+        # With WNOWAIT the process stays a zombie until `reap`. So long the system gives its number,
+        # which is also that of its group, to no other process, and signals reach the right one.
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self._events.put((self._index, None))
 
@@ -337,25 +340,26 @@ class _HostProcess:
         if self._process.returncode is None:
             os.kill(self._process.pid, signal.SIGKILL)
             self._waiter.join()
-            # The children are asked first: multiprocessing's tracker ends with the last of them,
-            # and then frees their shared memory. They keep the pipe open until they have ended.
+            # The children get SIGTERM first, and time: when they have ended, multiprocessing's
+            # resource tracker frees their shared memory. Until then they keep the pipe open, so the
+            # thread that reads from it ends when they have.
             os.killpg(self._process.pid, signal.SIGTERM)
             self._reader.join(_GRACE_S)
             os.killpg(self._process.pid, signal.SIGKILL)
-            # Not for ever: a daemon that has left the group may keep the pipe open.
+            # A daemon that has left the group may keep the pipe open for ever, hence the timeout.
             self._reader.join(_GRACE_S)
         return self._process.wait()
 
 
 def _end(processes: Sequence[_HostProcess]) -> None:
-    """Ends all that still run: by SIGTERM and, after `_GRACE_S`, by SIGKILL."""
+    """Ends the hosts that still run: by SIGTERM and, after `_GRACE_S`, by SIGKILL."""
     try:
         for process in processes:
             process.terminate()
         deadline = time.monotonic() + _GRACE_S
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-    finally:  # a second Ctrl-C ends the wait, and not the killing
+    finally:  # a second Ctrl-C cuts the wait short, and all are killed even so
         for process in processes:
             process.reap()
 
@@ -364,7 +368,7 @@ def _end(processes: Sequence[_HostProcess]) -> None:
 def _reserved_port() -> Iterator[int]:
     """A port that the system gives to nobody else, and on which JAX's coordinator can listen."""
     with socket.socket() as reservation:
-        # The coordinator sets this option too, so we need not give the port up first.
+        # With this option, which JAX's coordinator sets too, both can have the port at once.
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reservation.bind(("127.0.0.1", 0))
         yield reservation.getsockname()[1]
@@ -372,13 +376,13 @@ def _reserved_port() -> Iterator[int]:
 
 def _host_environment(host: int, hosts: int, devices_per_host: int, port: int) -> dict[str, str]:
     """This process's variables, and those that make a process one host of a SLURM job."""
-    # What a real cluster may have set, and would contradict ours.
+    # A real cluster may have set these, to values that contradict ours.
     foreign = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_LOCAL_DEVICE_IDS")
     variables = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     if any(name.lower().endswith("_proxy") for name in variables):
-        variables["no_grpc_proxy"] = "127.0.0.1"  # else gRPC asks the proxy for it, and hangs
-    # Collectives need 2 threads a device not to starve one another: on 2 cores, where XLA starts 2
-    # in all, JAX 0.10.2 hung with 2 devices a host, with and without asynchronous dispatch.
+        variables["no_grpc_proxy"] = "127.0.0.1"  # else gRPC goes through the proxy, and hangs
+    # Collectives of several devices block threads while they wait for each other. XLA starts a
+    # thread for each core, and JAX 0.10.2 hung on 2 cores with 2 devices a host, so ask for more.
     threads = max(os.cpu_count() or 1, 4 * devices_per_host)
     return variables | {
         "SLURM_JOB_ID": "1",
@@ -433,7 +437,8 @@ def main(args: argparse.Namespace) -> int:
 
     previous = {
         number: signal.signal(number, stop)
-        # SIGHUP: the hosts are in sessions of their own, where a closed terminal ends nobody.
+        # SIGHUP among them: it reaches this process when its terminal is closed, but not the hosts,
+        # which are in sessions of their own.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN  # nohup(1) asks for that
     }

@@ -103,6 +103,13 @@ class TestCommand:
             main(["plan", *words.split(), "--batch", "8", "--records", "80"])
         assert "error:" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])
+    def test_what_is_no_number(self, number, capsys):
+        with pytest.raises(SystemExit):
+            main(["plan", "--hosts", number])
+        message = f"argument --hosts: {number!r} is not a whole number of at least 1"
+        assert message in capsys.readouterr().err
+
     @needs_libtpu
     def test_a_slice_of_tpus_in_a_process_of_its_own_that_starts_no_backend(self):
         arguments = "plan --topology v5e:16x16 --mesh data=32,model=8 --spec data --batch 4096"
