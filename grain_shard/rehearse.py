@@ -42,18 +42,18 @@ from grain_shard.errors import GrainShardError
 
 _TAIL_LINES = 40
 
-# Seconds that a host has between SIGTERM and SIGKILL. A host that is blocked uses all of them: after
-# jax.distributed.initialize() JAX's preemption service catches SIGTERM, notes it for the program to
-# ask for, and does not end the process.
+# Seconds that a host has between SIGTERM and SIGKILL. A host that is blocked uses all of them:
+# after jax.distributed.initialize() JAX's preemption service catches SIGTERM, notes it for the
+# program to ask for, and does not end the process.
 _GRACE_S = 2.0
 
 # What each process runs: the script or module, as `python` would run it. Only the end of a script
 # that fails is different. In an ordinary exit JAX's atexit handler waits up to 5 minutes for the
 # other hosts, which in turn wait for this one; so the process leaves by os._exit. It does so half a
 # second late. For the others fail as soon as its connections break, and that was measured to be up
-# to 15 ms before the end of its process can be seen. With the delay, the first process to end is the
-# one that failed first. This program imports neither JAX nor this package, since the script may set
-# variables that have to be there before JAX is imported.
+# to 15 ms before the end of its process can be seen. With the delay, the first process to end is
+# the one that failed first. This program imports neither JAX nor this package, since the script may
+# set variables that have to be there before JAX is imported.
 _HOST_PROGRAM = """
 import os, runpy, sys, time
 del sys.argv[0]

@@ -180,4 +180,4 @@ class TestPicture:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         arguments = ["plan", *self.MESHES[0].split(), "--batch", "8", "--records", "80"]
         assert main([*arguments, "--picture", str(tmp_path / "mesh.png")]) == 1
-        assert 'pip install "grain-shard[plan]"' in capsys.readouterr().err
+        assert 'pip install "grain-shard[plot]"' in capsys.readouterr().err

@@ -42,7 +42,7 @@ def draw_mesh(mesh: Mesh, spec: Any, path: str | Path) -> None:
     except ImportError:
         raise GrainShardError(
             'the picture needs matplotlib, which is not installed.\n  remedy: pip install "grain-'
-            'shard[plan]"'
+            'shard[plot]"'
         ) from None
     named = [s for s in ShardingTree.of(mesh, spec).shardings() if isinstance(s, NamedSharding)]
     down = batch_axes(max(named, key=num_blocks).spec)
