@@ -5,8 +5,9 @@ and **examples per chip** for one that applies them once per example. Under data
 is one device's share of the global batch.
 
 The reason that a good size exists at all: a matrix multiplication reads its weights from memory
-once per step, however many rows it multiplies them with. Below the critical batch the chip waits
-for the weights; above it the arithmetic takes longer than the reading. See `roofline_batch_size`.
+once per step, however many tokens or examples it multiplies them with. Below the critical batch the
+chip waits for the weights; above it the arithmetic takes longer than the reading. See
+`roofline_batch_size`.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ def _computed(spec: ChipSpec) -> BatchSizeRecommendation:
     """A recommendation from peak rates alone.
 
     The minimum is a quarter of the critical batch, where a multiplication that waits for its
-    weights still reaches a quarter of peak, rounded up to 8 rows, a TPU's smallest tile. The
-    optimum is the critical batch rounded up to 64 rows, so that no tile of a matrix unit is cut.
+    weights still reaches a quarter of peak. It is rounded up to 8, the height of a TPU's smallest
+    tile. The optimum is the critical batch rounded up to 64, so that a matrix unit's tiles are full.
     """
     critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
     return BatchSizeRecommendation(
@@ -152,8 +153,8 @@ def _computed(spec: ChipSpec) -> BatchSizeRecommendation:
 
 _UNIT = "Tokens or examples per chip. "
 
-# The rows that users of datarax know keep its numbers, so that a changed import changes no batch
-# size. Where peak rates give another critical batch, the note says which.
+# The chips that datarax knows keep its numbers, so that its users get the same batch sizes here.
+# Where peak rates give another critical batch, the note says which.
 _RECOMMENDATIONS: dict[HardwareType, BatchSizeRecommendation] = {
     **{hardware: _computed(spec) for hardware, spec in CHIP_SPECS.items()},
     HardwareType.TPU_V5E: BatchSizeRecommendation(

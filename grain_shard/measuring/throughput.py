@@ -66,7 +66,7 @@ class Throughput(Measurement):
         return {stage: sum(times) / batches[stage] for stage, times in seconds.items() if times}
 
     def __repr__(self) -> str:
-        rows = [
+        lines = [
             ("batches measured", f"{self.num_batches}{self.count_note()}"),
             ("examples/s", f"{self.examples_per_second:,.0f}"),
             ("MB/s", f"{self.bytes_per_second / 1e6:,.1f}"),
@@ -76,7 +76,7 @@ class Throughput(Measurement):
             ("in the background", "" if self.stages_s else "not known"),
             *((f"  {stage}", f"{milliseconds(s)} a batch") for stage, s in self.stages_s.items()),
         ]
-        return "\n".join(f"{name:<21}{value}".rstrip() for name, value in rows)
+        return "\n".join(f"{name:<21}{value}".rstrip() for name, value in lines)
 
 
 def measure_throughput(

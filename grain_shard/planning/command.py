@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line that `main` takes."""
     parser.description = (
         "Say what every host of a job would read, without the job: rows and bytes a step, steps an"
-        " epoch, padding, hosts that hold the same rows, and what to think over."
+        " epoch, padding, hosts that hold the same rows, and what to mind."
     )
     add = parser.add_argument
     slice_ = parser.add_mutually_exclusive_group(required=True)

@@ -56,11 +56,11 @@ def _table(paths: Sequence[str], leaf: Any) -> str:
     columns = sorted({piece[1:] for piece in holders})
     several_hosts = len({device.process_index for device in leaf.sharding.device_set}) > 1
 
-    parts = [_row("th", ["rows", *map(_column_head, columns[:_MAX_COLUMNS])])]
+    parts = [_line("th", ["rows", *map(_column_head, columns[:_MAX_COLUMNS])])]
     for i, rows in enumerate(lines[:_MAX_LINES]):
         held = [holders[rows, *column] for column in columns[:_MAX_COLUMNS]]
         cells = [_range(rows), *(_devices(devices, several_hosts) for devices in held)]
-        parts.append(_row("td", cells, color=_COLORS[i % len(_COLORS)]))
+        parts.append(_line("td", cells, color=_COLORS[i % len(_COLORS)]))
     caption = _few(paths)
     if len(lines) > _MAX_LINES:
         caption += f"; the first {_MAX_LINES} of {len(lines)} shards of the rows"
@@ -73,7 +73,7 @@ def _table(paths: Sequence[str], leaf: Any) -> str:
     )
 
 
-def _row(tag: str, cells: Iterable[str], color: str | None = None) -> str:
+def _line(tag: str, cells: Iterable[str], color: str | None = None) -> str:
     style = "text-align:left; padding:2px 10px"
     if color is not None:
         style += f"; background:{color}; color:black"

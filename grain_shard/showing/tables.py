@@ -12,7 +12,7 @@ _TEXT_WIDTH = 100
 _MAX_RANGES = 4
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) -> Any:
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) -> Any:
     """A table whose first `left` columns are words, and whose others are numbers."""
     from rich import box
     from rich.table import Table
@@ -21,8 +21,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) -
     made = Table(box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i < left else "right", overflow="fold")
-    for row in rows:
-        made.add_row(*map(Text, row))  # or rich would take what is in brackets for a style
+    for line in lines:
+        made.add_row(*map(Text, line))  # as Text, since rich takes words in brackets for a style
     return made
 
 
