@@ -137,7 +137,7 @@ def _computed(spec: ChipSpec) -> BatchSizeRecommendation:
 
     The minimum is a quarter of the critical batch, where a multiplication that waits for its
     weights still reaches a quarter of peak. It is rounded up to 8, the height of a TPU's smallest
-    tile. The optimum is the critical batch rounded up to 64, so that a matrix unit's tiles are full.
+    tile. The optimum is the critical batch rounded up to 64: a matrix unit's tiles are full then.
     """
     critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
     return BatchSizeRecommendation(
