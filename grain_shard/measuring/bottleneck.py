@@ -38,7 +38,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
     lanes = (PLACE,) if rule.name == PLACE else _MAKING
     values = {
         **pipeline._asdict(),
-        "wait": f"{measured.wait_share:.0%}",
+        "wait": f"{measured.busy(WAIT):.0%}",
         "idle": f"{_idle_share(measured):.0%}",
         "busy": f"{measured.busy(*lanes):.0%}",
         "threads": measured.threads(*_MAKING),
@@ -53,7 +53,7 @@ def _busiest(measured: Measurement) -> str | None:
     Of stages that share their threads, the longest.
     """
     placing, making = measured.busy(PLACE), measured.busy(*_MAKING)
-    if max(placing, making) < max(_BUSY, 1 - measured.wait_share):
+    if max(placing, making) < max(_BUSY, 1 - measured.busy(WAIT)):
         return None
     return PLACE if placing > making else max(_MAKING, key=measured.total_s)
 
@@ -76,7 +76,7 @@ class _Rule(NamedTuple):
 _RULES = (
     _Rule(
         STEP,
-        lambda m: m.wait_share < _LITTLE_WAIT and m.total_s(STEP) > 0,
+        lambda m: m.busy(WAIT) < _LITTLE_WAIT and m.total_s(STEP) > 0,
         "the loop waits {wait} of the time; the pipeline keeps up with the step.",
     ),
     _Rule(

@@ -128,11 +128,6 @@ class Measurement:
         """Seconds of work in each lane that was seen, of all its threads together."""
         return {lane: s for lane in (*STAGES, *LOOP) if (s := self.total_s(lane))}
 
-    @property
-    def wait_share(self) -> float:
-        """The part of the loop's time that it spent waiting for batches, 0 to 1."""
-        return self.total_s(WAIT) / (self.total_s(*LOOP) or 1)
-
     def total_s(self, *lanes: str) -> float:
         """Seconds of work in these lanes, of all threads together."""
         return sum((s.end - s.start for s in self.spans if s.stage in lanes), 0.0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from grain_shard.measuring.measurement import Measurement, milliseconds
-from grain_shard.spans import PAD, PLACE, STAGES, STEP, WAIT
+from grain_shard.spans import LOOP, PAD, PLACE, STAGES, STEP, WAIT
 
 
 class Throughput(Measurement):
@@ -36,6 +36,11 @@ class Throughput(Measurement):
     def bytes_per_second(self) -> float:
         """Bytes of the global batches, padding included, by the wall clock."""
         return self.num_bytes / self.seconds
+
+    @property
+    def wait_share(self) -> float:
+        """The part of waiting and step together that was waiting, 0 to 1; 1 without a step."""
+        return self.total_s(WAIT) / (self.total_s(*LOOP) or 1)
 
     @property
     def wait_s(self) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from grain_shard.errors import GrainShardError
 from grain_shard.measuring.bottleneck import find_bottleneck
 from grain_shard.measuring.measurement import Measurement, milliseconds
+from grain_shard.spans import WAIT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +25,11 @@ class Timeline(Measurement):
         >>> timeline.bottleneck, timeline.wait_share
         ('read', 0.75)
     """
+
+    @property
+    def wait_share(self) -> float:
+        """The part of the loop's time that it spent waiting for batches, 0 to 1."""
+        return self.busy(WAIT)
 
     @property
     def bottleneck(self) -> str:

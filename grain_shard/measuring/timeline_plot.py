@@ -57,7 +57,7 @@ def draw(measured: Measurement, bottleneck: str) -> Figure:
     axes.set_xlabel("ms")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
-        f"{measured.num_batches} batches, {measured.wait_share:.0%} of the time waiting;"
+        f"{measured.num_batches} batches, {measured.busy(WAIT):.0%} of the time waiting;"
         f" bottleneck: {bottleneck}",
         loc="left",
     )
