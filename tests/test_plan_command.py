@@ -171,8 +171,11 @@ class TestPicture:
         path = tmp_path / "mesh.svg"
         assert main([*arguments, "--picture", str(path)]) == 0
         assert "</svg>" in path.read_text()
+        assert f"drawn: {path}" in capsys.readouterr().err
         assert main([*arguments, "--picture", str(tmp_path / "mesh.words")]) == 1
-        assert "ending in .png or .svg" in capsys.readouterr().err
+        printed, complaint = capsys.readouterr()
+        assert "ending in .png or .svg" in complaint
+        assert printed == ""  # no plan above an error, where it would be overlooked
         assert main([*arguments, "--picture", str(tmp_path / "nowhere" / "mesh.png")]) == 1
         assert "cannot draw" in capsys.readouterr().err
 

@@ -20,6 +20,7 @@ from grain_shard import BatchLayout, GrainShardError, ShardingError, profile
 from grain_shard.measuring.bottleneck import find_bottleneck
 from grain_shard.measuring.measurement import Measurement
 from grain_shard.measuring.pipeline_facts import PipelineFacts, pipeline_facts
+from grain_shard.measuring.throughput import Throughput
 from grain_shard.measuring.timeline import Timeline
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
@@ -204,6 +205,11 @@ class TestTimeline:
         loop = [(s.stage, s.end) for s in timeline.spans if s.stage in ("wait", "step")]
         assert [lane for lane, _ in loop] == ["wait", "step"] * 10
         assert loop[-1][1] == timeline.seconds
+
+    def test_its_share_of_waiting_is_of_the_whole_loop_and_that_of_throughput_of_a_step(self):
+        loop = Span("wait", "main", 0, 1), Span("step", "main", 1, 4)  # then a second of neither
+        assert Timeline(1, 1, 0, 5, loop).wait_share == 0.2
+        assert Throughput(1, 1, 0, 5, loop).wait_share == 0.25
 
     def test_a_table_and_sentences(self):
         reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]

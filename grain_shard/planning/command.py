@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -94,6 +95,9 @@ def main(args: argparse.Namespace) -> int:
         jax.config.update("jax_platforms", "cpu")
         step = load_step(args.compile)
         memory = compile_step(step, mesh, args.spec, planned.reads.padded_batch_size)
+    if args.picture is not None:
+        draw_mesh(mesh, args.spec, args.picture)
+        print(f"drawn: {args.picture}", file=sys.stderr)
     if args.json:
         more = {} if memory is None else {"compiled": dataclasses.asdict(memory)}
         print(json.dumps(planned.to_dict() | more))
@@ -102,8 +106,6 @@ def main(args: argparse.Namespace) -> int:
         if memory is not None:
             columns = ["the compiled step", "on a device"]
             to_terminal(table(columns, memory_lines(memory), left=1))
-    if args.picture is not None:
-        draw_mesh(mesh, args.spec, args.picture)
     return 0
 
 

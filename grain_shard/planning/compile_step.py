@@ -39,10 +39,13 @@ def load_step(reference: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
         GrainShardError: There is no such script or name.
     """
     path, _, name = reference.rpartition(":")
-    names = runpy.run_path(path) if Path(path).is_file() else {}
+    if not Path(path).is_file():
+        problem = f"{path!r} is no file" if path else f"{reference!r} names no file"
+        raise GrainShardError(f"{problem}.\n  remedy: write script.py:name.")
+    names = runpy.run_path(path)
     if name not in names:
         raise GrainShardError(
-            f"{reference!r} names no function of a script.\n  remedy: write script.py:name."
+            f"{path} defines no {name!r}.\n  remedy: write script.py:name, a name that is in it."
         )
     return names[name]
 
