@@ -56,7 +56,8 @@ def show(batch_or_dataset: Any) -> None:
     batch, tables = batch_or_dataset, []
     if isinstance(batch_or_dataset, DevicePutIterDataset):
         batch = batch_or_dataset.abstract_batch()
-        tables.append(table(["dataset", ""], _facts(batch_or_dataset, _rows(batch)), left=2))
+        facts = _facts(batch_or_dataset, _global_batch_size(batch))
+        tables.append(table(["dataset", ""], facts, left=2))
     elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
         raise ShardingError(
             f"nothing tells what a {type(batch_or_dataset).__name__} holds, and where.",
@@ -94,13 +95,10 @@ def _in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def _rows(batch: Any) -> int | None:
-    """The rows of a global batch; text, of which the host has its own alone, does not tell."""
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if _is_global(leaf)), None)
-
-
-def _is_global(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) and bool(leaf.shape)
+def _global_batch_size(batch: Any) -> int | None:
+    """The rows of a global batch. Text does not tell them, as a host has only its own rows of it."""
+    structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    return next((struct.shape[0] for struct in structs if struct.shape), None)
 
 
 def _lines(batch: Any) -> Iterator[tuple[str, ...]]:
