@@ -96,7 +96,7 @@ def _in_notebook() -> bool:
 
 
 def _global_batch_size(batch: Any) -> int | None:
-    """The rows of a global batch. Text does not tell them, as a host has only its own rows of it."""
+    """The rows of a global batch. Text does not tell: a host has only its own rows of it."""
     structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
     return next((struct.shape[0] for struct in structs if struct.shape), None)
 
