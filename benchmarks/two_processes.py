@@ -49,7 +49,9 @@ def rounds_on_host(rounds: int) -> list[Round]:
         return ms(peers.device_put(ds))
 
     def place() -> float:
-        return ms(grain_shard.distribute_batch(batch, sharding) for _ in range(BATCHES + 1))
+        return ms(
+            grain_shard.placement.distribute_batch(batch, sharding) for _ in range(BATCHES + 1)
+        )
 
     def device_put() -> float:
         return ms(jax.device_put(batch, sharding) for _ in range(BATCHES + 1))

@@ -17,7 +17,7 @@ from .iteration.sharded_dataset import ShardedDataset as ShardedDataset
 from .measuring.timeline import profile as profile
 from .placement import DevicePlacement as DevicePlacement
 from .placement import prefetch_to_device as prefetch_to_device
-from .planning.make_plan import plan as plan
+from .planning.plan import plan as plan
 from .planning.topology import hosts_mesh as hosts_mesh
 from .planning.topology import topology_mesh as topology_mesh
 from .reading.sources import ArrayRecordSource as ArrayRecordSource

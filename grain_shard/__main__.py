@@ -26,7 +26,7 @@ _SUBCOMMANDS = {
         "python -m grain_shard demo --hosts 2",
     ),
     "plan": _Subcommand(
-        "grain_shard.planning.plan_command",
+        "grain_shard.planning.command",
         "say what every host of a pod would read, without the pod",
         "python -m grain_shard plan --topology v5e:16x16 --mesh data=32,model=8 --batch 4096"
         " --records 1281167",

@@ -5,8 +5,9 @@ and **examples per chip** for one that applies them once per example. Under data
 is one device's share of the global batch.
 
 The reason that a good size exists at all: a matrix multiplication reads its weights from memory
-once per step, however many rows it multiplies them with. Below the critical batch the chip waits
-for the weights; above it the arithmetic takes longer than the reading. See `roofline_batch_size`.
+once per step, however many tokens or examples it multiplies them with. Below the critical batch the
+chip waits for the weights; above it the arithmetic takes longer than the reading. See
+`roofline_batch_size`.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ def _computed(spec: ChipSpec) -> BatchSizeRecommendation:
     """A recommendation from peak rates alone.
 
     The minimum is a quarter of the critical batch, where a multiplication that waits for its
-    weights still reaches a quarter of peak, rounded up to 8 rows, a TPU's smallest tile. The
-    optimum is the critical batch rounded up to 64 rows, so that no tile of a matrix unit is cut.
+    weights still reaches a quarter of peak. It is rounded up to 8, the height of a TPU's smallest
+    tile. The optimum is the critical batch rounded up to 64: a matrix unit's tiles are full then.
     """
     critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
     return BatchSizeRecommendation(
@@ -152,8 +153,8 @@ def _computed(spec: ChipSpec) -> BatchSizeRecommendation:
 
 _UNIT = "Tokens or examples per chip. "
 
-# The rows that users of datarax know keep its numbers, so that a changed import changes no batch
-# size. Where peak rates give another critical batch, the note says which.
+# The chips that datarax knows keep its numbers, so that its users get the same batch sizes here.
+# Where peak rates give another critical batch, the note says which.
 _RECOMMENDATIONS: dict[HardwareType, BatchSizeRecommendation] = {
     **{hardware: _computed(spec) for hardware, spec in CHIP_SPECS.items()},
     HardwareType.TPU_V5E: BatchSizeRecommendation(
@@ -254,10 +255,42 @@ def get_batch_size_recommendation(
     return _RECOMMENDATIONS[detect_hardware() if hardware_type is None else hardware_type]
 
 
+class BatchSizeRating(enum.Enum):
+    """How one chip's batch compares with what is recommended for the chip."""
+
+    TOO_SMALL = "too small"  # below the minimum: the chip mostly waits for memory
+    BELOW_CRITICAL = "below critical"  # a larger batch would cost little extra time
+    ACCEPTABLE = "acceptable"  # from the critical size on: the arithmetic takes the time
+    OPTIMAL = "optimal"  # nothing is gained by a larger one
+
+
+def rate_batch_size(batch_size: int, hardware_type: HardwareType | None = None) -> BatchSizeRating:
+    """How one chip's batch compares with what is recommended for the chip.
+
+    Args:
+        batch_size: Tokens or examples per chip, not the global batch.
+        hardware_type: The chip; None detects it.
+
+    Example:
+        >>> rate_batch_size(100, HardwareType.H100)  # its critical batch is 298
+        <BatchSizeRating.BELOW_CRITICAL: 'below critical'>
+    """
+    sizes = get_batch_size_recommendation(hardware_type)
+    if batch_size < sizes.min_batch_size:
+        return BatchSizeRating.TOO_SMALL
+    if batch_size < sizes.critical_batch_size:
+        return BatchSizeRating.BELOW_CRITICAL
+    if batch_size < sizes.optimal_batch_size:
+        return BatchSizeRating.ACCEPTABLE
+    return BatchSizeRating.OPTIMAL
+
+
 def validate_batch_size(
     batch_size: int, hardware_type: HardwareType | None = None, warn_suboptimal: bool = True
 ) -> tuple[bool, str]:
     """Whether one chip's batch is large enough, and a sentence that says why.
+
+    It is `rate_batch_size` in words.
 
     Args:
         batch_size: Tokens or examples per chip, not the global batch.
@@ -272,18 +305,18 @@ def validate_batch_size(
         (True, 'Batch size 64 is optimal for cpu.')
     """
     hardware_type = detect_hardware() if hardware_type is None else hardware_type
-    sizes = get_batch_size_recommendation(hardware_type)
-    chip = hardware_type.value
-    if batch_size < sizes.min_batch_size:
+    sizes, chip = get_batch_size_recommendation(hardware_type), hardware_type.value
+    rating = rate_batch_size(batch_size, hardware_type)
+    if rating is BatchSizeRating.TOO_SMALL:
         return False, (
             f"Batch size {batch_size} is below minimum recommended {sizes.min_batch_size} for "
             f"{chip}: the chip will mostly wait for memory."
         )
-    if warn_suboptimal and batch_size < sizes.critical_batch_size:
+    if rating is BatchSizeRating.BELOW_CRITICAL and warn_suboptimal:
         return True, (
             f"Batch size {batch_size} is below critical size {sizes.critical_batch_size} for "
             f"{chip}: a larger batch costs little extra time."
         )
-    if batch_size >= sizes.optimal_batch_size:
+    if rating is BatchSizeRating.OPTIMAL:
         return True, f"Batch size {batch_size} is optimal for {chip}."
     return True, f"Batch size {batch_size} is acceptable for {chip}."

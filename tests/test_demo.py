@@ -9,7 +9,7 @@ import pytest
 
 from grain_shard import ArrayRecordSource
 from grain_shard.__main__ import main
-from grain_shard.demo import demo_digits
+from grain_shard.demo import digits
 from grain_shard.errors import GrainShardError
 
 WITHOUT = "import sys; sys.modules[sys.argv.pop(1)] = None; from grain_shard.__main__ import main"
@@ -57,7 +57,7 @@ def test_first_run_writes_the_files_and_keeps_every_promise(cache):
         r"  batch\['label'\] +int32\[128@data\] +16 rows a device",
         r"  batch\['valid_mask'\] +bool\[128@data\] +16 rows a device",
         r"  rows of host 0: 0:16 on cpu:0, 16:32 on cpu:1, .*, 112:128 on cpu:7",
-        r"interrupted after batch 66 of 120, and again from the checkpoint:",
+        r"stopped after batch 66 of 120; going on from its checkpoint:",
         r"trained on [1-9][\d,]* examples per second",
         r"  ok: test accuracy 9[789]\.\d\d% \(>= 97%\)",
         r"  ok: 297 of 297 test images counted",
@@ -70,7 +70,7 @@ def test_first_run_writes_the_files_and_keeps_every_promise(cache):
 
 @pytest.mark.slow
 def test_too_few_epochs_fail_and_the_files_are_used_again(cache):
-    demo_digits.write_digits(cache / "grain_shard" / "digits")
+    digits.write_digits(cache / "grain_shard" / "digits")
     before = files(cache)
     result = demo_run(cache, "--epochs", "1", "--batch-size", "100", "--seed", "7")
 
@@ -80,7 +80,7 @@ def test_too_few_epochs_fail_and_the_files_are_used_again(cache):
     assert re.search(r"^  FAILED: test accuracy \d\d\.\d\d% \(>= 97%\)$", result.stdout, re.M)
     assert result.stdout.count("FAILED") == 1
     assert result.stdout.count("  ok: ") == 4
-    assert "interrupted after batch 7 of 15, " in result.stdout
+    assert "stopped after batch 7 of 15; " in result.stdout
 
 
 @pytest.mark.slow
@@ -103,21 +103,21 @@ def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(cache):
 def test_run_that_is_killed_while_it_writes_leaves_nothing_to_be_found(tmp_path):
     kill_at_the_last_file = """
 import os, pathlib, sys
-from grain_shard.demo import demo_digits
-class Writer(demo_digits.ArrayRecordWriter):
+from grain_shard.demo import digits
+class Writer(digits.ArrayRecordWriter):
     def __init__(self, path, options):
         super().__init__(path, options)
         if "test-00001" in path:
             os.kill(os.getpid(), 9)
-demo_digits.ArrayRecordWriter = Writer
-demo_digits.write_digits(pathlib.Path(sys.argv[1]))
+digits.ArrayRecordWriter = Writer
+digits.write_digits(pathlib.Path(sys.argv[1]))
 """
     directory = tmp_path / "digits"
     assert run(tmp_path, "-c", kill_at_the_last_file, str(directory)).returncode == -9
     assert len(list(tmp_path.rglob("train-*"))) == 4
     assert not directory.exists()
 
-    demo_digits.write_digits(directory)
+    digits.write_digits(directory)
     records = {
         split: len(ArrayRecordSource(sorted(directory.glob(f"{split}-*"))))
         for split in ("train", "test")
@@ -127,9 +127,17 @@ demo_digits.write_digits(pathlib.Path(sys.argv[1]))
 
 def test_folder_with_something_else_in_it_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("...")
-    with pytest.raises(GrainShardError, match=r"^no digits, and no place for them: .*not empty"):
-        demo_digits.write_digits(tmp_path)
+    with pytest.raises(GrainShardError, match=r"^cannot write the digits to .*not empty"):
+        digits.write_digits(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_folder_that_cannot_be_made_is_named_with_a_remedy(tmp_path):
+    (tmp_path / "file").write_text("...")
+    with pytest.raises(
+        GrainShardError, match=r"cannot write the digits to .*\n  remedy: name a fold"
+    ):
+        digits.write_digits(tmp_path / "file" / "digits")
 
 
 @pytest.mark.slow

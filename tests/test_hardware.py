@@ -11,10 +11,12 @@ import pytest
 from grain_shard import hardware
 from grain_shard.hardware import (
     CHIP_SPECS,
+    BatchSizeRating,
     BatchSizeRecommendation,
     HardwareType,
     detect_hardware,
     get_batch_size_recommendation,
+    rate_batch_size,
     roofline_batch_size,
     validate_batch_size,
 )
@@ -180,6 +182,22 @@ def test_validate_batch_size(batch_size, warn_suboptimal, valid, says):
     is_valid, message = validate_batch_size(batch_size, HardwareType.H100, warn_suboptimal)
     assert is_valid is valid
     assert message.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "rating"),
+    [
+        # An H100's sizes: 64 at least, 298 critical, 320 optimal.
+        (63, BatchSizeRating.TOO_SMALL),
+        (64, BatchSizeRating.BELOW_CRITICAL),
+        (297, BatchSizeRating.BELOW_CRITICAL),
+        (298, BatchSizeRating.ACCEPTABLE),
+        (319, BatchSizeRating.ACCEPTABLE),
+        (320, BatchSizeRating.OPTIMAL),
+    ],
+)
+def test_ratings(batch_size, rating):
+    assert rate_batch_size(batch_size, HardwareType.H100) is rating
 
 
 def test_sizes_ascend_on_every_chip():

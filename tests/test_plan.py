@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard import GrainShardError, HardwareType, ShardingError, rehearse
+from grain_shard import GrainShardError, ShardingError, rehearse
+from grain_shard.hardware import HardwareType
 from grain_shard.planning.topology import hosts_mesh, topology_mesh
 
 needs_libtpu = pytest.mark.skipif(
@@ -260,7 +261,7 @@ class TestTopologies:
             ("v5e:3x7", {"data": 21}, "no topology of 'v5e:3x7'"),
             ("v9:2x2", {"data": 4}, "no topology of 'v9:2x2'"),
             ("v5e", {"data": 4}, "no topology of 'v5e'"),
-            ("v5e:2x2", {"data": 5}, "5 places for 4 devices"),
+            ("v5e:2x2", {"data": 5}, "a mesh of 5 devices, and there are 4"),
             ("v5e:2x2", {"data": 4, "model": 0}, "mesh axis model=0"),
             ("v6e:16x16", {"data": 128, "model": 2}, "jax.make_mesh.*refuses"),
         ],
@@ -380,7 +381,7 @@ class TestFigures:
         with pytest.raises(ShardingError, match=error) as caught:
             planned({"data": 8}, 2, 4, **options)
         if "=" not in error:
-            assert "mesh: data=8" in str(caught.value)
+            assert "mesh:   data=8" in str(caught.value)
 
     def test_a_host_that_is_not_there(self):
         plan = planned({"data": 8}, 2, 4, global_batch_size=8, num_records=80)

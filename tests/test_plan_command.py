@@ -25,6 +25,7 @@ class TestCommand:
             "16 x unknown device on 8 hosts",
             "data=4, model=4; batch P('data')",
             "64 rows; 16 on each device",
+            "times each row is read",
             "48.0 kB a batch, 96.0 kB for two that wait",
             "16 steps for 1,000 records; 24 rows of padding",
             "4 groups of hosts, the first: 0, 1",
@@ -75,7 +76,10 @@ class TestCommand:
         ("words", "message"),
         [
             ("--hosts 2 --mesh data=2", "--hosts and --devices-per-host go together"),
-            ("--hosts 2 --devices-per-host 1 --mesh data=3", "3 places for 2 devices"),
+            (
+                "--hosts 2 --devices-per-host 1 --mesh data=3",
+                "a mesh of 3 devices, and there are 2",
+            ),
             ("--hosts 2 --devices-per-host 1 --mesh data=2 --spec x", "does not exist"),
         ],
     )
@@ -98,6 +102,13 @@ class TestCommand:
         with pytest.raises(SystemExit):
             main(["plan", *words.split(), "--batch", "8", "--records", "80"])
         assert "error:" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])
+    def test_what_is_no_number(self, number, capsys):
+        with pytest.raises(SystemExit):
+            main(["plan", "--hosts", number])
+        message = f"argument --hosts: {number!r} is not a whole number of at least 1"
+        assert message in capsys.readouterr().err
 
     @needs_libtpu
     def test_a_slice_of_tpus_in_a_process_of_its_own_that_starts_no_backend(self):
@@ -160,8 +171,11 @@ class TestPicture:
         path = tmp_path / "mesh.svg"
         assert main([*arguments, "--picture", str(path)]) == 0
         assert "</svg>" in path.read_text()
+        assert f"drawn: {path}" in capsys.readouterr().err
         assert main([*arguments, "--picture", str(tmp_path / "mesh.words")]) == 1
-        assert "ending in .png or .svg" in capsys.readouterr().err
+        printed, complaint = capsys.readouterr()
+        assert "ending in .png or .svg" in complaint
+        assert printed == ""  # no plan above an error, where it would be overlooked
         assert main([*arguments, "--picture", str(tmp_path / "nowhere" / "mesh.png")]) == 1
         assert "cannot draw" in capsys.readouterr().err
 
@@ -169,4 +183,4 @@ class TestPicture:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         arguments = ["plan", *self.MESHES[0].split(), "--batch", "8", "--records", "80"]
         assert main([*arguments, "--picture", str(tmp_path / "mesh.png")]) == 1
-        assert 'pip install "grain-shard[plan]"' in capsys.readouterr().err
+        assert 'pip install "grain-shard[plot]"' in capsys.readouterr().err

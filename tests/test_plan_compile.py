@@ -100,12 +100,21 @@ def test_a_spec_that_does_not_fit_the_record(compiled):
     assert "ShardingError" in complaint
 
 
-@pytest.mark.parametrize("place", ["script.py:nothing", "nothing.py:build", "build"])
-def test_what_is_no_function(place, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("reference", "problem"),
+    [
+        ("script.py:nothing", "script.py defines no 'nothing'"),
+        ("nothing.py:build", "'nothing.py' is no file"),
+        ("build", "'build' names no file"),
+    ],
+)
+def test_what_is_no_function(reference, problem, tmp_path, capsys, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
-    assert main([*ARGUMENTS, "--compile", place]) == 1
-    assert "write script.py:name" in capsys.readouterr().err
+    assert main([*ARGUMENTS, "--compile", reference]) == 1
+    complaint = capsys.readouterr().err
+    assert problem in complaint
+    assert "write script.py:name" in complaint
 
 
 def test_devices_that_are_not_known_have_no_compiler(capsys):

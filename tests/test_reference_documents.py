@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard import PadToDivisible
-from grain_shard.measuring.throughput import create_sharded_pipeline, measure_throughput
+from grain_shard.measuring.throughput import measure_throughput
 from grain_shard.placement import (
     BatchSizeRecommendation,
     DevicePlacement,
@@ -32,7 +32,7 @@ from grain_shard.placement import (
     place_on_device,
     prefetch_to_device,
 )
-from grain_shard.training import create_1d_mesh, create_2d_mesh
+from grain_shard.training import create_1d_mesh, create_2d_mesh, create_sharded_pipeline
 
 
 @pytest.fixture(params=[1, 2, 4, 8])

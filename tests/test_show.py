@@ -1,6 +1,7 @@
 """What `show` says of batches and datasets, how public values print, and progress bars."""
 
 import io
+import re
 import sys
 import threading
 
@@ -14,8 +15,9 @@ from tqdm import tqdm
 
 import grain_shard
 from grain_shard import BatchLayout, ShardingError, ShardingTree, rehearse
+from grain_shard.planning.topology import hosts_mesh
+from grain_shard.showing.drawing import draw_batch
 from grain_shard.showing.leaf_text import LeafText
-from grain_shard.showing.sharding_drawing import draw_tree
 from tests.conftest import background_threads, data_mesh
 
 
@@ -52,6 +54,12 @@ SPECS = {"image": P("data"), "tokens": P("data", "seq"), "meta": P(("data", "seq
 def lines(capsys):
     """What was printed, as words."""
     return [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+
+def cells(page):
+    """The text in each cell of the drawings, line by line."""
+    lines = re.findall(r"<tr>(.*?)</tr>", page)
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in lines]
 
 
 class TestLeafText:
@@ -243,8 +251,6 @@ class TestAbstractBatch:
         assert sum(float(compiled(batch)) for batch in sharded) == sum(range(50))
 
 
-# treescope looks at every public name of numpy, a deprecated one among them.
-@pytest.mark.filterwarnings("ignore:The chararray class is deprecated:DeprecationWarning")
 class TestInANotebook:
     @pytest.fixture
     def displayed(self, monkeypatch):
@@ -256,19 +262,53 @@ class TestInANotebook:
         monkeypatch.setattr("IPython.display.display", shown.append)
         return shown
 
-    def test_a_dataset_is_facts_and_a_tree(self, displayed, capsys):
+    def test_a_dataset_is_tables_and_drawings(self, displayed, capsys):
         ds = grain.MapDataset.range(100).map(record).batch(32).shard_to(mesh_2d(), SPECS)
         grain_shard.show(ds)
-        (page,) = (html.data for html in displayed)
-        assert "rows of this host" in page
-        assert "u8[32@data,28,28,1]: 8 rows, 6,272 bytes a device" in page
+        (page,) = displayed
+        drawn = cells(page._repr_html_())
+        assert "rows of this host" in page._repr_html_()
+        assert "u8[32@data,28,28,1]" in page._repr_html_()
+        assert ["8:16", "devices 2, 3"] in drawn
         assert capsys.readouterr().out == ""
+
+    def test_viewers_that_show_no_html_get_the_text_of_a_terminal(self, displayed, capsys):
+        ds = grain.MapDataset.range(100).map(record).batch(32).shard_to(mesh_2d(), SPECS)
+        grain_shard.show(ds)
+        (page,) = displayed
+        shown = [line.split() for line in repr(page).splitlines()]
+        for line in [*TestInATerminal.EXPECTED, ["mesh", "data=4,", "seq=2"]]:
+            assert line in shown
 
     def test_ipython_in_a_terminal_is_a_terminal(self, displayed, monkeypatch, capsys):
         monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: object())
         grain_shard.show({"x": np.zeros(3)})
         assert displayed == []
         assert "batch['x']" in capsys.readouterr().out
+
+    def test_rows_go_down_and_other_dims_across(self):
+        both = jax.device_put(np.zeros((8, 6)), NamedSharding(mesh_2d(), P("data", "seq")))
+        assert cells(draw_batch({"x": both})) == [
+            ["rows", "dim 1: 0:3", "dim 1: 3:6"],
+            ["0:2", "device 0", "device 1"],
+            ["2:4", "device 2", "device 3"],
+            ["4:6", "device 4", "device 5"],
+            ["6:8", "device 6", "device 7"],
+        ]
+
+    def test_leaves_that_are_cut_alike_share_a_drawing(self):
+        shapes = {"image": (8, 6, 5), "label": (8,), "valid_mask": (8,)}
+        rows = NamedSharding(mesh_2d(), P("data"))
+        batch = {name: jax.device_put(np.zeros(shape), rows) for name, shape in shapes.items()}
+        page = draw_batch(batch)
+        assert "batch[&#x27;image&#x27;], batch[&#x27;label&#x27;], batch[&#x27;valid_mask" in page
+        assert cells(page) == [
+            ["rows", "held by"],  # and no dims after the last sharded one
+            ["0:2", "devices 0, 1"],
+            ["2:4", "devices 2, 3"],
+            ["4:6", "devices 4, 5"],
+            ["6:8", "devices 6, 7"],
+        ]
 
     def test_leaves_are_drawn_but_for_those_on_no_mesh(self):
         arrays = jax.tree.map(
@@ -277,22 +317,37 @@ class TestInANotebook:
         )
         others = {"text": np.array(["a"]), "host": np.zeros(3), "scalar": jax.numpy.zeros(())}
         others["no rows"] = jax.device_put(np.zeros((0, 8)), NamedSharding(mesh_2d(), P("data")))
-        page = draw_tree({**arrays, **others})
-        assert page.count("Colored by device index") == len(arrays)
-        assert "str[1] on the host" in page
-        alone = draw_tree(others)
-        assert "Colored by device index" not in alone
+        page = draw_batch({**arrays, **others})
+        assert page.count("<table") == len(arrays)
+        assert ["0:8", "devices 0, 1, 2, 3, 4, 5, 6, 7"] in cells(page)
+        assert draw_batch(others) == ""
 
-    def test_dims_after_the_last_sharded_one_are_not_drawn(self):
-        array = jax.device_put(np.zeros((8, 6, 5)), NamedSharding(mesh_2d(), P("data")))
-        page = draw_tree({"x": array})
-        assert "axis 0: 8/4" in page
-        assert "axis 1" not in page
+    def test_devices_are_named_by_host_where_there_are_several(self):
+        mesh = hosts_mesh({"data": 2, "model": 2}, hosts=2, devices_per_host=2)
+        mesh = Mesh(mesh.devices.T, ("data", "model"))
+        leaf = jax.ShapeDtypeStruct((4,), np.int32, sharding=NamedSharding(mesh, P("data")))
+        assert cells(draw_batch({"x": leaf})) == [
+            ["rows", "held by"],
+            ["0:2", "host 0: 0, host 1: 2"],
+            ["2:4", "host 0: 1, host 1: 3"],
+        ]
+
+    def test_a_large_mesh_is_shortened_and_says_so(self):
+        mesh = hosts_mesh({"data": 64, "seq": 16}, hosts=256, devices_per_host=4)
+        sharding = NamedSharding(mesh, P("data", "seq"))
+        leaf = jax.ShapeDtypeStruct((128, 32), np.int32, sharding=sharding)
+        page = draw_batch({"x": leaf})
+        assert [len(line) for line in cells(page)] == [1 + 8] * (1 + 16)
+        assert "the first 16 of 64 shards of the rows; the first 8 of 16 shards across" in page
+
+    def test_keys_are_not_taken_for_html(self):
+        array = jax.device_put(np.zeros(8), NamedSharding(mesh_2d(), P("data")))
+        assert "<script>" not in draw_batch({"<script>": array})
 
     def test_values_are_not_looked_at(self):
         array = jax.device_put(np.zeros((8, 6)), NamedSharding(mesh_2d(), P("data")))
         array.delete()
-        assert "f32[8@data,6]" in draw_tree(array)
+        assert ["0:2", "devices 0, 1"] in cells(draw_batch(array))
 
 
 class TestRepr:

@@ -18,7 +18,9 @@ import pytest
 
 from grain_shard import BatchLayout, GrainShardError, ShardBatch, ShardingError, profile
 from grain_shard.iteration.sharded_dataset import Settings
-from grain_shard.measuring.bottleneck import Figures, verdict
+from grain_shard.measuring.bottleneck import find_bottleneck
+from grain_shard.measuring.measurement import Measurement
+from grain_shard.measuring.throughput import Throughput
 from grain_shard.measuring.timeline import Timeline
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
@@ -116,10 +118,10 @@ def test_the_verdict_without_a_step_is_about_the_pipeline():
     assert "step" not in timeline.lanes_s
 
 
-def figures(settings=None, **lanes):
-    """Figures of a loop of 10 seconds, from (thread, start, end) in each lane."""
+def measured(pipeline=None, **lanes):
+    """A loop of 10 seconds, from (thread, start, end) in each lane."""
     spans = [Span(lane, *at) for lane, ats in lanes.items() for at in ats]
-    return Figures(spans, seconds=10, settings=settings)
+    return Measurement(1, 1, 0, 10, tuple(spans), pipeline)
 
 
 READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8, 10)]}
@@ -152,11 +154,11 @@ READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8
     ],
 )
 def test_the_verdict_follows_from_the_figures(lanes, expected):
-    assert verdict(figures(**lanes)).bottleneck == expected
+    assert find_bottleneck(measured(**lanes)).name == expected
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "not_given"),
+    ("pipeline", "given", "not_given"),
     [
         (Settings(), "raise num_threads", "read="),
         (Settings(amplification=4), "every row 4 times", ".mp_prefetch"),
@@ -165,8 +167,8 @@ def test_the_verdict_follows_from_the_figures(lanes, expected):
         (Settings(is_stream=True), ".mp_prefetch", "num_threads"),
     ],
 )
-def test_the_advice_fits_the_pipeline(settings, given, not_given):
-    advice = " ".join(verdict(figures(settings, **READING)).advice)
+def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
+    advice = " ".join(find_bottleneck(measured(pipeline, **READING)).advice)
     assert given in advice
     assert not_given not in advice
 
@@ -204,6 +206,11 @@ class TestTimeline:
         assert [lane for lane, _ in loop] == ["wait", "step"] * 10
         assert loop[-1][1] == timeline.seconds
 
+    def test_its_share_of_waiting_is_of_the_whole_loop_and_that_of_throughput_of_a_step(self):
+        loop = Span("wait", "main", 0, 1), Span("step", "main", 1, 4)  # then a second of neither
+        assert Timeline(1, 1, 0, 5, loop).wait_share == 0.2
+        assert Throughput(1, 1, 0, 5, loop).wait_share == 0.25
+
     def test_a_table_and_sentences(self):
         reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]
         loop = [Span("wait", "main", 0.0, 0.004), Span("step", "main", 0.004, 0.005)]
@@ -226,7 +233,7 @@ class TestTimeline:
     def test_it_says_that_worker_processes_are_not_seen(self):
         timeline = profile(sharded(), step, 2)
         assert "not seen" not in str(timeline)
-        workers = dataclasses.replace(timeline, settings=Settings(num_workers=2))
+        workers = dataclasses.replace(timeline, pipeline=Settings(num_workers=2))
         assert "not seen: reading, stacking and padding in the worker processes" in str(workers)
 
     def test_the_dataset_may_end_early_and_be_an_iterator(self):
@@ -280,7 +287,7 @@ class TestPicture:
 
         monkeypatch.setattr(builtins, "__import__", without)
         assert "bottleneck" in str(timeline)
-        with pytest.raises(GrainShardError, match="pip install matplotlib"):
+        with pytest.raises(GrainShardError, match=r'pip install "grain-shard\[plot\]"'):
             timeline.plot()
 
 

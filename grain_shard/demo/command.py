@@ -1,7 +1,7 @@
 """``python -m grain_shard demo``: from files to a trained model, with an interruption, checked.
 
-The pipelines in `run` and what is in `demo_training` are what a project would copy. The rest holds
-the library to its word.
+The pipelines in `run` and what is in `training` are what a project would copy. The rest
+checks what the library promises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from grain_shard import ArrayRecordSource, rehearse
 from grain_shard.checkpoint import CheckpointRestore
-from grain_shard.demo.demo_checks import (
+from grain_shard.demo.checks import (
     CountingSource,
     check,
     count_compilations,
@@ -33,8 +33,8 @@ from grain_shard.demo.demo_checks import (
     say,
     show_placement,
 )
-from grain_shard.demo.demo_digits import decode, write_digits
-from grain_shard.demo.demo_training import create, evaluate, train
+from grain_shard.demo.digits import decode, write_digits
+from grain_shard.demo.training import create, evaluate, train
 from grain_shard.errors import GrainShardError
 
 _VIRTUAL_DEVICES = 8
@@ -45,7 +45,7 @@ _MAX_DIFFERENCE = 1e-5
 
 
 def run(args: argparse.Namespace, directory: epath.Path) -> bool:
-    """Trains on the hosts that there are, and says what happened and if it is as promised."""
+    """Trains on the hosts of this job, and says what happened and whether it is as promised."""
     compilations = count_compilations()
     train_source, test_source = (
         CountingSource(ArrayRecordSource(sorted(args.data_dir.glob(f"{split}-*"))))
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, directory: epath.Path) -> bool:
     middle = args.epochs // 2 * steps_per_epoch + steps_per_epoch // 2
     with jax.set_mesh(mesh):
         train(train_ds, directory, args.seed, stop_at=middle)
-        say(f"interrupted after batch {middle} of {steps}, and again from the checkpoint:")
+        say(f"stopped after batch {middle} of {steps}; going on from its checkpoint:")
         model, seconds = train(train_ds, directory, args.seed)
         right, tested = evaluate(model, test_ds)
     records = args.epochs * len(train_source)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, directory: epath.Path) -> bool:
     with ocp.CheckpointManager(directory) as checkpoints, iter(train_ds) as batches:
         checkpoints.restore(middle, args=ocp.args.Composite(data=CheckpointRestore(batches)))
         resumed = digests(batches)
-    # The rows that the last batch of an epoch lacks, it lacks on the last hosts.
+    # The last batch of an epoch is short, and the rows that it lacks are those of the last hosts.
     equal = max(reads) - min(reads) <= args.epochs * args.batch_size // len(reads)
     shares = ", ".join(f"host {i} {n:,} ({n / records:.0%})" for i, n in enumerate(reads))
     accuracy = right / tested

@@ -201,3 +201,8 @@ class ShardedDataset(grain.IterDataset):
             shards=self._layout.shards,
             remainder=self._remainder,
         )
+
+
+def sharded(ds: Any) -> ShardedDataset | None:
+    """The dataset itself, if `shard_to` made it."""
+    return ds if isinstance(ds, ShardedDataset) else None

@@ -8,98 +8,68 @@ something that is not seen.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from grain_shard.iteration.sharded_dataset import Settings
+from grain_shard.measuring.measurement import Measurement
 from grain_shard.spans import BATCH, PAD, PLACE, READ, STAGES, STEP, WAIT, Span
 
 _MAKING = READ, BATCH, PAD  # one after the other, by the threads that make a host's batches
 
 _LITTLE_WAIT = 0.1  # of the loop's time: no change to the pipeline could gain more than that
-_BUSY = 0.5  # of a stage's threads' time: with less, they mostly wait for something themselves
-_HIDDEN = 0.5  # of the waiting: most of it
+_BUSY = 0.5  # of its threads' time: with less, a stage mostly waits for something itself
+_MOST = 0.5  # of the waiting
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What the rules look at. Spans and window are in seconds, by one clock.
-
-    Attributes:
-        spans: Of the loop and the stages, inside the window.
-        seconds: Length of the window: the loop's time.
-        settings: Of the pipeline; None if `shard_to` did not make it.
-    """
-
-    spans: Sequence[Span]
-    seconds: float
-    settings: Settings | None
-
-    def total_s(self, *lanes: str) -> float:
-        """Seconds of work in these lanes, of all threads together."""
-        return sum((s.end - s.start for s in self.spans if s.stage in lanes), 0.0)
-
-    def threads(self, *lanes: str) -> int:
-        """Threads that were seen at work in these lanes."""
-        return len({s.thread for s in self.spans if s.stage in lanes})
-
-    def busy(self, *lanes: str) -> float:
-        """The part of the time, 0 to 1, that the threads of these lanes were at work in them."""
-        return self.total_s(*lanes) / (max(1, self.threads(*lanes)) * self.seconds)
-
-    @property
-    def wait_share(self) -> float:
-        """The part of the loop's time, 0 to 1, that it spent waiting for batches."""
-        return self.total_s(WAIT) / self.seconds
-
-    @property
-    def hidden_share(self) -> float:
-        """The part of the waiting, 0 to 1, during which no stage was seen at work."""
-        waits = [s for s in self.spans if s.stage == WAIT]
-        works = [s for s in self.spans if s.stage in STAGES]
-        hidden_s = _covered_s([*waits, *works]) - _covered_s(works)
-        return hidden_s / (_covered_s(waits) or 1)
-
-    @property
-    def busiest(self) -> str | None:
-        """The stage that takes longer for a batch than the loop's own work; None if none does.
-
-        Of stages that share their threads, the longest.
-        """
-        placing, making = self.busy(PLACE), self.busy(*_MAKING)
-        if max(placing, making) < max(_BUSY, 1 - self.wait_share):
-            return None
-        return PLACE if placing > making else max(_MAKING, key=self.total_s)
-
-
-class Verdict(NamedTuple):
+class Bottleneck(NamedTuple):
     """What holds the loop up, why one can tell, and what to change."""
 
-    bottleneck: str
+    name: str
     reason: str
     advice: tuple[str, ...]
 
 
-def verdict(figures: Figures) -> Verdict:
+def find_bottleneck(measured: Measurement) -> Bottleneck:
     """The first rule that holds, with the advice that fits the pipeline."""
-    holding = next(rule for rule in _RULES if rule.holds(figures))
-    settings = figures.settings or Settings()
-    advice = [text for name, fits, text in _ADVICE if name == holding.name and fits(settings)]
+    rule = next(rule for rule in _RULES if rule.holds(measured))
+    pipeline = measured.pipeline or Settings()
+    advice = [text for name, fits, text in _ADVICE if name == rule.name and fits(pipeline)]
+    lanes = (PLACE,) if rule.name == PLACE else _MAKING
     values = {
-        **vars(settings),
-        "wait": f"{figures.wait_share:.0%}",
-        "hidden": f"{figures.hidden_share:.0%}",
-        "busy": f"{figures.busy(PLACE) if holding.name == PLACE else figures.busy(*_MAKING):.0%}",
-        "threads": figures.threads(*_MAKING),
+        **dataclasses.asdict(pipeline),
+        "wait": f"{measured.busy(WAIT):.0%}",
+        "idle": f"{_idle_share(measured):.0%}",
+        "busy": f"{measured.busy(*lanes):.0%}",
+        "threads": measured.threads(*_MAKING),
     }
-    texts = [text.format(**values) for text in (holding.reason, *advice)]
-    return Verdict(holding.name, texts[0], tuple(texts[1:]))
+    reason, *texts = [text.format(**values) for text in (rule.reason, *advice)]
+    return Bottleneck(rule.name, reason, tuple(texts))
+
+
+def _busiest(measured: Measurement) -> str | None:
+    """The stage that takes longer for a batch than the loop's own work; None if none does.
+
+    Of stages that share their threads, the longest.
+    """
+    placing, making = measured.busy(PLACE), measured.busy(*_MAKING)
+    if max(placing, making) < max(_BUSY, 1 - measured.busy(WAIT)):
+        return None
+    return PLACE if placing > making else max(_MAKING, key=measured.total_s)
+
+
+def _idle_share(measured: Measurement) -> float:
+    """The part of the waiting, 0 to 1, during which no stage was seen at work."""
+    waits = [s for s in measured.spans if s.stage == WAIT]
+    works = [s for s in measured.spans if s.stage in STAGES]
+    idle_s = _covered_s([*waits, *works]) - _covered_s(works)
+    return idle_s / (_covered_s(waits) or 1)
 
 
 class _Rule(NamedTuple):
     name: str
-    holds: Callable[[Figures], bool]
+    holds: Callable[[Measurement], bool]
     reason: str
 
 
@@ -107,50 +77,50 @@ class _Rule(NamedTuple):
 _RULES = (
     _Rule(
         STEP,
-        lambda f: f.wait_share < _LITTLE_WAIT and f.total_s(STEP) > 0,
+        lambda m: m.busy(WAIT) < _LITTLE_WAIT and m.total_s(STEP) > 0,
         "the loop waits {wait} of the time; the pipeline keeps up with the step.",
     ),
     _Rule(
         PLACE,
-        lambda f: f.busiest == PLACE,
+        lambda m: _busiest(m) == PLACE,
         "the thread that hands batches to the devices is {busy} busy.",
     ),
     _Rule(
         READ,
-        lambda f: f.busiest == READ,
+        lambda m: _busiest(m) == READ,
         "the threads that make batches (seen: {threads}) are {busy} busy, mostly reading and"
         " decoding records.",
     ),
     _Rule(
         BATCH,
-        lambda f: f.busiest == BATCH,
+        lambda m: _busiest(m) == BATCH,
         "the threads that make batches (seen: {threads}) are {busy} busy, mostly stacking records.",
     ),
     _Rule(
         PAD,
-        lambda f: f.busiest == PAD,
+        lambda m: _busiest(m) == PAD,
         "the threads that make batches (seen: {threads}) are {busy} busy, mostly padding.",
     ),
     _Rule(
         "workers",
-        lambda f: f.settings is not None and f.settings.num_workers > 0,
+        lambda m: m.pipeline is not None and m.pipeline.num_workers > 0,
         "the loop waits {wait} of the time, no thread of this process holds it up, and batches are"
         " made in worker processes (num_workers={num_workers}), which are not seen from here.",
     ),
     _Rule(
         "unseen",
-        lambda f: not f.total_s(READ),
+        lambda m: not m.total_s(READ),
         "the loop waits {wait} of the time, and nothing tells when batches are read.",
     ),
     _Rule(
         "handover",
-        lambda f: f.hidden_share >= _HIDDEN,
-        "during {hidden} of the waiting no stage was at work: batches were ready, and something"
+        lambda m: _idle_share(m) >= _MOST,
+        "during {idle} of the waiting no stage was at work: batches were ready, and something"
         " after them was not.",
     ),
     _Rule(
         "buffer",
-        lambda f: True,
+        lambda m: True,
         "the loop waits {wait} of the time, and yet the threads that make batches are only {busy}"
         " busy: some batches take much longer than others, and too few wait in the buffers.",
     ),
@@ -166,16 +136,16 @@ _ONE_THREAD = (
 )
 
 
-def _always(s: Settings) -> bool:
+def _always(p: Settings) -> bool:
     return True
 
 
-def _is_stream(s: Settings) -> bool:
-    return s.is_stream
+def _is_stream(p: Settings) -> bool:
+    return p.is_stream
 
 
-def _in_threads(s: Settings) -> bool:
-    return not s.is_stream and not s.num_workers
+def _in_threads(p: Settings) -> bool:
+    return not p.is_stream and not p.num_workers
 
 
 # For each bottleneck: whether a piece of advice fits the pipeline, and what it says.
@@ -184,7 +154,7 @@ _ADVICE: tuple[tuple[str, Callable[[Settings], bool], str], ...] = (
     ("workers", _always, "raise num_workers, as far as there are idle processor cores."),
     ("workers", _always, "profile once with num_workers=0 to see which stage takes the time."),
     ("handover", _always, "move a .map that follows .shard_to before .batch, or into the step."),
-    ("handover", lambda s: s.reads_once, 'compare with read="needed": devices exchange rows now.'),
+    ("handover", lambda p: p.reads_once, 'compare with read="needed": devices exchange rows now.'),
     ("handover", _always, "send less to the devices: uint8 images, made floats inside the step."),
     ("handover", _always, "make the step bigger, by a larger global batch, if it is very short."),
     ("unseen", _always, "end the pipeline with .shard_to(mesh), whose stages tell their times."),
@@ -193,13 +163,13 @@ _ADVICE: tuple[tuple[str, Callable[[Settings], bool], str], ...] = (
     (PLACE, _always, "make the step bigger, by a larger global batch, if batches are small."),
     (
         READ,
-        lambda s: s.reads_other_rows,
+        lambda p: p.reads_other_rows,
         "move the .map (or the batch_fn) that stands at or after .batch before it: this host makes"
         " whole batches now, to keep some of their rows.",
     ),
     (
         READ,
-        lambda s: s.amplification > 1 and not s.is_stream,
+        lambda p: p.amplification > 1 and not p.is_stream,
         'pass read="once": the hosts read every row {amplification:.3g} times now.',
     ),
     (READ, _in_threads, _MORE_THREADS),

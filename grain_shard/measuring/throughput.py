@@ -1,114 +1,87 @@
-"""A pipeline from a batch size per device, and the measure of any pipeline."""
+"""`measure_throughput`: how fast batches come, and whether a training step has to wait for them."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import grain
-from jax.sharding import Mesh
-
-from grain_shard.chain import shard_to
-from grain_shard.errors import require_int
-from grain_shard.iteration.sharded_dataset import ShardedDataset
-from grain_shard.measuring.measured_loop import measured_loop
-from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.spans import LOOP, PAD, PLACE, STAGES, Span
+from grain_shard.measuring.measurement import Measurement, milliseconds
+from grain_shard.spans import LOOP, PAD, PLACE, STAGES, STEP, WAIT
 
 
-def create_sharded_pipeline(
-    source: Any, mesh: Mesh, batch_size_per_device: int = 64
-) -> ShardedDataset:
-    """A pipeline of global batches that gives every shard so many rows, on any mesh.
-
-    On a mesh of one device it is an ordinary loader, so a program needs no second path for it.
+class Throughput(Measurement):
+    """A measured loop as averages; its text is a table. All times are per batch.
 
     Example:
-        >>> import jax
-        >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-        >>> for batch in create_sharded_pipeline([{"x": 1}, {"x": 2}, {"x": 3}], mesh, 2):
-        ...     print(batch["x"], batch["valid_mask"])
-        [1 2] [ True  True]
-        [3 0] [ True False]
-
-    Args:
-        source: Records by index: a sequence, a Grain source, or a `grain.MapDataset` that shuffles
-            and decodes them. Or a stream of them, a `grain.IterDataset`, on one host.
-        mesh: The mesh of all processes. Its axis "data", or its only axis, shards the rows.
-        batch_size_per_device: Rows of one shard; devices that differ only along other axes hold
-            the same rows.
-
-    Returns:
-        What `shard_to` returns: the last batch is padded, and each has a ``valid_mask``.
-
-    Raises:
-        ShardingError: The mesh has several axes, none of them "data"; there is no record; or a
-            stream does not say what it yields on each of several hosts (call `shard_to` then).
-    """
-    require_int("batch_size_per_device", batch_size_per_device, 1)
-    if not isinstance(source, grain.MapDataset | grain.IterDataset):
-        source = grain.MapDataset.source(source)
-    shards = ShardingTree.of(mesh).layout().divisor
-    return shard_to(source.batch(batch_size_per_device * shards), mesh)
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """What `measure_throughput` found; its text is a table. All times are averages per batch.
-
-    Example:
-        >>> print(Throughput(50, 50, 5, 81_920.0, 12.5e6, 0.25, 0.001, 0.003, {"read": 0.002}))
-        batches measured     50 (after 5 of warm-up)
-        examples/s           81,920
+        >>> from grain_shard.spans import Span
+        >>> loop = Span("wait", "main", 0.0, 0.001), Span("step", "main", 0.001, 0.004)
+        >>> reading = Span("read", "host-0", 0.0, 0.002)
+        >>> print(Throughput(1, 1, 5, 0.004, (reading, *loop), num_examples=32, num_bytes=50_000))
+        batches measured     1 (after 5 of warm-up)
+        examples/s           8,000
         MB/s                 12.5
         waiting for data     25.0% of the step
           wait               1.000 ms a batch
           step               3.000 ms a batch
         in the background
           read               2.000 ms a batch
-
-    Attributes:
-        num_batches: Batches that were measured.
-        num_batches_asked: Batches that were to be measured; more if the dataset ended early.
-        warmup: Batches that were taken before these and left out.
-        examples_per_second: Rows of the global batches; where these have a "valid_mask", only
-            those for which it is True, unless the step donated it.
-        bytes_per_second: Of the global batches, padding included.
-        wait_share: The part of each step that was spent waiting for its batch, 0 to 1.
-        wait_s: From asking for a batch until it was on the devices, in seconds.
-        step_s: From there until the step's result was, in seconds; 0 without a step.
-        stages_s: What the pipeline's threads spent on a batch, by stage, in seconds: "read" (read
-            and decode its records, or take it from its stream), "batch" (stack them), "pad",
-            "place" (hand it to the devices). Without a stage that does not exist, or that runs in
-            worker processes.
     """
 
-    num_batches: int
-    num_batches_asked: int
-    warmup: int
-    examples_per_second: float
-    bytes_per_second: float
-    wait_share: float
-    wait_s: float
-    step_s: float
-    stages_s: Mapping[str, float]
+    @property
+    def examples_per_second(self) -> float:
+        """Valid rows of the global batches, by the wall clock over the whole loop."""
+        return self.num_examples / self.seconds
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes of the global batches, padding included, by the wall clock."""
+        return self.num_bytes / self.seconds
+
+    @property
+    def wait_share(self) -> float:
+        """The part of waiting and step together that was waiting, 0 to 1; 1 without a step."""
+        return self.total_s(WAIT) / (self.total_s(*LOOP) or 1)
+
+    @property
+    def wait_s(self) -> float:
+        """From asking for a batch until it was on the devices, in seconds."""
+        return self.total_s(WAIT) / self.num_batches
+
+    @property
+    def step_s(self) -> float:
+        """From there until the step's result was, in seconds; 0 without a step."""
+        return self.total_s(STEP) / self.num_batches
+
+    @property
+    def stages_s(self) -> Mapping[str, float]:
+        """What the pipeline's threads spent on a batch, by stage, in seconds.
+
+        Batches that were made during the warm-up count, too. Without a stage that does not exist,
+        or that runs in worker processes.
+        """
+        seconds = {
+            stage: [s.end - s.start for s in self.recorded_spans if s.stage == stage]
+            for stage in STAGES
+        }
+        # A batch may be read and stacked in parts, and several may be read at once; but each batch
+        # is padded once, so that this tells how many were made.
+        made = len(seconds[PAD])
+        batches = {stage: made or len(times) for stage, times in seconds.items()}
+        batches[PLACE] = len(seconds[PLACE])
+        return {stage: sum(times) / batches[stage] for stage, times in seconds.items() if times}
 
     def __repr__(self) -> str:
-        ended = self.num_batches < self.num_batches_asked
-        asked = f" of {self.num_batches_asked}, then the dataset ended" if ended else ""
-        rows = [
-            ("batches measured", f"{self.num_batches}{asked} (after {self.warmup} of warm-up)"),
+        lines = [
+            ("batches measured", f"{self.num_batches}{self.count_note()}"),
             ("examples/s", f"{self.examples_per_second:,.0f}"),
             ("MB/s", f"{self.bytes_per_second / 1e6:,.1f}"),
             ("waiting for data", f"{self.wait_share:.1%} of the step"),
-            ("  wait", _milliseconds(self.wait_s)),
-            ("  step", _milliseconds(self.step_s)),
+            ("  wait", f"{milliseconds(self.wait_s)} a batch"),
+            ("  step", f"{milliseconds(self.step_s)} a batch"),
             ("in the background", "" if self.stages_s else "not known"),
-            *((f"  {stage}", _milliseconds(s)) for stage, s in self.stages_s.items()),
+            *((f"  {stage}", f"{milliseconds(s)} a batch") for stage, s in self.stages_s.items()),
         ]
-        return "\n".join(f"{name:<21}{value}".rstrip() for name, value in rows)
+        return "\n".join(f"{name:<21}{value}".rstrip() for name, value in lines)
 
 
 def measure_throughput(
@@ -130,7 +103,7 @@ def measure_throughput(
     each tells those of its own.
 
     Example:
-        >>> import jax
+        >>> import grain, jax
         >>> mesh = jax.make_mesh((8,), ("data",))
         >>> ds = grain.MapDataset.range(800).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
         >>> throughput = measure_throughput(ds, step=lambda batch: batch["x"].sum())
@@ -138,10 +111,11 @@ def measure_throughput(
         (50, ['read', 'batch', 'pad', 'place'])
 
     Args:
-        ds: The dataset: what `shard_to` returns, or any iterable of batches.
+        ds: The dataset: what `shard_to` returns, or any iterable of batches, whose stages then tell
+            nothing.
         num_batches: Batches to measure.
-        warmup: Batches to leave out before them: compilation, and the buffers that fill while it
-            lasts. Of a dataset that ends early, fewer are left out, so that one is measured.
+        warmup: Batches to leave out before them: compilation, and then the use of the buffers that
+            filled while it lasted. Fewer, so that one is measured, if the dataset ends early.
         step: Called with each batch, e.g. a closure around the train step that keeps the state; it
             has to return something that the step computes, such as the loss, to be waited for.
             None measures the pipeline alone, and the loop does nothing but wait.
@@ -150,33 +124,4 @@ def measure_throughput(
         ValueError: The dataset has no batch, or the step returns nothing.
         ShardingError: A number of batches is no whole number, or too small.
     """
-    loop = measured_loop(ds, num_batches, warmup, step)
-    wait_s, step_s = (loop.total_s(lane) / loop.num_batches for lane in LOOP)
-    # Clocks have a smallest step, and no figure may be one over nothing.
-    least_s = time.get_clock_info("perf_counter").resolution
-    seconds = max(loop.end - loop.start, least_s)
-    return Throughput(
-        num_batches=loop.num_batches,
-        num_batches_asked=num_batches,
-        warmup=loop.warmup,
-        examples_per_second=sum(batch.examples() for batch in loop.batches) / seconds,
-        bytes_per_second=sum(batch.num_bytes for batch in loop.batches) / seconds,
-        wait_share=wait_s / max(wait_s + step_s, least_s),
-        wait_s=wait_s,
-        step_s=step_s,
-        stages_s=_averages(loop.spans),
-    )
-
-
-def _averages(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds per batch by stage, in the order of the stages."""
-    seconds = {stage: [s.end - s.start for s in spans if s.stage == stage] for stage in STAGES}
-    # A batch is read and stacked in parts, or several are read at once; each is padded once.
-    made = len(seconds[PAD])
-    batches = {stage: made or len(times) for stage, times in seconds.items()}
-    batches[PLACE] = len(seconds[PLACE])
-    return {stage: sum(times) / batches[stage] for stage, times in seconds.items() if times}
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms a batch"
+    return Throughput.of_loop(ds, num_batches, warmup, step)

@@ -18,14 +18,14 @@ from jax.sharding import Mesh
 
 from grain_shard.errors import GrainShardError, ShardingError, require_int
 
-# What libtpu would ask a TPU VM's metadata server, or complain about. The values say nothing: the
-# name of the topology does.
+# Without these libtpu asks the metadata server of a TPU VM for them, and complains that there is
+# none. Which values they have does not matter, as the topology is given by its name.
 _NO_TPU_HERE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else one process of a machine at a time; no chip is opened
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is opened, so processes need not take turns
 }
 
 
@@ -101,7 +101,7 @@ def hosts_mesh(axes: Mapping[str, int], *, hosts: int, devices_per_host: int) ->
 
 @dataclass(frozen=True)
 class _StandIn:
-    """What of a `jax.Device` a mesh and a layout ask for."""
+    """The attributes of a `jax.Device` that a mesh and a layout look at."""
 
     id: int
     process_index: int
@@ -114,7 +114,8 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
         require_int(f"mesh axis {name}", size, 1)
     if math.prod(axes.values()) != len(devices):
         raise ShardingError(
-            f"the mesh has {math.prod(axes.values())} places for {len(devices)} devices.",
+            f"the axes make a mesh of {math.prod(axes.values())} devices, and there are"
+            f" {len(devices)}.",
             mesh_axes=axes.items(),
             remedy=f"give axes whose sizes multiply to {len(devices)}.",
         )

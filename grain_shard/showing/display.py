@@ -1,28 +1,34 @@
-"""`show`: what a batch is, and where; as a table in a terminal, as drawings in a notebook."""
+"""`show`: what a batch is, and where; tables in a terminal, with drawings in a notebook."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
 import jax
 
 from grain_shard.errors import ShardingError, describe_mesh
-from grain_shard.iteration.sharded_dataset import ShardedDataset
-from grain_shard.planning.plan_text import describe_ranges
+from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
+from grain_shard.showing.drawing import draw_batch
 from grain_shard.showing.leaf_text import LeafText
-from grain_shard.showing.rich_output import describe_bytes, table, to_html, to_terminal
-from grain_shard.showing.sharding_drawing import draw_tree
+from grain_shard.showing.tables import (
+    describe_bytes,
+    describe_ranges,
+    table,
+    to_html,
+    to_terminal,
+    to_text,
+)
 from grain_shard.trees import flatten
 
 
 def show(batch_or_dataset: Any) -> None:
     """Shows the leaves of a batch: global shape, mesh axes, rows and bytes on each device.
 
-    In a notebook it draws which device holds what of each leaf, too. Nothing is computed on a
-    device or moved from one, and no other host is asked, so that one host of many may call it.
+    In a notebook it draws which device holds what, too. Nothing is computed on a device or moved
+    from one, and no other host is asked, so that one host of many may call it.
 
     Args:
         batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.
@@ -47,24 +53,39 @@ def show(batch_or_dataset: Any) -> None:
           a batch                                                    10 bytes
         <BLANKLINE>
     """
-    batch, facts = batch_or_dataset, None
-    if isinstance(batch_or_dataset, ShardedDataset):
-        batch = batch_or_dataset.abstract_batch()
-        facts = table(["dataset", ""], _facts(batch_or_dataset, _rows(batch)), left=2)
+    batch, tables = batch_or_dataset, []
+    if (ds := sharded(batch_or_dataset)) is not None:
+        batch = ds.abstract_batch()
+        facts = _facts(ds, _global_batch_size(batch))
+        tables.append(table(["dataset", ""], facts, left=2))
     elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
         raise ShardingError(
             f"nothing tells what a {type(batch_or_dataset).__name__} holds, and where.",
             remedy="show one of its batches, or the dataset that .shard_to(mesh) returned.",
         )
-    if _in_notebook():
-        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
-
-        display(HTML((to_html(facts) if facts else "") + draw_tree(batch)))
-        return
-    if facts:
-        to_terminal(facts)
     columns = ["leaf", "global array", "rows a device", "bytes a device"]
-    to_terminal(table(columns, _lines(batch), left=2))
+    tables.append(table(columns, _lines(batch), left=2))
+    if _in_notebook():
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        display(_Page(tables, batch))
+    else:
+        for each in tables:
+            to_terminal(each)
+
+
+class _Page:
+    """What a notebook displays: HTML, and plain text for viewers that show no HTML."""
+
+    def __init__(self, tables: Sequence[Any], batch: Any):
+        self._html = "".join([*map(to_html, tables), draw_batch(batch)])
+        self._text = "\n".join(map(to_text, tables))
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 def _in_notebook() -> bool:
@@ -74,13 +95,10 @@ def _in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def _rows(batch: Any) -> int | None:
-    """The rows of a global batch; text, of which the host has its own alone, does not tell."""
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if _is_global(leaf)), None)
-
-
-def _is_global(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) and bool(leaf.shape)
+def _global_batch_size(batch: Any) -> int | None:
+    """The rows of a global batch. Text does not tell: a host has only its own rows of it."""
+    structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    return next((struct.shape[0] for struct in structs if struct.shape), None)
 
 
 def _lines(batch: Any) -> Iterator[tuple[str, ...]]:

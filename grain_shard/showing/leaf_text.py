@@ -16,8 +16,8 @@ class LeafText(NamedTuple):
 
     Attributes:
         text: Dtype, global shape, and the mesh axes that shard each dim, as JAX writes them.
-        rows_per_device: Of its rows, those that one device holds.
-        bytes_per_device: Of its bytes.
+        rows_per_device: How many of its rows one device holds.
+        bytes_per_device: How many of its bytes one device holds.
     """
 
     text: str

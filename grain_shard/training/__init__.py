@@ -5,6 +5,7 @@ data parallel       `data_parallel_train_step` for linen or plain parameters, `s
                     NNX. One program for all devices: the compiler adds the communication.
 model states        `place_model_state_on_shards` and, by nnx filters, `place_nnx_state_on_shards`:
                     a model's and its optimizer's state, replicated, fully sharded, or by path.
+pipelines           `create_sharded_pipeline`: from a batch size for each device.
 gradients           `reduce_gradients_across_devices` inside `jax.shard_map`, and
                     `reduce_gradient_tree` of gradients that are stacked by device.
 meshes              `create_1d_mesh`, `create_2d_mesh`; `create_named_sharding` and
@@ -57,6 +58,7 @@ from grain_shard.training.rules import (
     fsdp_rules,
     partition_spec_for_names,
 )
+from grain_shard.training.sharded_pipeline import create_sharded_pipeline
 
 __all__ = [
     "BatchSizeRecommendation",
@@ -66,6 +68,7 @@ __all__ = [
     "create_2d_mesh",
     "create_data_parallel_sharding",
     "create_named_sharding",
+    "create_sharded_pipeline",
     "data_parallel_rules",
     "data_parallel_train_step",
     "detect_hardware",

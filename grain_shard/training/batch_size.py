@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from grain_shard.step_memory import lower, step_memory
+
 
 def estimate_max_batch_size(
     step: Callable[..., Any],
@@ -58,20 +60,9 @@ def estimate_max_batch_size(
         261112
     """
     limit = _device_memory_limit() if memory_limit_bytes is None else memory_limit_bytes
-    compiled_step: Any = step if hasattr(step, "lower") else jax.jit(step)
 
     def held_bytes(batch_size: int) -> int:
-        compiled = compiled_step.lower(*args, make_batch(batch_size)).compile()
-        memory = compiled.memory_analysis()
-        if memory is None:
-            raise NotImplementedError("XLA gives no memory analysis for this backend.")
-        return (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes
-            + memory.generated_code_size_in_bytes
-        )
+        return step_memory(lower(step, *args, make_batch(batch_size))).total_bytes
 
     small, large = multiple_of, 2 * multiple_of
     if _num_elements(make_batch(small)) == _num_elements(make_batch(large)):

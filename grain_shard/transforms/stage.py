@@ -10,7 +10,7 @@ import grain
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
-from grain_shard.iteration.sharded_dataset import ShardedDataset
+from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.rows import row_reader
 from grain_shard.reading.stream_dataset import StreamDataset
@@ -32,7 +32,7 @@ class Stage(ABC):
         Raises:
             ShardingError: It is something else, or does not fit what the stage was told.
         """
-        if isinstance(ds, ShardedDataset):
+        if sharded(ds) is not None:
             raise ShardingError(
                 "the dataset is sharded already.", remedy="call .shard_to once, at the end."
             )

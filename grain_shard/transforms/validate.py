@@ -10,7 +10,12 @@ import grain
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.hardware import HardwareType, validate_batch_size
+from grain_shard.hardware import (
+    BatchSizeRating,
+    HardwareType,
+    rate_batch_size,
+    validate_batch_size,
+)
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.rows import whole_batches
 from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
@@ -38,7 +43,7 @@ class ValidateBatchSize(Stage):
         must_divide: Whether `divisor` has to divide the batch size. Otherwise padding will see to
             it.
         hardware: Also compare the rows of one shard with what is recommended for this chip
-            (`grain_shard.get_batch_size_recommendation`), and warn where they are too few.
+            (`grain_shard.training.get_batch_size_recommendation`), and warn where they are too few.
         mesh_axes: (name, size) of every mesh axis; for messages only.
     """
 
@@ -107,8 +112,9 @@ class ValidateBatchSize(Stage):
             )
         if self.hardware is not None:
             shard_batch_size = -(-global_batch_size // self.divisor)
-            valid, message = validate_batch_size(shard_batch_size, self.hardware)
-            if not valid or "below" in message:
+            rating = rate_batch_size(shard_batch_size, self.hardware)
+            if rating in (BatchSizeRating.TOO_SMALL, BatchSizeRating.BELOW_CRITICAL):
+                _, message = validate_batch_size(shard_batch_size, self.hardware)
                 warnings.warn(f"rows per shard: {message}", stacklevel=2)
 
 

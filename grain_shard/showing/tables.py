@@ -1,4 +1,4 @@
-"""Tables of rich as plain text, in a terminal, or as HTML."""
+"""Tables in a terminal, as plain text and as HTML, and what to write in their cells."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 _HTML_WIDTH = 92  # characters
 _HTML_STYLE = "font-family:monospace; line-height:1.3; overflow-x:auto"
 _TEXT_WIDTH = 100
+_MAX_RANGES = 4
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) -> Any:
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) -> Any:
     """A table whose first `left` columns are words, and whose others are numbers."""
     from rich import box
     from rich.table import Table
@@ -20,8 +21,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int) -
     made = Table(box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i < left else "right", overflow="fold")
-    for row in rows:
-        made.add_row(*map(Text, row))  # or rich would take what is in brackets for a style
+    for line in lines:
+        made.add_row(*map(Text, line))  # as Text, since rich takes words in brackets for a style
     return made
 
 
@@ -63,3 +64,10 @@ def describe_bytes(count: int | None) -> str:
     from rich.filesize import decimal
 
     return "-" if count is None else decimal(count)
+
+
+def describe_ranges(ranges: Sequence[tuple[int, int]]) -> str:
+    """Rows as slices, the first few of them: ``0:8, 16:24``."""
+    shown = [f"{start}:{stop}" for start, stop in ranges[:_MAX_RANGES]]
+    more = len(ranges) - len(shown)
+    return ", ".join([*shown, f"{more} more"] if more else shown)

@@ -1,7 +1,7 @@
 """`plan`: what every host of a job will read, without the job.
 
 It asks what `shard_to` asks: `ShardingTree` for who holds which rows and whether to read them once,
-the chain itself for the number and size of batches.
+the stages of the chain for the number and size of batches.
 """
 
 from __future__ import annotations
@@ -13,14 +13,99 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from grain_shard.chain import check_read
-from grain_shard.errors import ShardingError, describe_spec, require_int
+from grain_shard.errors import ShardingError, describe_mesh, describe_spec, require_int
 from grain_shard.hardware import HardwareType, detect_hardware
-from grain_shard.planning.plan_result import HostReads, Plan, Reads, numbered
+from grain_shard.planning.facts import HostReads, PlanFacts, Reads, numbered_batches
+from grain_shard.planning.text import plan_tables
+from grain_shard.planning.warnings import find_warnings
 from grain_shard.reading.pad_batch import Remainder
+from grain_shard.sharding.layout import round_up
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
+from grain_shard.showing.tables import to_html, to_text
 
-__all__ = ["HostReads", "Plan", "Reads", "plan"]
+
+class Plan(PlanFacts):
+    """What `plan` found. Printed, it is a table; in a notebook too.
+
+    Its values are those of `PlanFacts`.
+
+    Example:
+        >>> from grain_shard import hosts_mesh, plan
+        >>> mesh = hosts_mesh({"data": 8}, hosts=4, devices_per_host=2)
+        >>> planned = plan(mesh, global_batch_size=14, num_records=1400)
+        >>> planned.reads.hosts[3].layout.ranges(planned.reads.padded_batch_size)
+        [(12, 16)]
+        >>> print(planned.warnings[0])
+        every batch has 2 rows of padding, as 8 shards do not divide 14. Use a global batch of 16
+        rows.
+    """
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to think over, in sentences."""
+        return find_warnings(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain JSON; rows are lists of [start, stop]."""
+        return {
+            "device_kind": self.device_kind,
+            "hardware": self.hardware.value,
+            "num_devices": self.num_devices,
+            "num_hosts": self.num_hosts,
+            "mesh": dict(self.mesh_axes),
+            "specs": list(self.specs),
+            "num_records": self.num_records,
+            "record_bytes": self.record_bytes,
+            "global_batch_size": self.global_batch_size,
+            "remainder": self.remainder,
+            "steps_per_epoch": self.steps_per_epoch,
+            "padded_rows_per_epoch": self.padded_rows_per_epoch,
+            "dropped_records_per_epoch": self.dropped_records_per_epoch,
+            "rows_per_device": self.rows_per_device,
+            "device_bytes": self.device_bytes,
+            "read": self.read,
+            "needed": self._reads_to_dict(self.needed),
+            "once": self._reads_to_dict(self.once),
+            "hosts_with_the_same_rows": [list(group) for group in self.hosts_with_the_same_rows],
+            "warnings": list(self.warnings),
+        }
+
+    def _reads_to_dict(self, reads: Reads | None) -> dict[str, Any] | None:
+        if reads is None:
+            return None
+        size = reads.padded_batch_size
+        return {
+            "padded_batch_size": size,
+            "amplification": reads.amplification,
+            "hosts": [
+                {
+                    "host": host.host,
+                    "rows": [list(rows) for rows in host.layout.ranges(size)],
+                    "rows_per_step": host.rows_per_step,
+                    "bytes_per_step": self.bytes_of(host.rows_per_step),
+                    "rows_per_epoch": host.rows_per_epoch,
+                }
+                for host in reads.hosts
+            ],
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.num_devices} x {self.device_kind} on {self.num_hosts} hosts,"
+            f" mesh=({describe_mesh(self.mesh_axes)}), specs=({', '.join(self.specs)}),"
+            f" steps_per_epoch={self.steps_per_epoch}, read={self.read!r},"
+            f" warnings=<{len(self.warnings)}>)"
+        )
+
+    def __rich__(self) -> Any:
+        return plan_tables(self, self.warnings)
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+    def _repr_html_(self) -> str:
+        return to_html(self)
 
 
 def plan(
@@ -82,7 +167,8 @@ def plan(
     chosen = needed if read == "needed" else once
     assert chosen is not None
     layouts, size = target.layouts(), chosen.padded_batch_size
-    steps = len(numbered(num_records, global_batch_size, chosen.hosts[0].layout.divisor, remainder))
+    divisor = chosen.hosts[0].layout.divisor
+    steps = len(numbered_batches(num_records, global_batch_size, divisor, remainder))
     held_records = min(num_records, steps * global_batch_size)
     named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
     blocks = [num_shards(sharding) for sharding in named] or [1]
@@ -120,9 +206,9 @@ def _reads(
 ) -> Reads:
     layouts = shardings.layouts()
     first = next(iter(layouts.values()))
-    batches: Any = numbered(num_records, global_batch_size, first.divisor, remainder)
-    full, rest = divmod(min(num_records, len(batches) * global_batch_size), global_batch_size)
-    padded_size = batches.reader.global_batch_size
+    steps = len(numbered_batches(num_records, global_batch_size, first.divisor, remainder))
+    full, rest = divmod(min(num_records, steps * global_batch_size), global_batch_size)
+    padded_size = round_up(global_batch_size, first.divisor)
     hosts = []
     for host, layout in layouts.items():
         rows = layout.rows(padded_size)

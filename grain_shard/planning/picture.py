@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from grain_shard.errors import GrainShardError
+from grain_shard.errors import GrainShardError, describe_mesh
 from grain_shard.sharding.layout import batch_axes
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
@@ -26,8 +26,8 @@ _NO_DEVICE = -1
 def draw_mesh(mesh: Mesh, spec: Any, path: str | Path) -> None:
     """Draws the mesh, batch axes downwards and the others to the right.
 
-    Where one color is spread over many lines its host holds many shards; where a line has many
-    colors, those hosts hold the same rows.
+    The devices of a line hold the same rows of a batch. So where a line has several colors, those
+    hosts hold the same rows.
 
     Args:
         mesh: The mesh.
@@ -42,7 +42,7 @@ def draw_mesh(mesh: Mesh, spec: Any, path: str | Path) -> None:
     except ImportError:
         raise GrainShardError(
             'the picture needs matplotlib, which is not installed.\n  remedy: pip install "grain-'
-            'shard[plan]"'
+            'shard[plot]"'
         ) from None
     named = [s for s in ShardingTree.of(mesh, spec).shardings() if isinstance(s, NamedSharding)]
     down = batch_axes(max(named, key=num_shards).spec)
@@ -67,11 +67,13 @@ def draw_mesh(mesh: Mesh, spec: Any, path: str | Path) -> None:
         axes.set_yticks(np.arange(-0.5, hosts.shape[0]), minor=True)
         axes.grid(which="minor", color="white", linewidth=1)
     axes.tick_params(which="both", length=0, labelsize=7)
-    along = hosts.shape == (blocks, columns)  # else the places in a line are none along an axis
+    # A grid that was cut into lines or strips has no mesh axis along its sides.
+    along = hosts.shape == (blocks, columns)
     axes.set_xticks(range(0, columns, -(-columns // _MAX_TICKS)) if along else [])
     axes.set_yticks(range(0, blocks, -(-blocks // _MAX_TICKS)) if along else [])
-    sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    axes.set_title(f"{sizes}: the host of each device", fontsize=9, loc="left")
+    axes.set_title(
+        f"{describe_mesh(mesh.shape.items())}: the host of each device", fontsize=9, loc="left"
+    )
     axes.set_ylabel(down_label, fontsize=8)
     axes.set_xlabel(across_label, fontsize=8)
     figure.tight_layout()

@@ -1,24 +1,21 @@
-"""`Plan`: what every host of a job will read; the values that `plan` returns."""
+"""What a plan knows, in numbers: who reads which rows. Its warnings and text are made of this."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import grain
 import numpy as np
 
-from grain_shard.chain import padded
 from grain_shard.errors import ShardingError
 from grain_shard.hardware import HardwareType
-from grain_shard.planning.plan_text import plan_table
-from grain_shard.planning.plan_warnings import find_warnings
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import BatchLayout
-from grain_shard.showing.rich_output import to_html, to_text
+from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
-
-_MASK_KEY = "valid_mask"
+from grain_shard.transforms.validate import ValidateBatchSize
+from grain_shard.trees import MASK_KEY
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,8 @@ class Reads:
     Attributes:
         read: "needed" or "once".
         padded_batch_size: Rows of a batch with its padding.
-        amplification: Rows that all hosts ask for together, over the rows of the batch: k.
+        amplification: How many hosts read a row, on average: the rows that all hosts read for a
+            batch, over the rows of the batch.
         hosts: Each host, ascending.
     """
 
@@ -66,19 +64,9 @@ class Reads:
         return max(host.rows_per_step for host in self.hosts)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What `plan` found. Printed, it is a table; in a notebook too.
-
-    Example:
-        >>> from grain_shard import hosts_mesh, plan
-        >>> mesh = hosts_mesh({"data": 8}, hosts=4, devices_per_host=2)
-        >>> planned = plan(mesh, global_batch_size=14, num_records=1400)
-        >>> planned.reads.hosts[3].layout.ranges(planned.reads.padded_batch_size)
-        [(12, 16)]
-        >>> print(planned.warnings[0])
-        every batch has 2 rows of padding, as 8 shards do not divide 14. Use a global batch of 16
-        rows.
+@dataclass(frozen=True, repr=False)
+class PlanFacts:
+    """All that was computed for a plan.
 
     Attributes:
         device_kind: As JAX calls it.
@@ -132,20 +120,22 @@ class Plan:
         assert reads is not None
         return reads
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What to think over, in sentences."""
-        return find_warnings(self)
+    def bytes_of(self, rows: int) -> int | None:
+        """The bytes of so many rows, if those of one record are known."""
+        return None if self.record_bytes is None else rows * self.record_bytes
 
     def records(self, host: int, step: int) -> np.ndarray:
         """The records above ``.batch`` that a host reads for a batch, ascending: int64[n].
 
-        Not counted is the one record that a host with nothing but padding looks at, once, to learn
-        the structure of records.
+        A host that has nothing but padding reads one record all the same, once, to learn what
+        records look like. It is not counted here.
 
         Args:
             host: The host.
             step: The batch, from 0; past `steps_per_epoch` it is of a later epoch.
+
+        Raises:
+            ShardingError: The host has no device in the mesh.
         """
         layouts = {reads.host: reads.layout for reads in self.reads.hosts}
         if host not in layouts:
@@ -154,87 +144,27 @@ class Plan:
                 mesh_axes=self.mesh_axes,
                 remedy=f"it has {self.num_hosts} hosts, from {min(layouts)} to {max(layouts)}.",
             )
-        divisor = layouts[host].divisor
-        batches = numbered(self.num_records, self.global_batch_size, divisor, self.remainder)
-        rows = batches.pipe(ShardBatch(layouts[host]))[step]
-        return rows["record"][rows[_MASK_KEY]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON; rows are lists of [start, stop]."""
-        return {
-            "device_kind": self.device_kind,
-            "hardware": self.hardware.value,
-            "num_devices": self.num_devices,
-            "num_hosts": self.num_hosts,
-            "mesh": dict(self.mesh_axes),
-            "specs": list(self.specs),
-            "num_records": self.num_records,
-            "record_bytes": self.record_bytes,
-            "global_batch_size": self.global_batch_size,
-            "remainder": self.remainder,
-            "steps_per_epoch": self.steps_per_epoch,
-            "padded_rows_per_epoch": self.padded_rows_per_epoch,
-            "dropped_records_per_epoch": self.dropped_records_per_epoch,
-            "rows_per_device": self.rows_per_device,
-            "device_bytes": self.device_bytes,
-            "read": self.read,
-            "needed": self._reads_to_dict(self.needed),
-            "once": self._reads_to_dict(self.once),
-            "hosts_with_the_same_rows": [list(group) for group in self.hosts_with_the_same_rows],
-            "warnings": list(self.warnings),
-        }
-
-    def _reads_to_dict(self, reads: Reads | None) -> dict[str, Any] | None:
-        if reads is None:
-            return None
-        size = reads.padded_batch_size
-        return {
-            "padded_batch_size": size,
-            "amplification": reads.amplification,
-            "hosts": [
-                {
-                    "host": host.host,
-                    "rows": [list(rows) for rows in host.layout.ranges(size)],
-                    "rows_per_step": host.rows_per_step,
-                    "bytes_per_step": self.bytes_of(host.rows_per_step),
-                    "rows_per_epoch": host.rows_per_epoch,
-                }
-                for host in reads.hosts
-            ],
-        }
-
-    def bytes_of(self, rows: int) -> int | None:
-        """The bytes of so many records, if those of one are known."""
-        return None if self.record_bytes is None else rows * self.record_bytes
-
-    def __repr__(self) -> str:
-        axes = ", ".join(f"{name}={size}" for name, size in self.mesh_axes)
-        return (
-            f"Plan({self.num_devices} x {self.device_kind} on {self.num_hosts} hosts,"
-            f" mesh=({axes}), specs=({', '.join(self.specs)}), steps_per_epoch="
-            f"{self.steps_per_epoch}, read={self.read!r}, warnings=<{len(self.warnings)}>)"
+        layout = layouts[host]
+        batches = numbered_batches(
+            self.num_records, self.global_batch_size, layout.divisor, self.remainder
         )
-
-    def __rich__(self) -> Any:
-        return plan_table(self)
-
-    def __str__(self) -> str:
-        return to_text(self)
-
-    def _repr_html_(self) -> str:
-        return to_html(self)
+        batch = batches.pipe(ShardBatch(layout))[step]
+        return batch["record"][batch[MASK_KEY]]
 
 
-def numbered(
+def numbered_batches(
     num_records: int, global_batch_size: int, divisor: int, remainder: Remainder
 ) -> grain.MapDataset:
-    """The pipeline, up to padding, of a source whose records are their own numbers.
+    """The global batches of a source whose records are their own numbers, padded by the chain.
+
+    The stages are those of `shard_to`, so that a plan can't differ from what will be run.
 
     Raises:
         ShardingError: There is no batch, or the shards do not divide it and have to.
     """
     records = grain.MapDataset.range(num_records).map(_record).batch(global_batch_size)
-    return padded(records, divisor, remainder, _MASK_KEY)
+    checked = records.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad"))
+    return checked.pipe(PadToDivisible(divisor, remainder=remainder, mask_key=MASK_KEY))
 
 
 def _record(number: int) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -13,18 +14,18 @@ from jax.sharding import PartitionSpec
 from grain_shard.arguments import positive_integer
 from grain_shard.errors import GrainShardError
 from grain_shard.hardware import HardwareType
-from grain_shard.planning.make_plan import plan
-from grain_shard.planning.plan_compile import compile_step, load_step
-from grain_shard.planning.plan_picture import draw_mesh
+from grain_shard.planning.compile_step import compile_step, load_step, memory_lines
+from grain_shard.planning.picture import draw_mesh
+from grain_shard.planning.plan import plan
 from grain_shard.planning.topology import hosts_mesh, topology_mesh
-from grain_shard.showing.rich_output import table, to_terminal
+from grain_shard.showing.tables import table, to_terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line that `main` takes."""
     parser.description = (
         "Say what every host of a job would read, without the job: rows and bytes a step, steps an"
-        " epoch, padding, hosts that hold the same rows, and what to think over."
+        " epoch, padding, hosts that hold the same rows, and what to mind."
     )
     add = parser.add_argument
     slice_ = parser.add_mutually_exclusive_group(required=True)
@@ -83,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
         read=args.read,
         hardware=None if args.hardware is None else HardwareType(args.hardware),
     )
-    compiled = None
+    memory = None
     if args.compile is not None:
         if args.topology is None:
             raise GrainShardError(
@@ -92,16 +93,19 @@ def main(args: argparse.Namespace) -> int:
             )
         # What the script makes at its import is made here; it must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
-        compiled = compile_step(load_step(args.compile), mesh, args.spec, planned)
+        step = load_step(args.compile)
+        memory = compile_step(step, mesh, args.spec, planned.reads.padded_batch_size)
+    if args.picture is not None:
+        draw_mesh(mesh, args.spec, args.picture)
+        print(f"drawn: {args.picture}", file=sys.stderr)
     if args.json:
-        more = {} if compiled is None else {"compiled": dataclasses.asdict(compiled)}
+        more = {} if memory is None else {"compiled": dataclasses.asdict(memory)}
         print(json.dumps(planned.to_dict() | more))
     else:
         to_terminal(planned)
-        if compiled is not None:
-            to_terminal(table(["the compiled step", "on a device"], compiled.lines(), left=1))
-    if args.picture is not None:
-        draw_mesh(mesh, args.spec, args.picture)
+        if memory is not None:
+            columns = ["the compiled step", "on a device"]
+            to_terminal(table(columns, memory_lines(memory), left=1))
     return 0
 
 

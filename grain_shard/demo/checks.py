@@ -1,4 +1,4 @@
-"""How the demo holds the library to its word: what was read, placed and compiled, counted."""
+"""What the demo counts and prints, to check what the library promises."""
 
 from __future__ import annotations
 

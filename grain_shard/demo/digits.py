@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from grain_shard.demo.demo_checks import say
+from grain_shard.demo.checks import say
 from grain_shard.errors import GrainShardError
 from grain_shard.trees import Batch
 
@@ -27,10 +27,11 @@ def decode(record: bytes) -> Batch:
 def write_digits(directory: Path) -> None:
     """Writes scikit-learn's digits as ArrayRecord files, unless they are there.
 
-    The folder gets its name when it is complete, so a run that is killed leaves no half of it.
+    The folder gets its name when all files are in it, so that a run that is killed leaves no folder
+    that looks complete and is not.
 
     Raises:
-        GrainShardError: The folder is there and holds something else.
+        GrainShardError: The folder holds something else, or cannot be made.
     """
     if any(directory.glob("train-*")):
         say(f"digits found in {directory}")
@@ -41,20 +42,23 @@ def write_digits(directory: Path) -> None:
     order = np.random.default_rng(0).permutation(len(digits.target))
     records = [bytes([*digits.images[i].astype(int).flat, digits.target[i]]) for i in order]
     splits = {"test": records[:_TEST_IMAGES], "train": records[_TEST_IMAGES:]}
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="digits-", dir=directory.parent) as scratch:
-        complete = Path(scratch, "digits")
-        complete.mkdir()
-        for split, files in _FILES.items():
-            for file in range(files):
-                name = f"{split}-{file:05d}-of-{files:05d}.array_record"
-                writer = ArrayRecordWriter(str(complete / name), "group_size:1")
-                for record in splits[split][file::files]:
-                    writer.write(record)
-                writer.close()
-        try:
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="digits-", dir=directory.parent) as scratch:
+            complete = Path(scratch, "digits")
+            complete.mkdir()
+            for split, files in _FILES.items():
+                for file in range(files):
+                    name = f"{split}-{file:05d}-of-{files:05d}.array_record"
+                    writer = ArrayRecordWriter(str(complete / name), "group_size:1")
+                    for record in splits[split][file::files]:
+                        writer.write(record)
+                    writer.close()
             complete.rename(directory)
-        except OSError as error:
-            if not any(directory.glob("train-*")):  # or else another process was faster
-                raise GrainShardError(f"no digits, and no place for them: {error}") from error
+    except OSError as error:
+        if not any(directory.glob("train-*")):  # else another process has written them meanwhile
+            raise GrainShardError(
+                f"cannot write the digits to {directory}: {error}\n"
+                "  remedy: name a folder that can be made, --data-dir."
+            ) from error
     say(f"digits written to {directory}")

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from grain_shard.showing.rich_output import describe_bytes, table
-
-if TYPE_CHECKING:
-    from grain_shard.planning.plan_result import HostReads, Plan, Reads
+from grain_shard.planning.facts import HostReads, PlanFacts, Reads
+from grain_shard.showing.tables import describe_bytes, describe_ranges, table
 
 _MAX_LINES = 16  # of hosts
-_MAX_RANGES = 4
+_MAX_HOSTS = 8  # named in one line
 
 
-def plan_table(plan: Plan) -> Any:
-    """All that a plan says, the hosts shortened to a screen."""
+def plan_tables(plan: PlanFacts, warnings: Sequence[str]) -> Any:
+    """All that a plan says, the hosts shortened to a screen, and below it the warnings."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
 
     parts: list[Any] = [
-        table(["the job", ""], _facts(plan), left=2),
+        table(["the job", ""], _job_lines(plan), left=2),
         table(
-            ["reading", "k", "a host's rows a step", "bytes", ""],
-            [_reading(plan, reads) for reads in (plan.needed, plan.once) if reads is not None],
+            ["reading", "times each row is read", "rows a host reads a step", "bytes", ""],
+            [_reading_line(plan, reads) for reads in (plan.needed, plan.once) if reads is not None],
             left=1,
         ),
         table(
@@ -33,13 +31,13 @@ def plan_table(plan: Plan) -> Any:
             left=2,
         ),
     ]
-    for warning in plan.warnings:
+    for warning in warnings:
         text = Text("warning: ", style="bold yellow").append(warning, style="not bold default")
         parts.append(Padding(text, (0, 2)))
     return Group(*parts)
 
 
-def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+def _job_lines(plan: PlanFacts) -> Iterator[tuple[str, str]]:
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh_axes) or "none"
     yield "devices", f"{plan.num_devices:,} x {plan.device_kind} on {plan.num_hosts:,} hosts"
     yield "mesh", f"{axes}; batch {', '.join(plan.specs) or 'on one device'}"
@@ -63,7 +61,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "same rows", "on no two hosts"
 
 
-def _reading(plan: Plan, reads: Reads) -> tuple[str, ...]:
+def _reading_line(plan: PlanFacts, reads: Reads) -> tuple[str, ...]:
     return (
         f'read="{reads.read}"',
         f"{reads.amplification:.3g}",
@@ -73,7 +71,7 @@ def _reading(plan: Plan, reads: Reads) -> tuple[str, ...]:
     )
 
 
-def _host_lines(plan: Plan) -> Iterator[tuple[str, ...]]:
+def _host_lines(plan: PlanFacts) -> Iterator[tuple[str, ...]]:
     """One line for the hosts that read the same, as many as fit a screen."""
     groups: dict[tuple[int, ...], list[HostReads]] = {}
     for host in plan.reads.hosts:
@@ -93,13 +91,7 @@ def _host_lines(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield f"{rest:,} more", "", "", "", ""
 
 
-def describe_ranges(ranges: Sequence[tuple[int, int]]) -> str:
-    """Rows as slices, the first few of them."""
-    shown = [f"{start}:{stop}" for start, stop in ranges[:_MAX_RANGES]]
-    more = len(ranges) - len(shown)
-    return ", ".join([*shown, f"{more} more"] if more else shown)
-
-
 def _hosts(hosts: Sequence[int]) -> str:
-    shown = ", ".join(map(str, hosts[:8]))
-    return f"{shown}, {len(hosts) - 8} more" if len(hosts) > 8 else shown
+    shown = ", ".join(map(str, hosts[:_MAX_HOSTS]))
+    more = len(hosts) - _MAX_HOSTS
+    return f"{shown}, {more} more" if more > 0 else shown

@@ -1,0 +1,189 @@
+"""A measured loop over batches: when it waits, when it is in the step, what the stages do.
+
+`Throughput` and `Timeline` are two views of one `Measurement`: averages, and what happened when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from grain_shard.errors import require_int
+from grain_shard.iteration.sharded_dataset import Settings, sharded
+from grain_shard.spans import LOOP, STAGES, STEP, WAIT, Span, recorded, span
+from grain_shard.trees import MASK_KEY
+
+
+@dataclass(frozen=True, repr=False)
+class Measurement:
+    """What happened while a loop took batches and did a step with each.
+
+    Attributes:
+        num_batches: Batches that were measured.
+        num_batches_asked: Batches that were to be measured; more if the dataset ended early.
+        warmup: Batches that were taken before these and left out.
+        seconds: How long the loop took for the measured batches.
+        recorded_spans: What each lane did for a batch, from the start of the warm-up on: (lane,
+            thread, start, end), in seconds after the start of the measured loop. The lanes are
+            "read" (read and decode the records of a batch, or take it from its stream), "batch"
+            (stack them), "pad", "place" (hand it to the devices); and those of the loop: "wait"
+            (for a batch that is on the devices), "step" (until its result is).
+        pipeline: What is known of the pipeline; None if `shard_to` did not make it.
+        num_examples: Rows of the measured global batches; where these have a "valid_mask", only
+            those for which it is True, unless the step donated it.
+        num_bytes: Of the measured global batches, padding included.
+    """
+
+    num_batches: int
+    num_batches_asked: int
+    warmup: int
+    seconds: float
+    recorded_spans: tuple[Span, ...]
+    pipeline: Settings | None = None
+    num_examples: int = 0
+    num_bytes: int = 0
+
+    @classmethod
+    def of_loop(
+        cls,
+        ds: Iterable[Any],
+        num_batches: int,
+        warmup: int,
+        step: Callable[[Any], Any] | None,
+    ) -> Self:
+        """Takes batches, and does the step with each.
+
+        Args:
+            ds: Any iterable of batches. An iterator is the caller's own and is not closed.
+            num_batches: Batches to measure.
+            warmup: Batches to leave out before them; fewer, so that one is measured, if the dataset
+                ends early.
+            step: Called with each batch; None to do nothing but wait.
+
+        Raises:
+            ValueError: The dataset has no batch, or the step returns nothing.
+            ShardingError: A number of batches is no whole number, or too small.
+        """
+        require_int("num_batches", num_batches, 1)
+        require_int("warmup", warmup, 0)
+        batches: list[_Batch] = []
+        with recorded() as spans, _opened(ds) as iterator:
+            while len(batches) < warmup + num_batches:
+                try:
+                    with span(WAIT):
+                        batch = jax.block_until_ready(next(iterator))
+                except StopIteration:
+                    break
+                batches.append(_Batch.of(batch))
+                if step is not None:
+                    with span(STEP):
+                        result = jax.block_until_ready(step(batch))
+                    if not jax.tree.leaves(result):
+                        raise ValueError(
+                            "the step returned nothing, so nothing tells when the devices are done"
+                            " with it.\n  remedy: return what it computes, such as the loss."
+                        )
+                    del result
+                del batch  # not to hold one more on the devices than the pipeline means to
+        if not batches:
+            raise ValueError("the dataset has no batch to measure.")
+        warmup = min(warmup, len(batches) - 1)
+        measured = batches[warmup:]
+        loop_start = [s.start for s in spans if s.stage == WAIT][warmup]
+        loop_end = max(s.end for s in spans if s.stage == (WAIT if step is None else STEP))
+        # Clocks have a smallest step, and no figure may be one over nothing.
+        least_s = time.get_clock_info("perf_counter").resolution
+        return cls(
+            num_batches=len(measured),
+            num_batches_asked=num_batches,
+            warmup=warmup,
+            seconds=max(loop_end - loop_start, least_s),
+            recorded_spans=tuple(
+                s._replace(start=s.start - loop_start, end=s.end - loop_start)
+                for s in sorted(spans, key=lambda s: s.start)
+            ),
+            pipeline=None if (of := sharded(ds)) is None else of.settings,
+            num_examples=sum(batch.examples() for batch in measured),
+            num_bytes=sum(batch.num_bytes for batch in measured),
+        )
+
+    @functools.cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans within the measured loop, cut off at its start and its end."""
+        return tuple(
+            s._replace(start=max(s.start, 0), end=min(s.end, self.seconds))
+            for s in self.recorded_spans
+            if s.end > 0 and s.start < self.seconds
+        )
+
+    @property
+    def lanes_s(self) -> Mapping[str, float]:
+        """Seconds of work in each lane that was seen, of all its threads together."""
+        return {lane: s for lane in (*STAGES, *LOOP) if (s := self.total_s(lane))}
+
+    def total_s(self, *lanes: str) -> float:
+        """Seconds of work in these lanes, of all threads together."""
+        return sum((s.end - s.start for s in self.spans if s.stage in lanes), 0.0)
+
+    def threads(self, *lanes: str) -> int:
+        """Threads that were seen at work in these lanes."""
+        return len({s.thread for s in self.spans if s.stage in lanes})
+
+    def busy(self, *lanes: str) -> float:
+        """The part of the time, 0 to 1, that the threads of these lanes were at work in them."""
+        return self.total_s(*lanes) / (max(1, self.threads(*lanes)) * self.seconds)
+
+    def count_note(self) -> str:
+        """What to print after the number of batches: out of how many, after how many others."""
+        ended = self.num_batches < self.num_batches_asked
+        asked = f" of {self.num_batches_asked}, then the dataset ended" if ended else ""
+        return f"{asked} (after {self.warmup} of warm-up)"
+
+
+def milliseconds(seconds: float) -> str:
+    """A time as both views print it."""
+    return f"{seconds * 1e3:.3f} ms"
+
+
+class _Batch(NamedTuple):
+    """What is kept of a batch to count its examples after the loop.
+
+    In the loop it would take time, in which the pipeline would get ahead.
+    """
+
+    mask: Any
+    num_rows: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, batch: Any) -> _Batch:
+        leaves = jax.tree.leaves(batch)
+        return cls(
+            mask=batch.get(MASK_KEY) if isinstance(batch, Mapping) else None,
+            num_rows=next((leaf.shape[0] for leaf in leaves if np.ndim(leaf)), 1),
+            num_bytes=sum(getattr(leaf, "nbytes", 0) for leaf in leaves),
+        )
+
+    def examples(self) -> int:
+        """The valid rows; all of them if nothing tells which these are."""
+        if self.mask is None or (isinstance(self.mask, jax.Array) and self.mask.is_deleted()):
+            return self.num_rows  # the mask is gone if the step donated its batch
+        return int(self.mask.sum())
+
+
+@contextlib.contextmanager
+def _opened(ds: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    """An iterator, which is closed at the end unless it is the caller's own."""
+    iterator = iter(ds)
+    try:
+        yield iterator
+    finally:
+        if iterator is not ds and (close := getattr(iterator, "close", None)) is not None:
+            close()
