@@ -1,4 +1,17 @@
-"""`ShardedIterator`: hands out global batches, and keeps the promises about its life and state."""
+"""`ShardedIterator`: hands out global batches, and keeps the promises about its life and state.
+
+The words, as they are used everywhere in this package:
+
+- **host**: one JAX process.
+- **global batch**: the rows of one training step, of all hosts together.
+- **host batch**: the rows of a global batch that one host holds.
+- **row**: one element of a batch along its leading axis: a record, or padding.
+- **shard**: an equal part of the rows, which one device holds. A host holds those of its devices.
+- **position**: where an iterator stands, in whatever form is quick to copy.
+- **state**: a position as plain JSON, as the user saves it.
+- **round**: every host posts an answer, and all read one verdict on them.
+- **vote**: the answers of a round that is held to find out where streams end.
+"""
 
 from __future__ import annotations
 

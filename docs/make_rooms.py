@@ -1,0 +1,132 @@
+"""Draws docs/rooms.svg: the rooms of the package, floor by floor, and what imports what.
+
+    python docs/make_rooms.py
+
+The arrows are read from the imports. The floors are the table below; a test compares both.
+"""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "grain_shard"
+
+# From the ground up. A room imports rooms of lower floors only.
+FLOORS = [
+    ["errors", "digest", "spans", "host_arrays", "background", "grain_inside"],
+    ["trees", "hardware", "step_memory", "arguments"],
+    ["sharding", "reading", "hosts"],
+    ["iteration"],
+    ["feeding", "checkpoint", "placement", "measuring", "showing"],
+    ["transforms"],
+    ["chain"],
+    ["training", "planning", "install", "rehearse"],
+    ["the face"],
+    ["demo", "__main__"],
+]
+
+# What a room is for, in a few words.
+WORDS = {
+    "errors": "what can go wrong",
+    "digest": "long values, shortened",
+    "spans": "who is at work when",
+    "host_arrays": "aligned host memory",
+    "background": "threads that work ahead",
+    "grain_inside": "what Grain keeps private",
+    "trees": "batches as trees",
+    "hardware": "chips",
+    "step_memory": "a step's memory",
+    "arguments": "words of commands",
+    "sharding": "which rows, on which devices",
+    "reading": "rows of batches",
+    "hosts": "what hosts tell each other",
+    "iteration": "the loop's iterator",
+    "feeding": "feeds",
+    "checkpoint": "Orbax",
+    "placement": "without a pipeline",
+    "measuring": "what the loop waits for",
+    "showing": "batches as people see them",
+    "transforms": "the four stages",
+    "chain": "shard_to",
+    "training": "around the training step",
+    "planning": "a job without the job",
+    "install": ".shard_to on Grain",
+    "rehearse": "hosts on one machine",
+    "the face": "import grain_shard",
+    "demo": "digits, trained",
+    "__main__": "commands",
+}
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 172, 46, 26, 54, 24
+
+
+def room_of(module):
+    return module.split(".")[1] if "." in module else "the face"
+
+
+def arrows():
+    """(room, room below that it imports), sorted."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        here = room_of(".".join(parts).removesuffix(".__init__"))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("grain_shard"):
+                targets = (
+                    [node.module]
+                    if "." in node.module
+                    else [
+                        f"grain_shard.{alias.name}"
+                        for alias in node.names
+                        if (PACKAGE / alias.name).is_dir()
+                        or (PACKAGE / f"{alias.name}.py").exists()
+                    ]
+                    or ["grain_shard"]
+                )
+                found |= {(here, room_of(target)) for target in targets}
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+                found |= {(here, room_of(n)) for n in names if n.split(".")[0] == "grain_shard"}
+    return sorted((a, b) for a, b in found if a != b)
+
+
+def draw_rooms(path):
+    """Writes the picture; the same text for the same imports."""
+    widest = max(map(len, FLOORS))
+    width = widest * (WIDTH + GAP_X) - GAP_X + 2 * MARGIN
+    height = len(FLOORS) * (HEIGHT + GAP_Y) - GAP_Y + 2 * MARGIN
+    at = {}
+    for floor, rooms in enumerate(FLOORS):
+        left = (width - len(rooms) * (WIDTH + GAP_X) + GAP_X) / 2
+        for i, room in enumerate(rooms):
+            y = height - MARGIN - HEIGHT - floor * (HEIGHT + GAP_Y)
+            at[room] = (left + i * (WIDTH + GAP_X), y)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        ' font-family="sans-serif" text-anchor="middle">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
+        ' markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#999999"/></marker></defs>',
+    ]
+    for above, below in arrows():
+        (x1, y1), (x2, y2) = at[above], at[below]
+        # To what stands right below a line is drawn; what is further down is left out, or the
+        # picture would be nothing but lines. The table in CONTRIBUTING.md has it all.
+        floors = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+        if floors[above] - floors[below] == 1:
+            lines.append(
+                f'<line x1="{x1 + WIDTH / 2:g}" y1="{y1 + HEIGHT:g}" x2="{x2 + WIDTH / 2:g}"'
+                f' y2="{y2 - 3:g}" stroke="#999999" marker-end="url(#tip)"/>'
+            )
+    for room, (x, y) in at.items():
+        lines += [
+            f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#E8F1F8"'
+            ' stroke="#0072B2"/>',
+            f'<text x="{x + WIDTH / 2:g}" y="{y + 19:g}" font-size="14">{room}</text>',
+            f'<text x="{x + WIDTH / 2:g}" y="{y + 36:g}" font-size="11" fill="#555555">'
+            f"{WORDS[room]}</text>",
+        ]
+    Path(path).write_text("\n".join([*lines, "</svg>", ""]))
+
+
+if __name__ == "__main__":
+    draw_rooms(ROOT / "docs" / "rooms.svg")

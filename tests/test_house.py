@@ -1,0 +1,140 @@
+"""The structure of the package, read from its source: where imports may point, and who asks what.
+
+The floors are drawn in docs/rooms.svg, which is made of the same table.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.make_rooms import FLOORS, draw_rooms
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "grain_shard"
+FILES = sorted(PACKAGE.rglob("*.py"))
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def module_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def room_of(module):
+    """The folder of a module in the package, or the module itself if it is in none."""
+    return module.split(".")[1] if "." in module else "the face"
+
+
+def imports_of(path):
+    """The modules of the package that a file imports, wherever in the file it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("grain_shard"):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("grain_shard"))
+
+
+def test_the_table_of_floors_names_every_room_once():
+    rooms = [room for rooms in FLOORS for room in rooms]
+    assert sorted(rooms) == sorted({room_of(module) for module in MODULES})
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_point_down(path):
+    here = room_of(module_of(path))
+    for module in imports_of(path):
+        there = room_of(module)
+        assert there == here or FLOOR_OF[there] < FLOOR_OF[here], f"{here} imports {module}"
+
+
+def test_no_two_files_import_each_other_even_by_way_of_others():
+    below = {module: set(imports_of(path)) for module, path in MODULES.items()}
+    while True:  # takes away what imports nothing that is left
+        done = {module for module, imported in below.items() if not imported & below.keys()}
+        if not done:
+            break
+        for module in done:
+            del below[module]
+    assert below == {}, "these import each other in a circle"
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_the_imports(tmp_path):
+    draw_rooms(tmp_path / "rooms.svg")
+    drawn = (tmp_path / "rooms.svg").read_text()
+    assert drawn == (ROOT / "docs" / "rooms.svg").read_text(), "run python docs/make_rooms.py"
+
+
+# Grain's and JAX's private parts.
+
+
+NAMED_TUPLE = {"_replace", "_asdict", "_fields"}  # public, says Python, in spite of their names
+
+
+def private_names(path):
+    """What a file takes by a name that begins with an underscore, other than from itself."""
+    tree = ast.parse(path.read_text())
+    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_self(n.value)}
+    own |= {
+        t.id
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Assign)
+        for t in n.targets
+        if isinstance(t, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
+            if node.attr not in own | NAMED_TUPLE:
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            yield from (name for name in names if re.search(r"(^|\.)_[a-z]", name))
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            whose, name = node.args[:2]
+            private = isinstance(name, ast.Constant) and re.match(r"_[a-z]", str(name.value))
+            if private and not _is_self(whose):
+                yield str(name.value)
+
+
+def _is_self(node):
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_what_is_private_to_grain_and_jax_is_looked_at_in_one_folder(path):
+    if path.parent.name != "grain_inside":
+        # Grain's name for batched reads, which a source has to have.
+        assert set(private_names(path)) <= {"_getitems"}
+
+
+# Our own datasets.
+
+OWN_DATASETS = {
+    "FeedBatches",
+    "RowMapDataset",
+    "BatchMapDataset",
+    "StreamDataset",
+    "ShardedDataset",
+}
+WHERE_IT_IS_ASKED = {
+    ("grain_shard.transforms.stage", "FeedBatches"),
+    ("grain_shard.transforms.stage", "RowMapDataset"),
+    ("grain_shard.transforms.stage", "StreamDataset"),
+    ("grain_shard.iteration.sharded_dataset", "ShardedDataset"),
+}
+
+
+def test_what_kind_a_dataset_is_is_asked_in_one_place():
+    asked = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                names = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+                asked |= {(module, name) for name in names & OWN_DATASETS}
+    assert asked == WHERE_IT_IS_ASKED
