@@ -56,6 +56,10 @@ class RowReader(ABC):
         """What a saved state must agree with."""
 
     @abstractmethod
+    def fields_before(self, batch: int) -> Fingerprint:
+        """The fields of the fingerprint that are others if what follows a batch may change."""
+
+    @abstractmethod
     def fetch(self, indices: Sequence[int], rows: np.ndarray | None) -> Sequence[Any]:
         """Reads the chosen rows of several batches, as far as one call does for all of them.
 

@@ -119,6 +119,9 @@ class _PaddedRows(RowReader):
     def fingerprint(self) -> Fingerprint:
         return {**self._inner.fingerprint(), "remainder": self._pad.remainder}
 
+    def fields_before(self, batch: int) -> Fingerprint:
+        return self._inner.fields_before(self._inner_index(batch))
+
     def epoch(self) -> Epoch | None:
         epoch = self._inner.epoch()
         if epoch is not None and self._pad.remainder == "drop":
@@ -134,9 +137,7 @@ class _PaddedRows(RowReader):
         return batches if epoch is None else batches // epoch.batches * epoch.full
 
     def fetch(self, indices: Sequence[int], rows: np.ndarray | None) -> Sequence[Any]:
-        if (epoch := self._dropping()) is not None:
-            indices = [i // epoch.full * epoch.batches + i % epoch.full for i in indices]
-        return self._inner.fetch(indices, rows)
+        return self._inner.fetch([self._inner_index(i) for i in indices], rows)
 
     def make(self, fetched: Any, rows: np.ndarray | None) -> Batch:
         batch = self._inner.make(fetched, rows)
@@ -156,6 +157,13 @@ class _PaddedRows(RowReader):
                 remedy="shuffle, mix or concatenate before .batch, or use"
                 " .batch(B, drop_remainder=True).",
             )
+
+    def _inner_index(self, index: int) -> int:
+        """Of a batch, in the dataset that still has the short ones."""
+        epoch = self._dropping()
+        if epoch is None:
+            return index
+        return index // epoch.full * epoch.batches + index % epoch.full
 
     def _dropping(self) -> Epoch | None:
         return self._inner.epoch() if self._pad.remainder == "drop" else None
