@@ -82,7 +82,7 @@ def own_parts_on_all_meshes():
 def assembled(of_hosts):
     """The global batch, from the parts of all hosts: none is missing, and copies are equal.
 
-    Hundreds of batches put together on the hosts, by collectives, would take a minute.
+    To gather so many batches on every host, by collectives, would take most of the time.
     """
     batch = {}
     for name, (shape, own) in of_hosts[0].items():
