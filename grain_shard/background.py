@@ -175,6 +175,9 @@ class _Raised(NamedTuple):
 class _Shared(Generic[S, T]):
     """What the threads and the consumer share, all of it under one lock."""
 
+    # Of the class, since at the interpreter's exit the names of this module may be gone.
+    _no_source = Items(iter(()))
+
     def __init__(self, work: Callable[[S], T], source: Producer[S], buffer_size: int):
         self.threads: list[threading.Thread] = []
         self._work, self._source, self._buffer_size = work, source, buffer_size
@@ -332,7 +335,7 @@ class _Shared(Generic[S, T]):
     def _close_source(self) -> None:
         # Let go of it, too: what is still there when the interpreter takes its modules apart (an
         # iterator of Grain's, say, in a global variable's reach) fails in its __del__.
-        source, self._source = self._source, Items(iter(()))
+        source, self._source = self._source, self._no_source
         source.close()
 
     def _at_exit(self) -> None:
