@@ -260,7 +260,7 @@ class FeedBatches(grain.IterDataset):
             found = [(feed, row) for feed, row in found if row is not _MISSING]
         zeros, stack = stacker.zeros(), Stack(stacker, len(found))
         rows = [zeros if row is _MISSING else row for _, row in found]
-        stack.add(rows, [feed for feed, _ in found])
+        stack.write(rows, 0, [feed for feed, _ in found])
         if self.padding is None:
             return stack.batch()
         size, mask_key = self._padded_size, self.padding.mask_key
