@@ -269,8 +269,8 @@ class ReadPace(Pace):
             self._window.until(now, self._active, self._waits_since is not None)
 
     def _is_over(self, window: _Sums, seconds: float) -> bool:
-        if window.tasks < self.threads:
-            return False
+        if window.tasks < self.threads or not (seconds and window.wall_s):
+            return False  # a clock with large steps may not have moved at all
         if self._is_first or self._process_time() - window.process_start < _IDLE_CORES * seconds:
             return True  # as all wait there is nothing to weigh
         return seconds >= _WINDOW_S and window.tasks >= _WINDOW_TASKS
