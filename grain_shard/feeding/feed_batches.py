@@ -11,27 +11,25 @@ import functools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import grain
 import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
-from grain_shard.feeding.feed_iterator import (
-    MISSING,
-    FeedIterator,
-    FeedJoin,
-    FeedsPosition,
-    Piece,
-)
-from grain_shard.feeding.feed_reader import Entry, FeedReader, is_entry, naming_feed
+from grain_shard.feeding.feed_reader import ENDED, Entry, FeedReader, is_entry, naming_feed
+from grain_shard.feeding.feed_turns import FeedTurns, Piece
 from grain_shard.hosts.state_files import FEED_ENTRIES, FEEDS, KIND
 from grain_shard.hosts.state_json import from_json, to_json
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
 from grain_shard.reading.pad_batch import Remainder, pad_batch
+from grain_shard.reading.stack import RowStacker, Stack
+from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout, round_up
+from grain_shard.spans import BATCH, span
 from grain_shard.trees import MASK_KEY, Batch
 
+_MISSING = object()  # in the place of a row that a feed no longer has
 _STEP = "step"  # the state's key for the number of batches that were handed out
 _UNCHANGED = "  remedy: pass what get_state() gave, unchanged."
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
@@ -125,8 +123,8 @@ class FeedBatches(grain.IterDataset):
     """Global batches of feeds, to be ended with ``.shard_to(mesh)``.
 
     A host then runs only the feeds whose rows its devices hold. Iterated by itself, as in a test,
-    it runs all of them, one after the other. A batch is shorter by the rows that feeds lack which
-    have ended, and the last one is that in which the last feed ends.
+    it runs all of them, one after the other, without padding: a feed that has ended gives no more
+    rows, so that batches shrink, down to the one in which the last feed ends.
 
     A transformation that follows makes an ordinary stream of it, of which every host runs all
     feeds: put what is to be done to a row into `make_feed`.
@@ -235,64 +233,42 @@ class FeedBatches(grain.IterDataset):
 
     def iterate(self, num_threads: int = 1) -> FeedIterator:
         """An iterator over the batches; several threads run feeds side by side."""
-        join = FeedJoin()
-        return FeedIterator(
-            self.open_feed,
-            list(self.rows_by_feed),
-            num_feeds=self.num_feeds,
-            rows_per_feed=self.feed_batch_size,
-            join=lambda pieces: self._join(pieces, join),
-            to_state=self.to_state,
-            from_state=self.from_state,
-            num_threads=num_threads,
-        )
+        return FeedIterator(self, num_threads)
 
     def __iter__(self) -> FeedIterator:
         return self.iterate()
 
-    def _join(self, pieces: Sequence[Piece], join: FeedJoin) -> Batch | None:
-        """The batch of what the feeds gave; None if there is none any more.
+    def join(self, pieces: Sequence[Piece], stacker: RowStacker) -> Batch:
+        """The batch of what the feeds gave.
 
-        Raises:
-            ShardingError: A feed gave fewer rows than it should, which is to be an error.
-        """
-        if not any(piece.rows for piece in pieces):
-            return None
-        if self.padding is None:
-            rows = [row for piece in pieces for row in piece.rows]
-            return join.stack(rows, [piece.feed for piece in pieces for _ in piece.rows])
-        full = self.feed_batch_size
-        short = [piece for piece in pieces if len(piece.rows) < full]
-        if short and self.padding.remainder == "error":
-            raise ShardingError(
-                f"feed {short[0].feed} has {len(short[0].rows)} rows left, of the {full} that each"
-                " feed gives to a batch.",
-                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
-            )
-        if short and self.padding.remainder == "drop":
-            return None
-        return self.join_padded({piece.feed: piece.rows for piece in pieces}, join)
-
-    def join_padded(self, rows_of_feeds: Mapping[int, Sequence[Any]], join: FeedJoin) -> Batch:
-        """The batch, with zeros where feeds lack some rows, and the mask.
+        If it is to be padded, there are zeros where feeds lack some rows, and the mask.
 
         Args:
-            rows_of_feeds: What each feed gave to the batch.
-            join: Joins it.
+            pieces: What they gave; a feed that is missing gave nothing.
+            stacker: What a row looks like.
+
+        Raises:
+            ShardingError: A row has another tree, shape or dtype.
         """
-        assert self.padding is not None
-        rows, feeds = [], []
-        for feed, places in self.rows_by_feed.items():
-            given = rows_of_feeds.get(feed, ())
-            rows += [given[i] if i < len(given) else MISSING for i in places]
-            feeds += [feed] * len(places)
-        batch = join.stack(rows, feeds)
+        given = {piece.feed: piece.rows for piece in pieces}
+        found = [
+            (feed, given[feed][i] if i < len(given.get(feed, ())) else _MISSING)
+            for feed, places in self.rows_by_feed.items()
+            for i in places
+        ]
+        if self.padding is None:
+            found = [(feed, row) for feed, row in found if row is not _MISSING]
+        zeros, stack = stacker.zeros(), Stack(stacker, len(found))
+        rows = [zeros if row is _MISSING else row for _, row in found]
+        stack.write(rows, 0, [feed for feed, _ in found])
+        if self.padding is None:
+            return stack.batch()
         size, mask_key = self._padded_size, self.padding.mask_key
         if self.layout is not None:
             size = len(self.layout.rows(size))
-        padded = pad_batch(batch, size, mask_key)  # if the shards do not divide the batch
+        padded = pad_batch(stack.batch(), size, mask_key)  # if the shards do not divide the batch
         if mask_key is not None:
-            padded[mask_key][: len(rows)] = [row is not MISSING for row in rows]
+            padded[mask_key][: len(found)] = [row is not _MISSING for _, row in found]
         return padded
 
     def to_state(self, position: FeedsPosition) -> dict[str, Any]:
@@ -349,3 +325,112 @@ class FeedBatches(grain.IterDataset):
                 " .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)).",
             )
         return ds
+
+
+class FeedsPosition(NamedTuple):
+    """How many batches were handed out, and where each feed then stood, pickled."""
+
+    step: int
+    entries: Mapping[int, bytes]
+
+    def past_end(self) -> FeedsPosition:
+        """The position after one more batch, for which none of these feeds had a row any more."""
+        return FeedsPosition(self.step + 1, dict.fromkeys(self.entries, pickle.dumps(ENDED)))
+
+
+class FeedIterator(BatchIterator):
+    """The batches of the feeds of a dataset.
+
+    Args:
+        ds: The dataset.
+        num_threads: Threads that run feeds side by side.
+    """
+
+    def __init__(self, ds: FeedBatches, num_threads: int):
+        super().__init__()
+        self._ds, self._num_threads = ds, num_threads
+        self._stacker: RowStacker | None = None
+        self._is_closed = self._ended = False
+        self._position = FeedsPosition(0, dict.fromkeys(ds.rows_by_feed, pickle.dumps({})))
+        self._turns = self._turns_from(self._position)
+
+    def _turns_from(self, position: FeedsPosition) -> FeedTurns:
+        entries = {feed: pickle.loads(entry) for feed, entry in position.entries.items()}
+        return FeedTurns(
+            {feed: self._ds.open_feed(feed, entry) for feed, entry in entries.items()},
+            num_feeds=self._ds.num_feeds,
+            rows_per_feed=self._ds.feed_batch_size,
+            num_threads=self._num_threads,
+        )
+
+    def _move(self, position: FeedsPosition) -> None:
+        self._turns.close()
+        self._turns, self._position, self._ended = self._turns_from(position), position, False
+
+    def __next__(self) -> Batch:
+        self._require_open()
+        if self._ended:
+            raise StopIteration
+        pieces = self._turns.of_one_batch()
+        if self._ends_with(pieces):
+            self._ended = True
+            raise StopIteration
+        with span(BATCH):
+            rows = (row for piece in pieces for row in piece.rows)
+            self._stacker = self._stacker or row_stacker(next(rows))
+            batch = self._ds.join(pieces, self._stacker)
+        entries = {piece.feed: piece.entry for piece in pieces}
+        self._position = FeedsPosition(self._position.step + 1, entries)
+        return batch
+
+    def _ends_with(self, pieces: Sequence[Piece]) -> bool:
+        """Whether there is no batch to make of what the feeds gave.
+
+        Raises:
+            ShardingError: A feed gave fewer rows than it should, which is to be an error.
+        """
+        if not any(piece.rows for piece in pieces):
+            return True
+        full, padding = self._ds.feed_batch_size, self._ds.padding
+        short = [piece for piece in pieces if len(piece.rows) < full]
+        if short and padding is not None and padding.remainder == "error":
+            raise ShardingError(
+                f"feed {short[0].feed} has {len(short[0].rows)} rows left, of the {full} that each"
+                " feed gives to a batch.",
+                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+            )
+        return bool(short) and padding is not None and padding.remainder == "drop"
+
+    def position(self) -> bytes:
+        return pickle.dumps(self._position)
+
+    def go_to(self, position: bytes) -> None:
+        self._move(pickle.loads(position))
+
+    def get_state(self) -> dict[str, Any]:
+        return self._ds.to_state(self._position)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._require_open()
+        self._move(self._ds.from_state(state))
+
+    def stop(self) -> None:
+        self._turns.stop()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._turns.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("this is a closed iterator; make another by iter(ds).")
+
+
+def row_stacker(row: Any) -> RowStacker:
+    """Stacks rows that look like this one.
+
+    Raises:
+        ShardingError: It cannot be a row.
+    """
+    return RowStacker(row, "a row of feed {}")

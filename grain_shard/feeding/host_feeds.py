@@ -10,8 +10,12 @@ from typing import Any
 from jax.sharding import Sharding
 
 from grain_shard.errors import ShardingError
-from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.feeding.feed_iterator import FeedIterator, FeedJoin, FeedsPosition
+from grain_shard.feeding.feed_batches import (
+    FeedBatches,
+    FeedIterator,
+    FeedsPosition,
+    row_stacker,
+)
 from grain_shard.feeding.feed_reader import naming_feed
 from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.state_files import FEEDS
@@ -56,9 +60,7 @@ class HostFeeds(Stream):
             ):
                 rows = reader.take(1)
             if rows:
-                join = FeedJoin()
-                join.learn(rows[0])
-                return self._ds.join_padded({}, join)
+                return self._ds.join((), row_stacker(rows[0]))
         raise ShardingError(
             "no feed has a row, so nothing tells what a batch looks like.",
             remedy="check the source, and what make_feed filters out.",

@@ -8,8 +8,9 @@ record by record, which is the public path; the test suite runs its core with no
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,16 +20,18 @@ import numpy as np
 from grain_shard.grain_inside.index_shuffle import shuffled
 from grain_shard.grain_inside.nodes import MAP, MAP_WITH_INDEX, RANDOM_MAP, REPEAT, SEED, SLICE
 
-Apply = Callable[[list[Any], list[int]], list[Any]]
+Apply = Callable[[Any, int], Any]
+
+NEVER = float("inf")
 
 _SOURCE = type(grain.MapDataset.source([0]))
 _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
 
-# Elements from elements, and the indices that those have at the node.
+# From an element, and the index that it has at the node, to another element.
 _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
-    MAP: lambda node: functools.partial(_map, node._map_element),
-    RANDOM_MAP: lambda node: functools.partial(_map_with_index, node._random_map_element),
-    MAP_WITH_INDEX: lambda node: functools.partial(_map_index_first, node._map_with_index_fn),
+    MAP: lambda node: lambda element, index: node._map_element(element),
+    RANDOM_MAP: lambda node: node._random_map_element,
+    MAP_WITH_INDEX: lambda node: lambda element, index: node._map_with_index_fn(index, element),
 }
 # From indices above the node to indices below it.
 _INDICES: dict[type, Callable[[Any, np.ndarray], np.ndarray]] = {
@@ -65,16 +68,22 @@ class Route:
         """Whether one call reads several elements for less than as many calls would."""
         return _batched_read(self.origin) is not None
 
-    def read(self) -> list[Any]:
+    def read(self, until: float = NEVER) -> list[Any]:
         """What is at the lower end.
+
+        Args:
+            until: When to return what has been read one by one, at least an element, instead of
+                reading on; by `time.perf_counter`.
 
         Raises:
             ValueError: A batched read gave more or fewer elements than it was asked for.
         """
         indices = self.indices.tolist()
-        batched_read = _batched_read(self.origin) or getattr(self.origin, "_getitems", None)
+        batched_read = _batched_read(self.origin)
+        if batched_read is None and type(self.origin) is not _SOURCE and len(indices) > 1:
+            batched_read = getattr(self.origin, "_getitems", None)
         if batched_read is None:
-            return [self.origin[i] for i in indices]
+            return _while_time_lasts(until, lambda _, i: self.origin[i], indices)
         result = batched_read(indices)
         elements = [] if isinstance(result, Mapping) else list(result)
         if len(elements) != len(indices):
@@ -85,11 +94,35 @@ class Route:
             )
         return elements
 
-    def finish(self, elements: list[Any]) -> list[Any]:
-        """What becomes of it on the way up."""
-        for apply, indices in self.steps:
-            elements = apply(elements, indices.tolist())
-        return elements
+    def finish(self, elements: Sequence[Any], until: float = NEVER) -> list[Any]:
+        """What becomes of it on the way up; of the first few, at least one, if time is over."""
+        steps = [(apply, indices.tolist()) for apply, indices in self.steps]
+
+        def on_top(place: int, element: Any) -> Any:
+            for apply, indices in steps:
+                element = apply(element, indices[place])
+            return element
+
+        return _while_time_lasts(until, on_top, elements)
+
+
+def _while_time_lasts(
+    until: float, one: Callable[[int, Any], Any], items: Iterable[Any]
+) -> list[Any]:
+    """One thing made of each item and its place, of the first at least."""
+    made = []
+    for place, item in enumerate(items):
+        made.append(one(place, item))
+        if time.perf_counter() > until:
+            break
+    return made
+
+
+def read_together(ways: Sequence[Route]) -> list[list[Any]]:
+    """What is at the lower ends of several ways of one dataset, read in one call if it can be."""
+    joined = replace(ways[0], indices=np.concatenate([way.indices for way in ways]), steps=())
+    elements, starts = joined.read(), np.cumsum([0, *(len(way.indices) for way in ways)]).tolist()
+    return [elements[start:stop] for start, stop in itertools.pairwise(starts)]
 
 
 def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
@@ -112,22 +145,6 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
             (ds,) = ds.parents
     except AttributeError:  # this Grain names its private parts otherwise
         return Route(ds, indices, tuple(reversed(steps)))
-
-
-def _map(one: Callable[[Any], Any], elements: list[Any], indices: list[int]) -> list[Any]:
-    return [one(element) for element in elements]
-
-
-def _map_with_index(
-    one: Callable[[Any, int], Any], elements: list[Any], indices: list[int]
-) -> list[Any]:
-    return [one(element, index) for element, index in zip(elements, indices, strict=True)]
-
-
-def _map_index_first(
-    one: Callable[[int, Any], Any], elements: list[Any], indices: list[int]
-) -> list[Any]:
-    return [one(index, element) for element, index in zip(elements, indices, strict=True)]
 
 
 def _batched_read(ds: grain.MapDataset) -> Callable[[Sequence[int]], Sequence[Any]] | None:

@@ -14,7 +14,7 @@ from grain_shard.feeding.feed_batches import FeedBatches, Padding
 from grain_shard.grain_inside.nodes import Epoch
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
-from grain_shard.reading.row_dataset import RowMapDataset, RowReader
+from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.rows import whole_batches
 from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
 from grain_shard.sharding.layout import round_up
@@ -133,32 +133,50 @@ class _PaddedRows(RowReader):
         batches, epoch = self._inner.num_batches(), self._dropping()
         return batches if epoch is None else batches // epoch.batches * epoch.full
 
-    def fetch(self, indices: Sequence[int], rows: np.ndarray | None) -> Sequence[Any]:
+    def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
         if (epoch := self._dropping()) is not None:
-            indices = [i // epoch.full * epoch.batches + i % epoch.full for i in indices]
-        return self._inner.fetch(indices, rows)
-
-    def make(self, fetched: Any, rows: np.ndarray | None) -> Batch:
-        batch = self._inner.make(fetched, rows)
+            index = index // epoch.full * epoch.batches + index % epoch.full
         size = self.global_batch_size if rows is None else len(rows)
+        return _PaddedBatch(self._inner.begin(index, rows), size, self._pad)
+
+    def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
+        inner = [piece._replace(batch=piece.batch.inner) for piece in pieces]
+        return self._inner.read(inner, until)
+
+    def _dropping(self) -> Epoch | None:
+        return self._inner.epoch() if self._pad.remainder == "drop" else None
+
+
+class _PaddedBatch(MadeBatch):
+    """A batch that is filled up when it is finished."""
+
+    def __init__(self, inner: MadeBatch, num_rows: int, pad: PadToDivisible):
+        self.inner, self.size, self._num_rows, self._pad = inner, inner.size, num_rows, pad
+
+    @property
+    def most_at_a_time(self) -> int:
+        return self.inner.most_at_a_time
+
+    def write(self, elements: list[Any], start: int, until: float) -> int:
+        return self.inner.write(elements, start, until)
+
+    def finish(self) -> Batch:
+        batch = self.inner.finish()
         with span(PAD):
             if self._pad.remainder != "pad":
-                self._check_full(batch, size)
-            return pad_batch(batch, size, self._pad.mask_key)
+                self._check_full(batch)
+            return pad_batch(batch, self._num_rows, self._pad.mask_key)
 
-    def _check_full(self, batch: Batch, size: int) -> None:
+    def _check_full(self, batch: Batch) -> None:
         """Batches are short at the end of an epoch only, unless something moved them."""
         flat = FlatBatch.of(batch)
-        if flat.rows < size:
+        if flat.rows < self._num_rows:
             flat.refuse(
                 "a batch is short in the middle of an epoch: something stands between .batch and"
                 " .shard_to that changes the order of batches.",
                 remedy="shuffle, mix or concatenate before .batch, or use"
                 " .batch(B, drop_remainder=True).",
             )
-
-    def _dropping(self) -> Epoch | None:
-        return self._inner.epoch() if self._pad.remainder == "drop" else None
 
 
 class _PadIterator(StreamIterator):
