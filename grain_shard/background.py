@@ -71,7 +71,7 @@ class Items(Producer[T]):
 
 
 class Raised(NamedTuple):
-    """What stands in the place of a result when there is none."""
+    """What is delivered instead of a result when there is none: an error, or the end."""
 
     error: BaseException
     traceback: TracebackType | None
@@ -97,7 +97,7 @@ class Task(ABC, Generic[T]):
     """Something for one thread to do.
 
     Attributes:
-        begins: How many results it is the first to work on; those take the next places in order.
+        begins: How many results it is the first to work on. Results are numbered in this order.
         size: How much it is, in the unit in which the stage's pace is measured.
     """
 
@@ -106,7 +106,7 @@ class Task(ABC, Generic[T]):
 
     @abstractmethod
     def run(self) -> Iterable[tuple[int, T | Raised]]:
-        """Does it; gives the results that are complete with it, and their places."""
+        """Does it; gives the number of each result that is complete with it, and the result."""
 
 
 class Tasks(ABC, Generic[T]):
@@ -258,14 +258,14 @@ class _Mapped(Tasks[T], Generic[S, T]):
 
 
 class _MappedTask(Task[T], Generic[S, T]):
-    def __init__(self, work: Callable[[S], T], item: S, place: int):
-        self._work, self._item, self._place = work, item, place
+    def __init__(self, work: Callable[[S], T], item: S, number: int):
+        self._work, self._item, self._number = work, item, number
 
     def run(self) -> Iterable[tuple[int, T | Raised]]:
         try:
-            return ((self._place, self._work(self._item)),)
+            return ((self._number, self._work(self._item)),)
         except BaseException as error:
-            return ((self._place, Raised.of(error)),)
+            return ((self._number, Raised.of(error)),)
 
 
 def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -453,8 +453,8 @@ class _Shared(Generic[T]):
                 start = time.perf_counter()
                 self._pace.begun(start)
         processor_start = time.thread_time()
-        for place, result in task.run():
-            self._deliver(place, result)
+        for number, result in task.run():
+            self._deliver(number, result)
         processor_s = time.thread_time() - processor_start
         with self._lock:
             if self._tasks.done(task):
@@ -490,16 +490,16 @@ class _Shared(Generic[T]):
         self._room_came.notify()
         self._more_wanted.notify_all()
 
-    def _deliver(self, place: int, result: T | Raised) -> None:
+    def _deliver(self, number: int, result: T | Raised) -> None:
         with self._lock:
             if isinstance(result, Raised):
                 # Results before this one may still be in the making, so the threads go on.
                 self._tasks.end()
                 self._room_came.notify()
-            # Of several errors in one place the first stands.
+            # Of several errors of one result the first stands.
             if not self._stopped and self._final is None:
-                self._results.setdefault(place, result)
-            if place == self._taken:
+                self._results.setdefault(number, result)
+            if number == self._taken:
                 self._result_came.notify_all()
 
     def _at_exit(self) -> None:

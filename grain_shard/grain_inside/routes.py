@@ -98,9 +98,9 @@ class Route:
         """What becomes of it on the way up; of the first few, at least one, if time is over."""
         steps = [(apply, indices.tolist()) for apply, indices in self.steps]
 
-        def on_top(place: int, element: Any) -> Any:
+        def on_top(i: int, element: Any) -> Any:
             for apply, indices in steps:
-                element = apply(element, indices[place])
+                element = apply(element, indices[i])
             return element
 
         return _while_time_lasts(until, on_top, elements)
@@ -109,10 +109,10 @@ class Route:
 def _while_time_lasts(
     until: float, one: Callable[[int, Any], Any], items: Iterable[Any]
 ) -> list[Any]:
-    """One thing made of each item and its place, of the first at least."""
+    """One thing made of each item and its number, of the first item at least."""
     made = []
-    for place, item in enumerate(items):
-        made.append(one(place, item))
+    for i, item in enumerate(items):
+        made.append(one(i, item))
         if time.perf_counter() > until:
             break
     return made

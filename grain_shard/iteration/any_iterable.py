@@ -67,7 +67,7 @@ def prefetch(
 
 
 class _Placer:
-    """Stands in the place of an `Assembler`, for whole batches of any shape."""
+    """Does what an `Assembler` does, for whole batches of any shape."""
 
     def __init__(self, target: ShardingTree):
         self._target, self.mesh_axes, self.digest = target, target.mesh_axes, ""
@@ -98,7 +98,7 @@ class AnyIterable(Stream):
         buffer_size: Batches that may wait on the host or be in the making.
     """
 
-    _BYTES = "parent_bytes"  # the state's key in the place of "parent", for a state that is bytes
+    _BYTES = "parent_bytes"  # the state's key instead of "parent", for a state that is bytes
 
     def __init__(self, source: Iterable[Batch], *, buffer_size: int):
         ds = StreamDataset(_IterableDataset(source), global_batch_size=None, owns_arrays=True)

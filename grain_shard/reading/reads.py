@@ -2,8 +2,8 @@
 
 The records of all batches stand in one sequence: those of batch 0 that this host holds, those of
 batch 1, and so on. A read takes the next ones, whether they end with a batch or not, and writes
-what becomes of them into their places. A batch is complete when none of its records is missing.
-So the first batch is there after a few reads' time, and a slow record holds up no other.
+what becomes of them where it belongs. A batch is complete when none of its records is missing. So
+the first batch is there after a few reads' time, and a slow record holds up no other.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Reads(Tasks[tuple[Batch, int]]):
         """Something that another read has left, the earliest first: an equal share of it."""
         if not self._left:
             return []
-        part = min(self._left, key=lambda part: (part.batch.place, part.start))
+        part = min(self._left, key=lambda part: (part.batch.number, part.start))
         self._left.remove(part)
         share = -(-(part.stop - part.start) // self._pace.threads)
         drawn, rest = part.cut(min(share, self._records_in_time()))
@@ -148,8 +148,8 @@ class Reads(Tasks[tuple[Batch, int]]):
 class _Counted:
     """A batch in the making, and how many of its records are missing."""
 
-    def __init__(self, made: MadeBatch, place: int, next_index: int):
-        self.made, self.place, self.next_index = made, place, next_index
+    def __init__(self, made: MadeBatch, number: int, next_index: int):
+        self.made, self.number, self.next_index = made, number, next_index
         self._missing, self._lock = made.size, threading.Lock()
 
     def wrote(self, count: int) -> bool:
@@ -199,7 +199,7 @@ class _Read(Task[tuple[Batch, int]]):
         until = time.perf_counter() + 2 * _READ_S
         parts, self._parts = self._parts, []
         if len(parts) > 1 and self._reader.reads_many:
-            # If it fails, each is read alone, so that the error comes in the place that has it.
+            # If it fails, each is read alone, so that the error comes with the batch that has it.
             with contextlib.suppress(BaseException):
                 read = self._reader.read([part.piece for part in parts], until)
                 parts = [replace(p, elements=e) for p, e in zip(parts, read, strict=True)]
@@ -211,9 +211,9 @@ class _Read(Task[tuple[Batch, int]]):
                     continue
                 result = part.batch.made.finish(), part.batch.next_index
             except BaseException as error:
-                yield part.batch.place, Raised.of(error)
+                yield part.batch.number, Raised.of(error)
             else:
-                yield part.batch.place, result
+                yield part.batch.number, result
                 del result
 
     def _complete(self, part: _Part, until: float) -> bool:

@@ -39,9 +39,9 @@ class MadeBatch(ABC):
         """Makes records of what was read, and writes them; by several threads at once.
 
         Args:
-            elements: What was read of some records. What is written is let go, as the batch takes
-                its place.
-            start: The place of the first of them among the `size` records.
+            elements: What was read of some records. What is written is let go at once, since the
+                batch needs the memory.
+            start: Which of the `size` records the first of them is.
             until: When to leave the rest to others, by `time.perf_counter`.
 
         Returns:

@@ -22,7 +22,7 @@ class RowStacker:
 
     Args:
         row: That one.
-        name: What to call a row in messages, with a place for where it comes from.
+        name: What to call a row in messages; ``{}`` in it stands for where the row comes from.
     """
 
     def __init__(self, row: Any, name: str):
@@ -119,7 +119,7 @@ class Stack:
 
         Args:
             rows: Trees of arrays and scalars; each must look like the others.
-            start: The place of the first of them.
+            start: Which row of the batch the first of them is.
             origins: Where each comes from, for messages.
         """
         leaves, width = self._stacker.leaves_of(rows, origins), len(self._arrays)

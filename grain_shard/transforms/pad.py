@@ -80,7 +80,7 @@ class PadToDivisible(Stage):
         )
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """The dataset, in which the rows of a feed that has ended are padding in their place."""
+        """The dataset, in which padding takes the rows of a feed that has ended."""
         return ds.padded(Padding(self.divisor, self.remainder, self.mask_key))
 
 
