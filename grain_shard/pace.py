@@ -29,7 +29,7 @@ _GAIN, _LOSS = 1.05, 0.98
 # A rate that has changed so much without our doing means that the source has changed.
 _CHANGED = 2.0
 # How many windows to rest after the first attempt that did not help, and after many.
-_REST, _LONGEST_REST = 4, 64
+_REST, _LONGEST_REST = 3, 64
 
 
 class Window(NamedTuple):
@@ -79,8 +79,8 @@ class ThreadCount:
         """Takes the measurement of `threads` threads, and sets how many there are to be."""
         first, self._is_first = self._is_first, False
         if first and window.process_cores >= 0.5:
-            self._rest = _REST
-            self._set(min(2, self._cores), "the first read computed")
+            self._rest = _REST  # its rate is that of a cold start, so there is no hurry
+            self.why = "the first read computed"
         elif window.starved < _FED:
             self._before, self._rate = None, 0.0  # what was measured is the consumer's rate
         elif self._before is not None and not self._helped(*self._before, window.rate):
