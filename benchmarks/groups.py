@@ -13,10 +13,11 @@ from benchmarks import (
     reading,
     starting,
     two_processes,
+    waiting,
 )
 from benchmarks.measure import Group
 
-MODULES = (reading, two_processes, hosts, overlap, placing, memory, starting, images)
+MODULES = (reading, two_processes, hosts, overlap, placing, memory, starting, images, waiting)
 GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]
 
 

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "grain_shard"
 
 # From the ground up. A room imports rooms of lower floors only.
 FLOORS = [
-    ["errors", "digest", "spans", "host_arrays", "background", "grain_inside"],
-    ["trees", "hardware", "step_memory", "arguments"],
+    ["errors", "digest", "spans", "host_arrays", "pace", "grain_inside"],
+    ["trees", "background", "hardware", "step_memory", "arguments"],
     ["sharding", "reading", "hosts"],
     ["iteration"],
     ["feeding", "checkpoint", "placement", "measuring", "showing"],
@@ -32,6 +32,7 @@ WORDS = {
     "spans": "who is at work when",
     "host_arrays": "aligned host memory",
     "background": "threads that work ahead",
+    "pace": "how many work side by side",
     "grain_inside": "what Grain keeps private",
     "trees": "batches as trees",
     "hardware": "chips",

@@ -7,11 +7,15 @@ Batches come down a line of producers: the source at the top, the training loop 
 Grain's own background stage can hang on a BaseException, blocks in ``close`` for as long as its
 source does, and can abort the interpreter at exit; hence this one. What it promises:
 
-* Results come in the order of the tickets, whichever thread is first.
+* Results come in order, whichever thread is first.
 * At most `buffer_size` results exist at a time, those in the making included.
 * What the work raises, of any class, reaches the consumer; from then on ``next`` keeps raising it.
 * Nothing outlives its consumer: ``close``, garbage collection and the end of the interpreter stop
   the threads. One that is inside the user's code ends when that code returns.
+
+`TaskStage` is the whole of it: its threads draw tasks and run them, and a task may make one result
+or only contribute to some. `Background` is the plain case, a function mapped over what another
+producer makes.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ import contextlib
 import itertools
 import threading
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import jax
+
+from grain_shard.pace import FixedPace, Pace
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -43,18 +49,6 @@ class Producer(Iterator[T]):
     @abstractmethod
     def __next__(self) -> T:
         """The next item. One thread asks at a time."""
-
-    @property
-    def room_wanted(self) -> int:
-        """How many items there should be room for, in the buffer below, before one is drawn."""
-        return 1
-
-    def draw(self, room: int) -> T:
-        """The next item, for a buffer that has room for so many.
-
-        A producer that reads for several items at once reads no more than there is room for.
-        """
-        return next(self)
 
     def stop(self) -> None:
         """Asks this and what stands above it to end, from any thread, and waits for nobody.
@@ -76,40 +70,99 @@ class Items(Producer[T]):
         return next(self._iterator)
 
 
-class Background(Producer[T], Generic[S, T]):
-    """Maps `work` over what another producer makes, in background threads, in order.
+class Raised(NamedTuple):
+    """What is delivered instead of a result when there is none: an error, or the end."""
+
+    error: BaseException
+    traceback: TracebackType | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Raised:
+        """The error that the work has just raised."""
+        if isinstance(error, StopIteration):  # only the end of the tasks may end the stage
+            wrapped = RuntimeError("the pipeline raised StopIteration")
+            wrapped.__cause__ = error
+            return cls(wrapped, None)
+        return cls(error, error.__traceback__)
+
+    def throw(self) -> NoReturn:
+        """Raises the same object every time."""
+        if isinstance(self.error, StopIteration):
+            raise StopIteration
+        # Without this its traceback would grow with each raise.
+        raise self.error.with_traceback(self.traceback)
+
+
+class Task(ABC, Generic[T]):
+    """Something for one thread to do.
+
+    Attributes:
+        begins: How many results it is the first to work on. Results are numbered in this order.
+        size: How much it is, in the unit in which the stage's pace is measured.
+    """
+
+    begins: int = 1
+    size: int = 1
+
+    @abstractmethod
+    def run(self) -> Iterable[tuple[int, T | Raised]]:
+        """Does it; gives the number of each result that is complete with it, and the result."""
+
+
+class Tasks(ABC, Generic[T]):
+    """What the threads of a stage have to do. All but `stop` is called by one thread at a time."""
+
+    @property
+    def room_wanted(self) -> int:
+        """For how many new results there should be room before the next task is drawn.
+
+        More than there can be, if none can be drawn before another is done.
+        """
+        return 1
+
+    @abstractmethod
+    def draw(self, room: int) -> Task[T]:
+        """The next task, which begins no more than `room` results.
+
+        Raises:
+            StopIteration: There is none, and all results have been begun.
+        """
+
+    def done(self, task: Any) -> bool:
+        """A thread has done a task; whether there may be something to draw now that was not before.
+
+        Called by any thread.
+        """
+        return False
+
+    @abstractmethod
+    def end(self) -> None:
+        """There has been an error: no more results are to be begun. Called by any thread."""
+
+    def stop(self) -> None:
+        """Asks whatever ``draw`` may be waiting for to end, from any thread, without waiting."""
+
+    def close(self) -> None:
+        """Called once, when no thread draws any more."""
+
+
+class TaskStage(Producer[T]):
+    """Runs tasks in background threads and hands out their results in order.
 
     The threads start with the first ``next``, in the JAX context (mesh, x64) of the thread that
     made this object.
 
     Args:
-        work: Called with each item, by several threads at once if there are several.
-        source: Where the items come from. It is asked by one thread at a time, once there is room
-            for a result, and is stopped with this stage. The last thread to end closes it, since
-            nobody else can know that it is not in use any more.
+        tasks: What to do. The last thread to end closes them: nobody else can know that they are
+            not in use.
         buffer_size: Results that may wait or be in the making.
-        num_threads: Threads that work side by side.
+        pace: How many threads work side by side; it is told of each task.
         name: Of the threads.
     """
 
-    def __init__(
-        self,
-        work: Callable[[S], T],
-        source: Producer[S],
-        *,
-        buffer_size: int,
-        num_threads: int = 1,
-        name: str,
-    ):
+    def __init__(self, tasks: Tasks[T], *, buffer_size: int, pace: Pace, name: str):
         # The threads refer to what is shared and not to this object, which can thus be collected.
-        self._shared = _Shared(work, source, buffer_size)
-        enter_context = jax_context()
-        self._shared.threads = [
-            threading.Thread(
-                target=_run, args=(self._shared, enter_context), name=f"{name}-{i}", daemon=True
-            )
-            for i in range(min(num_threads, buffer_size))
-        ]
+        self._shared = _Shared(tasks, buffer_size, pace, name, jax_context())
 
     def __next__(self) -> T:
         self.start()
@@ -145,6 +198,76 @@ class Background(Producer[T], Generic[S, T]):
             shared.stop()
 
 
+class Background(TaskStage[T], Generic[S, T]):
+    """Maps `work` over what another producer makes, in background threads, in order.
+
+    Args:
+        work: Called with each item, by several threads at once if there are several.
+        source: Where the items come from. It is asked by one thread at a time, once there is room
+            for a result, and is stopped with this stage. The last thread to end closes it, since
+            nobody else can know that it is not in use any more.
+        buffer_size: Results that may wait or be in the making.
+        num_threads: Threads that work side by side.
+        name: Of the threads.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[S], T],
+        source: Producer[S],
+        *,
+        buffer_size: int,
+        num_threads: int = 1,
+        name: str,
+    ):
+        pace = FixedPace(min(num_threads, buffer_size))
+        super().__init__(_Mapped(work, source), buffer_size=buffer_size, pace=pace, name=name)
+
+
+class _Mapped(Tasks[T], Generic[S, T]):
+    """A task for each item, that makes one result of it."""
+
+    # Of the class, since at the interpreter's exit the names of this module may be gone.
+    _no_source = Items(iter(()))
+
+    def __init__(self, work: Callable[[S], T], source: Producer[S]):
+        self._work, self._source, self._drawn = work, source, 0
+        self._ended = False
+
+    @property
+    def room_wanted(self) -> int:
+        return 0 if self._ended else 1
+
+    def end(self) -> None:
+        self._ended = True
+
+    def draw(self, room: int) -> Task[T]:
+        if self._ended:
+            raise StopIteration
+        item, self._drawn = next(self._source), self._drawn + 1
+        return _MappedTask(self._work, item, self._drawn - 1)
+
+    def stop(self) -> None:
+        self._source.stop()
+
+    def close(self) -> None:
+        # Let go of it, too: what is still there when the interpreter takes its modules apart (an
+        # iterator of Grain's, say, in a global variable's reach) fails in its __del__.
+        source, self._source = self._source, self._no_source
+        source.close()
+
+
+class _MappedTask(Task[T], Generic[S, T]):
+    def __init__(self, work: Callable[[S], T], item: S, number: int):
+        self._work, self._item, self._number = work, item, number
+
+    def run(self) -> Iterable[tuple[int, T | Raised]]:
+        try:
+            return ((self._number, self._work(self._item)),)
+        except BaseException as error:
+            return ((self._number, Raised.of(error)),)
+
+
 def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """The calling thread's JAX context (mesh, x64), to be entered in another thread."""
     mesh, x64 = jax.sharding.get_mesh(), jax.config.jax_enable_x64  # pyright: ignore
@@ -159,51 +282,73 @@ def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return enter
 
 
-class _Raised(NamedTuple):
-    """What stands in the place of a result when there is none."""
-
-    error: BaseException
-    traceback: TracebackType | None
-
-    def throw(self) -> NoReturn:
-        if isinstance(self.error, StopIteration):
-            raise StopIteration
-        # The same object every time; without this its traceback would grow with each raise.
-        raise self.error.with_traceback(self.traceback)
-
-
-class _Shared(Generic[S, T]):
+class _Shared(Generic[T]):
     """What the threads and the consumer share, all of it under one lock."""
 
-    def __init__(self, work: Callable[[S], T], source: Producer[S], buffer_size: int):
+    def __init__(
+        self,
+        tasks: Tasks[T],
+        buffer_size: int,
+        pace: Pace,
+        name: str,
+        enter_context: Callable[[], contextlib.AbstractContextManager[None]],
+    ):
         self.threads: list[threading.Thread] = []
-        self._work, self._source, self._buffer_size = work, source, buffer_size
+        self._tasks, self._buffer_size, self._pace = tasks, buffer_size, pace
+        self._name, self._enter_context = name, enter_context
         # Reentrant: the garbage collector may run __del__, so stop(), in a thread that holds it.
         self._lock = threading.RLock()
-        # Two conditions, since who waits for the one must not be woken for the other.
+        # Three conditions, since who waits for the one must not be woken for the others.
         # Signalled when the next result is there, be it an error, and when the stage is stopped.
         self._result_came = threading.Condition(self._lock)
-        # Signalled when there is room for one more result, and when none will be made any more.
+        # Signalled when there is room for one more result, and when none will be begun any more.
         self._room_came = threading.Condition(self._lock)
-        self._one_asks = threading.Lock()  # held while an item is drawn, which may take long
-        self._results: dict[int, T | _Raised] = {}
-        self._drawn = 0  # items drawn so far; each carries its number
+        # Signalled when more threads are to work, and when none has anything to do any more.
+        self._more_wanted = threading.Condition(self._lock)
+        self._one_draws = threading.Lock()  # held while a task is drawn, which may take long
+        self._results: dict[int, T | Raised] = {}
+        self._begun = 0  # results that tasks have begun
         self._taken = 0  # results handed out
         self._running = 0
         self._started = self._stopped = False
-        self._drained = False  # no item will be drawn any more
-        self._final: _Raised | None = None
+        self._drained = False  # no task will be drawn any more
+        self._final: Raised | None = None
 
     def start(self) -> None:
         with self._lock:
             if self._started or self._stopped:
                 return
-            self._started, self._running = True, len(self.threads)
-        # At exit the threads must be gone before JAX and Python take apart what they use. Hooks
-        # run last in, first out, and those of JAX have stood since it was imported.
-        atexit.register(self._at_exit)
-        for thread in self.threads:
-            thread.start()
+            self._started = True
+            # At exit the threads must be gone before JAX and Python take apart what they use. Hooks
+            # run last in, first out, and those of JAX have stood since it was imported.
+            atexit.register(self._at_exit)
+            try:
+                self._start_thread()
+            except RuntimeError:  # the system allows no more threads
+                self._started = False
+                atexit.unregister(self._at_exit)
+                raise
+
+    def _start_thread(self) -> None:
+        rank = len(self.threads)
+        thread = threading.Thread(
+            target=_run, args=(self, rank), name=f"{self._name}-{rank}", daemon=True
+        )
+        thread.start()
+        self.threads.append(thread)
+        self._running += 1
+
+    def start_more(self) -> None:
+        """Starts one thread more, if more are to work.
+
+        Every new one calls this, so the first of them work while the last are being started.
+        """
+        with self._lock:
+            if len(self.threads) < self._pace.threads and not self._over():
+                try:
+                    self._start_thread()
+                except RuntimeError:  # the system allows no more threads: these have to do
+                    self._pace.limit(len(self.threads))
 
     def take(self) -> T:
         with self._lock:
@@ -211,11 +356,11 @@ class _Shared(Generic[S, T]):
             if self._final is not None:
                 self._final.throw()
             result = self._results.pop(self._taken)
-            if isinstance(result, _Raised):
+            if isinstance(result, Raised):
                 self._final = result
                 result.throw()
             self._taken += 1
-            self._room_came.notify()  # who holds _one_asks: nobody else waits for it
+            self._room_came.notify()  # who holds _one_draws: nobody else waits for it
             return result
 
     def ready(self) -> int:
@@ -223,7 +368,7 @@ class _Shared(Generic[S, T]):
             try:
                 self._wait_for_next()
                 final = self._final or self._results[self._taken]
-                if isinstance(final, _Raised):
+                if isinstance(final, Raised):
                     final.throw()
             except StopIteration:
                 return 0
@@ -240,8 +385,10 @@ class _Shared(Generic[S, T]):
         while self._final is None and self._taken not in self._results:
             if self._stopped:
                 raise StopIteration
+            self._pace.consumer_waits(time.perf_counter())
             # Not for ever: a KeyboardInterrupt just before the wait wakes nobody.
             woken = self._result_came.wait(_WAKE_S)
+            self._pace.consumer_goes_on(time.perf_counter())
             gone = not any(thread.is_alive() for thread in self.threads)
             if gone and not woken and self._taken not in self._results and not self._stopped:
                 raise RuntimeError(
@@ -250,18 +397,18 @@ class _Shared(Generic[S, T]):
                 )
 
     def _is_there(self, number: int) -> bool:
-        return number in self._results and not isinstance(self._results[number], _Raised)
+        return number in self._results and not isinstance(self._results[number], Raised)
 
     def stop(self) -> None:
         with self._lock:
             first, self._stopped = not self._stopped, True
             self._results.clear()
             self._result_came.notify_all()
-            self._room_came.notify()
+            self._wake_to_end()
         if first:
-            self._source.stop()
+            self._tasks.stop()
         if first and not self._started:
-            self._close_source()
+            self._tasks.close()
 
     def join(self) -> None:
         # Of a stage that never began nothing is alive; it may be collected at the interpreter's
@@ -272,37 +419,51 @@ class _Shared(Generic[S, T]):
             for thread in alive:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def step(self) -> bool:
-        """Makes one result; False when there is nothing left to do.
+    def step(self, rank: int) -> bool:
+        """Does one task; False when there is nothing left to do.
 
         A function of its own so that no variable keeps a batch alive while the thread waits.
+
+        Args:
+            rank: Of the calling thread; those from the number of threads wanted upwards rest.
         """
-        with self._one_asks:
+        with self._lock:
+            while rank >= self._pace.threads and not self._over():
+                self._more_wanted.wait()
+        with self._one_draws:
             with self._lock:
-                wanted = self._source.room_wanted
-                while not self._over() and self._room() < wanted:
+                while not self._over() and self._room() < self._tasks.room_wanted:
                     self._room_came.wait()
                 if self._over():
                     return False
-                number, room = self._drawn, self._room()
-                self._drawn += 1
+                if rank >= self._pace.threads:
+                    return True
+                room = self._room()
             try:
-                item = self._source.draw(room)
+                task = self._tasks.draw(room)
             except StopIteration:
                 # Not the one that was caught: its traceback keeps the frames of the source alive.
-                self._deliver(number, _Raised(StopIteration(), None))
+                self._end(Raised(StopIteration(), None))
                 return False
             except BaseException as error:
-                self._deliver(number, _Raised(error, error.__traceback__))
+                self._end(Raised(error, error.__traceback__))
                 return False
-        try:
-            result = self._work(item)
-        except StopIteration as error:
-            result = _Raised(RuntimeError("the pipeline raised StopIteration"), None)
-            result.error.__cause__ = error
-        except BaseException as error:
-            result = _Raised(error, error.__traceback__)
-        self._deliver(number, result)
+            with self._lock:
+                self._begun += task.begins
+                start = time.perf_counter()
+                self._pace.begun(start)
+        processor_start = time.thread_time()
+        for number, result in task.run():
+            self._deliver(number, result)
+        processor_s = time.thread_time() - processor_start
+        with self._lock:
+            if self._tasks.done(task):
+                self._room_came.notify()
+            before = self._pace.threads
+            self._pace.done(start, time.perf_counter(), processor_s, task.size)
+            if self._pace.threads > before:
+                self._more_wanted.notify_all()
+                self.start_more()
         return True
 
     def thread_ended(self) -> None:
@@ -311,41 +472,46 @@ class _Shared(Generic[S, T]):
             last = self._running == 0
         if last:
             atexit.unregister(self._at_exit)
-            self._close_source()
+            self._tasks.close()
 
     def _room(self) -> int:
-        return self._buffer_size - (self._drawn - self._taken)
+        return self._buffer_size - (self._begun - self._taken)
 
     def _over(self) -> bool:
         return self._stopped or self._drained
 
-    def _deliver(self, number: int, result: T | _Raised) -> None:
+    def _end(self, final: Raised) -> None:
         with self._lock:
-            if isinstance(result, _Raised):
-                self._drained = True
+            self._drained = True
+            self._wake_to_end()
+        self._deliver(self._begun, final)
+
+    def _wake_to_end(self) -> None:
+        self._room_came.notify()
+        self._more_wanted.notify_all()
+
+    def _deliver(self, number: int, result: T | Raised) -> None:
+        with self._lock:
+            if isinstance(result, Raised):
+                # Results before this one may still be in the making, so the threads go on.
+                self._tasks.end()
                 self._room_came.notify()
-            if not self._stopped:
-                self._results[number] = result
+            # Of several errors of one result the first stands.
+            if not self._stopped and self._final is None:
+                self._results.setdefault(number, result)
             if number == self._taken:
                 self._result_came.notify_all()
-
-    def _close_source(self) -> None:
-        # Let go of it, too: what is still there when the interpreter takes its modules apart (an
-        # iterator of Grain's, say, in a global variable's reach) fails in its __del__.
-        source, self._source = self._source, Items(iter(()))
-        source.close()
 
     def _at_exit(self) -> None:
         self.stop()
         self.join()
 
 
-def _run(
-    shared: _Shared, enter_context: Callable[[], contextlib.AbstractContextManager[None]]
-) -> None:
+def _run(shared: _Shared, rank: int) -> None:
     try:
-        with enter_context():
-            while shared.step():
+        shared.start_more()
+        with shared._enter_context():
+            while shared.step(rank):
                 pass
     finally:
         shared.thread_ended()

@@ -67,10 +67,11 @@ def shard_to(
             it with zero rows, "drop" a short one, or "error".
         mask_key: The key at which the batch gets a mask, ``bool[global_batch_size]``, True for
             real rows; None for no mask.
-        cpu_buffer_size: Batches that may wait on the host or be in the making there.
+        cpu_buffer_size: Batches that may wait on the host or be in the making there. With
+            `num_workers`, each worker holds two at least: one in the making, and one that waits.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
-        num_threads: Threads that each make a batch (`MapDataset`; None chooses by the machine), or
-            that run feeds side by side (None for one).
+        num_threads: Threads that read side by side (`MapDataset`), or that run feeds side by side.
+            None finds out while it runs how many reads help, and runs feeds one after the other.
         num_workers: Grain worker processes that make the batches instead (`MapDataset` only).
         rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
             say, unless it is one of `from_iterable`. "global": every host the same whole batches.

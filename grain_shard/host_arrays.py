@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-# XLA's CPU backend uses memory that begins at a multiple of this as it stands, and copies any other
-# (seen with jaxlib 0.10 and 0.12: 32 is too little, and numpy itself promises 16). Of an array that
-# does, so does every shard whose bytes are a multiple of it.
+# XLA's CPU backend takes over memory that begins at a multiple of 64 bytes as it is, and copies any
+# other memory once more. (Seen with jaxlib 0.10 and 0.12. A multiple of 32 is not enough, and numpy
+# itself promises 16.) If an array begins so, each shard does that is a multiple of 64 bytes long.
 ALIGNMENT_BYTES = 64
 
 
@@ -31,9 +31,9 @@ def copied(array: np.ndarray) -> np.ndarray:
 
 
 def owned(tree: Any) -> Any:
-    """The tree with copies in the place of its arrays, which whoever made them may write to again.
+    """The tree with copies of its arrays, since who made the arrays may write to them again.
 
-    To be called before the maker is asked for anything else, so by the thread that asks it.
+    Call it in the thread that got the tree, before that thread asks for the next one.
     """
     return jax.tree.map(_owned_leaf, tree)
 

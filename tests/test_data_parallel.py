@@ -302,10 +302,9 @@ class TestDataParallelTrainStep:
             assert leaf.sharding.num_devices == 8
 
     def test_unplaced_numpy_goes_to_the_mesh_in_use(self, axis_type):
+        unplaced = jax.tree.map(np.asarray, new_state("tuple"))
         with jax.set_mesh(mesh_of(2, axis_type)):
-            state, _ = data_parallel_train_step(
-                linen_loss, ADAM, numpy_batches()[0], new_state("tuple")
-            )
+            state, _ = data_parallel_train_step(linen_loss, ADAM, numpy_batches()[0], unplaced)
         for leaf in jax.tree.leaves(state):
             assert leaf.sharding.num_devices == 2
 

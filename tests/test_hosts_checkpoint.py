@@ -196,15 +196,20 @@ def stream():
     return iter(ds.shard_to(mesh, rows="local", timeout_s=30))
 
 
-def save_and_resume_stream(api, directory):
-    """What follows the save, and what follows the restore."""
+def save_and_resume_streams(directory):
+    """By API, what follows the save, and what follows the restore."""
     sys.addaudithook(slow_disk_of_host_1)
+    return {api: save_and_resume_stream(api, Path(directory, api)) for api in APIS}
+
+
+def save_and_resume_stream(api, directory):
+    directory.mkdir(exist_ok=True)
     with stream() as iterator:
         next(iterator)
-        save(api, Path(directory), 0, iterator)
+        save(api, directory, 0, iterator)
         uninterrupted = [to_lists(batch)["id"] for batch in iterator]
     with stream() as iterator:
-        restore(api, Path(directory), 0, iterator)
+        restore(api, directory, 0, iterator)
         return uninterrupted, [to_lists(batch)["id"] for batch in iterator]
 
 
@@ -214,15 +219,23 @@ def slow_disk_of_host_1(event, args):
         threading.Event().wait(1)
 
 
-@pytest.mark.parametrize("api", APIS)
-def test_a_streams_state_is_one_file_a_host_and_continues_on_as_many_hosts(tmp_path, api):
-    of_hosts = rehearse.run(
-        save_and_resume_stream, api, str(tmp_path), hosts=2, devices_per_host=2, timeout_s=60
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory):
+    """The folder of the checkpoints, and what each host did."""
+    directory = tmp_path_factory.mktemp("streams")
+    return directory, rehearse.run(
+        save_and_resume_streams, str(directory), hosts=2, devices_per_host=2, timeout_s=60
     )
-    for uninterrupted, resumed in of_hosts:
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_streams_state_is_one_file_a_host_and_continues_on_as_many_hosts(streams, api):
+    directory, of_hosts = streams
+    for of_host in of_hosts:
+        uninterrupted, resumed = of_host[api]
         assert resumed == uninterrupted
         assert [len(ids) for ids in resumed] == [8, 8, 8, 8]
-    names = sorted(path.name for path in tmp_path.rglob("state*"))
+    names = sorted(path.name for path in (directory / api).rglob("state*"))
     assert names == ["state-0-of-2.json", "state-1-of-2.json"]
 
 

@@ -57,22 +57,55 @@ MESHES = {
 # On the hosts.
 
 
-def whole(batch):
-    """The global batch as numpy arrays, on every host."""
-    return {name: multihost_utils.process_allgather(x, tiled=True) for name, x in batch.items()}
+def own_parts(batch):
+    """Of each leaf its shape, and what each device of this host holds, with its place in it."""
+    return {
+        name: (
+            leaf.shape,
+            [(part.index, np.asarray(part.data)) for part in leaf.addressable_shards],
+        )
+        for name, leaf in batch.items()
+    }
+
+
+def own_parts_on_all_meshes():
+    found = {}
+    for name, mesh in MESHES.items():
+        with iter(sharded(**mesh)) as batches:
+            found[name] = [own_parts(batch) for batch in batches]
+    return found
+
+
+# In the test's process.
+
+
+def assembled(of_hosts):
+    """The global batch, from the parts of all hosts: none is missing, and copies are equal.
+
+    To gather so many batches on every host, by collectives, would take most of the time.
+    """
+    batch = {}
+    for name, (shape, own) in of_hosts[0].items():
+        parts = [part for of_host in of_hosts for part in of_host[name][1]]
+        leaf, is_held = np.zeros(shape, own[0][1].dtype), np.zeros(shape, bool)
+        for index, part in parts:
+            leaf[index], is_held[index] = part, True
+        assert is_held.all(), name
+        for index, part in parts:
+            assert part.dtype == leaf.dtype
+            np.testing.assert_array_equal(part, leaf[index], name)
+        batch[name] = leaf
+    return batch
+
+
+def assembled_batches(of_hosts):
+    """The global batches; every host has as many."""
+    return [assembled(parts) for parts in zip(*of_hosts, strict=True)]
 
 
 def digest(batch):
     leaves = [(name, str(batch[name].dtype), batch[name].tobytes()) for name in sorted(batch)]
     return hashlib.sha256(repr(leaves).encode()).hexdigest()[:16]
-
-
-def digests_on_all_meshes():
-    found = {}
-    for name, mesh in MESHES.items():
-        with iter(sharded(**mesh)) as batches:
-            found[name] = [digest(whole(batch)) for batch in batches]
-    return found
 
 
 # The expectation: plain Grain, feed by feed, in one process.
@@ -104,11 +137,11 @@ def expected():
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_the_global_batches_are_the_same_on_any_hosts_and_mesh(hosts, expected):
     of_hosts = rehearse.run(
-        digests_on_all_meshes, hosts=hosts, devices_per_host=NUM_DEVICES // hosts, timeout_s=240
+        own_parts_on_all_meshes, hosts=hosts, devices_per_host=NUM_DEVICES // hosts, timeout_s=240
     )
-    for found in of_hosts:
-        for name, mesh in MESHES.items():
-            assert found[name] == expected[mesh.get("num_feeds", 8)], name
+    for name, mesh in MESHES.items():
+        batches = assembled_batches([found[name] for found in of_hosts])
+        assert [digest(batch) for batch in batches] == expected[mesh.get("num_feeds", 8)], name
     assert len(expected[8]) > 30
 
 
@@ -130,12 +163,11 @@ def run_job(job, directory):
             if job:
                 restore(api, Path(directory), job - 1, batches)
             restored = batches.get_state()
-            taken = [whole(batch) for batch in itertools.islice(batches, JOBS[job][1])]
+            taken = [own_parts(batch) for batch in itertools.islice(batches, JOBS[job][1])]
             saved = batches.get_state()
             if JOBS[job][1] is not None:
                 save(api, Path(directory), job, batches)
-        tokens = [text.tokens_of(batch) for batch in taken]
-        reports[api] = ([digest(batch) for batch in taken], tokens, restored, saved)
+        reports[api] = taken, restored, saved
     return reports
 
 
@@ -158,27 +190,31 @@ def restore(api, directory, job, batches):
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What each host of each job reports."""
+    """Of each job, by API: its global batches, and what each host restored and saved."""
     directory = str(tmp_path_factory.mktemp("checkpoints"))
-    return [
-        rehearse.run(
+    jobs = []
+    for job, (hosts, _) in enumerate(JOBS):
+        of_hosts = rehearse.run(
             run_job, job, directory, hosts=hosts, devices_per_host=8 // hosts, timeout_s=120
         )
-        for job, (hosts, _) in enumerate(JOBS)
-    ]
+        by_api = {}
+        for api in APIS:
+            taken, restored, saved = zip(*(reports[api] for reports in of_hosts), strict=True)
+            by_api[api] = assembled_batches(taken), restored, saved
+        jobs.append(by_api)
+    return jobs
 
 
 @pytest.mark.parametrize("api", APIS)
 def test_saved_on_4_hosts_it_goes_on_with_the_same_batches_on_2_on_1_and_on_4(jobs, api, expected):
-    for host in range(4):
-        of_host = [of_hosts[host % len(of_hosts)][api][0] for of_hosts in jobs]
-        assert list(itertools.chain(*of_host)) == expected[8]
-        assert [len(batches) for batches in of_host[:-1]] == [7, 4, 8]
+    of_jobs = [job[api][0] for job in jobs]
+    assert [digest(batch) for batch in itertools.chain(*of_jobs)] == expected[8]
+    assert [len(batches) for batches in of_jobs[:-1]] == [7, 4, 8]
 
 
 @pytest.mark.parametrize("api", APIS)
 def test_each_token_of_each_document_is_trained_on_exactly_once(jobs, api):
-    trained = [t for of_hosts in jobs for batch in of_hosts[0][api][1] for t in batch]
+    trained = [t for job in jobs for batch in job[api][0] for t in text.tokens_of(batch)]
     documents = [
         document
         for feed in range(8)
@@ -194,15 +230,16 @@ def test_each_token_of_each_document_is_trained_on_exactly_once(jobs, api):
 
 @pytest.mark.parametrize("api", APIS)
 def test_a_checkpoint_holds_one_entry_for_each_feed_saved_by_a_host_that_runs_it(jobs, api):
-    for (hosts, _), of_hosts in zip(JOBS[:-1], jobs, strict=False):
-        saved = [report[api][3]["feeds"] for report in of_hosts]
+    for (hosts, _), job in zip(JOBS[:-1], jobs, strict=False):
+        saved = [state["feeds"] for state in job[api][2]]
+        assert len(saved) == hosts
         feeds_of_host = 8 // hosts
         for host, feeds in enumerate(saved):
             first = host * feeds_of_host
             assert list(feeds) == [str(feed) for feed in range(first, first + feeds_of_host)]
             assert any(entry["state"]["next_row"] for entry in feeds.values()), "bins half used up"
-    for report in jobs[-1]:
-        assert report[api][2]["step"] == 19
+    for restored in jobs[-1][api][1]:
+        assert restored["step"] == 19
 
 
 # Two hosts: what can go wrong.
@@ -217,6 +254,11 @@ def run_cases(cases):
         except Exception:
             results[case.__name__] = traceback.format_exc()
     return results
+
+
+def whole(batch):
+    """The global batch as numpy arrays, on every host."""
+    return {name: multihost_utils.process_allgather(x, tiled=True) for name, x in batch.items()}
 
 
 def numbers(feed, lengths):

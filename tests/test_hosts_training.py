@@ -181,7 +181,7 @@ import os, signal, sys
 import grain, jax
 import grain_shard
 
-jax.distributed.initialize(heartbeat_timeout_seconds=10)  # 100 by default
+jax.distributed.initialize(heartbeat_timeout_seconds=5)  # 100 by default
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 records = grain.MapDataset.range(4000).map(lambda i: {"id": i})
 total = jax.jit(lambda batch: batch["id"].sum())  # a collective

@@ -377,6 +377,13 @@ def script(body):
             """) + textwrap.dedent(body)
 
 
+# Else closing waits 5 seconds for a thread that sleeps for an hour, in each test that has one.
+BLOCKED_THREADS_ARE_LEFT_SOON = """
+        from grain_shard import background
+        background._JOIN_TIMEOUT_S = 0.5
+        """
+
+
 def start(code, path):
     path.write_text(code)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -432,7 +439,8 @@ EXITS = {
         inside.wait()
         print("end")
         """,
-    "with a source that sleeps for an hour": """
+    "with a source that sleeps for an hour": BLOCKED_THREADS_ARE_LEFT_SOON
+    + """
         inside = threading.Event()
         def decode(i):
             if i == 8:
@@ -565,7 +573,8 @@ class TestInterpreterExit:
                 if not CAUGHT:
                     raise
             """
-        process = start(script(f"CAUGHT = {caught}\n{textwrap.dedent(body)}"), tmp_path / "p.py")
+        body = textwrap.dedent(BLOCKED_THREADS_ARE_LEFT_SOON) + textwrap.dedent(body)
+        process = start(script(f"CAUGHT = {caught}\n{body}"), tmp_path / "p.py")
         try:
             assert process.stdout.readline() == "waits\n"
             process.send_signal(signal.SIGINT)

@@ -245,7 +245,8 @@ def test_a_traceback_begins_in_the_script(script):
 
 
 @pytest.mark.slow
-def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path):
+def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(rehearse, "_GRACE_S", 0.5)
     os.mkfifo(tmp_path / "host_0_is_ready")
     path = script("""
         if host == 1:
@@ -263,7 +264,9 @@ def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["raise", "exit", "kill"])
-def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure):
+def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure, monkeypatch):
+    monkeypatch.setattr(rehearse, "_GRACE_S", 0.5)  # JAX catches SIGTERM, so all of it is waited
+
     def train():
         for step in range(1000):
             if step == 3 and jax.process_index() == 1:

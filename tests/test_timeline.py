@@ -100,7 +100,7 @@ def test_the_verdict_is_what_the_pipeline_was_built_to_wait_for(made, slow_step,
 @pytest.mark.parametrize("stage", ["batch", "pad", "place"])
 def test_a_stage_that_is_slow_itself(stage, monkeypatch):
     owner, name = {
-        "batch": ("grain_shard.reading.stack.Stack", "add"),
+        "batch": ("grain_shard.reading.stack.Stack", "write"),
         "pad": (pad, "pad_batch"),
         "place": ("grain_shard.sharding.assemble.Assembler", "__call__"),
     }[stage]

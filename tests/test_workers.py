@@ -91,7 +91,7 @@ class TestTheSameAsWithout:
     def test_the_callers_dataset_is_not_changed(self):
         ds = numbered(40, 8)
         before = [batch["id"].tolist() for batch in ds]
-        sharded = ds.shard_to(data_mesh(2), num_workers=2)
+        sharded = ds.shard_to(data_mesh(2), num_workers=1)
         for _ in range(2):
             assert ids(sharded) == before
         assert [batch["id"].tolist() for batch in ds] == before

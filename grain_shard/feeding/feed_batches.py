@@ -1,8 +1,8 @@
 """Feeds: a stream cut into parts, so that its batches do not depend on how many hosts there are.
 
-Which host runs a feed never changes what the feed yields. So with rows that belong to feeds by
-their place in the batch, the global batch follows from the pipeline, the number of feeds and the
-step alone, although nobody can read a stream by index.
+Which host runs a feed never changes what the feed yields, and each feed has fixed rows of every
+batch. So the global batch follows from the pipeline, the number of feeds and the step alone,
+although nobody can read a stream by index.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.spans import BATCH, span
 from grain_shard.trees import MASK_KEY, Batch
 
-_MISSING = object()  # in the place of a row that a feed no longer has
+_MISSING = object()  # instead of a row that a feed no longer has
 _STEP = "step"  # the state's key for the number of batches that were handed out
 _UNCHANGED = "  remedy: pass what get_state() gave, unchanged."
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
@@ -219,8 +219,8 @@ class FeedBatches(grain.IterDataset):
         rows = np.arange(self._global_batch_size)
         if self.layout is not None:
             rows = self.layout.rows(self._padded_size)
-        feeds, places = np.divmod(rows[rows < self._global_batch_size], self.feed_batch_size)
-        return {int(feed): places[feeds == feed].tolist() for feed in np.unique(feeds)}
+        feeds, rows_of_feed = np.divmod(rows[rows < self._global_batch_size], self.feed_batch_size)
+        return {int(feed): rows_of_feed[feeds == feed].tolist() for feed in np.unique(feeds)}
 
     @property
     def _padded_size(self) -> int:
@@ -253,14 +253,14 @@ class FeedBatches(grain.IterDataset):
         given = {piece.feed: piece.rows for piece in pieces}
         found = [
             (feed, given[feed][i] if i < len(given.get(feed, ())) else _MISSING)
-            for feed, places in self.rows_by_feed.items()
-            for i in places
+            for feed, rows in self.rows_by_feed.items()
+            for i in rows
         ]
         if self.padding is None:
             found = [(feed, row) for feed, row in found if row is not _MISSING]
         zeros, stack = stacker.zeros(), Stack(stacker, len(found))
         rows = [zeros if row is _MISSING else row for _, row in found]
-        stack.add(rows, [feed for feed, _ in found])
+        stack.write(rows, 0, [feed for feed, _ in found])
         if self.padding is None:
             return stack.batch()
         size, mask_key = self._padded_size, self.padding.mask_key

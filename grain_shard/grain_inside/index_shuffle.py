@@ -16,7 +16,8 @@ import numpy as np
 
 _ROUNDS = 4
 _MIN_BLOCK_BITS = 16
-# From here on a block has at most four numbers for each index: its bits are even.
+# With so many indices or more, the cipher permutes at most four numbers for each index, since the
+# number of its bits has to be even.
 _FEW = 2**_MIN_BLOCK_BITS // 4
 
 
@@ -51,12 +52,14 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
     return result.astype(np.int64)
 
 
-@functools.lru_cache(maxsize=8)  # a batch is of few epochs, each with one seed
+@functools.lru_cache(maxsize=8)  # a batch has records of few epochs, and each epoch has one seed
 def _permutation(length: int, seed: int) -> np.ndarray:
-    """Where all of few indices go.
+    """Where every index goes, if there are few of them.
 
-    They are so few of the numbers that the cipher permutes that each would walk for long (5 of them
-    for 13,000 steps); here every walk doubles its length at each turn.
+    The cipher permutes at least 2**16 numbers. If only some of these are indices, an index is taken
+    on from number to number until it meets an index again, which takes long where there are few:
+    13,000 steps for one of 5. So the steps of all numbers are taken together, and each turn of the
+    loop goes twice as far as the one before.
     """
     after = _encrypted(
         np.arange(2**_MIN_BLOCK_BITS, dtype=np.uint32), _MIN_BLOCK_BITS // 2, _round_keys(seed)
@@ -85,7 +88,7 @@ def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.
     return (left << width) | right
 
 
-@functools.lru_cache(maxsize=64)  # an epoch has one seed
+@functools.lru_cache(maxsize=64)  # each epoch has one seed
 def _round_keys(seed: int) -> tuple[int, ...]:
     """What ``std::seed_seq{seed}.generate`` gives for 4 words (ISO C++, [rand.util.seedseq])."""
     n, low = _ROUNDS, 0xFFFFFFFF

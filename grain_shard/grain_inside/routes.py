@@ -8,9 +8,10 @@ record by record, which is the public path; the test suite runs its core with no
 
 from __future__ import annotations
 
-import functools
+import itertools
+import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +21,18 @@ import numpy as np
 from grain_shard.grain_inside.index_shuffle import shuffled
 from grain_shard.grain_inside.nodes import MAP, MAP_WITH_INDEX, RANDOM_MAP, REPEAT, SEED, SLICE
 
-Apply = Callable[[list[Any], list[int]], list[Any]]
+Apply = Callable[[Any, int], Any]
+
+NEVER = float("inf")
 
 _SOURCE = type(grain.MapDataset.source([0]))
 _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
 
-# Elements from elements, and the indices that those have at the node.
+# From an element, and the index that it has at the node, to another element.
 _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
-    MAP: lambda node: functools.partial(_map, node._map_element),
-    RANDOM_MAP: lambda node: functools.partial(_map_with_index, node._random_map_element),
-    MAP_WITH_INDEX: lambda node: functools.partial(_map_index_first, node._map_with_index_fn),
+    MAP: lambda node: lambda element, index: node._map_element(element),
+    RANDOM_MAP: lambda node: node._random_map_element,
+    MAP_WITH_INDEX: lambda node: lambda element, index: node._map_with_index_fn(index, element),
 }
 # From indices above the node to indices below it.
 _INDICES: dict[type, Callable[[Any, np.ndarray], np.ndarray]] = {
@@ -84,20 +87,35 @@ class Route:
         """Whether one call reads several elements for less than as many calls would."""
         return self.origin.reads_many
 
-    def read(self) -> list[Any]:
+    def read(self, until: float = NEVER) -> list[Any]:
         """What is at the lower end.
+
+        Args:
+            until: When to return what has been read one by one, at least an element, instead of
+                reading on; by `time.perf_counter`.
 
         Raises:
             ValueError: A batched read gave more or fewer elements than it was asked for.
         """
-        return self.origin.read()
+        return self.origin.read(until)
 
-    def finish(self, elements: list[Any]) -> list[Any]:
-        """What becomes of it on the way up."""
-        elements = self.origin.finish(elements)
-        for apply, indices in self.steps:
-            elements = apply(elements, indices.tolist())
-        return elements
+    def finish(self, elements: Sequence[Any], until: float = NEVER) -> list[Any]:
+        """What becomes of it on the way up; of the first few, at least one, if time is over."""
+        return _while_time_lasts(until, self.finisher(), elements)
+
+    def finisher(self) -> Callable[[int, Any], Any]:
+        """What makes of each element, and its number, what becomes of it on the way up."""
+        below = self.origin.finisher()
+        steps = [(apply, indices.tolist()) for apply, indices in self.steps]
+
+        def on_top(i: int, element: Any) -> Any:
+            if below is not None:
+                element = below(i, element)
+            for apply, indices in steps:
+                element = apply(element, indices[i])
+            return element
+
+        return on_top
 
 
 @dataclass(frozen=True)
@@ -115,15 +133,24 @@ class _Origin:
     def part(self, start: int, stop: int) -> _Origin:
         return _Origin(self.ds, self.indices[start:stop])
 
+    def joined(self, others: Sequence[Any]) -> _Origin:
+        """The elements of this and of others of the same dataset."""
+        return _Origin(self.ds, np.concatenate([self.indices, *(o.indices for o in others)]))
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
     @property
     def reads_many(self) -> bool:
         return _batched_read(self.ds) is not None
 
-    def read(self) -> list[Any]:
+    def read(self, until: float) -> list[Any]:
         indices = self.indices.tolist()
-        batched_read = _batched_read(self.ds) or getattr(self.ds, "_getitems", None)
+        batched_read = _batched_read(self.ds)
+        if batched_read is None and type(self.ds) is not _SOURCE and len(indices) > 1:
+            batched_read = getattr(self.ds, "_getitems", None)
         if batched_read is None:
-            return [self.ds[i] for i in indices]
+            return _while_time_lasts(until, lambda _, i: self.ds[i], indices)
         result = batched_read(indices) if indices else []
         elements = [] if isinstance(result, Mapping) else list(result)
         if len(elements) != len(indices):
@@ -134,8 +161,8 @@ class _Origin:
             )
         return elements
 
-    def finish(self, elements: list[Any]) -> list[Any]:
-        return elements
+    def finisher(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -164,27 +191,80 @@ class _Fork:
             tuple(way.part(a, b) for way, (a, b) in zip(self.routes, bounds, strict=True)),
         )
 
+    def joined(self, others: Sequence[Any]) -> _Fork:
+        forks = [self, *others]
+        starts = np.cumsum([0, *map(len, forks[:-1])])
+        moved = [
+            [places + start for places in fork.places]
+            for fork, start in zip(forks, starts, strict=True)
+        ]
+        routes = zip(*(fork.routes for fork in forks), strict=True)
+        return _Fork(
+            tuple(map(np.concatenate, zip(*moved, strict=True))),
+            tuple(_joined(ways) for ways in routes),
+        )
+
+    def __len__(self) -> int:
+        return sum(map(len, self.places))
+
     @property
     def reads_many(self) -> bool:
         return any(way.reads_many for way in self.routes)
 
-    def read(self) -> list[Any]:
-        return self._in_order([way.read() for way in self.routes])
-
-    def finish(self, elements: list[Any]) -> list[Any]:
-        return self._in_order(
-            [
-                way.finish([elements[place] for place in places.tolist()])
-                for places, way in zip(self.places, self.routes, strict=True)
-            ]
-        )
-
-    def _in_order(self, of_routes: Sequence[list[Any]]) -> list[Any]:
-        elements: list[Any] = [None] * sum(map(len, self.places))
-        for places, some in zip(self.places, of_routes, strict=True):
-            for place, element in zip(places.tolist(), some, strict=True):
+    def read(self, until: float) -> list[Any]:
+        if not self.reads_many:
+            turns = sorted(
+                (place, way, rank)
+                for places, way in zip(self.places, range(len(self.routes)), strict=True)
+                for rank, place in enumerate(places.tolist())
+            )
+            return _while_time_lasts(
+                until,
+                lambda _, turn: self.routes[turn[1]].part(turn[2], turn[2] + 1).read()[0],
+                turns,
+            )
+        elements: list[Any] = [None] * len(self)
+        for places, way in zip(self.places, self.routes, strict=True):
+            for place, element in zip(places.tolist(), way.read(), strict=True):
                 elements[place] = element
         return elements
+
+    def finisher(self) -> Callable[[int, Any], Any]:
+        finishers: list[Any] = [None] * len(self)
+        for places, way in zip(self.places, self.routes, strict=True):
+            finish = way.finisher()
+            for rank, place in enumerate(places.tolist()):
+                finishers[place] = (finish, rank)
+
+        def on_top(i: int, element: Any) -> Any:
+            finish, rank = finishers[i]
+            return finish(rank, element)
+
+        return on_top
+
+
+def _while_time_lasts(
+    until: float, one: Callable[[int, Any], Any], items: Iterable[Any]
+) -> list[Any]:
+    """One thing made of each item and its number, of the first item at least."""
+    made = []
+    for i, item in enumerate(items):
+        made.append(one(i, item))
+        if time.perf_counter() > until:
+            break
+    return made
+
+
+def read_together(ways: Sequence[Route]) -> list[list[Any]]:
+    """What is at the lower ends of several ways of one dataset, read in one call if it can be."""
+    elements = _joined(ways).read()
+    starts = np.cumsum([0, *(len(way.origin) for way in ways)]).tolist()
+    return [elements[start:stop] for start, stop in itertools.pairwise(starts)]
+
+
+def _joined(ways: Sequence[Route]) -> Route:
+    """The way of all elements of several ways of one dataset, to read them."""
+    return Route(ways[0].origin.joined([way.origin for way in ways[1:]]))
 
 
 def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
@@ -210,22 +290,6 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
     fork = isinstance(ds, ElementsOfParents)
     origin = _Fork.at(ds, indices) if fork else _Origin(ds, indices)
     return Route(origin, tuple(reversed(steps)))
-
-
-def _map(one: Callable[[Any], Any], elements: list[Any], indices: list[int]) -> list[Any]:
-    return [one(element) for element in elements]
-
-
-def _map_with_index(
-    one: Callable[[Any, int], Any], elements: list[Any], indices: list[int]
-) -> list[Any]:
-    return [one(element, index) for element, index in zip(elements, indices, strict=True)]
-
-
-def _map_index_first(
-    one: Callable[[int, Any], Any], elements: list[Any], indices: list[int]
-) -> list[Any]:
-    return [one(index, element) for element, index in zip(elements, indices, strict=True)]
 
 
 def _batched_read(ds: grain.MapDataset) -> Callable[[Sequence[int]], Sequence[Any]] | None:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from grain_shard.background import Background, Producer
+from grain_shard.background import Producer, TaskStage
 from grain_shard.errors import describe_error
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.rounds import Rounds
@@ -104,7 +104,7 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
 
     def __init__(
         self,
-        batches: Background[Any, tuple[Batch, Any]],
+        batches: TaskStage[tuple[Batch, Any]],
         rounds: Rounds,
         *,
         remainder: str,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,15 +17,17 @@ from typing import Any, NamedTuple
 
 import grain
 
-from grain_shard.background import Background, Items, Producer
+from grain_shard.background import Background, Producer, TaskStage
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS, STREAM
+from grain_shard.pace import MOST_THREADS, ReadPace
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
 from grain_shard.reading.iterable import require_another_pass
-from grain_shard.reading.row_dataset import BatchMapDataset, Fetches
+from grain_shard.reading.reads import Reads
+from grain_shard.reading.row_dataset import BatchMapDataset
 from grain_shard.reading.state_json import from_json, to_json
 from grain_shard.reading.stream_dataset import BatchIterator, StreamDataset
 from grain_shard.trees import Batch
@@ -46,7 +47,7 @@ class Opened(NamedTuple):
     """
 
     position: Position
-    batches: Background[Any, tuple[Batch, Position]]
+    batches: TaskStage[tuple[Batch, Position]]
     first_digest: Callable[[], str] = str
 
 
@@ -118,7 +119,7 @@ class RandomAccess(HostBatches):
         ds: This host's batches by index, in arrays that nothing else refers to.
         fingerprint: What a state must agree with.
         buffer_size: Batches that may wait on the host or be in the making.
-        num_threads: Threads that each make a batch; None chooses by the machine.
+        num_threads: Threads that read side by side; None finds how many help.
         num_workers: Grain worker processes that make them instead, if not 0. Each holds at least
             two batches: one that waits, and one in the making.
         fields_before: Of a batch, the fields of the fingerprint that are others in a state that
@@ -140,9 +141,7 @@ class RandomAccess(HostBatches):
     ):
         self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
         self._fields_before = fields_before
-        # A thread makes a whole batch, so more of them than the buffer has room for would idle.
-        self._num_threads = num_threads or min(buffer_size, os.cpu_count() or 1)
-        self._num_workers = num_workers
+        self._num_threads, self._num_workers = num_threads, num_workers
 
     def num_batches(self) -> int | None:
         return len(self._ds)
@@ -152,15 +151,12 @@ class RandomAccess(HostBatches):
         indices = range(start, len(self._ds))
         if self._num_workers and indices:
             return Opened(start, self._from_workers(start))
-        if self._ds.reads_many:
-            make, source = self._ds.make, Fetches(self._ds, indices, self._buffer_size)
-        else:
-            make, source = self._ds.__getitem__, Items(zip(indices, indices, strict=True))
-        batches = Background(
-            lambda item: (make(item[1]), item[0] + 1),
-            source,
+        most = min(MOST_THREADS, self._buffer_size * max(1, self._ds.records_per_batch))
+        pace = ReadPace(self._num_threads, most=most)
+        batches = TaskStage(
+            Reads(self._ds, indices, self._buffer_size, pace),
             buffer_size=self._buffer_size,
-            num_threads=self._num_threads,
+            pace=pace,
             name=_THREAD,
         )
         return Opened(start, batches)

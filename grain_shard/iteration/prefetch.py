@@ -14,7 +14,7 @@ from grain_shard.iteration.host_batches import RandomAccess, Stream
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.reading.fingerprint import fingerprint
 from grain_shard.reading.iterable import from_iterable, said_rows
-from grain_shard.reading.row_dataset import BatchMapDataset
+from grain_shard.reading.row_dataset import BatchMapDataset, MadeBatch, Piece
 from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.sharding.place import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
@@ -99,7 +99,7 @@ def _require_global(source: Any, target: ShardingTree) -> None:
 
 
 class _Placer:
-    """Stands in the place of an `Assembler`, for whole batches of any shape."""
+    """Does what an `Assembler` does, for whole batches of any shape."""
 
     def __init__(self, target: ShardingTree):
         self._target, self.mesh_axes, self.digest = target, target.mesh_axes, ""
@@ -119,17 +119,30 @@ class _Placer:
 class _CopiedBatches(BatchMapDataset):
     """The batches of a random-access dataset, whatever they are, in arrays of their own."""
 
-    @property
-    def rows_per_batch(self) -> int:
-        return 1  # not known, and not asked for, since each batch is read alone
-
     def __len__(self) -> int:
         (parent,) = self.parents
         return len(parent)
 
-    def fetch(self, indices: Sequence[int]) -> Sequence[int]:
-        return indices
+    def begin(self, index: int) -> MadeBatch:
+        return _CopiedBatch(index)
 
-    def make(self, fetched: int) -> Batch:
+    def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         (parent,) = self.parents
-        return owned(parent[fetched])
+        return [[owned(parent[piece.batch.index])] for piece in pieces]
+
+
+class _CopiedBatch(MadeBatch):
+    """A batch that is read as a whole, as one record."""
+
+    size = 1
+
+    def __init__(self, index: int):
+        self.index = index
+        self._batch: Batch | None = None
+
+    def write(self, elements: list[Any], start: int, until: float) -> int:
+        self._batch = elements.pop()
+        return 1
+
+    def finish(self) -> Batch:
+        return self._batch

@@ -187,6 +187,8 @@ class ShardedDataset(grain.IterDataset):
     def _across_hosts(self) -> AcrossHosts | None:
         if self._layout.num_hosts == 1:
             return None
+        # All that hosts compare before the first batch is handed out, but for what only the batch
+        # tells: its leaves, and the rows that this host read. The iterator adds those.
         fields = {
             **self._host.fingerprint,
             "rows": self._host.rows,

@@ -1,27 +1,64 @@
-"""Batches of which some rows can be read without the others, as a `grain.MapDataset`.
+"""Batches of which some rows can be read without the others, in parts and side by side.
 
-A batch is read in two steps. `fetch` reads for several batches what the source gives in one call;
-`make` makes one batch of its part. A source of files reads a thousand records in one call for half
-of what four calls cost.
+A batch is begun, its records are read in pieces of any size by any thread, each piece is written
+where it belongs, and the batch is finished when none is missing. One call of the source may read
+pieces of several batches.
 """
 
 from __future__ import annotations
 
-import collections
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
-from grain_shard.background import Producer
 from grain_shard.grain_inside.nodes import Epoch
+from grain_shard.grain_inside.routes import NEVER
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.trees import Batch
 
-# Of array_record, 256 records in a call cost 25 us each, 1024 cost 12, 2048 cost 10.
-_RECORDS_PER_CALL = 1024
+
+class MadeBatch(ABC):
+    """A batch in the making.
+
+    Attributes:
+        size: How many records it is made of; 0 if it is all padding.
+    """
+
+    size: int
+
+    @property
+    def most_at_a_time(self) -> int:
+        """How many records to read before they are written, if they are read one by one."""
+        return 1
+
+    @abstractmethod
+    def write(self, elements: list[Any], start: int, until: float) -> int:
+        """Makes records of what was read, and writes them; by several threads at once.
+
+        Args:
+            elements: What was read of some records. What is written is let go at once, since the
+                batch needs the memory.
+            start: Which of the `size` records the first of them is.
+            until: When to leave the rest to others, by `time.perf_counter`.
+
+        Returns:
+            How many were written, at least one.
+        """
+
+    @abstractmethod
+    def finish(self) -> Batch:
+        """The batch, once all of it has been written: a tree of arrays nobody else refers to."""
+
+
+class Piece(NamedTuple):
+    """Some records of one batch."""
+
+    batch: Any
+    start: int
+    stop: int
 
 
 class RowReader(ABC):
@@ -35,7 +72,7 @@ class RowReader(ABC):
 
     @property
     def reads_many(self) -> bool:
-        """Whether to fetch several batches at once is cheaper than one by one."""
+        """Whether one call reads many records for less than as many calls would."""
         return False
 
     @property
@@ -60,56 +97,54 @@ class RowReader(ABC):
         """The fields of the fingerprint that are others if what follows a batch may change."""
 
     @abstractmethod
-    def fetch(self, indices: Sequence[int], rows: np.ndarray | None) -> Sequence[Any]:
-        """Reads the chosen rows of several batches, as far as one call does for all of them.
+    def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
+        """A new batch of the chosen rows, less those past the end of a short one.
 
         Args:
-            indices: Which batches; one past `num_batches` is in a later epoch, as in Grain.
+            index: Which batch; one past `num_batches` is in a later epoch, as in Grain.
             rows: int64[n], ascending; None for all of them.
-
-        Returns:
-            For each batch what `make` takes.
         """
 
     @abstractmethod
-    def make(self, fetched: Any, rows: np.ndarray | None) -> Batch:
-        """The chosen rows of one batch, less those past the end of a short one.
+    def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
+        """Reads, in one call if the source can, what `MadeBatch.write` takes of each piece.
 
         Args:
-            fetched: Of that batch.
-            rows: The same as for `fetch`.
-
-        Returns:
-            A tree of arrays ``[m, ...]``, at most as many as were chosen, that nothing else refers
-            to.
+            pieces: What to read.
+            until: Of a single piece that is read one by one, as much is read as can be before
+                this time, by `time.perf_counter`, and one record at least.
         """
 
 
 class BatchMapDataset(grain.MapDataset):
-    """Batches by index, made in two steps: read for several at once, then made one by one."""
+    """Batches by index, whose records can be read apart."""
 
     @property
     def reads_many(self) -> bool:
-        """Whether to fetch several batches at once is cheaper than one by one."""
+        """Whether one call reads many records for less than as many calls would."""
         return False
 
     @property
-    @abstractmethod
-    def rows_per_batch(self) -> int:
-        """How many rows a batch has, at the most."""
+    def records_per_batch(self) -> int:
+        """`MadeBatch.size` of a full batch."""
+        return 1
 
     @abstractmethod
-    def fetch(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Reads for several batches; for each, what `make` takes."""
+    def begin(self, index: int) -> MadeBatch:
+        """A new batch, of which nothing has been read yet."""
 
     @abstractmethod
-    def make(self, fetched: Any) -> Batch:
-        """One batch, in arrays that nothing else refers to."""
+    def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
+        """As `RowReader.read`."""
 
     def __getitem__(self, index):
         if isinstance(index, slice):
             return self.slice(index)
-        return self.make(self.fetch([index])[0])
+        batch = self.begin(index)
+        if batch.size:
+            (elements,) = self.read([Piece(batch, 0, batch.size)], NEVER)
+            batch.write(elements, 0, NEVER)
+        return batch.finish()
 
 
 class RowMapDataset(BatchMapDataset):
@@ -155,63 +190,13 @@ class RowMapDataset(BatchMapDataset):
         return len(self._rows) < self.reader.global_batch_size
 
     @property
-    def rows_per_batch(self) -> int:
+    def records_per_batch(self) -> int:
+        if self.reader.reads_whole_batches:
+            return 1
         return self.reader.global_batch_size if self._rows is None else len(self._rows)
 
-    def fetch(self, indices: Sequence[int]) -> Sequence[Any]:
-        return self.reader.fetch(indices, self._rows)
+    def begin(self, index: int) -> MadeBatch:
+        return self.reader.begin(index, self._rows)
 
-    def make(self, fetched: Any) -> Batch:
-        return self.reader.make(fetched, self._rows)
-
-
-class Fetches(Producer[tuple[int, Any]]):
-    """Batch indices with what was fetched for each; as many in one call as there is room for.
-
-    Args:
-        ds: The dataset to fetch from.
-        indices: The batches.
-        buffer_size: How many batches may wait or be in the making.
-    """
-
-    def __init__(self, ds: BatchMapDataset, indices: range, buffer_size: int):
-        self._ds, self._indices = ds, indices
-        self._fetched: collections.deque[tuple[int, Any]] = collections.deque()
-        self._count = 1  # the first batch comes alone, to be there soon; then they double
-        self._most = max(1, _RECORDS_PER_CALL // max(1, ds.rows_per_batch))
-        # A large call is waited for until three quarters of the buffer are free for it. The rest,
-        # and what waits on the devices, feeds the training loop while the call lasts.
-        self._enough = max(1, 3 * buffer_size // 4)
-
-    @property
-    def room_wanted(self) -> int:
-        if self._fetched or not self._indices:
-            return 1
-        return min(self._enough, self._count, len(self._indices))
-
-    def draw(self, room: int) -> tuple[int, Any]:
-        if not self._fetched and self._indices:
-            count, self._count = min(room, self._count), min(2 * self._count, self._most)
-            try:
-                self._read(count)
-            except Exception:
-                if count == 1:
-                    raise
-                # One of several batches cannot be read. Each is read alone now, so that those
-                # before the bad one still come, and the error comes in its place.
-                self._read(1)
-        return next(self)
-
-    def __next__(self) -> tuple[int, Any]:
-        if not self._fetched:
-            raise StopIteration
-        return self._fetched.popleft()
-
-    def _read(self, count: int) -> None:
-        indices = self._indices[:count]
-        try:
-            fetched = self._ds.fetch(indices)
-        except StopIteration as error:  # which would be taken for the end of the batches
-            raise RuntimeError("the pipeline raised StopIteration") from error
-        self._fetched.extend(zip(indices, fetched, strict=True))
-        self._indices = self._indices[count:]
+    def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
+        return self.reader.read(pieces, until)

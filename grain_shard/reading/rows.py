@@ -9,8 +9,9 @@ more and gives the same.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import numpy as np
@@ -19,7 +20,7 @@ from grain_shard.grain_inside import nodes, routes
 from grain_shard.grain_inside.nodes import Epoch
 from grain_shard.host_arrays import copied, empty
 from grain_shard.reading.fingerprint import Fingerprint, fields_before, fingerprint
-from grain_shard.reading.row_dataset import RowMapDataset, RowReader
+from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.spans import BATCH, READ, span
 from grain_shard.trees import Batch, FlatBatch
@@ -43,6 +44,7 @@ def whole_batches(ds: RowMapDataset) -> RowMapDataset:
 
 
 _NAME = "record {}"
+_UNKNOWN = object()
 # Held while one record is read to learn the structure of all. It belongs to this module and not to
 # a reader, since readers are pickled for worker processes, and a lock cannot be.
 _LEARNING = threading.Lock()
@@ -75,93 +77,103 @@ class RecordRows(RowReader):
     def reads_many(self) -> bool:
         return routes.route(self._node.records, np.arange(1)).reads_many
 
-    def fetch(self, indices: Sequence[int], rows: np.ndarray | None) -> Sequence[_Fetched]:
-        of_batches = [_record_indices(self._node, index, rows) for index in indices]
-        everything = np.concatenate(of_batches)
-        way = routes.route(self._node.records, everything)
-        elements = None
-        if way.reads_many and len(everything):
-            with span(READ):
-                elements = self._naming_the_record(way.read, everything, indices[0])
-        fetched, start = [], 0
-        for index, records in zip(indices, of_batches, strict=True):
-            stop = start + len(records)
-            own = None if elements is None else elements[start:stop]
-            fetched.append(_Fetched(index, records, way.part(start, stop), own))
-            start = stop
-        return fetched
+    def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
+        records = _record_indices(self._node, index, rows)
+        return _RecordBatch(self, index, records, routes.route(self._node.records, records))
 
-    def make(self, fetched: _Fetched, rows: np.ndarray | None) -> Batch:
-        index, records, way, elements = fetched
-        if not len(records):
-            # All padding. One record, once, tells what the rows would look like.
-            with _LEARNING:
-                self._stacker = self._stacker or RowStacker(self._node.records[0], _NAME)
-        stack = None if self._stacker is None else Stack(self._stacker, len(records))
-        start = 0
-        while start < len(records):
-            # The very first record comes alone: it tells how many go at a time.
-            stop = min(len(records), start + (1 if stack is None else stack.rows_at_a_time))
-            some = records[start:stop]
-            with span(READ):
-                values = self._evaluated(way.part(start, stop), elements, start, some, index)
-            with span(BATCH):
-                if stack is None:
-                    self._stacker = self._stacker or RowStacker(values[0], _NAME)
-                    stack = Stack(self._stacker, len(records))
-                stack.add(values, some)
-            start = stop
-        assert stack is not None  # there were records
-        return stack.batch()
+    def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
+        with span(READ):
+            if len(pieces) > 1:
+                return routes.read_together([piece.batch.way_of(piece) for piece in pieces])
+            batch, start, stop = piece = pieces[0]
+            way = batch.way_of(piece)
+            return [batch.named(lambda: way.read(until), start, stop)]
 
-    def _evaluated(
-        self,
-        way: routes.Route,
-        fetched: list[Any] | None,
-        start: int,
-        records: np.ndarray,
-        index: int,
-    ) -> list[Any]:
-        """The values of some records of batch `index`, which stand at `start` in what was fetched.
+    def stack(self, num_rows: int, row: Any = _UNKNOWN) -> Stack:
+        """A new stack of rows that look like the first one that was ever read.
 
-        What was fetched of them is let go: the batch that is made of it takes its place.
+        Args:
+            num_rows: How many.
+            row: One that was read, in case it is the first.
         """
-        if fetched is None:
-            return self._naming_the_record(lambda: way.finish(way.read()), records, index)
-        stop = start + len(records)
-        elements, fetched[start:stop] = fetched[start:stop], [None] * len(records)
-        return self._naming_the_record(lambda: way.finish(elements), records, index)
+        if self._stacker is None:
+            with _LEARNING:
+                if self._stacker is None:
+                    like = self._node.records[0] if row is _UNKNOWN else row
+                    self._stacker = RowStacker(like, _NAME)
+        return Stack(self._stacker, num_rows)
 
-    def _naming_the_record(
-        self, evaluate: Callable[[], list[Any]], records: np.ndarray, index: int
-    ) -> list[Any]:
+    @property
+    def rows_at_a_time(self) -> int:
+        return 1 if self._stacker is None else self._stacker.rows_at_a_time
+
+    def evaluate_apart(self, record: int) -> Any:
+        """One record by the public way."""
+        return self._node.records[record]
+
+
+class _RecordBatch(MadeBatch):
+    """A batch made of records."""
+
+    def __init__(self, reader: RecordRows, index: int, records: np.ndarray, way: routes.Route):
+        self._reader, self._index, self._records, self._way = reader, index, records, way
+        self.size = len(records)
+        self._stack: Stack | None = None
+        self._stacking = threading.Lock()  # held while that is made
+
+    @property
+    def most_at_a_time(self) -> int:
+        return self._reader.rows_at_a_time
+
+    def way_of(self, piece: Piece) -> routes.Route:
+        return self._way.part(piece.start, piece.stop)
+
+    def write(self, elements: list[Any], start: int, until: float) -> int:
+        first = 0
+        while first < len(elements) and (not first or time.perf_counter() < until):
+            # The very first record comes alone: it tells how many go at a time.
+            stop = min(len(elements), first + self._reader.rows_at_a_time)
+            at, way = start + first, self._way.part(start + first, start + stop)
+            some = elements[first:stop]
+            with span(READ):
+                rows = self.named(
+                    lambda way=way, some=some: way.finish(some, until), at, start + stop
+                )
+            with span(BATCH):
+                with self._stacking:
+                    if self._stack is None:
+                        self._stack = self._reader.stack(self.size, rows[0])
+                self._stack.write(rows, at, self._records[at : at + len(rows)])
+            elements[first : first + len(rows)] = [None] * len(rows)
+            first += len(rows)
+        return first
+
+    def finish(self) -> Batch:
+        # If it is all padding, one record, once, tells what the rows would look like.
+        return (self._stack or self._reader.stack(0)).batch()
+
+    def named(self, evaluate: Callable[[], list[Any]], start: int, stop: int) -> list[Any]:
+        """What is evaluated of some records; of an error, says which record it was."""
         try:
             return evaluate()
         except Exception as error:
+            records = self._records[start:stop]
             # Read them again one by one, to be able to say which it was.
             for record in records.tolist():
                 try:
-                    self._node.records[record]
+                    self._reader.evaluate_apart(record)
                 except Exception as one:
                     one.add_note(
                         f"grain_shard: while evaluating record {record} of the dataset above"
-                        f" .batch, for batch {index}"
+                        f" .batch, for batch {self._index}"
                     )
                     raise one from None
             error.add_note(
                 f"grain_shard: while evaluating records {records[0]} to {records[-1]} of the"
-                f" dataset above .batch, for batch {index}; none of them failed a second time"
+                f" dataset above .batch, for batch {self._index}; none of them failed a second"
+                " time"
             )
             raise
-
-
-class _Fetched(NamedTuple):
-    """Of one batch: its index, its records, their way, and what was read of them, if it was."""
-
-    batch: int
-    records: np.ndarray
-    way: routes.Route
-    elements: list[Any] | None
 
 
 def _record_indices(node: nodes.BatchNode, index: int, rows: np.ndarray | None) -> np.ndarray:
@@ -210,13 +222,16 @@ class WholeBatchRows(RowReader):
         short = self._rows_of(batches - 1) < self.global_batch_size
         return Epoch(batches, batches - short)
 
-    def fetch(self, indices: Sequence[int], rows: np.ndarray | None) -> Sequence[int]:
-        return indices  # nothing is read for several batches at once
+    def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
+        return _KeptBatch(index, rows)
 
-    def make(self, fetched: int, rows: np.ndarray | None) -> Batch:
-        index = fetched
+    def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         with span(READ):
-            batch = FlatBatch.of(self._ds[index])
+            return [[self._whole(piece.batch)] for piece in pieces]
+
+    def _whole(self, kept: _KeptBatch) -> FlatBatch:
+        index = kept.index
+        batch = FlatBatch.of(self._ds[index])
         if self._node is not None:
             existing = _first_and_count(self._node, index)[1]
             if batch.rows != existing:
@@ -226,18 +241,35 @@ class WholeBatchRows(RowReader):
                     remedy="change it before .batch; or in a stream, .to_iter_dataset().batch(B)"
                     ".map(...), whose first batch tells the size.",
                 )
-        if rows is not None and batch.rows > self.global_batch_size:
+        if kept.rows is not None and batch.rows > self.global_batch_size:
             batch.refuse(
                 f"batch {index} has {batch.rows} rows, more than the {self.global_batch_size} of a"
                 " full batch.",
                 remedy="give every batch but the last of an epoch the same number of rows: shuffle,"
                 " mix or concatenate before .batch, or use .batch(B, drop_remainder=True).",
             )
-        with span(BATCH):
-            return take_rows(batch, rows)
+        return batch
 
     def _rows_of(self, index: int) -> int:
         return FlatBatch.of(self._ds[index]).rows
+
+
+class _KeptBatch(MadeBatch):
+    """Some rows of a batch that is evaluated as a whole, as one record."""
+
+    size = 1
+
+    def __init__(self, index: int, rows: np.ndarray | None):
+        self.index, self.rows = index, rows
+        self._batch: Batch | None = None
+
+    def write(self, elements: list[Any], start: int, until: float) -> int:
+        with span(BATCH):
+            self._batch = take_rows(elements[0], self.rows)
+        return 1
+
+    def finish(self) -> Batch:
+        return self._batch
 
 
 def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:

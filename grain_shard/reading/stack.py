@@ -22,7 +22,7 @@ class RowStacker:
 
     Args:
         row: That one.
-        name: What to call a row in messages, with a place for where it comes from.
+        name: What to call a row in messages; ``{}`` in it stands for where the row comes from.
     """
 
     def __init__(self, row: Any, name: str):
@@ -30,6 +30,12 @@ class RowStacker:
         self.name, self.structure = name, jax.tree.structure(row)
         self.likes = as_arrays(self.paths, leaves)
         self._of_many: dict[int, Any] = {}  # the structure of so many rows
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """How many rows to make before they are written."""
+        row_bytes = sum(like.nbytes for like in self.likes)
+        return max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
 
     def zeros(self) -> Any:
         """A row of padding."""
@@ -97,43 +103,45 @@ class Stack:
     """
 
     def __init__(self, stacker: RowStacker, num_rows: int):
-        self._stacker, self._num_rows, self._filled = stacker, num_rows, 0
+        self._stacker, self._num_rows = stacker, num_rows
         self._arrays = [empty((num_rows, *like.shape), like.dtype) for like in stacker.likes]
         self._texts: dict[int, list[Any]] = {
-            i: [] for i, like in enumerate(stacker.likes) if is_text(like)
+            i: [None] * num_rows for i, like in enumerate(stacker.likes) if is_text(like)
         }
 
     @property
     def rows_at_a_time(self) -> int:
         """How many rows to make before they are written."""
-        row_bytes = sum(like.nbytes for like in self._stacker.likes)
-        return max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
+        return self._stacker.rows_at_a_time
 
-    def add(self, rows: Sequence[Any], origins: Iterable[Any]) -> None:
-        """Writes the next rows; each must look like the others.
+    def write(self, rows: Sequence[Any], start: int, origins: Iterable[Any]) -> None:
+        """Writes some rows; several threads may, each its own.
 
         Args:
-            rows: Trees of arrays and scalars.
+            rows: Trees of arrays and scalars; each must look like the others.
+            start: Which row of the batch the first of them is.
             origins: Where each comes from, for messages.
         """
         leaves, width = self._stacker.leaves_of(rows, origins), len(self._arrays)
-        start, self._filled = self._filled, self._filled + len(rows)
+        stop = start + len(rows)
         for i, array in enumerate(self._arrays):
             column = leaves[i::width]
             self._stacker.check(i, column, origins)
             if i in self._texts:
-                self._texts[i] += column
+                self._texts[i][start:stop] = column
             elif array.ndim > 1:
                 # Not np.stack, which makes a view of each row first.
-                part = array[start : self._filled]
+                part = array[start:stop]
                 joined = part.reshape(len(part) * part.shape[1], *part.shape[2:])
                 np.concatenate(column, out=joined)
             else:
-                array[start : self._filled] = column
+                array[start:stop] = column
 
     def batch(self) -> Batch:
-        """The rows, as a tree of arrays ``[num_rows, ...]`` that nothing else refers to."""
-        assert self._filled == self._num_rows
+        """The rows, once all are written, as a tree of arrays ``[num_rows, ...]``.
+
+        Nothing else refers to them.
+        """
         arrays = list(self._arrays)
         for i, texts in self._texts.items():
             arrays[i] = np.stack(texts) if texts else arrays[i]

@@ -29,7 +29,7 @@ class Resharder:
         self._last: jax.Array | None = None
 
     def __call__(self, batch: Batch) -> Batch:
-        """The same global batch in other places; text stays where it is.
+        """The same global batch, sharded as it should be; text stays where it is.
 
         Raises:
             ShardingError: A mesh axis does not divide its dim.

@@ -145,7 +145,7 @@ class ShardingTree:
         return ShardingTree(jax.tree.map(spread_one, self.prefix, is_leaf=_is_sharding))
 
     def with_mask(self, key: str | None) -> ShardingTree:
-        """The tree with a place for the mask, which is sharded like the rows."""
+        """The tree with a sharding for the mask, which is sharded like the rows."""
         if key is None or not isinstance(self.prefix, Mapping) or key in self.prefix:
             return self
         by_rows = [s for s in self.shardings() if isinstance(s, NamedSharding)]
@@ -165,9 +165,9 @@ class ShardingTree:
         found, used = [], {}
         for keys, leaf in pairs:
             sharding, depth = self._walk(keys, leaf)
-            place = jax.tree_util.keystr(keys[:depth])
+            path = jax.tree_util.keystr(keys[:depth])
             fits = spec_rank(sharding) <= leaf.ndim
-            used[place] = used.get(place, False) or fits or is_text(leaf)
+            used[path] = used.get(path, False) or fits or is_text(leaf)
             if not fits and depth == len(keys) and leaf.ndim:
                 self._refuse_rank(keys, leaf, sharding)
             found.append(None if is_text(leaf) else trimmed(sharding, leaf.ndim))
@@ -192,7 +192,7 @@ class ShardingTree:
                     path=path,
                     leaf=describe_leaf(leaf),
                     mesh_axes=self.mesh_axes,
-                    remedy=f"add it to the tree of specs, which has {self._places()}.",
+                    remedy=f"add it to the tree of specs, which has {self._all_paths()}.",
                 ) from None
         if not isinstance(node, Sharding):
             raise ShardingError(
@@ -216,11 +216,11 @@ class ShardingTree:
         )
 
     def _refuse_unused(self, used: Mapping[str, bool]) -> None:
-        for place in self._paths():
-            if place not in used:
+        for path in self._paths():
+            if path not in used:
                 raise ShardingError(
                     "the tree of specs names a leaf that the batch does not have.",
-                    path=ROOT + place,
+                    path=ROOT + path,
                     mesh_axes=self.mesh_axes,
                     remedy="remove it from the specs, or mend its name.",
                 )
@@ -229,8 +229,8 @@ class ShardingTree:
         pairs = jax.tree_util.tree_flatten_with_path(self.prefix, is_leaf=_is_sharding)[0]
         return [jax.tree_util.keystr(keys) for keys, _ in pairs]
 
-    def _places(self) -> str:
-        return ", ".join(ROOT + place for place in self._paths())
+    def _all_paths(self) -> str:
+        return ", ".join(ROOT + path for path in self._paths())
 
 
 def _holds_specs(tree: Any) -> bool:

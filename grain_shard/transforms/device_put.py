@@ -25,7 +25,7 @@ class DevicePut(Stage):
     """Places this host's rows on its devices, as shards of global arrays, ahead of their use.
 
     Two stages run in the background: one makes batches on the host, one places them. Over a
-    `MapDataset` the first reads batches side by side, in threads or in worker processes.
+    `MapDataset` the first reads side by side, in threads or in worker processes.
 
     Example:
         >>> import grain, jax
@@ -40,7 +40,7 @@ class DevicePut(Stage):
         shardings: Of every leaf of the batch.
         cpu_buffer_size: Batches that may wait on the host or be in the making there.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
-        num_threads: Threads that each make a batch (`MapDataset`; None chooses by the machine), or
+        num_threads: Threads that read side by side (`MapDataset`; None finds how many help), or
             that run feeds side by side (`FeedBatches`; None for one).
         num_workers: Grain worker processes that make the batches, if not 0. `MapDataset` only.
         final_shardings: If not None, the shardings to which the devices move each batch as it is

@@ -14,7 +14,7 @@ from grain_shard.feeding.feed_batches import FeedBatches, Padding
 from grain_shard.grain_inside.nodes import Epoch
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
-from grain_shard.reading.row_dataset import RowMapDataset, RowReader
+from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.rows import whole_batches
 from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
 from grain_shard.sharding.layout import round_up
@@ -80,7 +80,7 @@ class PadToDivisible(Stage):
         )
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """The dataset, in which the rows of a feed that has ended are padding in their place."""
+        """The dataset, in which padding takes the rows of a feed that has ended."""
         return ds.padded(Padding(self.divisor, self.remainder, self.mask_key))
 
 
@@ -136,27 +136,14 @@ class _PaddedRows(RowReader):
         batches, epoch = self._inner.num_batches(), self._dropping()
         return batches if epoch is None else batches // epoch.batches * epoch.full
 
-    def fetch(self, indices: Sequence[int], rows: np.ndarray | None) -> Sequence[Any]:
-        return self._inner.fetch([self._inner_index(i) for i in indices], rows)
-
-    def make(self, fetched: Any, rows: np.ndarray | None) -> Batch:
-        batch = self._inner.make(fetched, rows)
+    def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
+        index = self._inner_index(index)
         size = self.global_batch_size if rows is None else len(rows)
-        with span(PAD):
-            if self._pad.remainder != "pad":
-                self._check_full(batch, size)
-            return pad_batch(batch, size, self._pad.mask_key)
+        return _PaddedBatch(self._inner.begin(index, rows), size, self._pad)
 
-    def _check_full(self, batch: Batch, size: int) -> None:
-        """Batches are short at the end of an epoch only, unless something moved them."""
-        flat = FlatBatch.of(batch)
-        if flat.rows < size:
-            flat.refuse(
-                "a batch is short in the middle of an epoch: something stands between .batch and"
-                " .shard_to that changes the order of batches.",
-                remedy="shuffle, mix or concatenate before .batch, or use"
-                " .batch(B, drop_remainder=True).",
-            )
+    def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
+        inner = [piece._replace(batch=piece.batch.inner) for piece in pieces]
+        return self._inner.read(inner, until)
 
     def _inner_index(self, index: int) -> int:
         """Of a batch, in the dataset that still has the short ones."""
@@ -167,6 +154,38 @@ class _PaddedRows(RowReader):
 
     def _dropping(self) -> Epoch | None:
         return self._inner.epoch() if self._pad.remainder == "drop" else None
+
+
+class _PaddedBatch(MadeBatch):
+    """A batch that is filled up when it is finished."""
+
+    def __init__(self, inner: MadeBatch, num_rows: int, pad: PadToDivisible):
+        self.inner, self.size, self._num_rows, self._pad = inner, inner.size, num_rows, pad
+
+    @property
+    def most_at_a_time(self) -> int:
+        return self.inner.most_at_a_time
+
+    def write(self, elements: list[Any], start: int, until: float) -> int:
+        return self.inner.write(elements, start, until)
+
+    def finish(self) -> Batch:
+        batch = self.inner.finish()
+        with span(PAD):
+            if self._pad.remainder != "pad":
+                self._check_full(batch)
+            return pad_batch(batch, self._num_rows, self._pad.mask_key)
+
+    def _check_full(self, batch: Batch) -> None:
+        """Batches are short at the end of an epoch only, unless something moved them."""
+        flat = FlatBatch.of(batch)
+        if flat.rows < self._num_rows:
+            flat.refuse(
+                "a batch is short in the middle of an epoch: something stands between .batch and"
+                " .shard_to that changes the order of batches.",
+                remedy="shuffle, mix or concatenate before .batch, or use"
+                " .batch(B, drop_remainder=True).",
+            )
 
 
 class _PadIterator(StreamIterator):

@@ -1,0 +1,282 @@
+"""P15, P16, P18: sources that wait, and sources that compute, with nothing set.
+
+A source sleeps for each read, as a bucket, a database or a network file system does. `.shard_to` is
+compared with Grain's guide, and with itself at the best fixed number of threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+import grain_shard
+from benchmarks import peers
+from benchmarks.data import decode_record, record_files
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interleave
+
+GLOBAL_BATCH_SIZE = 256
+LATENCIES_MS = (0, 1, 5, 20, 100)
+BEST = "best num_threads"
+RECORD = np.arange(768, dtype=np.float32)  # 3 KB
+
+Pipeline = Callable[[grain.MapDataset], Iterator[Any]]
+
+
+class Source:
+    """Endless 3 KB records, each of which is waited for.
+
+    Args:
+        latency_ms: For how long a read takes.
+        one_in: Of how many reads one takes 50 times as long; 0 for none.
+    """
+
+    def __init__(self, latency_ms: float, one_in: int = 0):
+        self._latency_s, self._one_in = latency_ms / 1e3, one_in
+
+    def __len__(self) -> int:
+        return 10**7
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.wait(index)
+        return {"x": RECORD.copy(), "index": np.int64(index)}
+
+    def wait(self, index: int) -> None:
+        late = self._one_in and index % self._one_in == 0
+        if self._latency_s:
+            time.sleep(self._latency_s * (50 if late else 1))
+
+
+class BatchedSource(Source):
+    """The same, many records in a call, which takes as long as one."""
+
+    def _getitems(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        self.wait(indices[0])
+        return [{"x": RECORD.copy(), "index": np.int64(index)} for index in indices]
+
+
+KINDS = {"one by one": Source, "batched": BatchedSource}
+
+
+def shuffled(source: Any) -> grain.MapDataset:
+    return grain.MapDataset.source(source).seed(peers.SEED).shuffle()
+
+
+def ours(ds: grain.MapDataset, num_threads: int | None = None) -> Iterator[Any]:
+    ds = ds.batch(GLOBAL_BATCH_SIZE)
+    with iter(grain_shard.shard_to(ds, peers.data_mesh(), num_threads=num_threads)) as batches:
+        yield from batches
+
+
+def guide(ds: grain.MapDataset) -> Iterator[Any]:
+    """Grain's guide: 16 threads read elements, which are batched behind them."""
+    return peers.device_put(ds.to_iter_dataset().batch(GLOBAL_BATCH_SIZE))
+
+
+def records_per_second(ds: grain.MapDataset, pipeline: Pipeline, seconds: float) -> float:
+    """From the first batch on the devices to the last one before the time is over."""
+    with closing(pipeline(ds)) as batches:  # pyright: ignore[reportArgumentType]
+        jax.block_until_ready(next(batches))
+        start = end = time.perf_counter()
+        count = 0
+        while end < start + seconds:
+            jax.block_until_ready(next(batches))
+            count, end = count + 1, time.perf_counter()
+    return count * GLOBAL_BATCH_SIZE / (end - start)
+
+
+def ms_to_first_batch(ds: grain.MapDataset, pipeline: Pipeline) -> float:
+    """From building the pipeline to its first batch on the devices."""
+    start = time.perf_counter()
+    with closing(pipeline(ds)) as batches:  # pyright: ignore[reportArgumentType]
+        jax.block_until_ready(next(batches))
+        return (time.perf_counter() - start) * 1e3
+
+
+def rates(
+    datasets: Mapping[str, grain.MapDataset], run: Run, *, with_guide: bool
+) -> Iterator[Round]:
+    """Of each dataset: ours, ours at the best fixed number of threads, and Grain's guide."""
+    grid = (1, 2, 16, 128) if run.quick else (1, 2, 4, 8, 16, 32, 64, 128)
+    pipelines: dict[str, Pipeline] = {"ours": ours}
+    if with_guide:
+        pipelines["guide"] = guide
+    pipelines |= {str(n): functools.partial(ours, num_threads=n) for n in grid}
+    sides = {
+        f"{name}: {side}": functools.partial(
+            records_per_second, ds, pipeline, seconds=2 if run.quick else 6
+        )
+        for name, ds in datasets.items()
+        for side, pipeline in pipelines.items()
+    }
+    for figures in interleave(sides, run.rounds(quick=1, full=3), warm_up=False):
+        best = {f"{name}: {BEST}": _best(figures, name, grid) for name in datasets}
+        yield {**figures, **best}
+
+
+def _best(figures: Round, name: str, grid: Sequence[int]) -> float | Skip:
+    fixed = [figures[f"{name}: {n}"] for n in grid]
+    return next((f for f in fixed if isinstance(f, Skip)), None) or max(fixed)  # pyright: ignore
+
+
+def waiting_sources() -> dict[str, grain.MapDataset]:
+    return {
+        f"{kind}, {latency_ms} ms": shuffled(make(latency_ms))
+        for kind, make in KINDS.items()
+        for latency_ms in LATENCIES_MS
+    }
+
+
+def measure_waiting(run: Run) -> Iterable[Round]:
+    return rates(waiting_sources(), run, with_guide=True)
+
+
+def measure_first(run: Run) -> Iterable[Round]:
+    sides = {
+        f"{name}: {side}": functools.partial(ms_to_first_batch, ds, pipeline)
+        for name, ds in waiting_sources().items()
+        for side, pipeline in {"ours": ours, "guide": guide}.items()
+    }
+    return interleave(sides, run.rounds(quick=3, full=9))
+
+
+def in_python(record: dict[str, Any]) -> dict[str, Any]:
+    """50 us of Python, which hold the interpreter's lock."""
+    end, spins = time.thread_time() + 50e-6, 0
+    while time.thread_time() < end:
+        spins += 1
+    return record
+
+
+def _jpeg(folder: Any) -> grain.MapDataset:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise Skip(f"pillow cannot be imported ({error})") from None
+    pixels = np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).resize((256, 256)).save(buffer, "jpeg", quality=90)
+
+    def decode(index: int) -> dict[str, Any]:
+        return {"x": np.asarray(Image.open(io.BytesIO(buffer.getvalue())).resize((64, 64)))}
+
+    return shuffled(range(10**7)).map(decode)
+
+
+def _memory_mapped(folder: Any) -> grain.MapDataset:
+    rows = np.memmap(folder / "rows", np.float32, "w+", shape=(50_000, 768))
+    rows[:] = 1
+    return shuffled(range(10**7)).map(lambda index: {"x": np.array(rows[index % len(rows)])})
+
+
+def _array_records(folder: Any) -> grain.MapDataset:
+    source = grain_shard.ArrayRecordSource(record_files(folder, 16_384))
+    return shuffled(source).repeat().map(decode_record)
+
+
+COMPUTING: dict[str, Callable[[Any], grain.MapDataset]] = {
+    "50 us of Python a record": lambda folder: shuffled(Source(0)).map(in_python),
+    "JPEG decoding": _jpeg,
+    "a memory-mapped array": _memory_mapped,
+    "local ArrayRecords": _array_records,
+}
+
+
+def measure_computing(run: Run) -> Iterable[Round]:
+    datasets = {name: make(run.folder) for name, make in COMPUTING.items()}
+    return rates(datasets, run, with_guide=False)
+
+
+def measure_tail(run: Run) -> Iterable[Round]:
+    seconds = 5 if run.quick else 15
+    sides = {
+        name: functools.partial(records_per_second, shuffled(source), ours, seconds)
+        for name, source in {"late": Source(20, one_in=500), "even": Source(20)}.items()
+    }
+    return interleave(sides, run.rounds(quick=1, full=3), warm_up=False)
+
+
+def _compared(number: str, name: str, theirs: str, against: str, goal: Goal) -> Comparison:
+    return Comparison(
+        number,
+        what=f"3 KB records, {name}" if number == "P15" else name,
+        against=against,
+        unit="records/s",
+        ours=f"{name}: ours",
+        theirs=f"{name}: {theirs}",
+        compared="ours / theirs",
+        goal=goal,
+    )
+
+
+NAMES = [f"{kind}, {latency_ms} ms" for kind in KINDS for latency_ms in LATENCIES_MS]
+
+GROUPS = [
+    Group(
+        "waiting",
+        measure_waiting,
+        [
+            _compared(
+                "P15",
+                f"{kind}, {latency_ms} ms",
+                "guide",
+                "Grain's guide, option C",
+                Goal("at least", 3 if latency_ms >= 5 else 1),
+            )
+            for kind in KINDS
+            for latency_ms in LATENCIES_MS
+        ]
+        + [
+            _compared("P15", name, BEST, "the best num_threads", Goal("at least", 0.9))
+            for name in NAMES
+        ],
+    ),
+    Group(
+        "waiting_first",
+        measure_first,
+        [
+            Comparison(
+                "P15",
+                what=f"time to the first batch, {name}",
+                against="Grain's guide, option C",
+                unit="ms",
+                ours=f"{name}: ours",
+                theirs=f"{name}: guide",
+                compared="ours / theirs",
+                goal=Goal("at most", 0.5),
+            )
+            for name in NAMES
+        ],
+    ),
+    Group(
+        "computing",
+        measure_computing,
+        [
+            _compared("P16", name, BEST, "the best num_threads", Goal("at least", 0.95))
+            for name in COMPUTING
+        ],
+    ),
+    Group(
+        "tail",
+        measure_tail,
+        [
+            Comparison(
+                "P18",
+                what="one read of 20 ms in 500 takes 50 times as long",
+                against="none does",
+                unit="records/s",
+                ours="late",
+                theirs="even",
+                compared="ours / theirs",
+                goal=Goal("at least", 0.8),
+            )
+        ],
+    ),
+]

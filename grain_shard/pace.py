@@ -1,0 +1,300 @@
+"""How many threads of a stage work side by side, found while they work.
+
+Threads that wait for a read cost nothing, and threads that compute in Python get in each other's
+way. Which of the two it is, nobody has to say: `Pace` measures, window after window, how many
+records a second come out and how many processors that takes, and `ThreadCount` decides by it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+# More threads than these never helped, and a process may be allowed only so many.
+MOST_THREADS = 128
+
+# A window lasts at least so long, and for so many tasks: fewer say little on a busy machine.
+_WINDOW_S, _WINDOW_TASKS = 0.1, 8
+# The loop is fed well enough if it waits for less than this share of the time.
+_FED = 0.1
+# As long as fewer processors than this are busy, nothing is computed: everybody waits.
+_IDLE_CORES = 0.25
+# The largest step: what was measured of one read may not be true of a hundred.
+_LARGEST_STEP = 16
+# More threads are kept if they bring so much more, fewer if they lose no more than that.
+_GAIN, _LOSS = 1.05, 0.98
+# A rate that has changed so much without our doing means that the source has changed.
+_CHANGED = 2.0
+# How many windows to rest after the first attempt that did not help, and after many.
+_REST, _LONGEST_REST = 3, 64
+
+
+class Window(NamedTuple):
+    """What was measured for a while.
+
+    Attributes:
+        rate: Records per second that the threads got through.
+        thread_cores: Processors that they kept busy.
+        process_cores: Processors that all of this process kept busy.
+        starved: The share of the time for which the consumer waited for a result.
+    """
+
+    rate: float
+    thread_cores: float
+    process_cores: float
+    starved: float
+
+
+class ThreadCount:
+    """Decides how many threads work side by side, from one window to the next.
+
+    It begins with one. Where the reads wait, it goes at once to as many as would keep a processor
+    busy. Otherwise it tries twice as many or half as many. It keeps what helped, steps back from
+    what did not, and then rests before it tries again, the longer the more often nothing helped. It
+    does nothing while the consumer has what it needs.
+
+    Args:
+        most: How many threads there can be.
+        cores: How many processors there are.
+
+    Attributes:
+        threads: The decision.
+        why: It, in words.
+    """
+
+    def __init__(self, most: int, cores: int):
+        self.threads, self.why = 1, "the first read comes alone"
+        self.most, self._cores = most, cores
+        self._is_first = True
+        self._rate = self._spread = 0.0  # with these threads; how far windows are from it
+        self._before: tuple[int, float, float] | None = None  # threads, rate, spread: of an attempt
+        self._up = True
+        self._rest, self._next_rest = 0, _REST
+        self._is_other = False  # whether the last window was far from the rate
+
+    def decide(self, window: Window) -> None:
+        """Takes the measurement of `threads` threads, and sets how many there are to be."""
+        first, self._is_first = self._is_first, False
+        if first and window.process_cores >= 0.5:
+            self._rest = _REST  # its rate is that of a cold start, so there is no hurry
+            self.why = "the first read computed"
+        elif window.starved < _FED:
+            self._before, self._rate = None, 0.0  # what was measured is the consumer's rate
+        elif self._before is not None and not self._helped(*self._before, window.rate):
+            pass  # taken back
+        else:
+            self._settle(window.rate)
+            if self._rest:
+                self._rest -= 1
+            elif not self._is_other:
+                self._try(window)
+
+    def _helped(self, threads: int, rate: float, spread: float, now: float) -> bool:
+        """Judges the last attempt, and takes it back if it did not help."""
+        self._before, self._rate = None, 0.0
+        enough = _GAIN * rate + spread if self.threads > threads else _LOSS * rate
+        if now >= enough:
+            self._next_rest = _REST
+            return True
+        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+        self._rate, self._spread, self._up = rate, spread, not self._up
+        self._set(threads, f"{self.threads} threads were no better")
+        return False
+
+    def _settle(self, rate: float) -> None:
+        """Learns the rate of this number of threads. If it has changed, the source has."""
+        was_other, self._is_other = self._is_other, False
+        if not self._rate:
+            self._rate, self._spread = rate, 0.0
+        elif not 1 / _CHANGED < rate / self._rate < _CHANGED:
+            if not was_other:
+                self._is_other = True  # once may be chance
+                return
+            self._rate, self._spread = rate, 0.0
+            self._rest, self._next_rest = 0, _REST
+        self._spread = (3 * self._spread + abs(rate - self._rate)) / 4
+        self._rate = (3 * self._rate + rate) / 4
+
+    def _try(self, window: Window) -> None:
+        """Tries another number of threads, if there is one to be tried."""
+        waits = window.process_cores < 0.5
+        if waits or window.thread_cores < 0.5:
+            self._up = True
+        elif window.thread_cores > 0.9 * self._cores:
+            self._up = False  # no processor is left
+        if self._up and self.threads == self.most:
+            self._up = waits  # then fewer are no better
+        elif not self._up and self.threads == 1:
+            self._up = True
+        step = min(_LARGEST_STEP, int(1 / max(window.process_cores, 0.01))) if waits else 2
+        threads = min(self.most, step * self.threads) if self._up else self.threads // 2
+        if threads != self.threads:
+            self._before = self.threads, self._rate, self._spread
+            self._set(threads, "reads wait" if waits else "an attempt")
+
+    def _set(self, threads: int, why: str) -> None:
+        self.threads, self.why = max(1, min(threads, self.most)), why
+
+
+class Pace(ABC):
+    """How many threads of a stage work side by side. Called under the stage's lock."""
+
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """How many are to work."""
+
+    def limit(self, most: int) -> None:  # noqa: B027
+        """There cannot be more threads than this."""
+
+    def begun(self, now: float) -> None:  # noqa: B027
+        """A thread has begun a task; times are in seconds, by `time.perf_counter`."""
+
+    def done(self, start: float, now: float, processor_s: float, size: int) -> None:  # noqa: B027
+        """A thread has done a task of `size` records that it began at `start`."""
+
+    def consumer_waits(self, now: float) -> None:  # noqa: B027
+        """The consumer begins to wait for a result."""
+
+    def consumer_goes_on(self, now: float) -> None:  # noqa: B027
+        """It has waited."""
+
+
+class FixedPace(Pace):
+    """Always the same number of threads."""
+
+    def __init__(self, threads: int):
+        self._threads = threads
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    def limit(self, most: int) -> None:
+        self._threads = most
+
+
+class ReadPace(Pace):
+    """The pace of reads: the first comes alone, then as many go side by side as help, or are asked.
+
+    The rate of a window is by Little's law how many reads were under way on average, over how long
+    one record takes. To count records that end within a window would be far off where many long
+    reads end at once.
+
+    Args:
+        fixed: The number of threads after the first read; None to find it.
+        most: No more than these.
+        process_time: Processor time of this process, in seconds.
+    """
+
+    def __init__(
+        self,
+        fixed: int | None = None,
+        *,
+        most: int = MOST_THREADS,
+        process_time: Callable[[], float] = time.process_time,
+    ):
+        self._fixed, self._process_time = fixed, process_time
+        self.count = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
+        self.seconds_per_record: float | None = None  # by the clock, of late
+        self._active = 0
+        self._waits_since: float | None = None
+        self._changed = 0.0  # when the number of threads last changed
+        self._window: _Sums | None = None
+        self._is_first = True
+
+    @property
+    def threads(self) -> int:
+        return self.count.threads
+
+    def limit(self, most: int) -> None:
+        self.count.most = most
+        self.count.threads = min(most, self.count.threads)
+
+    def begun(self, now: float) -> None:
+        if self._window is None and self.seconds_per_record is None:
+            self._window = self._new_window(now)
+        self._pass(now)
+        self._active += 1
+
+    def done(self, start: float, now: float, processor_s: float, size: int) -> None:
+        self._pass(now)
+        self._active -= 1
+        if not size:
+            return
+        each = (now - start) / size
+        last = self.seconds_per_record
+        self.seconds_per_record = each if last is None else (last + each) / 2
+        if self._fixed is not None:
+            self.count.threads, self.count.why = min(self._fixed, self.count.most), "as asked for"
+            return
+        if start < self._changed:
+            return  # begun while there were more threads, or fewer
+        if self._window is None:
+            self._window = self._new_window(now)
+            return
+        window = self._window
+        window.wall_s += now - start
+        window.processor_s += processor_s
+        window.records += size
+        window.tasks += 1
+        seconds = now - window.start
+        if not self._is_over(window, seconds):
+            return
+        threads = self.threads
+        self._is_first = False
+        self.count.decide(self._measured(window, seconds))
+        # Where there are fewer now, those that rest may still be inside a read.
+        self._window = None if self.threads < threads else self._new_window(now)
+        if self.threads != threads:
+            self._changed = now
+
+    def consumer_waits(self, now: float) -> None:
+        self._pass(now)
+        self._waits_since = now
+
+    def consumer_goes_on(self, now: float) -> None:
+        self._pass(now)
+        self._waits_since = None
+
+    def _new_window(self, now: float) -> _Sums:
+        return _Sums(now, self._process_time())
+
+    def _pass(self, now: float) -> None:
+        """Adds up what has been the case until now."""
+        if self._window is not None:
+            self._window.until(now, self._active, self._waits_since is not None)
+
+    def _is_over(self, window: _Sums, seconds: float) -> bool:
+        if window.tasks < self.threads or not (seconds and window.wall_s):
+            return False  # a clock with large steps may not have moved at all
+        if self._is_first or self._process_time() - window.process_start < _IDLE_CORES * seconds:
+            return True  # as all wait there is nothing to weigh
+        return seconds >= _WINDOW_S and window.tasks >= _WINDOW_TASKS
+
+    def _measured(self, window: _Sums, seconds: float) -> Window:
+        rate = window.active_s / seconds * window.records / window.wall_s
+        return Window(
+            rate=rate,
+            thread_cores=rate * window.processor_s / window.records,
+            process_cores=(self._process_time() - window.process_start) / seconds,
+            starved=window.starved_s / seconds,
+        )
+
+
+class _Sums:
+    """What is added up in a window."""
+
+    def __init__(self, start: float, process_start: float):
+        self.start, self.process_start = start, process_start
+        self.active_s = self.starved_s = self.wall_s = self.processor_s = 0.0
+        self.records = self.tasks = 0
+        self._now = start
+
+    def until(self, now: float, active: int, starved: bool) -> None:
+        passed, self._now = now - self._now, now
+        self.active_s += passed * active
+        self.starved_s += passed * starved

@@ -1,0 +1,234 @@
+"""Batches made by reads that go side by side, each of which takes the next few records.
+
+The records of all batches stand in one sequence: those of batch 0 that this host holds, those of
+batch 1, and so on. A read takes the next ones, whether they end with a batch or not, and writes
+what becomes of them where it belongs. A batch is complete when none of its records is missing. So
+the first batch is there after a few reads' time, and a slow record holds up no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grain_shard.background import Raised, Task, Tasks
+from grain_shard.pace import ReadPace
+from grain_shard.reading.row_dataset import BatchMapDataset, MadeBatch, Piece
+from grain_shard.trees import Batch
+
+# Records that are read one by one go together for about so long, as each read costs some
+# microseconds; not for longer, so that a few slow records are read side by side. A read that has
+# taken twice as long leaves the rest of its records to whoever comes next.
+_READ_S = 4e-3
+# Of array_record, 256 records in a call cost 25 us each, 1024 cost 12, 2048 cost 10.
+_RECORDS_PER_CALL = 1024
+
+
+class Reads(Tasks[tuple[Batch, int]]):
+    """The reads of some batches; results are batches, each with the index of the next one.
+
+    Args:
+        reader: Reads them.
+        indices: Which batches.
+        buffer_size: How many of them may wait or be in the making.
+        pace: How many reads go side by side, and how long one record takes.
+    """
+
+    def __init__(self, reader: BatchMapDataset, indices: range, buffer_size: int, pace: ReadPace):
+        self._reader, self._indices, self._buffer_size = reader, indices, buffer_size
+        self._pace = pace
+        self._reads_many, self._batch_size = reader.reads_many, max(1, reader.records_per_batch)
+        self._begun = 0  # batches
+        self._next: _Part | None = None  # what is not drawn yet of the last batch begun
+        self._at_a_time = 1  # `most_at_a_time` of the last one
+        self._batches_in_a_call = 1  # the first comes alone, to be there soon; then they double
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._lock = threading.Lock()
+        self._left: list[_Part] = []  # what reads have left to others
+        self._under_way = 0  # reads
+
+    @property
+    def room_wanted(self) -> int:
+        batches_left = len(self._indices) - self._begun
+        if self._left or (self._next is not None and not self._ended):
+            return 0
+        if self._ended or not batches_left:
+            # The end, unless a read that is under way leaves something.
+            return self._buffer_size + 1 if self._under_way else 0
+        if not self._reads_many:
+            return 1
+        # A large call is worth waiting for, until three quarters of the buffer are free for it. The
+        # rest, and what waits on the devices, feeds the training loop while the call lasts.
+        batches = self._records_at_a_time() // self._batch_size
+        return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
+
+    def draw(self, room: int) -> Task[tuple[Batch, int]]:
+        begun = self._begun
+        with self._lock:
+            parts = self._draw_left()
+        parts = parts or self._draw_next(room)
+        if not parts:
+            raise self._failure or StopIteration
+        with self._lock:
+            self._under_way += 1
+        return _Read(self._reader, parts, self._begun - begun)
+
+    def done(self, task: _Read) -> bool:
+        with self._lock:
+            self._left += task.left
+            self._under_way -= 1
+            return bool(task.left) or not self._under_way
+
+    def end(self) -> None:
+        self._ended = True
+
+    def _draw_left(self) -> list[_Part]:
+        """Something that another read has left, the earliest first: an equal share of it."""
+        if not self._left:
+            return []
+        part = min(self._left, key=lambda part: (part.batch.number, part.start))
+        self._left.remove(part)
+        share = -(-(part.stop - part.start) // self._pace.threads)
+        drawn, rest = part.cut(min(share, self._records_in_time()))
+        self._left += rest
+        return [drawn]
+
+    def _draw_next(self, room: int) -> list[_Part]:
+        """The next records of the sequence. It may be fewer than wanted, and with them a failure.
+
+        They belong to batches that come before the failure, so it is kept until they are drawn.
+        """
+        parts: list[_Part] = []
+        most, begins = self._records_at_a_time(), 0
+        while most > 0 and not self._ended and self._failure is None:
+            if self._next is None:
+                if begins == room or self._begun == len(self._indices):
+                    break
+                try:
+                    self._next = self._begin()
+                except BaseException as error:
+                    self._failure = Raised.of(error).error
+                    break
+                begins += 1
+            drawn, rest = self._next.cut(most)
+            self._next = rest[0] if rest else None
+            most -= drawn.stop - drawn.start
+            parts.append(drawn)
+        self._batches_in_a_call = min(2 * self._batches_in_a_call, self._buffer_size)
+        return parts
+
+    def _begin(self) -> _Part:
+        index = self._indices[self._begun]
+        made = self._reader.begin(index)
+        self._at_a_time, self._begun = made.most_at_a_time, self._begun + 1
+        return _Part(_Counted(made, self._begun - 1, index + 1), 0, made.size)
+
+    def _records_at_a_time(self) -> int:
+        """How many records the next read is to take."""
+        if not self._reads_many:
+            return min(self._records_in_time(), self._at_a_time)
+        # A call takes as long for many as for few, or nearly so: an equal part for each thread.
+        threads = self._pace.threads
+        if threads > self._buffer_size:
+            part = -(-self._batch_size * self._buffer_size // threads)
+        else:
+            part = self._batch_size * min(self._buffer_size // threads, self._batches_in_a_call)
+        return max(1, min(part, _RECORDS_PER_CALL))
+
+    def _records_in_time(self) -> int:
+        each = self._pace.seconds_per_record
+        return max(1, int(_READ_S / each)) if each else 1
+
+
+class _Counted:
+    """A batch in the making, and how many of its records are missing."""
+
+    def __init__(self, made: MadeBatch, number: int, next_index: int):
+        self.made, self.number, self.next_index = made, number, next_index
+        self._missing, self._lock = made.size, threading.Lock()
+
+    def wrote(self, count: int) -> bool:
+        """Counts what was written; whether that was the last of it."""
+        with self._lock:
+            self._missing -= count
+            return not self._missing
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some records of one batch, and what was read of them, if it was."""
+
+    batch: _Counted
+    start: int
+    stop: int
+    elements: list[Any] | None = None
+
+    def cut(self, count: int) -> tuple[_Part, list[_Part]]:
+        """The first few records, and the rest if there is one."""
+        middle, elements = self.start + count, self.elements
+        if middle >= self.stop:
+            return self, []
+        first, rest = (elements[:count], elements[count:]) if elements else (None, None)
+        return (
+            replace(self, stop=middle, elements=first),
+            [replace(self, start=middle, elements=rest)],
+        )
+
+    @property
+    def piece(self) -> Piece:
+        return Piece(self.batch.made, self.start, self.stop)
+
+
+class _Read(Task[tuple[Batch, int]]):
+    """One read, of one batch or of several.
+
+    Attributes:
+        left: After the run, what it has left to others.
+    """
+
+    def __init__(self, reader: BatchMapDataset, parts: list[_Part], begins: int):
+        self._reader, self._parts, self.begins, self.size = reader, parts, begins, 0
+        self.left: list[_Part] = []
+
+    def run(self) -> Iterator[tuple[int, tuple[Batch, int] | Raised]]:
+        until = time.perf_counter() + 2 * _READ_S
+        parts, self._parts = self._parts, []
+        if len(parts) > 1 and self._reader.reads_many:
+            # If it fails, each is read alone, so that the error comes with the batch that has it.
+            with contextlib.suppress(BaseException):
+                read = self._reader.read([part.piece for part in parts], until)
+                parts = [replace(p, elements=e) for p, e in zip(parts, read, strict=True)]
+                until = time.perf_counter() + 2 * _READ_S
+        while parts:
+            part = parts.pop(0)
+            try:
+                if not self._complete(part, until):
+                    continue
+                result = part.batch.made.finish(), part.batch.next_index
+            except BaseException as error:
+                yield part.batch.number, Raised.of(error)
+            else:
+                yield part.batch.number, result
+                del result
+
+    def _complete(self, part: _Part, until: float) -> bool:
+        """Reads and writes what there is time for; whether that was the last of the batch."""
+        if part.start == part.stop:
+            return True  # all padding
+        if self.size and time.perf_counter() > until:
+            self.left.append(part)
+            return False
+        elements = part.elements
+        if elements is None:
+            (elements,) = self._reader.read([part.piece], until)
+            until = time.perf_counter() + 2 * _READ_S
+        read, unread = part.cut(len(elements))
+        count = part.batch.made.write(elements, part.start, until)
+        self.size += count
+        self.left += [*replace(read, elements=elements).cut(count)[1], *unread]
+        return part.batch.wrote(count)

@@ -1,0 +1,172 @@
+"""How many threads read side by side: the decisions, and what they are made of, by literal tables.
+
+Nothing here takes time: every moment is a number in the test.
+"""
+
+import itertools
+
+import pytest
+
+from grain_shard.pace import FixedPace, ReadPace, ThreadCount, Window
+
+
+def waiting(rate, process_cores=0.02):
+    """A window in which reads wait: hardly a processor is busy."""
+    return Window(rate, thread_cores=process_cores, process_cores=process_cores, starved=1.0)
+
+
+def computing(rate, thread_cores=0.9):
+    """A window in which reads compute."""
+    return Window(rate, thread_cores=thread_cores, process_cores=thread_cores + 0.1, starved=1.0)
+
+
+def fed(rate):
+    """A window in which the consumer had what it needed."""
+    return Window(rate, thread_cores=0.1, process_cores=0.1, starved=0.0)
+
+
+def decisions(windows, *, most=128, cores=2):
+    """The numbers of threads, before the first window and after each."""
+    count = ThreadCount(most, cores)
+    chosen = [count.threads]
+    for window in windows:
+        count.decide(window)
+        chosen.append(count.threads)
+    return chosen
+
+
+REST = [computing(100)] * 3  # after the first read, and after the first attempt that was no better
+
+TABLE = {
+    "reads that wait: as many at once as a processor can serve": (
+        [waiting(10), waiting(160), waiting(1280), waiting(1280)],
+        [1, 16, 128, 128, 128],
+    ),
+    "no more at once than a processor can serve": (
+        [waiting(10, process_cores=0.2), waiting(50)],
+        [1, 5, 80],
+    ),
+    "no more than there can be": (
+        [waiting(10)] * 2,
+        [1, 16, 1],  # and sixteen that were no better than one are taken back
+    ),
+    "reads that compute stay alone for a while": (
+        [computing(50), *REST],
+        [1, 1, 1, 1, 1],
+    ),
+    "then twice as many are tried, and taken back if they are no better": (
+        [computing(50), *REST, computing(100), computing(104)],
+        [1, 1, 1, 1, 1, 2, 1],
+    ),
+    "or kept if they are, and more are tried at once": (
+        [computing(50), *REST, computing(100), computing(190), computing(110)],
+        [1, 1, 1, 1, 1, 2, 4, 2],
+    ),
+    "after more were no better, fewer are tried, and kept if they are as good": (
+        [
+            computing(50),
+            *REST,
+            computing(100),
+            computing(190),
+            computing(110),
+            *([computing(190)] * 4),
+            computing(188),
+        ],
+        [1, 1, 1, 1, 1, 2, 4, 2, 2, 2, 2, 1, 2],
+    ),
+    "where no processor is left, fewer are tried": (
+        [computing(50), *REST, computing(100), computing(190, thread_cores=1.9)],
+        [1, 1, 1, 1, 1, 2, 1],
+    ),
+    "nothing is tried while the consumer has what it needs": (
+        [waiting(10), *[fed(160)] * 5],
+        [1, 16, 16, 16, 16, 16, 16],
+    ),
+    "a source that has become slow is followed at the second window": (
+        [computing(100), *REST[:2], waiting(1), waiting(1), waiting(16)],
+        [1, 1, 1, 1, 1, 16, 128],
+    ),
+    "one slow window is chance": (
+        [computing(100), computing(100), waiting(1), computing(100)],
+        [1, 1, 1, 1, 1],
+    ),
+    "and one that has become fast": (
+        [waiting(10), waiting(160), waiting(1280), *[computing(9000)] * 4],
+        [1, 16, 128, 128, 128, 64, 32, 16],
+    ),
+}
+
+
+@pytest.mark.parametrize(("windows", "chosen"), TABLE.values(), ids=TABLE.keys())
+def test_decisions(windows, chosen):
+    assert decisions(windows) == chosen
+
+
+def test_it_rests_the_longer_the_more_often_nothing_helped():
+    count, attempts = ThreadCount(128, cores=2), []
+    for window in range(200):
+        before = count.threads
+        count.decide(computing(100 if count.threads == 1 else 50))
+        if before == 1 != count.threads:
+            attempts.append(window)
+    gaps = [later - attempt for attempt, later in itertools.pairwise(attempts)]
+    assert gaps == [5, 8, 14, 26, 50, 66]
+
+
+class Clock:
+    """A pace whose reads begin and end when the test says so."""
+
+    def __init__(self, **options):
+        self.processor_s = 0.0
+        self.pace = ReadPace(process_time=lambda: self.processor_s, **options)
+
+    def reads(self, starts, ends, records, processor_s):
+        """Reads side by side: all begin, then all end."""
+        for start in starts:
+            self.pace.begun(start)
+        for start, end in zip(starts, ends, strict=True):
+            self.processor_s += processor_s
+            self.pace.done(start, end, processor_s, records)
+
+
+def test_the_first_read_comes_alone_and_tells_whether_to_wait():
+    clock = Clock()
+    assert clock.pace.threads == 1
+    clock.pace.consumer_waits(0.0)
+    clock.reads([0.0], [0.100], records=1, processor_s=0.001)
+    assert clock.pace.threads == 16
+    assert clock.pace.seconds_per_record == pytest.approx(0.100)
+
+
+@pytest.mark.parametrize("asked", [1, 3, 128])
+def test_a_number_that_was_asked_for_stays(asked):
+    clock = Clock(fixed=asked)
+    assert clock.pace.threads == 1
+    for second in range(3):
+        clock.reads([float(second)], [second + 0.5], records=1, processor_s=0.001)
+        assert clock.pace.threads == asked
+
+
+def test_the_rate_does_not_depend_on_how_many_reads_end_within_the_window(monkeypatch):
+    """Sixteen reads of 100 ms that end together are 160 a second, not sixteen in no time."""
+    clock, windows = Clock(), []
+    decide = clock.pace.count.decide
+    clock.pace.consumer_waits(0.0)
+    clock.reads([0.0], [0.1], records=1, processor_s=0.001)
+    monkeypatch.setattr(clock.pace.count, "decide", lambda w: (windows.append(w), decide(w)))
+    clock.reads([0.1] * 16, [0.2] * 16, records=1, processor_s=0.001)
+    (window,) = windows
+    assert window.rate == pytest.approx(160)
+    assert window.starved == pytest.approx(1)
+    assert window.process_cores == pytest.approx(0.16)
+
+
+def test_there_are_no_more_threads_than_the_system_allows():
+    clock = Clock()
+    clock.pace.limit(3)
+    clock.pace.consumer_waits(0.0)
+    clock.reads([0.0], [0.1], records=1, processor_s=0.001)
+    assert clock.pace.threads == 3
+    fixed = FixedPace(8)
+    fixed.limit(3)
+    assert fixed.threads == 3

@@ -1,0 +1,336 @@
+"""Reads that go side by side: the same batches whatever their number, and a clean life.
+
+Sources meet at barriers, which open when so many reads are inside at once, and wait for events. So
+nothing here depends on how fast anything is.
+"""
+
+import gc
+import threading
+import weakref
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grain_shard import background
+from grain_shard.pace import Pace, ReadPace
+from grain_shard.reading import reads
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
+
+
+class Source:
+    """Records that are their own indices; `on_read` is called with the indices of each read."""
+
+    def __init__(self, num_records, on_read=lambda indices: None):
+        self._num_records, self._on_read = num_records, on_read
+
+    def __len__(self):
+        return self._num_records
+
+    def __getitem__(self, index):
+        self._on_read([index])
+        return index
+
+
+class BatchedSource(Source):
+    """Reads many records in one call."""
+
+    def __getitems__(self, indices):
+        self._on_read(indices)
+        return list(indices)
+
+
+SOURCES = {"one by one": Source, "many in a call": BatchedSource}
+
+
+@pytest.fixture(params=SOURCES.values(), ids=SOURCES.keys())
+def source(request):
+    return request.param
+
+
+def record(i):
+    return {"id": np.int32(i), "text": f"{i}", "pair": np.full((2,), i, np.float32)}
+
+
+def batches(source, global_batch_size=8):
+    return grain.MapDataset.source(source).map(record).batch(global_batch_size)
+
+
+def in_order(num_records, global_batch_size):
+    return [
+        list(range(start, min(num_records, start + global_batch_size)))
+        for start in range(0, num_records, global_batch_size)
+    ]
+
+
+@pytest.fixture
+def one_record_at_a_time(monkeypatch):
+    """Records that are read one by one are not read several by one thread, fast as they are."""
+    monkeypatch.setattr(reads, "_READ_S", 0.0)
+
+
+@pytest.mark.usefixtures("one_record_at_a_time")
+class TestSideBySide:
+    def test_the_records_of_one_batch_are_read_at_once(self):
+        together = threading.Barrier(7)  # all records but the first, which comes alone
+
+        def meet(indices):
+            if 0 < indices[0] < 8:
+                together.wait(HANG_S)
+
+        with iter(
+            batches(Source(8, meet)).shard_to(data_mesh(2), num_threads=7, cpu_buffer_size=1)
+        ) as iterator:
+            assert ids(iterator) == [list(range(8))]
+
+    def test_and_those_of_several(self):
+        together = threading.Barrier(16)
+
+        def meet(indices):
+            if 8 <= indices[0] < 24:
+                together.wait(HANG_S)
+
+        ds = batches(Source(32, meet)).shard_to(data_mesh(2), num_threads=16)
+        assert ids(ds) == in_order(32, 8)
+
+    def test_calls_for_many_records_are_side_by_side_too(self):
+        together = threading.Barrier(4)
+
+        def meet(indices):
+            if 8 <= indices[0] < 40:
+                together.wait(HANG_S)
+
+        ds = batches(BatchedSource(48, meet)).shard_to(data_mesh(2), num_threads=4)
+        assert ids(ds) == in_order(48, 8)
+
+    def test_so_are_whole_batches_where_rows_cannot_be_had_alone(self):
+        together = threading.Barrier(3)
+
+        def after(batch):
+            if 8 <= batch["id"][0] < 32:
+                together.wait(HANG_S)
+            return batch
+
+        ds = batches(Source(48)).map(after).shard_to(data_mesh(2), num_threads=3)
+        assert ids(ds) == in_order(48, 8)
+
+    def test_one_large_call_is_made_where_one_thread_reads(self):
+        calls = []
+        ds = batches(BatchedSource(64, calls.append)).shard_to(data_mesh(2), num_threads=1)
+        assert ids(ds) == in_order(64, 8)
+        assert max(map(len, calls)) >= 2 * 8
+
+    def test_reads_that_wait_become_more_without_being_told(self):
+        """Nobody says how many: the reads wait until so many are inside as there are then."""
+        inside, release, most = [0], threading.Event(), 24
+        counting = threading.Lock()
+
+        def wait_for_the_others(indices):
+            if indices[0] < 1:
+                release.wait(0.05)  # the first tells that reads wait
+            elif not release.is_set():
+                with counting:
+                    inside[0] += 1
+                    if inside[0] == most:
+                        release.set()
+                release.wait(0.05)
+                with counting:
+                    inside[0] -= 1
+
+        with iter(batches(Source(10**6, wait_for_the_others)).shard_to(data_mesh(2))) as iterator:
+            while not release.is_set():
+                next(iterator)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_records=st.integers(1, 70),
+    global_batch_size=st.integers(1, 17),
+    num_threads=st.sampled_from([1, 2, 3, 8, 64]),
+    buffer_size=st.integers(1, 5),
+    many=st.booleans(),
+    changes=st.lists(st.integers(1, 9), max_size=20),
+)
+def test_the_batches_are_the_same_with_every_number_of_threads_and_while_it_changes(
+    num_records, global_batch_size, num_threads, buffer_size, many, changes
+):
+    kind = BatchedSource if many else Source
+    ds = (
+        grain.MapDataset.source(kind(num_records))
+        .seed(3)
+        .shuffle()
+        .map(record)
+        .random_map(lambda r, rng: {**r, "noise": rng.random(dtype=np.float32)})
+        .batch(global_batch_size)
+    )
+    settings_ = {"cpu_buffer_size": buffer_size, "num_threads": num_threads}
+    with pytest.MonkeyPatch.context() as patch:
+        remaining = list(changes)
+        done = ReadPace.done
+
+        def change(self, *args):
+            done(self, *args)
+            if remaining:
+                self.count.threads = remaining.pop()
+
+        patch.setattr(ReadPace, "done", change)
+        got = list(ds.shard_to(data_mesh(1), **settings_))
+    assert len(got) == len(ds)
+    for batch, expected in zip(got, ds, strict=True):
+        rows = len(expected["id"])
+        assert batch["valid_mask"].sum() == rows
+        for key, leaf in expected.items():
+            np.testing.assert_array_equal(np.asarray(batch[key])[:rows], leaf)
+
+
+class TestTimeIsOver:
+    """A read that takes longer than records before it leaves the rest to others."""
+
+    @pytest.fixture(autouse=True)
+    def no_time(self, monkeypatch):
+        monkeypatch.setattr(reads, "_READ_S", -1.0)
+
+    @pytest.mark.parametrize("num_threads", [1, 3])
+    @pytest.mark.parametrize("remainder", ["pad", "drop"])
+    def test_the_batches_are_the_same(self, source, num_threads, remainder, monkeypatch):
+        # Each read wants as many records as it may take, and is through after one.
+        monkeypatch.setattr(reads.Reads, "_records_in_time", lambda self: 100)
+        ds = batches(source(45)).shard_to(
+            data_mesh(2), num_threads=num_threads, remainder=remainder
+        )
+        assert ids(ds) == in_order(45 if remainder == "pad" else 40, 8)
+
+    @pytest.mark.parametrize("num_threads", [1, 3])
+    def test_what_was_left_of_batches_before_an_error_is_read(
+        self, source, num_threads, monkeypatch
+    ):
+        monkeypatch.setattr(reads.Reads, "_records_in_time", lambda self: 100)
+
+        def fail(indices):
+            if 21 in indices:
+                raise OSError("twenty-one")
+
+        seen = []
+        with (
+            iter(batches(source(45, fail)).shard_to(data_mesh(2), num_threads=num_threads)) as it,
+            pytest.raises(OSError, match="twenty-one"),
+        ):
+            seen.extend(ids([batch])[0] for batch in it)
+        assert seen == in_order(16, 8)
+
+
+class Odd(BaseException):
+    """Neither an Exception nor one of Python's own."""
+
+
+class TestErrors:
+    @pytest.mark.parametrize("num_threads", [None, 1, 16, 128])
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, Odd])
+    def test_one_of_any_class_comes_in_its_place_and_stays(self, source, error, num_threads):
+        def fail(indices):
+            if 21 in indices:
+                raise error("twenty-one")
+
+        ds = batches(source(800, fail))
+        with iter(ds.shard_to(data_mesh(2), num_threads=num_threads)) as iterator:
+            assert ids([next(iterator), next(iterator)]) == in_order(16, 8)
+            for _ in range(3):
+                with pytest.raises(error, match="twenty-one") as caught:
+                    next(iterator)
+        if issubclass(error, Exception):
+            assert "record 21 of the dataset" in caught.value.__notes__[0]
+
+    @pytest.mark.usefixtures("one_record_at_a_time")
+    def test_a_batch_before_the_error_is_waited_for(self):
+        failed = threading.Event()
+
+        def slow_before_the_error(indices):
+            if indices[0] == 12:
+                failed.set()
+                raise OSError("twelve")
+            if indices[0] == 3:
+                wait(failed)
+
+        ds = batches(Source(80, slow_before_the_error)).shard_to(data_mesh(2), num_threads=16)
+        with iter(ds) as iterator:
+            assert ids([next(iterator)]) == [list(range(8))]
+            with pytest.raises(OSError, match="twelve"):
+                next(iterator)
+
+
+@pytest.mark.usefixtures("one_record_at_a_time")
+class TestLife:
+    def reads_inside(self, num_threads):
+        """A pipeline with so many reads inside its source, and what lets them go on."""
+        inside, release = threading.Semaphore(0), threading.Event()
+
+        def block(indices):
+            if indices[0]:  # the first comes alone
+                inside.release()
+                wait(release)
+
+        ds = batches(Source(10**6, block), 256).shard_to(data_mesh(2), num_threads=num_threads)
+        before = background_threads()
+        iterator = iter(ds)
+        iterator.start_prefetch()
+        for _ in range(num_threads):
+            assert inside.acquire(timeout=HANG_S)
+        return iterator, release, background_threads() - before
+
+    @pytest.mark.parametrize("num_threads", [1, 128])
+    def test_close_waits_for_the_reads_that_are_inside_and_begins_no_more(self, num_threads):
+        iterator, release, threads = self.reads_inside(num_threads)
+        assert len(threads) >= num_threads
+        threading.Thread(target=lambda: release.set()).start()
+        iterator.close()
+        assert not any(thread.is_alive() for thread in threads)
+
+    def test_close_does_not_wait_for_ever(self, monkeypatch):
+        monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.1)
+        iterator, release, threads = self.reads_inside(128)
+        iterator.close()
+        assert any(thread.is_alive() for thread in threads)
+        release.set()
+        eventually(lambda: not any(thread.is_alive() for thread in threads))
+
+    def test_so_does_garbage_collection(self):
+        iterator, release, threads = self.reads_inside(128)
+        gone = weakref.ref(iterator)
+        del iterator
+        gc.collect()
+        assert gone() is None
+        release.set()
+        eventually(lambda: not any(thread.is_alive() for thread in threads))
+
+    def test_threads_that_rest_end_too(self):
+        class OneAfterMany(Pace):
+            threads = 16
+
+            def done(self, *args):
+                self.threads = 1
+
+        tasks = background._Mapped(lambda n: n, background.Items(iter(range(10**6))))
+        stage = background.TaskStage(
+            tasks, buffer_size=16, pace=OneAfterMany(), name="grain-shard-test"
+        )
+        assert [next(stage) for _ in range(100)] == list(range(100))
+        threads = stage._shared.threads
+        stage.close()
+        assert not any(thread.is_alive() for thread in threads)
+
+    def test_a_system_that_allows_no_more_threads_is_no_error(self, monkeypatch):
+        start, started = threading.Thread.start, []
+
+        def refuse(thread):
+            if thread.name.startswith("grain-shard-host"):
+                if len(started) == 3:
+                    raise RuntimeError("can't start new thread")
+                started.append(thread)
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        ds = batches(Source(80)).shard_to(data_mesh(2), num_threads=64)
+        assert ids(ds) == in_order(80, 8)
+        assert len(started) == 3
