@@ -33,6 +33,7 @@ def shard_to(
     *,
     remainder: Remainder = "pad",
     mask_key: str | None = MASK_KEY,
+    pad_value: Any = 0,
     cpu_buffer_size: int = 4,
     device_buffer_size: int = 2,
     num_threads: int | None = None,
@@ -64,9 +65,11 @@ def shard_to(
             P("data", "seq")}``. By default ``P("data")``, or the mesh's only axis. A spec for
             several leaves is trimmed to the rank of each; scalars are replicated.
         remainder: What becomes of a batch that is short, or that the shards do not divide: "pad"
-            it with zero rows, "drop" a short one, or "error".
+            it with rows of padding, "drop" a short one, or "error".
         mask_key: The key at which the batch gets a mask, ``bool[global_batch_size]``, True for
             real rows; None for no mask.
+        pad_value: What rows of padding hold, besides False in the mask: a number, or a tree prefix
+            of them, e.g. ``{"tokens": tokenizer.pad_id}``. A leaf that it leaves out gets 0.
         cpu_buffer_size: Batches that may wait on the host or be in the making there. With
             `num_workers`, each worker holds two at least: one in the making, and one that waits.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
@@ -118,7 +121,7 @@ def shard_to(
         timeout_s=timeout_s,
     )
     try:
-        return _Chain(put, mask_key, read)(ds)
+        return _Chain(put, mask_key, pad_value, read)(ds)
     except ShardingError as error:
         raise error.with_mesh(target.mesh_axes) from None
 
@@ -130,11 +133,13 @@ class _Chain(Stage):
     Attributes:
         put: The last stage. Its shardings are those of the batches that are handed out.
         mask_key: As for `shard_to`.
+        pad_value: As for `shard_to`.
         read: As for `shard_to`.
     """
 
     put: DevicePut
     mask_key: str | None
+    pad_value: Any
     read: Read
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
@@ -192,7 +197,7 @@ class _Chain(Stage):
         return self._padded(ds, layout.divisor).pipe(ShardBatch(layout)).pipe(put)
 
     def _padded(self, ds: Any, divisor: int) -> Any:
-        return padded(ds, divisor, self.put.remainder, self.mask_key)
+        return padded(ds, divisor, self.put.remainder, self.mask_key, self.pad_value)
 
     def _refuse_workers(self) -> None:
         if self.put.num_workers:
@@ -203,10 +208,12 @@ class _Chain(Stage):
             )
 
 
-def padded(ds: Any, divisor: int, remainder: Remainder, mask_key: str | None) -> Any:
+def padded(
+    ds: Any, divisor: int, remainder: Remainder, mask_key: str | None, pad_value: Any = 0
+) -> Any:
     """The dataset with batches of one size, which `divisor` divides; the start of the chain."""
     return ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad")).pipe(
-        PadToDivisible(divisor, remainder=remainder, mask_key=mask_key)
+        PadToDivisible(divisor, remainder=remainder, mask_key=mask_key, pad_value=pad_value)
     )
 
 

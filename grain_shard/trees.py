@@ -29,6 +29,17 @@ def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
     return paths, [leaf for _, leaf in pairs], structure
 
 
+def child(node: Any, key: Any) -> Any:
+    """What a key of a path leads to in a tree that may be a prefix.
+
+    Raises:
+        KeyError, IndexError, AttributeError, TypeError: Nothing.
+    """
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return getattr(node, key.name)
+    return node[getattr(key, "key", getattr(key, "idx", None))]
+
+
 def is_text(leaf: Any) -> bool:
     """Whether a leaf holds strings, which live on the host only."""
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "US"
@@ -119,12 +130,6 @@ class FlatBatch:
     def paths(self) -> list[str]:
         """Of each leaf, e.g. ``batch['image']``. For messages: it costs more than all the rest."""
         return _paths(self.structure)
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether its rows hold nothing but zeros; those of the mask, too, if it has one."""
-        rows = (array for array in self.arrays if array.ndim)
-        return not any((array != np.zeros((), array.dtype)).any() for array in rows)
 
     def digest(self) -> str:
         """Sixteen hex digits of what all its leaves hold."""

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from grain_shard.background import Background, Producer
 from grain_shard.hosts.ends import AgreedEnd, decide
+from grain_shard.reading.pad_rows import PadRows
 from grain_shard.sharding.reshard import Resharder
 
 # What follows from the votes: remainder, whether all hosts have the same rows, each host's vote,
@@ -113,6 +114,7 @@ def agreed(host, rounds, **options):
         same_rows=False,
         position=0,
         past_end=lambda position: position + 1,
+        padding_like=PadRows().like,
         waited_s=lambda: 0.0,
         **{"template": lambda: pytest.fail("padding was asked for"), **options},
     )

@@ -201,6 +201,30 @@ def case_prefetch_onto_several_hosts(_):
     return refused, shards, on_one
 
 
+def case_pad_value_of_random_access(_):
+    """10 records: of the second batch the last hosts have nothing but padding."""
+    records = grain.MapDataset.range(10).map(lambda i: {"id": np.int32(i)}).batch(8)
+    return batches_of(records.shard_to(data_mesh(), pad_value={"id": -1}, timeout_s=20))
+
+
+def case_pad_value_of_streams_that_end_at_different_times(_):
+    ds = from_iterable(own_batches(1 + jax.process_index()), rows="local")
+    return batches_of(ds.shard_to(data_mesh(), pad_value=-1, timeout_s=20))
+
+
+def case_pad_value_of_feeds(_):
+    """Feed f has f records; with 4 hosts the first has none from the start."""
+
+    def make_feed(feed):
+        first = 10 * feed.shard_index
+        records = grain.MapDataset.range(first, first + 4).map(lambda i: {"id": np.int32(i)})
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        return records.to_iter_dataset(options).filter(lambda r: r["id"] % 10 < feed.shard_index)
+
+    feeds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    return batches_of(feeds.shard_to(data_mesh(), pad_value={"id": -1}, timeout_s=20))
+
+
 # Here.
 
 
@@ -319,3 +343,37 @@ def test_prefetch_to_device_refuses_what_could_lose_rows(case):
         each = NUM_DEVICES // len(case("prefetch_onto_several_hosts"))
         assert shards == {row: [row] for row in range(each * host, each * (host + 1))}
         assert on_one == [list(range(8)), list(range(10, 17))]
+
+
+def rows_with_padding(of_hosts):
+    """The same as `joined`, with what rows of padding hold."""
+    return [
+        [value for part in parts for _, (value, _) in sorted(part.items())]
+        for parts in zip(*of_hosts, strict=True)
+    ]
+
+
+def test_the_pad_value_is_in_hosts_that_hold_nothing_else(case):
+    of_hosts = case("pad_value_of_random_access")
+    assert joined(of_hosts) == [list(range(8)), [8, 9, *[None] * 6]]
+    assert rows_with_padding(of_hosts) == [list(range(8)), [8, 9, *[-1] * 6]]
+
+
+def test_the_pad_value_is_in_the_batches_of_a_host_whose_stream_has_ended(case):
+    of_hosts = case("pad_value_of_streams_that_end_at_different_times")
+    for host, batches in enumerate(of_hosts):
+        assert len(batches) == len(of_hosts)
+        for batch in batches[host + 1 :]:
+            assert set(batch.values()) == {(-1, False)}
+
+
+def test_the_pad_value_is_in_the_rows_of_feeds_that_have_ended(case):
+    of_hosts = case("pad_value_of_feeds")
+    assert rows_with_padding(of_hosts) == [
+        [-1, -1, 10, -1, 20, 21, 30, 31],
+        [-1, -1, -1, -1, -1, -1, 32, -1],
+    ]
+    assert joined(of_hosts) == [
+        [None, None, 10, None, 20, 21, 30, 31],
+        [None, None, None, None, None, None, 32, None],
+    ]

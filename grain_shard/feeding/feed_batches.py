@@ -22,12 +22,13 @@ from grain_shard.feeding.feed_turns import FeedTurns, Piece
 from grain_shard.hosts.state_files import FEED_ENTRIES, FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
 from grain_shard.reading.pad_batch import Remainder, pad_batch
+from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.reading.state_json import from_json, to_json
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.spans import BATCH, span
-from grain_shard.trees import MASK_KEY, Batch
+from grain_shard.trees import Batch
 
 _MISSING = object()  # instead of a row that a feed no longer has
 _STEP = "step"  # the state's key for the number of batches that were handed out
@@ -111,12 +112,12 @@ class Padding:
         divisor: What the number of rows of a batch must be a multiple of.
         remainder: What becomes of a batch for which a feed has not rows enough: "pad" it, until
             the last feed has ended; "drop" it, and end; or "error".
-        mask_key: The key of the mask in the batch; None for no mask.
+        rows: What these rows hold, and where the mask is.
     """
 
     divisor: int
     remainder: Remainder = "pad"
-    mask_key: str | None = MASK_KEY
+    rows: PadRows = PadRows()  # noqa: RUF009 (it is frozen)
 
 
 class FeedBatches(grain.IterDataset):
@@ -241,7 +242,7 @@ class FeedBatches(grain.IterDataset):
     def join(self, pieces: Sequence[Piece], stacker: RowStacker) -> Batch:
         """The batch of what the feeds gave.
 
-        If it is to be padded, there are zeros where feeds lack some rows, and the mask.
+        If it is to be padded, there is padding where feeds lack some rows, and the mask.
 
         Args:
             pieces: What they gave; a feed that is missing gave nothing.
@@ -258,15 +259,16 @@ class FeedBatches(grain.IterDataset):
         ]
         if self.padding is None:
             found = [(feed, row) for feed, row in found if row is not _MISSING]
-        zeros, stack = stacker.zeros(), Stack(stacker, len(found))
-        rows = [zeros if row is _MISSING else row for _, row in found]
+        padding = PadRows() if self.padding is None else self.padding.rows
+        pad_row, stack = padding.row_like(stacker.like), Stack(stacker, len(found))
+        rows = [pad_row if row is _MISSING else row for _, row in found]
         stack.write(rows, 0, [feed for feed, _ in found])
         if self.padding is None:
             return stack.batch()
-        size, mask_key = self._padded_size, self.padding.mask_key
+        size, mask_key = self._padded_size, padding.mask_key
         if self.layout is not None:
             size = len(self.layout.rows(size))
-        padded = pad_batch(stack.batch(), size, mask_key)  # if the shards do not divide the batch
+        padded = pad_batch(stack.batch(), size, padding)  # if the shards do not divide the batch
         if mask_key is not None:
             padded[mask_key][: len(found)] = [row is not _MISSING for _, row in found]
         return padded

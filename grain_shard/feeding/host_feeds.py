@@ -43,6 +43,8 @@ class HostFeeds(Stream):
     def __init__(self, ds: FeedBatches, *, buffer_size: int, num_threads: int | None):
         self._ds, self._buffer_size, self._num_threads = ds, buffer_size, num_threads or 1
         self.fingerprint = ds.fingerprint
+        if ds.padding is not None:
+            self.padding = ds.padding.rows
 
     def _iterate(self) -> FeedIterator:
         return self._ds.iterate(self._num_threads)

@@ -15,9 +15,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import numpy as np
-
 from grain_shard.background import Producer, TaskStage
 from grain_shard.errors import describe_error
 from grain_shard.hosts.compare import Answers
@@ -99,6 +96,7 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         position: Where this host's stream starts.
         past_end: From a position to that after one more batch of padding.
         template: Makes a batch like this host's, if its stream ends at once.
+        padding_like: Makes a batch of padding that looks like another batch.
         waited_s: How long the training loop has been waiting for a batch, in seconds.
     """
 
@@ -113,11 +111,13 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         position: Any,
         past_end: Callable[[Any], Any],
         template: Callable[[], Batch],
+        padding_like: Callable[[Batch], Batch],
         waited_s: Callable[[], float],
     ):
         self._batches, self._rounds, self._waited_s = batches, rounds, waited_s
         self._decide = functools.partial(decide, remainder, same_rows)
-        self._first_digest, self._template, self._past_end = first_digest, template, past_end
+        self._first_digest, self._past_end = first_digest, past_end
+        self._template, self._padding_like = template, padding_like
         self._votes = 0
         self._agreed = 0  # batches that may still be handed out before the next vote
         self._ended = self._stopped = False
@@ -131,7 +131,7 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         self._agreed -= 1
         if self._ended:
             batch = self._template() if self._last is None else self._last
-            self._last = jax.tree.map(_padding, batch)  # zeros, so the mask is False
+            self._last = self._padding_like(batch)
             self._position = self._past_end(self._position)
         else:
             self._last, self._position = next(self._batches)
@@ -165,8 +165,3 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
 
     def close(self) -> None:
         self._batches.close()
-
-
-def _padding(leaf: Any) -> Any:
-    # A scalar belongs to the whole batch, and must be the same on every host.
-    return np.zeros_like(leaf) if np.ndim(leaf) else leaf

@@ -26,6 +26,7 @@ from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS, STREAM
 from grain_shard.pace import MOST_THREADS, ReadPace
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
 from grain_shard.reading.iterable import require_another_pass
+from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.reads import Reads
 from grain_shard.reading.row_dataset import BatchMapDataset
 from grain_shard.reading.state_json import from_json, to_json
@@ -61,12 +62,14 @@ class HostBatches(ABC):
         rows: What it yields on each of several hosts: some rows of batches that are the same
             everywhere ("global"), rows of its own ("local"), or those of its feeds ("feeds").
         fingerprint: What must be the same on all hosts, and when a state is restored.
+        padding: What the rows of padding in its batches hold.
     """
 
     kind: str
     ends_by_vote: bool = False
     rows: str = GLOBAL
     fingerprint: Mapping[str, Any]
+    padding: PadRows = PadRows()
 
     @abstractmethod
     def num_batches(self) -> int | None:
@@ -243,6 +246,7 @@ class Stream(HostBatches):
 
     def __init__(self, ds: StreamDataset, *, buffer_size: int, rows: str = GLOBAL):
         self._ds, self._buffer_size, self.rows = ds, buffer_size, rows
+        self.padding = ds.padding
         self._position: bytes | None = None  # of the latest beginning
 
     def num_batches(self) -> int | None:

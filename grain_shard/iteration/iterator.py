@@ -131,6 +131,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 position=self._position,
                 past_end=self._host.past_end,
                 template=self._host.first,
+                padding_like=self._host.padding.like,
                 waited_s=self._wait.seconds,
             )
 

@@ -182,7 +182,9 @@ class ShardedDataset(grain.IterDataset):
         return describe_mesh(self.shardings.mesh_axes)
 
     def _assembler(self) -> Assembler:
-        return Assembler(self._read_by, self._layout, digests=self._host.rows != GLOBAL)
+        compares = self._host.rows != GLOBAL
+        is_padding = self._host.padding.are_all_of if compares else None
+        return Assembler(self._read_by, self._layout, is_padding=is_padding)
 
     def _across_hosts(self) -> AcrossHosts | None:
         if self._layout.num_hosts == 1:

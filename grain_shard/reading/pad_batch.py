@@ -9,27 +9,34 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.host_arrays import empty
+from grain_shard.reading.pad_rows import PadRows
 from grain_shard.trees import Batch, FlatBatch
 
 Remainder = Literal["pad", "drop", "error"]
 REMAINDERS: tuple[str, ...] = get_args(Remainder)
 
 
-def pad_batch(batch: Batch, size: int, mask_key: str | None) -> Batch:
-    """The batch with zero rows added up to `size`, and the mask.
+def pad_batch(batch: Batch, size: int, padding: PadRows) -> Batch:
+    """The batch with rows of padding added up to `size`, and the mask.
 
     Args:
         batch: A tree of arrays ``[m, ...]``, m <= size; scalars stay as they are.
         size: Rows to pad to.
-        mask_key: Where to put the mask, ``bool[size]``; None for no mask.
+        padding: What these rows hold, and where to put the mask, ``bool[size]``.
 
     Raises:
-        ShardingError: A mask is asked for and the batch is no mapping, or holds that key already.
+        ShardingError: A mask is asked for and the batch is no mapping, or holds that key already;
+            or a leaf cannot hold its padding, or is not there.
     """
-    flat = FlatBatch.of(batch)
+    flat, mask_key = FlatBatch.of(batch), padding.mask_key
     arrays, missing = flat.arrays, size - flat.rows
+    # Also where no row is missing: what is wrong is to be said at the first batch.
+    values = padding.values(flat.structure.unflatten(arrays))
     if missing:
-        arrays = [_with_zero_rows(array, missing) if array.ndim else array for array in arrays]
+        arrays = [
+            _with_rows(array, missing, value) if array.ndim else array
+            for array, value in zip(arrays, values, strict=True)
+        ]
     padded = flat.structure.unflatten(arrays)
     if mask_key is None:
         return padded
@@ -53,8 +60,8 @@ def pad_batch(batch: Batch, size: int, mask_key: str | None) -> Batch:
     return {**padded, mask_key: np.arange(size) < flat.rows}
 
 
-def _with_zero_rows(array: np.ndarray, count: int) -> np.ndarray:
+def _with_rows(array: np.ndarray, count: int, value: np.ndarray) -> np.ndarray:
     padded = empty((len(array) + count, *array.shape[1:]), array.dtype)
     padded[: len(array)] = array
-    padded[len(array) :] = np.zeros((), array.dtype)  # of text, that is ""
+    padded[len(array) :] = value
     return padded

@@ -37,9 +37,10 @@ class RowStacker:
         row_bytes = sum(like.nbytes for like in self.likes)
         return max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
 
-    def zeros(self) -> Any:
-        """A row of padding."""
-        return self.structure.unflatten([np.zeros_like(like) for like in self.likes])
+    @property
+    def like(self) -> Any:
+        """The row that all must look like, in arrays."""
+        return self.structure.unflatten(self.likes)
 
     def leaves_of(self, rows: Sequence[Any], origins: Iterable[Any]) -> list[Any]:
         """The leaves of all rows, row by row.

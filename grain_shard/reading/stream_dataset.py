@@ -10,7 +10,10 @@ import grain
 
 from grain_shard.host_arrays import owned
 from grain_shard.reading.iterable import is_from_iterable
+from grain_shard.reading.pad_rows import PadRows
 from grain_shard.trees import Batch
+
+_ZEROS = PadRows()
 
 
 class BatchIterator(grain.DatasetIterator):
@@ -72,6 +75,7 @@ class StreamDataset(grain.IterDataset):
         made_by: The stage that made this dataset, for its text.
         global_batch_size: Rows of a full batch; None if only the batches tell.
         owns_arrays: Whether nothing else refers to the arrays of its batches.
+        padding: What rows of padding hold, in batches and in the place of whole batches.
     """
 
     def __init__(
@@ -82,10 +86,12 @@ class StreamDataset(grain.IterDataset):
         *,
         global_batch_size: int | None,
         owns_arrays: bool = False,
+        padding: PadRows = _ZEROS,
     ):
         super().__init__(parent)
         self._iterate, self._made_by = iterate, made_by
         self.global_batch_size, self.owns_arrays = global_batch_size, owns_arrays
+        self.padding = padding
 
     @classmethod
     def of(cls, ds: grain.IterDataset, *, global_batch_size: int | None = None) -> StreamDataset:
@@ -109,4 +115,5 @@ class StreamDataset(grain.IterDataset):
             "copies",
             global_batch_size=self.global_batch_size,
             owns_arrays=True,
+            padding=self.padding,
         )

@@ -7,6 +7,7 @@ global shape given asks for the shards of this process's devices, one by one, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,14 +41,21 @@ class Assembler:
     Args:
         shardings: Of the leaves.
         layout: Which rows of the global batch this host passes.
-        digests: Whether to make a digest of the first batch, to be compared with other hosts'.
+        is_padding: If a digest of the first batch is wanted, to be compared with other hosts':
+            whether a batch is all padding, which is the same everywhere.
     """
 
-    def __init__(self, shardings: ShardingTree, layout: BatchLayout, *, digests: bool = False):
+    def __init__(
+        self,
+        shardings: ShardingTree,
+        layout: BatchLayout,
+        *,
+        is_padding: Callable[[FlatBatch], bool] | None = None,
+    ):
         self._shardings, self._layout = shardings, layout
         self.mesh_axes = shardings.mesh_axes
         self._structure: Any = None
-        self._digests = digests
+        self._is_padding = is_padding
         self.digest = ""  # of this host's rows of the first batch, if any row is real
         self._leaves: list[_Leaf] = []
 
@@ -135,7 +143,7 @@ class Assembler:
             if sharding is not None:
                 check_fits(path, array, sharding, shape)
             self._leaves.append(_Leaf(path, sharding, array.shape, shape, array.dtype))
-        if self._digests and not flat.is_padding:
+        if self._is_padding is not None and not self._is_padding(flat):
             self.digest = flat.digest()
         self._structure = flat.structure
 

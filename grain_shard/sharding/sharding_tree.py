@@ -25,7 +25,7 @@ from grain_shard.sharding.specs import (
     spec_rank,
     trimmed,
 )
-from grain_shard.trees import ROOT, Batch, is_text
+from grain_shard.trees import ROOT, Batch, child, is_text
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class ShardingTree:
             if isinstance(node, Sharding):
                 return node, depth
             try:
-                node = _child(node, key)
+                node = child(node, key)
             except (KeyError, IndexError, AttributeError, TypeError):
                 path = ROOT + jax.tree_util.keystr(tuple(keys))
                 raise ShardingError(
@@ -250,9 +250,3 @@ def _map_prefix(prefix: Any, fn: Any) -> Any:
 
 def _leaves(prefix: Any) -> list[Sharding]:
     return jax.tree.leaves(prefix, is_leaf=_is_sharding)
-
-
-def _child(node: Any, key: Any) -> Any:
-    if isinstance(key, jax.tree_util.GetAttrKey):
-        return getattr(node, key.name)
-    return node[getattr(key, "key", getattr(key, "idx", None))]

@@ -14,6 +14,7 @@ from grain_shard.feeding.feed_batches import FeedBatches, Padding
 from grain_shard.grain_inside.nodes import Epoch
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
+from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.rows import whole_batches
 from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
@@ -25,7 +26,7 @@ from grain_shard.trees import MASK_KEY, Batch, FlatBatch
 
 @dataclass(frozen=True)
 class PadToDivisible(Stage):
-    """Pads the rows of every batch to a multiple of `divisor`, with zeros, and adds a mask.
+    """Pads the rows of every batch to a multiple of `divisor`, and adds a mask.
 
     Every batch gets as many rows as a full one, so a training step compiles once. The mask is
     ``bool[global_batch_size]``, True for real rows.
@@ -42,15 +43,18 @@ class PadToDivisible(Stage):
             "error" to refuse it.
         mask_key: The key of the mask in the batch; None for no mask.
         global_batch_size: Rows of a full batch before padding; by default that of the dataset.
+        pad_value: What rows of padding hold; see `PadRows`. The mask is False whatever it is.
     """
 
     divisor: int
     remainder: Remainder = "pad"
     mask_key: str | None = MASK_KEY
     global_batch_size: int | None = None
+    pad_value: Any = 0
 
     def __post_init__(self):
         require_int("divisor", self.divisor, 1)
+        self.padding  # noqa: B018 (refuses what is no value)
         if self.global_batch_size is not None:
             require_int("global_batch_size", self.global_batch_size, 1)
         if self.remainder not in REMAINDERS:
@@ -58,6 +62,11 @@ class PadToDivisible(Stage):
                 f"remainder={self.remainder!r} is not one of {', '.join(REMAINDERS)}.",
                 remedy="choose one of them.",
             )
+
+    @property
+    def padding(self) -> PadRows:
+        """The rows of padding."""
+        return PadRows(self.pad_value, self.mask_key)
 
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
         """The padded dataset.
@@ -77,11 +86,12 @@ class PadToDivisible(Stage):
             lambda source: _PadIterator(source, self, size or 0),
             self,
             global_batch_size=size and round_up(size, self.divisor),
+            padding=self.padding,
         )
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
         """The dataset, in which padding takes the rows of a feed that has ended."""
-        return ds.padded(Padding(self.divisor, self.remainder, self.mask_key))
+        return ds.padded(Padding(self.divisor, self.remainder, self.padding))
 
 
 class _PaddedRows(RowReader):
@@ -174,7 +184,7 @@ class _PaddedBatch(MadeBatch):
         with span(PAD):
             if self._pad.remainder != "pad":
                 self._check_full(batch)
-            return pad_batch(batch, self._num_rows, self._pad.mask_key)
+            return pad_batch(batch, self._num_rows, self._pad.padding)
 
     def _check_full(self, batch: Batch) -> None:
         """Batches are short at the end of an epoch only, unless something moved them."""
@@ -215,9 +225,7 @@ class _PadIterator(StreamIterator):
                         remedy=f'batch by {padded_rows}, or pass remainder="pad".',
                     )
                 with span(PAD):
-                    return pad_batch(
-                        batch, round_up(self._rows, self._pad.divisor), self._pad.mask_key
-                    )
+                    return pad_batch(batch, padded_rows, self._pad.padding)
             if flat.rows > self._rows or remainder == "error":
                 flat.refuse(
                     f"the batch has {flat.rows} rows, a full one has {self._rows}.",

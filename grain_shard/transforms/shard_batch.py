@@ -69,6 +69,7 @@ class ShardBatch(Stage):
             self,
             global_batch_size=None,
             owns_arrays=True,
+            padding=ds.padding,
         )
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:

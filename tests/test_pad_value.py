@@ -1,0 +1,174 @@
+"""What rows of padding hold. On several hosts: test_hosts_changing_runs.py."""
+
+import json
+
+import grain
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import grain_shard
+from grain_shard import PadToDivisible, ShardingError
+from grain_shard.reading.pad_rows import PadRows
+from tests.conftest import data_mesh, to_numpy
+
+VALUES = {"tokens": 7, "loss": {"weight": -1.5}}
+
+
+def record(i):
+    return {
+        "tokens": np.full(2, i, np.int32),
+        "loss": {"weight": np.float32(i), "count": np.uint8(i)},
+        "name": f"record {i}",
+    }
+
+
+def random_access():
+    return grain.MapDataset.range(1, 7).map(record).batch(4)
+
+
+def custom_batch():
+    return random_access().map(lambda batch: batch)
+
+
+def stream():
+    return grain.MapDataset.range(1, 7).map(record).to_iter_dataset().batch(4)
+
+
+def feeds():
+    def make_feed(feed):
+        records = grain.MapDataset.range(1, 7).map(record)[feed.shard_index :: feed.shard_count]
+        return records.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+
+    return grain_shard.feeds(make_feed, num_feeds=4).batch(4)
+
+
+PIPELINES = {
+    "random access": random_access,
+    "custom batch": custom_batch,
+    "stream": stream,
+    "feeds": feeds,
+}
+
+
+@pytest.fixture(params=PIPELINES.values(), ids=PIPELINES)
+def pipeline(request):
+    return request.param
+
+
+def test_padding_holds_the_values_and_the_mask_stays_false(pipeline):
+    batches = [to_numpy(b) for b in pipeline().shard_to(data_mesh(4), pad_value=VALUES)]
+    first, last = batches
+    assert first["tokens"][:, 0].tolist() == [1, 2, 3, 4]
+    assert first["valid_mask"].all()
+    assert last["valid_mask"].tolist() == [True, True, False, False]
+    assert last["tokens"].tolist() == [[5, 5], [6, 6], [7, 7], [7, 7]]
+    assert last["loss"]["weight"].tolist() == [5, 6, -1.5, -1.5]
+    assert last["loss"]["count"].tolist() == [5, 6, 0, 0], "left out, so 0"
+    assert last["name"].tolist() == ["record 5", "record 6", "", ""]
+
+
+def test_rows_that_make_the_batch_divisible_hold_them_too(pipeline):
+    first = to_numpy(next(iter(pipeline().shard_to(data_mesh(3), pad_value={"tokens": -100}))))
+    assert first["tokens"][:, 0].tolist() == [1, 2, 3, 4, -100, -100]
+    assert first["valid_mask"].tolist() == [True] * 4 + [False] * 2
+
+
+def test_one_number_is_for_all_leaves(pipeline):
+    last = to_numpy([*pipeline().shard_to(data_mesh(4), pad_value=9)][-1])
+    assert last["tokens"][2:].tolist() == [[9, 9], [9, 9]]
+    assert last["loss"]["count"][2:].tolist() == [9, 9]
+    assert last["valid_mask"].tolist() == [True, True, False, False]
+
+
+def test_a_number_may_stand_for_a_part_of_the_tree(pipeline):
+    last = to_numpy([*pipeline().shard_to(data_mesh(4), pad_value={"loss": 3})][-1])
+    assert last["loss"]["weight"][2:].tolist() == last["loss"]["count"][2:].tolist() == [3, 3]
+    assert not last["tokens"][2:].any()
+
+
+def test_a_mask_that_is_named_otherwise_stays_false_too():
+    ds = random_access().shard_to(data_mesh(4), pad_value=1, mask_key="real")
+    assert to_numpy([*ds][-1])["real"].tolist() == [True, True, False, False]
+
+
+def test_padding_plays_no_part_in_a_state(pipeline):
+    with iter(pipeline().shard_to(data_mesh(4), pad_value=VALUES)) as iterator:
+        next(iterator)
+        state = json.loads(json.dumps(iterator.get_state()))
+    with iter(pipeline().shard_to(data_mesh(4))) as iterator:
+        iterator.set_state(state)
+        assert np.asarray(next(iterator)["tokens"])[2:].tolist() == [[0, 0], [0, 0]]
+
+
+def test_the_stage_takes_it_by_hand():
+    ds = grain.MapDataset.range(3).map(lambda x: {"x": x}).batch(3)
+    (batch,) = ds.pipe(PadToDivisible(4, pad_value=-1))
+    assert batch["x"].tolist() == [0, 1, 2, -1]
+
+
+def test_values_of_numpy_and_of_small_floats():
+    bfloat16 = np.dtype(jnp.bfloat16).type
+    ds = grain.MapDataset.range(1).map(lambda i: {"x": bfloat16(i), "y": np.int64(i)}).batch(2)
+    values = {"x": float("nan"), "y": np.int64(5)}
+    batch = to_numpy(next(iter(ds.shard_to(data_mesh(2), pad_value=values))))
+    assert np.isnan(batch["x"].astype(np.float32)).tolist() == [False, True]
+    assert batch["y"].tolist() == [0, 5]
+
+
+class TestWhatIsPadding:
+    rows = PadRows({"x": 5})
+
+    @pytest.mark.parametrize(
+        ("x", "mask", "padding"),
+        [
+            ([5, 5], [False, False], True),
+            ([5, 5], [True, False], False),
+            ([0, 0], [False, False], False),
+        ],
+    )
+    def test_a_batch_is_if_it_holds_nothing_else(self, x, mask, padding):
+        batch = {"x": np.array(x), "valid_mask": np.array(mask), "step": np.int32(3)}
+        flat = grain_shard.trees.FlatBatch.of(batch)
+        assert self.rows.are_all_of(flat) == padding
+
+    def test_nan_is_nan(self):
+        batch = grain_shard.trees.FlatBatch.of({"x": np.full(2, np.nan)})
+        assert PadRows({"x": float("nan")}).are_all_of(batch)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("0", "pad_value is '0', which is no number"),
+        ({"tokens": None}, "pad_value['tokens'] is None, which is no number"),
+        ({"tokens": [1, "2"]}, "pad_value['tokens'][1] is '2', which is no number"),
+    ],
+)
+def test_what_is_no_number_is_refused_when_it_is_built(values, message):
+    with pytest.raises(ShardingError) as refusal:
+        random_access().shard_to(data_mesh(4), pad_value=values)
+    assert message in str(refusal.value)
+    assert "\n  remedy: " in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"token": 1}, "batch['token']: pad_value names a leaf that the batch does not have"),
+        ({"tokens": {"a": 1}}, "batch['tokens']: pad_value goes deeper than the batch"),
+        (-1, "batch['loss']['count']: its dtype cannot hold pad_value=-1"),
+        ({"tokens": 0.5}, "batch['tokens']: its dtype cannot hold pad_value=0.5"),
+        ({"tokens": 2**31}, "batch['tokens']: its dtype cannot hold pad_value=2147483648"),
+        ({"tokens": float("nan")}, "batch['tokens']: its dtype cannot hold pad_value=nan"),
+    ],
+)
+def test_what_does_not_fit_the_batch_is_refused_at_the_first_one(pipeline, values, message):
+    with (
+        iter(pipeline().shard_to(data_mesh(4), pad_value=values)) as iterator,
+        pytest.raises(ShardingError) as refusal,
+    ):
+        next(iterator)
+    assert message in str(refusal.value)
+    assert "mesh: data=4" in str(refusal.value) or "mesh:   data=4" in str(refusal.value)
+    assert "\n  remedy: " in str(refusal.value)
