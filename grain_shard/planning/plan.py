@@ -6,6 +6,7 @@ the stages of the chain for the number and size of batches.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,99 +14,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from grain_shard.chain import check_read
-from grain_shard.errors import ShardingError, describe_mesh, describe_spec, require_int
+from grain_shard.errors import ShardingError, describe_spec, require_int
 from grain_shard.hardware import HardwareType, detect_hardware
-from grain_shard.planning.facts import HostReads, PlanFacts, Reads, numbered_batches
-from grain_shard.planning.text import plan_tables
+from grain_shard.planning.result import HostReads, Plan, Reads, numbered_batches
 from grain_shard.planning.warnings import find_warnings
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import round_up
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
-from grain_shard.showing.tables import to_html, to_text
-
-
-class Plan(PlanFacts):
-    """What `plan` found. Printed, it is a table; in a notebook too.
-
-    Its values are those of `PlanFacts`.
-
-    Example:
-        >>> from grain_shard import hosts_mesh, plan
-        >>> mesh = hosts_mesh({"data": 8}, hosts=4, devices_per_host=2)
-        >>> planned = plan(mesh, global_batch_size=14, num_records=1400)
-        >>> planned.reads.hosts[3].layout.ranges(planned.reads.padded_batch_size)
-        [(12, 16)]
-        >>> print(planned.warnings[0])
-        every batch has 2 rows of padding, as 8 shards do not divide 14. Use a global batch of 16
-        rows.
-    """
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What to think over, in sentences."""
-        return find_warnings(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON; rows are lists of [start, stop]."""
-        return {
-            "device_kind": self.device_kind,
-            "hardware": self.hardware.value,
-            "num_devices": self.num_devices,
-            "num_hosts": self.num_hosts,
-            "mesh": dict(self.mesh_axes),
-            "specs": list(self.specs),
-            "num_records": self.num_records,
-            "record_bytes": self.record_bytes,
-            "global_batch_size": self.global_batch_size,
-            "remainder": self.remainder,
-            "steps_per_epoch": self.steps_per_epoch,
-            "padded_rows_per_epoch": self.padded_rows_per_epoch,
-            "dropped_records_per_epoch": self.dropped_records_per_epoch,
-            "rows_per_device": self.rows_per_device,
-            "device_bytes": self.device_bytes,
-            "read": self.read,
-            "needed": self._reads_to_dict(self.needed),
-            "once": self._reads_to_dict(self.once),
-            "hosts_with_the_same_rows": [list(group) for group in self.hosts_with_the_same_rows],
-            "warnings": list(self.warnings),
-        }
-
-    def _reads_to_dict(self, reads: Reads | None) -> dict[str, Any] | None:
-        if reads is None:
-            return None
-        size = reads.padded_batch_size
-        return {
-            "padded_batch_size": size,
-            "amplification": reads.amplification,
-            "hosts": [
-                {
-                    "host": host.host,
-                    "rows": [list(rows) for rows in host.layout.ranges(size)],
-                    "rows_per_step": host.rows_per_step,
-                    "bytes_per_step": self.bytes_of(host.rows_per_step),
-                    "rows_per_epoch": host.rows_per_epoch,
-                }
-                for host in reads.hosts
-            ],
-        }
-
-    def __repr__(self) -> str:
-        return (
-            f"Plan({self.num_devices} x {self.device_kind} on {self.num_hosts} hosts,"
-            f" mesh=({describe_mesh(self.mesh_axes)}), specs=({', '.join(self.specs)}),"
-            f" steps_per_epoch={self.steps_per_epoch}, read={self.read!r},"
-            f" warnings=<{len(self.warnings)}>)"
-        )
-
-    def __rich__(self) -> Any:
-        return plan_tables(self, self.warnings)
-
-    def __str__(self) -> str:
-        return to_text(self)
-
-    def _repr_html_(self) -> str:
-        return to_html(self)
 
 
 def plan(
@@ -174,7 +90,7 @@ def plan(
     blocks = [num_shards(sharding) for sharding in named] or [1]
     devices = set[Any]().union(*(s.device_set for s in target.shardings()))
     device = next(iter(devices))
-    return Plan(
+    planned = Plan(
         device_kind=device.device_kind,
         hardware=hardware or detect_hardware(device),
         num_devices=len(devices),
@@ -195,6 +111,7 @@ def plan(
         once=once,
         hosts_with_the_same_rows=_groups({h: layout.shards for h, layout in layouts.items()}),
     )
+    return dataclasses.replace(planned, warnings=find_warnings(planned))
 
 
 def _reads(

@@ -8,14 +8,14 @@ from grain_shard.hardware import (
     rate_batch_size,
     validate_batch_size,
 )
-from grain_shard.planning.facts import PlanFacts
+from grain_shard.planning.result import Plan
 from grain_shard.sharding.layout import round_up
 
 # Where a smaller share of an epoch is padding or is dropped, a change gains next to nothing.
 _NOTABLE = 0.01
 
 
-def find_warnings(plan: PlanFacts) -> tuple[str, ...]:
+def find_warnings(plan: Plan) -> tuple[str, ...]:
     """The warnings of a plan; none if all is well."""
     return (
         *_rows_read_several_times(plan),
@@ -25,7 +25,7 @@ def find_warnings(plan: PlanFacts) -> tuple[str, ...]:
     )
 
 
-def _rows_read_several_times(plan: PlanFacts) -> list[str]:
+def _rows_read_several_times(plan: Plan) -> list[str]:
     if plan.needed is None or plan.needed.amplification <= 1:
         return []
     times = f"{plan.needed.amplification:.3g}"
@@ -42,7 +42,7 @@ def _rows_read_several_times(plan: PlanFacts) -> list[str]:
     ]
 
 
-def _batch_size(plan: PlanFacts) -> list[str]:
+def _batch_size(plan: Plan) -> list[str]:
     if plan.hardware in (HardwareType.UNKNOWN, HardwareType.CPU):
         return []
     rating = rate_batch_size(plan.rows_per_device, plan.hardware)
@@ -52,7 +52,7 @@ def _batch_size(plan: PlanFacts) -> list[str]:
     return [f"rows per device: {message} (For a row of many tokens, count those.)"]
 
 
-def _padding(plan: PlanFacts) -> list[str]:
+def _padding(plan: Plan) -> list[str]:
     found = []
     size, divisor = plan.reads.padded_batch_size, plan.reads.hosts[0].layout.divisor
     if size > plan.global_batch_size:
@@ -83,7 +83,7 @@ def _padding(plan: PlanFacts) -> list[str]:
     return found
 
 
-def _idle_hosts(plan: PlanFacts) -> list[str]:
+def _idle_hosts(plan: Plan) -> list[str]:
     idle = sum(host.rows_per_step == 0 for host in plan.reads.hosts)
     if not idle:
         return []
@@ -92,5 +92,5 @@ def _idle_hosts(plan: PlanFacts) -> list[str]:
     ]
 
 
-def _larger_batch(plan: PlanFacts, divisor: int) -> str:
+def _larger_batch(plan: Plan, divisor: int) -> str:
     return f"a global batch of {round_up(plan.global_batch_size, divisor)} rows"
