@@ -143,19 +143,11 @@ class RehearsalResult:
 
 
 class RehearsalError(GrainShardError, RuntimeError):
-    """A host failed, or the time was over.
-
-    Attributes:
-        result: How the rehearsal went. Of it, for short:
-        host: The host that failed first; None at a timeout.
-        exit_code: Its exit code, 128 + n if signal n killed it; 124 at a timeout.
-        outputs: What each host wrote.
-    """
+    """A host failed, or the time was over: `result` is how the rehearsal went."""
 
     def __init__(self, result: RehearsalResult):
         super().__init__(result)
-        self.result, self.host = result, result.failed_host
-        self.exit_code, self.outputs = result.exit_code, result.outputs
+        self.result = result
 
     def __str__(self) -> str:
         return self.result.summary()

@@ -66,7 +66,7 @@ def cells(batch):
 
 
 def titles(batch):
-    return [str(drawing.title).strip() for drawing in draw_batch(batch)]
+    return [str(drawing.renderables[0].renderable) for drawing in draw_batch(batch)]
 
 
 class TestLeafText:

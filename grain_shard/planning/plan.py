@@ -10,18 +10,21 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import grain
 import numpy as np
 from jax.sharding import NamedSharding
 
 from grain_shard.chain import check_read
 from grain_shard.errors import ShardingError, describe_spec, require_int
 from grain_shard.hardware import HardwareType, detect_hardware
-from grain_shard.planning.result import HostReads, Plan, Reads, numbered_batches
+from grain_shard.planning.result import HostReads, Plan, Reads
 from grain_shard.planning.warnings import find_warnings
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import round_up
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
+from grain_shard.transforms.pad import PadToDivisible
+from grain_shard.transforms.validate import ValidateBatchSize
 
 
 def plan(
@@ -73,7 +76,7 @@ def plan(
     def reads(mode: Literal["needed", "once"]) -> Reads | None:
         shardings = target if mode == "needed" else target.spread()
         try:
-            return _reads(mode, shardings, num_records, global_batch_size, remainder)
+            return _reads(mode, shardings, num_records, record_bytes, global_batch_size, remainder)
         except ShardingError as error:
             if mode == read:
                 raise error.with_mesh(target.mesh_axes) from None
@@ -83,8 +86,7 @@ def plan(
     chosen = needed if read == "needed" else once
     assert chosen is not None
     layouts, size = target.layouts(), chosen.padded_batch_size
-    divisor = chosen.hosts[0].layout.divisor
-    steps = len(numbered_batches(num_records, global_batch_size, divisor, remainder))
+    steps = _num_batches(num_records, global_batch_size, chosen.divisor, remainder)
     held_records = min(num_records, steps * global_batch_size)
     named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
     blocks = [num_shards(sharding) for sharding in named] or [1]
@@ -95,7 +97,7 @@ def plan(
         hardware=hardware or detect_hardware(device),
         num_devices=len(devices),
         num_hosts=len(layouts),
-        mesh_axes=target.mesh_axes,
+        mesh=dict(target.mesh_axes),
         specs=tuple(dict.fromkeys(describe_spec(s.spec) for s in named)),
         num_records=num_records,
         record_bytes=record_bytes,
@@ -118,21 +120,44 @@ def _reads(
     read: Literal["needed", "once"],
     shardings: ShardingTree,
     num_records: int,
+    record_bytes: int | None,
     global_batch_size: int,
     remainder: Remainder,
 ) -> Reads:
     layouts = shardings.layouts()
     first = next(iter(layouts.values()))
-    steps = len(numbered_batches(num_records, global_batch_size, first.divisor, remainder))
+    steps = _num_batches(num_records, global_batch_size, first.divisor, remainder)
     full, rest = divmod(min(num_records, steps * global_batch_size), global_batch_size)
     padded_size = round_up(global_batch_size, first.divisor)
     hosts = []
     for host, layout in layouts.items():
-        rows = layout.rows(padded_size)
         # The rows of a batch that hold a record are its first ones.
-        of_full, of_last = np.searchsorted(rows, [global_batch_size, rest]).tolist()
-        hosts.append(HostReads(host, layout, of_full, full * of_full + of_last))
-    return Reads(read, padded_size, first.amplification, tuple(hosts))
+        of_full, of_last = np.searchsorted(
+            layout.rows(padded_size), [global_batch_size, rest]
+        ).tolist()
+        hosts.append(
+            HostReads(
+                host,
+                rows=tuple(layout.ranges(padded_size)),
+                rows_per_step=of_full,
+                rows_per_epoch=full * of_full + of_last,
+                bytes_per_step=None if record_bytes is None else of_full * record_bytes,
+            )
+        )
+    return Reads(read, first.divisor, padded_size, first.amplification, tuple(hosts))
+
+
+def _num_batches(
+    num_records: int, global_batch_size: int, divisor: int, remainder: Remainder
+) -> int:
+    """The number of batches, which the stages of `shard_to` tell.
+
+    Raises:
+        ShardingError: There is none, or the shards do not divide it and have to.
+    """
+    ds = grain.MapDataset.range(num_records).map(lambda i: {"record": i}).batch(global_batch_size)
+    ds = ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad"))
+    return len(ds.pipe(PadToDivisible(divisor, remainder=remainder)))
 
 
 def _groups(shards: dict[int, Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import grain
 import numpy as np
 from rich.jupyter import JupyterMixin
 
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.hardware import HardwareType
 from grain_shard.reading.pad_batch import Remainder
-from grain_shard.sharding.layout import BatchLayout
 from grain_shard.showing.tables import (
     describe_bytes,
     describe_few,
@@ -21,10 +20,6 @@ from grain_shard.showing.tables import (
     table,
     to_text,
 )
-from grain_shard.transforms.pad import PadToDivisible
-from grain_shard.transforms.shard_batch import ShardBatch
-from grain_shard.transforms.validate import ValidateBatchSize
-from grain_shard.trees import MASK_KEY
 
 _MAX_LINES = 16  # of hosts
 
@@ -35,15 +30,17 @@ class HostReads:
 
     Attributes:
         host: Its JAX process index.
-        layout: The rows that it asks for, of every batch.
+        rows: The rows of a padded batch that it asks for, as (start, stop), ascending.
         rows_per_step: Rows that it reads for a full batch; padding is not read.
         rows_per_epoch: Rows that it reads in an epoch.
+        bytes_per_step: Bytes that it reads for a full batch; None if those of a record are unknown.
     """
 
     host: int
-    layout: BatchLayout
+    rows: tuple[tuple[int, int], ...]
     rows_per_step: int
     rows_per_epoch: int
+    bytes_per_step: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +49,7 @@ class Reads:
 
     Attributes:
         read: "needed" or "once".
+        divisor: Shards along the rows of a batch.
         padded_batch_size: Rows of a batch with its padding.
         amplification: How many hosts read a row, on average: the rows that all hosts read for a
             batch, over the rows of the batch.
@@ -59,14 +57,10 @@ class Reads:
     """
 
     read: Literal["needed", "once"]
+    divisor: int
     padded_batch_size: int
     amplification: float
     hosts: tuple[HostReads, ...] = dataclasses.field(repr=False)
-
-    @property
-    def rows_per_step(self) -> int:
-        """The most rows that any host reads for a batch."""
-        return max(host.rows_per_step for host in self.hosts)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -77,8 +71,8 @@ class Plan(JupyterMixin):
         >>> from grain_shard import hosts_mesh, plan
         >>> mesh = hosts_mesh({"data": 8}, hosts=4, devices_per_host=2)
         >>> planned = plan(mesh, global_batch_size=14, num_records=1400)
-        >>> planned.reads.hosts[3].layout.ranges(planned.reads.padded_batch_size)
-        [(12, 16)]
+        >>> planned.reads.hosts[3].rows
+        ((12, 16),)
         >>> print(planned.warnings[0])
         every batch has 2 rows of padding, as 8 shards do not divide 14. Use a global batch of 16
         rows.
@@ -88,7 +82,7 @@ class Plan(JupyterMixin):
         hardware: The chip, as far as its critical batch is known.
         num_devices: Devices in the mesh.
         num_hosts: Hosts that have one of them.
-        mesh_axes: (name, size) of every mesh axis.
+        mesh: The size of every mesh axis.
         specs: The distinct specs of the leaves.
         num_records: Records of an epoch.
         record_bytes: Bytes of one record in the batch; None if not said.
@@ -113,7 +107,7 @@ class Plan(JupyterMixin):
     hardware: HardwareType
     num_devices: int
     num_hosts: int
-    mesh_axes: tuple[tuple[str, int], ...]
+    mesh: Mapping[str, int]
     specs: tuple[str, ...]
     num_records: int
     record_bytes: int | None
@@ -150,57 +144,26 @@ class Plan(JupyterMixin):
         Raises:
             ShardingError: The host has no device in the mesh.
         """
-        layouts = {reads.host: reads.layout for reads in self.reads.hosts}
-        if host not in layouts:
+        rows_of = {reads.host: reads.rows for reads in self.reads.hosts}
+        if host not in rows_of:
             raise ShardingError(
                 f"host {host} is not in the mesh.",
-                mesh_axes=self.mesh_axes,
-                remedy=f"it has {self.num_hosts} hosts, from {min(layouts)} to {max(layouts)}.",
+                mesh_axes=self.mesh.items(),
+                remedy=f"it has {self.num_hosts} hosts, from {min(rows_of)} to {max(rows_of)}.",
             )
-        layout = layouts[host]
-        batches = numbered_batches(
-            self.num_records, self.global_batch_size, layout.divisor, self.remainder
-        )
-        batch = batches.pipe(ShardBatch(layout))[step]
-        return batch["record"][batch[MASK_KEY]]
+        rows = np.concatenate([np.arange(start, stop) for start, stop in rows_of[host]])
+        first = step % self.steps_per_epoch * self.global_batch_size
+        held = min(self.global_batch_size, self.num_records - first)
+        return first + rows[rows < held]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON; rows are lists of [start, stop]."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del values["mesh_axes"]
-        return values | {
-            "hardware": self.hardware.value,
-            "mesh": dict(self.mesh_axes),
-            "specs": list(self.specs),
-            "needed": self._reads_to_dict(self.needed),
-            "once": self._reads_to_dict(self.once),
-            "hosts_with_the_same_rows": [list(group) for group in self.hosts_with_the_same_rows],
-            "warnings": list(self.warnings),
-        }
-
-    def _reads_to_dict(self, reads: Reads | None) -> dict[str, Any] | None:
-        if reads is None:
-            return None
-        size = reads.padded_batch_size
-        return {
-            "padded_batch_size": size,
-            "amplification": reads.amplification,
-            "hosts": [
-                {
-                    "host": host.host,
-                    "rows": [list(rows) for rows in host.layout.ranges(size)],
-                    "rows_per_step": host.rows_per_step,
-                    "bytes_per_step": self._bytes_of(host.rows_per_step),
-                    "rows_per_epoch": host.rows_per_epoch,
-                }
-                for host in reads.hosts
-            ],
-        }
+        """All of it as plain JSON."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=lambda chip: chip.value))
 
     def __repr__(self) -> str:
         return (
             f"Plan({self.num_devices} x {self.device_kind} on {self.num_hosts} hosts,"
-            f" mesh=({describe_mesh(self.mesh_axes)}), specs=({', '.join(self.specs)}),"
+            f" mesh=({describe_mesh(self.mesh.items())}), specs=({', '.join(self.specs)}),"
             f" steps_per_epoch={self.steps_per_epoch}, read={self.read!r},"
             f" warnings=<{len(self.warnings)}>)"
         )
@@ -234,7 +197,7 @@ class Plan(JupyterMixin):
         return Group(*parts)
 
     def _job_lines(self) -> Iterator[tuple[str, str]]:
-        axes = describe_mesh(self.mesh_axes) or "none"
+        axes = describe_mesh(self.mesh.items()) or "none"
         yield "devices", f"{self.num_devices:,} x {self.device_kind} on {self.num_hosts:,} hosts"
         yield "mesh", f"{axes}; batch {', '.join(self.specs) or 'on one device'}"
         rows, size = self.global_batch_size, self.reads.padded_batch_size
@@ -257,48 +220,30 @@ class Plan(JupyterMixin):
             yield "same rows", "on no two hosts"
 
     def _reading_line(self, reads: Reads) -> tuple[str, ...]:
+        most = max(reads.hosts, key=lambda host: host.rows_per_step)
         return (
             f'read="{reads.read}"',
             f"{reads.amplification:.3g}",
-            f"{reads.rows_per_step:,}",
-            describe_bytes(self._bytes_of(reads.rows_per_step)),
+            f"{most.rows_per_step:,}",
+            describe_bytes(most.bytes_per_step),
             "<- .shard_to" if reads.read == self.read else "",
         )
 
     def _host_lines(self) -> Iterator[tuple[str, ...]]:
         """One line for the hosts that read the same, as many as fit a screen."""
-        groups: dict[tuple[int, ...], list[HostReads]] = {}
+        groups: dict[Any, list[HostReads]] = {}
         for host in self.reads.hosts:  # ascending, and so are the first hosts of the groups
-            groups.setdefault(host.layout.shards, []).append(host)
+            groups.setdefault(host.rows, []).append(host)
         lines = list(groups.values())
         for hosts in lines[:_MAX_LINES]:
             first = hosts[0]
             yield (
                 describe_few([host.host for host in hosts]),
-                describe_ranges(first.layout.ranges(self.reads.padded_batch_size)),
+                describe_ranges(first.rows),
                 f"{first.rows_per_step:,}",
-                describe_bytes(self._bytes_of(first.rows_per_step)),
+                describe_bytes(first.bytes_per_step),
                 f"{first.rows_per_epoch:,}",
             )
         if len(lines) > _MAX_LINES:
             rest = sum(len(hosts) for hosts in lines[_MAX_LINES:])
             yield f"{rest:,} more", "", "", "", ""
-
-    def _bytes_of(self, rows: int) -> int | None:
-        return None if self.record_bytes is None else rows * self.record_bytes
-
-
-def numbered_batches(
-    num_records: int, global_batch_size: int, divisor: int, remainder: Remainder
-) -> grain.MapDataset:
-    """The global batches of a source whose records are their own numbers, padded by the chain.
-
-    The stages are those of `shard_to`, so that a plan can't differ from what will be run.
-
-    Raises:
-        ShardingError: There is no batch, or the shards do not divide it and have to.
-    """
-    records = grain.MapDataset.range(num_records).map(lambda i: {"record": np.int64(i)})
-    batches = records.batch(global_batch_size)
-    checked = batches.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad"))
-    return checked.pipe(PadToDivisible(divisor, remainder=remainder, mask_key=MASK_KEY))

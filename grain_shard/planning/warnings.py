@@ -54,7 +54,7 @@ def _batch_size(plan: Plan) -> list[str]:
 
 def _padding(plan: Plan) -> list[str]:
     found = []
-    size, divisor = plan.reads.padded_batch_size, plan.reads.hosts[0].layout.divisor
+    size, divisor = plan.reads.padded_batch_size, plan.reads.divisor
     if size > plan.global_batch_size:
         found.append(
             f"every batch has {size - plan.global_batch_size} rows of padding, as {divisor} shards"

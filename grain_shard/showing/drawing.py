@@ -40,6 +40,10 @@ def _dims_drawn(sharding: NamedSharding) -> int:
 
 
 def _drawing(paths: Sequence[str], leaf: Any) -> Any:
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
     dims = _dims_drawn(leaf.sharding)
     holders: dict[tuple[_Range, ...], list[Any]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
@@ -64,10 +68,9 @@ def _drawing(paths: Sequence[str], leaf: Any) -> Any:
             for rows in lines[:_MAX_LINES]
         ),
         left=1 + _MAX_COLUMNS,
-        title=title,
     )
     drawing.row_styles = [f"black on {color}" for color in ROW_COLORS]
-    return drawing
+    return Group(Padding(Text(title), (0, 2)), drawing)
 
 
 def _column_head(column: tuple[_Range, ...]) -> str:

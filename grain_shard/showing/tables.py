@@ -13,20 +13,17 @@ ROW_COLORS = "#F3CF80", "#ABDAF4", "#80CFB9", "#F8F2A1", "#80B9D9", "#EBAF80", "
 _TEXT_WIDTH = 100
 
 
-def table(
-    columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int, title: str | None = None
-) -> Any:
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) -> Any:
     """A table whose first `left` columns are words, and whose others are numbers."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    # As Text, since rich takes words in brackets for a style.
-    made = Table(box=box.SIMPLE_HEAD, title=title and Text(f"  {title}"), title_justify="left")
+    made = Table(box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i < left else "right", overflow="fold")
     for line in lines:
-        made.add_row(*map(Text, line))
+        made.add_row(*map(Text, line))  # as Text, since rich takes words in brackets for a style
     return made
 
 
