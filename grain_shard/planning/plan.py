@@ -7,7 +7,6 @@ the stages of the chain for the number and size of batches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import grain
@@ -73,21 +72,35 @@ def plan(
     target = ShardingTree.of(mesh_or_sharding, spec)
     read = target.cheaper_read(global_batch_size) if read == "auto" else read
 
-    def reads(mode: Literal["needed", "once"]) -> Reads | None:
-        shardings = target if mode == "needed" else target.spread()
-        try:
-            return _reads(mode, shardings, num_records, record_bytes, global_batch_size, remainder)
-        except ShardingError as error:
-            if mode == read:
-                raise error.with_mesh(target.mesh_axes) from None
-            return None
+    def reads(mode: Literal["needed", "once"], shardings: ShardingTree) -> Reads:
+        layouts = shardings.layouts()
+        first = next(iter(layouts.values()))
+        steps = _num_batches(num_records, global_batch_size, first.divisor, remainder)
+        full, rest = divmod(min(num_records, steps * global_batch_size), global_batch_size)
+        padded_size = round_up(global_batch_size, first.divisor)
+        hosts = []
+        for host, layout in layouts.items():
+            # The rows of a batch that hold a record are its first ones.
+            held = np.searchsorted(layout.rows(padded_size), [global_batch_size, rest])
+            of_full, of_last = held.tolist()
+            of_bytes = None if record_bytes is None else of_full * record_bytes
+            ranges = tuple(layout.ranges(padded_size))
+            hosts.append(HostReads(host, ranges, of_full, full * of_full + of_last, of_bytes))
+        return Reads(mode, first.divisor, padded_size, first.amplification, tuple(hosts))
 
-    needed, once = reads("needed"), reads("once")
-    chosen = needed if read == "needed" else once
+    needed = once = None
+    try:
+        needed = reads("needed", target)
+        once = reads("once", target.spread())
+    except ShardingError as error:
+        if needed is None or read == "once":
+            raise error.with_mesh(target.mesh_axes) from None
+    chosen = once if read == "once" else needed
+    assert needed is not None
     assert chosen is not None
-    layouts, size = target.layouts(), chosen.padded_batch_size
     steps = _num_batches(num_records, global_batch_size, chosen.divisor, remainder)
     held_records = min(num_records, steps * global_batch_size)
+    size = chosen.padded_batch_size
     named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
     blocks = [num_shards(sharding) for sharding in named] or [1]
     devices = set[Any]().union(*(s.device_set for s in target.shardings()))
@@ -96,7 +109,7 @@ def plan(
         device_kind=device.device_kind,
         hardware=hardware or detect_hardware(device),
         num_devices=len(devices),
-        num_hosts=len(layouts),
+        num_hosts=len(needed.hosts),
         mesh=dict(target.mesh_axes),
         specs=tuple(dict.fromkeys(describe_spec(s.spec) for s in named)),
         num_records=num_records,
@@ -111,40 +124,11 @@ def plan(
         read=read,
         needed=needed,
         once=once,
-        hosts_with_the_same_rows=_groups({h: layout.shards for h, layout in layouts.items()}),
+        hosts_with_the_same_rows=tuple(
+            tuple(host.host for host in hosts) for hosts in needed.groups() if len(hosts) > 1
+        ),
     )
-    return dataclasses.replace(planned, warnings=find_warnings(planned))
-
-
-def _reads(
-    read: Literal["needed", "once"],
-    shardings: ShardingTree,
-    num_records: int,
-    record_bytes: int | None,
-    global_batch_size: int,
-    remainder: Remainder,
-) -> Reads:
-    layouts = shardings.layouts()
-    first = next(iter(layouts.values()))
-    steps = _num_batches(num_records, global_batch_size, first.divisor, remainder)
-    full, rest = divmod(min(num_records, steps * global_batch_size), global_batch_size)
-    padded_size = round_up(global_batch_size, first.divisor)
-    hosts = []
-    for host, layout in layouts.items():
-        # The rows of a batch that hold a record are its first ones.
-        of_full, of_last = np.searchsorted(
-            layout.rows(padded_size), [global_batch_size, rest]
-        ).tolist()
-        hosts.append(
-            HostReads(
-                host,
-                rows=tuple(layout.ranges(padded_size)),
-                rows_per_step=of_full,
-                rows_per_epoch=full * of_full + of_last,
-                bytes_per_step=None if record_bytes is None else of_full * record_bytes,
-            )
-        )
-    return Reads(read, first.divisor, padded_size, first.amplification, tuple(hosts))
+    return dataclasses.replace(planned, warnings=tuple(find_warnings(planned)))
 
 
 def _num_batches(
@@ -158,11 +142,3 @@ def _num_batches(
     ds = grain.MapDataset.range(num_records).map(lambda i: {"record": i}).batch(global_batch_size)
     ds = ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad"))
     return len(ds.pipe(PadToDivisible(divisor, remainder=remainder)))
-
-
-def _groups(shards: dict[int, Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """The hosts that hold the same shards, where there are several."""
-    groups: dict[Sequence[int], list[int]] = {}
-    for host, held in shards.items():
-        groups.setdefault(held, []).append(host)
-    return tuple(tuple(hosts) for hosts in groups.values() if len(hosts) > 1)

@@ -62,6 +62,13 @@ class Reads:
     amplification: float
     hosts: tuple[HostReads, ...] = dataclasses.field(repr=False)
 
+    def groups(self) -> list[list[HostReads]]:
+        """The hosts, those together that ask for the same rows; by their first hosts, ascending."""
+        found: dict[Any, list[HostReads]] = {}
+        for host in self.hosts:
+            found.setdefault(host.rows, []).append(host)
+        return list(found.values())
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(JupyterMixin):
@@ -97,8 +104,8 @@ class Plan(JupyterMixin):
             the rows too, there are fewer. None without `record_bytes`.
         read: What `shard_to` does.
         needed: What hosts read with ``read="needed"``.
-        once: What they read with ``read="once"``. Of the two, the one that `read` does not choose
-            is None if `remainder` forbids it: its shards do not divide the batch.
+        once: What they read with ``read="once"``. None if `remainder` forbids that: its shards,
+            more than those of "needed", do not divide the batch.
         hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows.
         warnings: What to think over, in sentences.
     """
@@ -119,7 +126,7 @@ class Plan(JupyterMixin):
     rows_per_device: int
     device_bytes: int | None
     read: Literal["needed", "once"]
-    needed: Reads | None
+    needed: Reads
     once: Reads | None
     hosts_with_the_same_rows: tuple[tuple[int, ...], ...]
     warnings: tuple[str, ...] = ()
@@ -231,10 +238,7 @@ class Plan(JupyterMixin):
 
     def _host_lines(self) -> Iterator[tuple[str, ...]]:
         """One line for the hosts that read the same, as many as fit a screen."""
-        groups: dict[Any, list[HostReads]] = {}
-        for host in self.reads.hosts:  # ascending, and so are the first hosts of the groups
-            groups.setdefault(host.rows, []).append(host)
-        lines = list(groups.values())
+        lines = self.reads.groups()
         for hosts in lines[:_MAX_LINES]:
             first = hosts[0]
             yield (
