@@ -278,16 +278,17 @@ def validate_batch_size(
     hardware_type = detect_hardware() if hardware_type is None else hardware_type
     sizes, chip = get_batch_size_recommendation(hardware_type), hardware_type.value
     rating = rate_batch_size(batch_size, hardware_type)
-    what = f"Batch size {batch_size} is"
     if rating is BatchSizeRating.TOO_SMALL:
-        return False, (
-            f"{what} below minimum recommended {sizes.min_batch_size} for {chip}: the chip will"
-            " mostly wait for memory."
+        verdict = (
+            f"below minimum recommended {sizes.min_batch_size} for {chip}: the chip will mostly"
+            " wait for memory"
         )
-    if rating is BatchSizeRating.BELOW_CRITICAL and warn_suboptimal:
-        return True, (
-            f"{what} below critical size {sizes.critical_batch_size} for {chip}: a larger batch"
-            " costs little extra time."
+    elif rating is BatchSizeRating.BELOW_CRITICAL and warn_suboptimal:
+        verdict = (
+            f"below critical size {sizes.critical_batch_size} for {chip}: a larger batch costs"
+            " little extra time"
         )
-    optimal = rating is BatchSizeRating.OPTIMAL
-    return True, f"{what} {'optimal' if optimal else 'acceptable'} for {chip}."
+    else:
+        optimal = rating is BatchSizeRating.OPTIMAL
+        verdict = f"{'optimal' if optimal else 'acceptable'} for {chip}"
+    return rating is not BatchSizeRating.TOO_SMALL, f"Batch size {batch_size} is {verdict}."

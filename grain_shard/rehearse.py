@@ -218,14 +218,9 @@ def run_script(
 ) -> RehearsalResult:
     """Runs a script on every host. A host's failure is in the result; it raises nothing.
 
-    Args:
-        argv: What would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
-        hosts: As in `run`.
-        devices_per_host: As in `run`.
-        timeout_s: As in `run`.
-        env: As in `run`.
-        end_others: As in `run`.
-        echo: Where to write each line as it arrives, prefixed with its host.
+    `argv` is what would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
+    Each line that a host writes goes to `echo` as it arrives, prefixed with its host. All other
+    arguments are those of `run`.
     """
     if hosts < 1 or devices_per_host < 1:
         raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")

@@ -163,13 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the demo.
-
-    Args:
-        args: What the parser of `add_arguments` made of the command line.
-
-    Returns:
-        The exit code: 0 if every promise was kept, else 1.
+    """Runs the demo, and returns the exit code: 0 if every promise was kept, else 1.
 
     Raises:
         GrainShardError: The demo cannot run here; the message says why.

@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
+from rich.console import Group
 from rich.jupyter import JupyterMixin
+from rich.padding import Padding
+from rich.text import Text
 
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.hardware import HardwareType
@@ -180,10 +183,6 @@ class Plan(JupyterMixin):
 
     def __rich__(self) -> Any:
         """All that it says, the hosts shortened to a screen."""
-        from rich.console import Group
-        from rich.padding import Padding
-        from rich.text import Text
-
         ways = [reads for reads in (self.needed, self.once) if reads is not None]
         parts: list[Any] = [
             table(["the job", ""], self._job_lines(), left=2),

@@ -21,17 +21,16 @@ def find_warnings(plan: Plan) -> Iterator[str]:
     """The warnings of a plan; none if all is well."""
     size, divisor = plan.reads.padded_batch_size, plan.reads.divisor
     if plan.needed.amplification > 1:
-        times = (
-            f"{plan.needed.amplification:.3g} times, as a mesh axis other than the batch's spans"
-        )
+        times = f"{plan.needed.amplification:.3g} times"
+        why = "as a mesh axis other than the batch's spans hosts"
         if plan.read == "once":
             yield (
-                f'read="needed" would read each row {times} hosts. .shard_to reads it once and the'
+                f'read="needed" would read each row {times}, {why}. .shard_to reads it once and the'
                 " devices exchange rows, in one more collective a step."
             )
         else:
             yield (
-                f"each row is read {times} hosts. Use {_larger_batch(plan, plan.num_devices)},"
+                f"each row is read {times}, {why}. Use {_larger_batch(plan, plan.num_devices)},"
                 ' which all devices divide, and read="auto": each row is then read once, and'
                 " exchanged by the devices."
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 import grain
 import jax
+from rich.console import Group
 
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
@@ -59,8 +60,6 @@ def show(batch_or_dataset: Any) -> None:
           6:8    devices 6, 7
         <BLANKLINE>
     """
-    from rich.console import Group
-
     batch, tables = batch_or_dataset, []
     if (ds := sharded(batch_or_dataset)) is not None:
         batch = ds.abstract_batch()

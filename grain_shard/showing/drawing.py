@@ -6,9 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
 
 from grain_shard.sharding.specs import spec_rank
-from grain_shard.showing.tables import ROW_COLORS, describe_few, table
+from grain_shard.showing.tables import ROW_COLORS, describe_few, describe_ranges, table
 from grain_shard.trees import flatten
 
 _MAX_LINES = 16
@@ -40,10 +43,6 @@ def _dims_drawn(sharding: NamedSharding) -> int:
 
 
 def _drawing(paths: Sequence[str], leaf: Any) -> Any:
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.text import Text
-
     dims = _dims_drawn(leaf.sharding)
     holders: dict[tuple[_Range, ...], list[Any]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
@@ -62,7 +61,7 @@ def _drawing(paths: Sequence[str], leaf: Any) -> Any:
         ["rows", *map(_column_head, columns[:_MAX_COLUMNS])],
         (
             [
-                _range(rows),
+                describe_ranges([rows]),
                 *(_devices(holders[rows, *c], several_hosts) for c in columns[:_MAX_COLUMNS]),
             ]
             for rows in lines[:_MAX_LINES]
@@ -75,7 +74,7 @@ def _drawing(paths: Sequence[str], leaf: Any) -> Any:
 
 def _column_head(column: tuple[_Range, ...]) -> str:
     """Where a column lies in the dims after the rows, if these are sharded."""
-    head = "; ".join(f"dim {dim}: {_range(part)}" for dim, part in enumerate(column, 1))
+    head = "; ".join(f"dim {dim}: {describe_ranges([r])}" for dim, r in enumerate(column, 1))
     return head or "held by"
 
 
@@ -87,7 +86,3 @@ def _devices(devices: Sequence[Any], several_hosts: bool) -> str:
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device.id)
     return describe_few([f"host {host}: {describe_few(ids)}" for host, ids in hosts.items()])
-
-
-def _range(part: _Range) -> str:
-    return f"{part[0]}:{part[1]}"

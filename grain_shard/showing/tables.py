@@ -6,6 +6,12 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
 # Okabe and Ito's palette, which people with any kind of color vision can tell apart, mixed half and
 # half with white, so that black text can be read on it. For the shards of a batch's rows.
 ROW_COLORS = "#F3CF80", "#ABDAF4", "#80CFB9", "#F8F2A1", "#80B9D9", "#EBAF80", "#E6BCD3"
@@ -15,10 +21,6 @@ _TEXT_WIDTH = 100
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) -> Any:
     """A table whose first `left` columns are words, and whose others are numbers."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     made = Table(box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i < left else "right", overflow="fold")
@@ -29,8 +31,6 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) 
 
 def to_screen(renderable: Any) -> None:
     """Prints it: in colors where stdout is a terminal, and as HTML in a notebook."""
-    from rich.console import Console
-
     console = Console()
     if not console.is_terminal:  # a log has no width to keep to
         console = Console(width=max(_TEXT_WIDTH, console.width))
@@ -39,8 +39,6 @@ def to_screen(renderable: Any) -> None:
 
 def to_text(renderable: Any) -> str:
     """It as plain text, without a newline at its end."""
-    from rich.console import Console
-
     file = io.StringIO()
     # In a notebook rich would show it at once, whatever the file.
     console = Console(file=file, width=_TEXT_WIDTH, color_system=None, force_jupyter=False)
@@ -50,8 +48,6 @@ def to_text(renderable: Any) -> str:
 
 def describe_bytes(count: int | None) -> str:
     """Bytes in the largest decimal unit: ``1.6 MB``; a dash if they are not known."""
-    from rich.filesize import decimal
-
     return "-" if count is None else decimal(count)
 
 

@@ -3,17 +3,6 @@
 Data-parallel steps, model states on a mesh, pipelines by rows per device, reduced gradients,
 meshes, logical axes, and batch sizes: what keeps a chip busy, and what fits in its memory. One
 program runs on all devices, and the compiler adds the communication.
-
-Example:
-    >>> import jax.numpy as jnp, numpy as np, optax
-    >>> mesh = create_1d_mesh()
-    >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2)
-    >>> params, optimizer = {"w": jnp.ones(3)}, optax.sgd(0.1)
-    >>> state = place_model_state_on_shards((params, optimizer.init(params)), mesh)
-    >>> batch = {"x": np.ones((8, 3), np.float32)}
-    >>> state, metrics = data_parallel_train_step(loss_fn, optimizer, batch, state)
-    >>> metrics["loss"]
-    Array(9., dtype=float32)
 """
 
 from grain_shard.hardware import (
