@@ -2,7 +2,8 @@
 
 A batch size here counts **tokens per chip** for a model that applies its weights to every token,
 and **examples per chip** for one that applies them once per example. Under data parallelism that
-is one device's share of the global batch.
+is one device's share of the global batch. Where a chip may be None, it is that of this process's
+first device.
 
 The reason that a good size exists at all: a matrix multiplication reads its weights from memory
 once per step, however many tokens or examples it multiplies them with. Below the critical batch the
@@ -216,10 +217,7 @@ def detect_hardware(device: Any = None) -> HardwareType:
 def get_batch_size_recommendation(
     hardware_type: HardwareType | None = None,
 ) -> BatchSizeRecommendation:
-    """The batch sizes for a chip, in tokens or examples per chip.
-
-    Args:
-        hardware_type: The chip; None detects it.
+    """The batch sizes for a chip.
 
     Example:
         >>> get_batch_size_recommendation(HardwareType.TPU_V5E).optimal_batch_size
@@ -239,10 +237,6 @@ class BatchSizeRating(enum.Enum):
 
 def rate_batch_size(batch_size: int, hardware_type: HardwareType | None = None) -> BatchSizeRating:
     """How one chip's batch compares with what is recommended for the chip.
-
-    Args:
-        batch_size: Tokens or examples per chip, not the global batch.
-        hardware_type: The chip; None detects it.
 
     Example:
         >>> rate_batch_size(100, HardwareType.H100)  # its critical batch is 298
@@ -264,8 +258,8 @@ def validate_batch_size(
     """`rate_batch_size` in words: whether one chip's batch is large enough, and why.
 
     Args:
-        batch_size: Tokens or examples per chip, not the global batch.
-        hardware_type: The chip; None detects it.
+        batch_size: That of one chip, not the global one.
+        hardware_type: The chip.
         warn_suboptimal: Whether a size between the minimum and the critical batch is called out.
 
     Returns:
