@@ -7,6 +7,7 @@ import builtins
 import dataclasses
 import gzip
 import json
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -159,7 +160,7 @@ def test_the_verdict_follows_from_the_figures(lanes, expected):
 @pytest.mark.parametrize(
     ("pipeline", "given", "not_given"),
     [
-        (Settings(), "raise num_threads", "read="),
+        (Settings(), "raise cpu_buffer_size if this waits", "read="),
         (Settings(amplification=4), "every row 4 times", ".mp_prefetch"),
         (Settings(reads_other_rows=True), "at or after .batch before it", "read="),
         (Settings(is_stream=True, amplification=4), ".mp_prefetch", "read="),
@@ -226,7 +227,14 @@ class TestProfile:
             "",
         ]
         assert bottleneck.startswith("bottleneck: read; the threads that make batches (seen: 2)")
-        assert advice.startswith("  - raise num_threads")
+        assert advice.startswith("  - raise cpu_buffer_size if this waits")
+
+    def test_it_says_how_many_reads_went_side_by_side_and_why(self):
+        for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(as asked for\)")]:
+            profiled = profile(sharded(num_threads=fixed), step, 5)
+            assert re.fullmatch(words, profiled.read_threads)
+            assert f"as found while it ran: {profiled.read_threads}\n" in str(profiled)
+        assert profile([np.ones(4)] * 3, num_batches=2).read_threads == ""
 
     def test_it_says_that_worker_processes_are_not_seen(self):
         profiled = profile(sharded(), step, 2)

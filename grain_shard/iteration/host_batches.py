@@ -43,11 +43,14 @@ class Opened(NamedTuple):
         batches: (batch, position after it), made in the background.
         first_digest: Of the first whole batch once that was read, where every host reads the same
             whole batches; "" elsewhere.
+        threads: How many threads read side by side now, and why, in words; "" where that is not
+            found while it runs.
     """
 
     position: Position
     batches: TaskStage[tuple[Batch, Position]]
     first_digest: Callable[[], str] = str
+    threads: Callable[[], str] = str
 
 
 class HostBatches(ABC):
@@ -154,7 +157,7 @@ class RandomAccess(HostBatches):
             pace=pace,
             name=_THREAD,
         )
-        return Opened(start, batches)
+        return Opened(start, batches, threads=lambda: f"{pace.threads} ({pace.count.why})")
 
     def _from_workers(self, start: int) -> Background[Any, tuple[Batch, int]]:
         """Batches that worker processes make; one waits here, out of their shared memory."""

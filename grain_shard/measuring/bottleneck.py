@@ -123,9 +123,8 @@ def _faster_making(stage: str, pipeline: Settings) -> tuple[str, ...]:
         advice.append("choose a global batch that the shards divide: then only the last is padded.")
     if not pipeline.is_stream and not pipeline.num_workers:
         advice.append(
-            "raise num_threads (and cpu_buffer_size to at least as much) if this waits for files or"
-            " a network; pass num_workers if it computes in Python, which runs one thread at a"
-            " time."
+            "raise cpu_buffer_size if this waits for files or a network, so that more is read"
+            " ahead; pass num_workers if it computes in Python, which runs one thread at a time."
         )
     return tuple(advice)
 

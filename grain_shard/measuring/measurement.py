@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from grain_shard.errors import require_int
+from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.sharded_dataset import Settings, sharded
 from grain_shard.spans import LOOP, PAD, PLACE, STAGES, STEP, WAIT, Span, recorded, span
 from grain_shard.trees import MASK_KEY
@@ -36,6 +37,7 @@ class Measurement:
         num_examples: Rows of the measured global batches; where these have a "valid_mask", only
             those for which it is True, unless the step donated it.
         num_bytes: Of the measured global batches, padding included.
+        read_threads: How many threads read side by side in the end, and why; "" if not known.
     """
 
     num_batches: int
@@ -46,6 +48,7 @@ class Measurement:
     pipeline: Settings | None = None
     num_examples: int = 0
     num_bytes: int = 0
+    read_threads: str = ""
 
     @classmethod
     def of_loop(
@@ -77,6 +80,7 @@ class Measurement:
                         )
                     del result
                 del batch  # not to hold one more on the devices than the pipeline means to
+            read_threads = iterator.read_threads if isinstance(iterator, ShardedIterator) else ""
         if not batches:
             raise ValueError("the dataset has no batch to measure.")
         warmup = min(warmup, len(batches) - 1)
@@ -97,6 +101,7 @@ class Measurement:
             pipeline=None if (of := sharded(ds)) is None else of.settings,
             num_examples=sum(batch.examples() for batch in measured),
             num_bytes=sum(batch.num_bytes for batch in measured),
+            read_threads=read_threads,
         )
 
     @functools.cached_property

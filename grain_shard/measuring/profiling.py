@@ -75,6 +75,8 @@ class Profile(Measurement):
             threads, busy = self.threads(lane), f"{self.busy(lane):.0%}"
             a_batch = _milliseconds(total_s / self.num_batches)
             lines.append(f"{lane:<8}{threads:>7}{f'{total_s:.3f} s':>14}{a_batch:>14}{busy:>8}")
+        if self.read_threads:
+            lines += ["", f"reads side by side, as found while it ran: {self.read_threads}"]
         lines += ["", f"bottleneck: {found.name}; {found.reason}"]
         lines += [f"  - {advice}" for advice in found.advice]
         if self.pipeline is not None and self.pipeline.num_workers:
@@ -115,8 +117,8 @@ def profile(
     the wall clock over the whole loop.
 
     The stages of what `shard_to` made tell their own times meanwhile. They overlap with the step
-    and with each other: `num_threads` batches are read, stacked and padded side by side, and where
-    the processor is busy with all of them each takes longer than it would alone. What runs in
+    and with each other: several threads read, stack and pad side by side, and where the processor
+    is busy with all of them each takes longer than it would alone. What runs in
     worker processes (`num_workers`) is not seen. On several hosts each tells its own.
 
     The same lanes are in JAX's profiler as ``grain_shard.read`` and so on: call this inside
