@@ -27,7 +27,7 @@ Read = Literal["auto", "needed", "once"]
 
 def shard_to(
     ds: grain.MapDataset | grain.IterDataset,
-    mesh_or_sharding: Any,
+    mesh_or_sharding: Any = None,
     spec: Any = None,
     *,
     remainder: Remainder = "pad",
@@ -57,7 +57,8 @@ def shard_to(
         ds: A dataset of global batches: ``.batch(B)`` with the B of all hosts together. With a
             `MapDataset` (``.to_iter_dataset()`` may follow it), every host reads only its rows.
         mesh_or_sharding: A `Mesh`; or, in place of mesh and spec, a `Sharding`, a device, or a
-            tree prefix of shardings.
+            tree prefix of shardings. By default the mesh in use, that of `jax.set_mesh`; so
+            ``.shard_to()`` is enough there, or ``.shard_to(P("data"))``.
         spec: A `PartitionSpec`, or a tree prefix of them, e.g. ``{"image": P("data"), "tokens":
             P("data", "seq")}``. By default ``P("data")``, or the mesh's only axis. A spec for
             several leaves is trimmed to the rank of each; scalars are replicated.

@@ -33,7 +33,9 @@ class ShardByMesh(grain.sharding.ShardOptions):
         ShardingError: Two hosts share some of their rows, but not all: no slice fits both.
     """
 
-    def __init__(self, mesh_or_sharding: Any, spec: Any = None, drop_remainder: bool = False):
+    def __init__(
+        self, mesh_or_sharding: Any = None, spec: Any = None, drop_remainder: bool = False
+    ):
         shardings = ShardingTree.of(mesh_or_sharding, spec).shardings()
         divisor, held = shards_by_host(shardings)
         slices = sorted(set(held.values()))

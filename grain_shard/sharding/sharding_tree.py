@@ -19,6 +19,7 @@ from grain_shard.sharding.layout import BatchLayout, batch_axes, mesh_axes_of
 from grain_shard.sharding.specs import (
     as_sharding,
     default_spec,
+    mesh_in_use,
     named_sharding,
     num_shards,
     spec_rank,
@@ -52,18 +53,23 @@ class ShardingTree:
         return f"ShardingTree(mesh=({describe_mesh(self.mesh_axes)}), {specs})"
 
     @classmethod
-    def of(cls, mesh_or_sharding: Any, spec: Any = None) -> ShardingTree:
+    def of(cls, mesh_or_sharding: Any = None, spec: Any = None) -> ShardingTree:
         """Resolves what the user passes to `shard_to`.
 
         Args:
             mesh_or_sharding: A `Mesh`; or a `Sharding`, a device, or a tree prefix of shardings.
+                None, or specs in its place: the mesh in use, that of `jax.set_mesh`.
             spec: With a mesh, a `PartitionSpec` or a tree prefix of them. By default dim 0 is
                 sharded over the mesh's axis "data", or over its only axis.
 
         Raises:
             ShardingError: The spec names an axis that the mesh does not have, or none is given and
-                the mesh has several axes, none of them "data".
+                the mesh has several axes, none of them "data". Or no mesh is in use.
         """
+        if spec is None and _holds_specs(mesh_or_sharding):
+            mesh_or_sharding, spec = None, mesh_or_sharding
+        if mesh_or_sharding is None:
+            mesh_or_sharding = mesh_in_use()
         if isinstance(mesh_or_sharding, Mesh):
             spec = default_spec(mesh_or_sharding) if spec is None else spec
             return cls(_map_prefix(spec, lambda leaf: named_sharding(mesh_or_sharding, leaf)))
@@ -225,6 +231,11 @@ class ShardingTree:
 
     def _all_paths(self) -> str:
         return ", ".join(ROOT + path for path in self._paths())
+
+
+def _holds_specs(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    return any(isinstance(leaf, PartitionSpec) for leaf in leaves)
 
 
 def _is_sharding(leaf: Any) -> bool:

@@ -47,6 +47,22 @@ def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int
             )
 
 
+def mesh_in_use() -> Mesh:
+    """The mesh of `jax.set_mesh`.
+
+    Raises:
+        ShardingError: None is set.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ShardingError(
+            "no mesh is given, and none is in use.",
+            remedy="pass a jax.sharding.Mesh, or make the call inside of `with"
+            " jax.set_mesh(mesh):`.",
+        )
+    return mesh
+
+
 def default_spec(mesh: Mesh) -> PartitionSpec:
     """The spec that shards dim 0 over the axis "data", or over the mesh's only axis."""
     names = mesh.axis_names
