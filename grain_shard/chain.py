@@ -11,6 +11,7 @@ from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
 from grain_shard.iteration.sharded_dataset import ShardedDataset
+from grain_shard.reading.iterable import Rows, agreed_rows
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.stream_dataset import StreamDataset
@@ -36,7 +37,7 @@ def shard_to(
     device_buffer_size: int = 2,
     num_threads: int | None = None,
     num_workers: int = 0,
-    rows: Literal["global", "local"] | None = None,
+    rows: Rows | None = None,
     read: Read = "auto",
     timeout_s: float = 60.0,
 ) -> ShardedDataset:
@@ -73,8 +74,9 @@ def shard_to(
             None finds out while it runs how many reads help, and runs feeds one after the other.
         num_workers: Grain worker processes that make the batches instead (`MapDataset` only).
         rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
-            say. "global": every host the same whole batches. "local": each host the rows of its
-            own devices, from its own slice of the source (see `ShardByMesh`).
+            say, unless it is one of `from_iterable`. "global": every host the same whole batches.
+            "local": each host the rows of its own devices, from its own slice of the source (see
+            `ShardByMesh`).
         read: With several hosts and a mesh axis other than the batch's across them (`MapDataset`
             only): "needed" reads on each host what its devices hold, so some rows on several
             hosts; "once" reads each row on one host, and has the devices exchange them as the
@@ -111,12 +113,12 @@ def shard_to(
         device_buffer_size=device_buffer_size,
         num_threads=num_threads,
         num_workers=num_workers,
-        rows=rows or "global",
+        rows=rows,
         remainder=remainder,
         timeout_s=timeout_s,
     )
     try:
-        return _Chain(put, mask_key, rows, read)(ds)
+        return _Chain(put, mask_key, read)(ds)
     except ShardingError as error:
         raise error.with_mesh(target.mesh_axes) from None
 
@@ -128,17 +130,15 @@ class _Chain(Stage):
     Attributes:
         put: The last stage. Its shardings are those of the batches that are handed out.
         mask_key: As for `shard_to`.
-        rows: As for `shard_to`.
         read: As for `shard_to`.
     """
 
     put: DevicePut
     mask_key: str | None
-    rows: str | None
     read: Read
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
-        if self.rows == "local":
+        if self.put.rows == "local":
             return self(
                 ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
             )
@@ -156,7 +156,8 @@ class _Chain(Stage):
             )
         self._refuse_workers()
         layout = self.put.shardings.layout()
-        if self.rows is None and layout.num_hosts > 1:
+        rows = agreed_rows(ds, self.put.rows)
+        if rows is None and layout.num_hosts > 1:
             raise ShardingError(
                 f"the dataset is a stream, and does not say what it yields on each of"
                 f" {layout.num_hosts} hosts.",
@@ -164,14 +165,14 @@ class _Chain(Stage):
                 ' the source by grain_shard.ShardByMesh), or rows="global" if every host yields the'
                 " same whole batches. A MapDataset down to .batch needs neither.",
             )
-        if self.rows == "local":  # what it yields are this host's rows already
+        if rows == "local":  # what it yields are this host's rows already
             return self._padded(ds, len(layout.shards)).pipe(self.put)
         return self._reading(ds, "needed")
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
-        if self.rows is not None:
+        if self.put.rows is not None:
             raise ShardingError(
-                f"rows={self.rows!r} is given, and the rows of feeds are known.",
+                f"rows={self.put.rows!r} is given, and the rows of feeds are known.",
                 remedy="leave rows out: a host runs the feeds whose rows it holds.",
             )
         self._refuse_workers()

@@ -30,8 +30,8 @@ from grain_shard.hardware import (
     HardwareType,
     get_batch_size_recommendation,
 )
-from grain_shard.iteration.any_iterable import prefetch
 from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.prefetch import prefetch
 from grain_shard.sharding.place import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.trees import Batch
@@ -104,7 +104,8 @@ def prefetch_to_device(
         data_iterator: Any iterable of batches. It may fill its buffers again: numpy arrays are
             copied. A generator is closed at the end; an iterator with a state is left to its
             owner. A `grain.MapDataset` is read by several threads, so its batches must not share
-            memory. On several processes each must yield the same whole batches.
+            memory. Onto the devices of several processes only a `from_iterable` of
+            ``rows="global"`` is taken, since each has to yield the same whole batches.
         size: Batches that may wait on the devices or be on their way there.
         device: A device, a `Sharding`, or a tree prefix of shardings, as for `distribute_batch`;
             None for this process's first device.
@@ -115,8 +116,9 @@ def prefetch_to_device(
         The iterator. Batches may differ in shape and structure.
 
     Raises:
-        ShardingError: Here, if a buffer size is no positive integer, or a sharding has no device
-            of this process; from ``next``, if a batch does not fit its shardings.
+        ShardingError: Here, if a buffer size is no positive integer, a sharding has no device of
+            this process, or the source does not say that it is the same on all; from ``next``, if
+            a batch does not fit its shardings.
 
     Example:
         >>> with prefetch_to_device({"x": np.full(2, i)} for i in range(2)) as batches:

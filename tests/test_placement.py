@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from grain_shard import from_iterable, rehearse
 from grain_shard import placement as placement_module
-from grain_shard import rehearse
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.placement import (
     DevicePlacement,
@@ -655,7 +655,8 @@ def on_two_processes():
     replicated = placement.replicate_across_devices({"n": 3, "key": jax.random.key(1)})
     assert all(leaf.sharding.num_devices == 4 for leaf in replicated.values())
 
-    with prefetch_to_device((np.arange(8) + 10 * i for i in range(3)), device=mesh) as batches:
+    arrays = from_iterable((np.arange(8) + 10 * i for i in range(3)), rows="global")
+    with prefetch_to_device(arrays, device=mesh) as batches:
         for i, batch in enumerate(batches):
             assert local_rows(batch) == [10 * i + row for row in mine]
             assert int(batch.sum()) == 28 + 80 * i, "a collective beside the threads"
@@ -665,8 +666,9 @@ def on_two_processes():
     whole = distribute_batch(array, NamedSharding(mesh, P()))
     assert whole.sharding.is_fully_replicated
     assert whole.addressable_data(0).tolist() == list(range(8))
-    assert next(prefetch_to_device([array], device=by_rows)).sharding == by_rows
-    moving = prefetch_to_device([array], device=NamedSharding(mesh, P()))
+    again = from_iterable([array], rows="global")
+    assert next(prefetch_to_device(again, device=by_rows)).sharding == by_rows
+    moving = prefetch_to_device(again, device=NamedSharding(mesh, P()))
     assert "no background thread may run" in refusal(lambda: next(moving))
     assert "process_allgather" in refusal(lambda: place_on_device(array))
 

@@ -20,10 +20,10 @@ from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.feeding.feed_reader import ENDED, Entry, FeedReader, is_entry, naming_feed
 from grain_shard.feeding.feed_turns import FeedTurns, Piece
 from grain_shard.hosts.state_files import FEED_ENTRIES, FEEDS, KIND
-from grain_shard.hosts.state_json import from_json, to_json
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
 from grain_shard.reading.pad_batch import Remainder, pad_batch
 from grain_shard.reading.stack import RowStacker, Stack
+from grain_shard.reading.state_json import from_json, to_json
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.spans import BATCH, span

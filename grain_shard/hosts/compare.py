@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 Answers = Mapping[int, Any]
 _MAX_CHARACTERS = 200  # of a value
 # What a host's pipeline yields: the same whole batches as everywhere, rows of its own, or the rows
 # of feeds. In the last two cases hosts compare a field with their shards and a digest of their rows
 # of the first batch. Two feeds may well yield the same rows, so only the same feeds are compared.
-GLOBAL, LOCAL, OF_FEEDS = "global", "local", "feeds"
+GLOBAL: Final = "global"
+LOCAL: Final = "local"
+OF_FEEDS: Final = "feeds"
 OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
 
 

@@ -23,11 +23,12 @@ from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS, STREAM
-from grain_shard.hosts.state_json import from_json, to_json
 from grain_shard.pace import MOST_THREADS, ReadPace
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
+from grain_shard.reading.iterable import require_another_pass
 from grain_shard.reading.reads import Reads
 from grain_shard.reading.row_dataset import BatchMapDataset
+from grain_shard.reading.state_json import from_json, to_json
 from grain_shard.reading.stream_dataset import BatchIterator, StreamDataset
 from grain_shard.trees import Batch
 
@@ -234,6 +235,7 @@ class Stream(HostBatches):
 
     def __init__(self, ds: StreamDataset, *, buffer_size: int, rows: str = GLOBAL):
         self._ds, self._buffer_size, self.rows = ds, buffer_size, rows
+        self._position: bytes | None = None  # of the latest beginning
 
     def num_batches(self) -> int | None:
         return None
@@ -255,9 +257,11 @@ class Stream(HostBatches):
         batches = Background(
             lambda item: item, _WithPosition(iterator), buffer_size=self._buffer_size, name=_THREAD
         )
-        return Opened(iterator.position(), batches, lambda: iterator.first_digest)
+        self._position = iterator.position()
+        return Opened(self._position, batches, lambda: iterator.first_digest)
 
     def first(self) -> Batch:
+        require_another_pass(self._ds)
         with contextlib.closing(self._iterate()) as iterator:
             batch = next(iterator, None)
         if batch is None:
@@ -275,6 +279,8 @@ class Stream(HostBatches):
         return {KIND: self.kind, self._PARENT: to_json(pickle.loads(position))}
 
     def from_state(self, state: dict[str, Any]) -> bytes:
+        if self._position is not None:
+            self.to_state(self._position)  # what has no state cannot take one
         if not isinstance(state, dict) or set(state) != {KIND, self._PARENT}:
             raise StateError(
                 f"this is no state of a stream: {state!r}.\n"

@@ -9,6 +9,7 @@ from typing import Any
 import grain
 
 from grain_shard.host_arrays import owned
+from grain_shard.reading.iterable import is_from_iterable
 from grain_shard.trees import Batch
 
 
@@ -85,6 +86,11 @@ class StreamDataset(grain.IterDataset):
         super().__init__(parent)
         self._iterate, self._made_by = iterate, made_by
         self.global_batch_size, self.owns_arrays = global_batch_size, owns_arrays
+
+    @classmethod
+    def of(cls, ds: grain.IterDataset, *, global_batch_size: int | None = None) -> StreamDataset:
+        """The batches of a dataset of the user's."""
+        return cls(ds, global_batch_size=global_batch_size, owns_arrays=is_from_iterable(ds))
 
     def __iter__(self) -> StreamIterator:
         (parent,) = self.parents

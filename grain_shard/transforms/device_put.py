@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import grain
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.feeding.host_feeds import HostFeeds, check_feeds
+from grain_shard.hosts.compare import GLOBAL
 from grain_shard.iteration.host_batches import HostBatches, RandomAccess, Stream
 from grain_shard.iteration.sharded_dataset import Settings, ShardedDataset
+from grain_shard.reading.iterable import Rows, agreed_rows
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.stream_dataset import StreamDataset
@@ -45,7 +46,7 @@ class DevicePut(Stage):
         final_shardings: If not None, the shardings to which the devices move each batch as it is
             handed out; `shardings` are then those by which it is read.
         rows: What a stream yields on several hosts: "global" batches, the same on each, or the
-            "local" rows of each.
+            "local" rows of each. None: what `from_iterable` says, or else "global".
         remainder: Whether a stream that ends before those of other hosts, or a feed that ends
             before others, goes on with padding ("pad") or ends them all.
         timeout_s: How long one host waits for another, in seconds.
@@ -57,7 +58,7 @@ class DevicePut(Stage):
     num_threads: int | None = None
     num_workers: int = 0
     final_shardings: ShardingTree | None = None
-    rows: Literal["global", "local"] = "global"
+    rows: Rows | None = None
     remainder: Remainder = "pad"
     timeout_s: float = 60.0
 
@@ -91,8 +92,8 @@ class DevicePut(Stage):
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
         """Global batches, in the order of the stream."""
-        ds = ds.with_own_arrays()
-        host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=self.rows)
+        ds, rows = ds.with_own_arrays(), agreed_rows(ds, self.rows) or GLOBAL
+        host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows)
         return self._sharded(ds, host, is_stream=True)
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:

@@ -45,11 +45,11 @@ class Stage(ABC):
             if isinstance(ds, StreamDataset):
                 return self.of_stream(ds)
             size = nodes.iter_batch_size(ds)
-            return self.of_stream(StreamDataset(ds, global_batch_size=size))
+            return self.of_stream(StreamDataset.of(ds, global_batch_size=size))
         raise ShardingError(
             f"cannot shard a {type(ds).__name__}.",
-            remedy="pass a grain.MapDataset or grain.IterDataset of batches; for a DataLoader or"
-            " any other iterator, use grain_shard.prefetch_to_device.",
+            remedy="pass a grain.MapDataset or grain.IterDataset of batches; of a DataLoader or any"
+            " other iterable of batches, grain_shard.from_iterable(loader, rows=...) makes one.",
         )
 
     @abstractmethod

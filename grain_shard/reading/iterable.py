@@ -1,0 +1,199 @@
+"""`from_iterable`: the batches of any loader as a stream that Grain's nodes and the chain know."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import grain
+import jax
+import numpy as np
+
+from grain_shard.errors import ShardingError
+from grain_shard.host_arrays import owned
+from grain_shard.reading.state_json import NoState
+from grain_shard.trees import Batch
+
+Rows = Literal["global", "local"]
+
+
+def from_iterable(
+    source: Iterable[Batch] | Callable[[], Iterable[Batch]], *, rows: Rows
+) -> grain.IterDataset:
+    """A stream of the batches of a loader, to be ended with ``.shard_to(mesh)``.
+
+    Made of a `grain.DataLoader`, a PyTorch ``DataLoader``, ``as_numpy_iterator`` of tf.data, a list
+    or a generator. It is padded, placed and prefetched like any other stream, and on several hosts
+    they end together, and find out if hosts that should yield different rows yield the same.
+
+    Example:
+        >>> import numpy as np
+        >>> def make_batches():
+        ...     for i in range(2):
+        ...         yield {"x": np.arange(4 - i) + 10 * i}
+        >>> for batch in from_iterable(make_batches, rows="global"):
+        ...     print(batch["x"])
+        [0 1 2 3]
+        [10 11 12]
+
+    Args:
+        source: An iterable of batches, trees of numpy arrays, or of what numpy can make arrays of
+            (PyTorch's tensors); or a function that makes one, such as a generator function. Every
+            pass asks a loader for a new iterator, and the function for a new iterable. An iterator
+            or generator is taken as it stands, so there is one pass in all. Arrays are copied, so
+            their maker may fill them again.
+        rows: What is yielded on each of several hosts. "local": the rows of the host's own devices,
+            as a loader with a sampler for each process does. "global": every host the same whole
+            batches. On one host these are the same.
+
+    Returns:
+        A `grain.IterDataset`. Its iterators have a state if those of the source have ``get_state``
+        and ``set_state``, as a `grain.DataLoader`'s do.
+
+    Raises:
+        ShardingError: `rows` is neither of the two, or the source is a Grain dataset.
+        TypeError: The source cannot be iterated over.
+    """
+    if rows not in ("global", "local"):
+        raise ShardingError(
+            f"rows={rows!r} is not one of global, local.",
+            remedy='say what each host yields: "local" for the rows of its own devices, "global"'
+            " for the same whole batches.",
+        )
+    if isinstance(source, grain.MapDataset | grain.IterDataset):
+        raise ShardingError(
+            f"a {type(source).__name__} is a Grain dataset already.",
+            remedy="call .shard_to(mesh) on it; a stream takes rows= there.",
+        )
+    if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__") or callable(source)):
+        raise TypeError(
+            f"a {type(source).__name__} is not iterable; pass an iterable of batches, or a function"
+            " that makes one."
+        )
+    return IterableBatches(source, rows)
+
+
+class IterableBatches(grain.IterDataset):
+    """The dataset that `from_iterable` makes.
+
+    Args:
+        source: As for `from_iterable`.
+        rows: As for `from_iterable`.
+    """
+
+    def __init__(self, source: Any, rows: Rows):
+        super().__init__()
+        self._source, self.rows = source, rows
+        self._in_use = threading.Lock()
+
+    @property
+    def has_one_pass(self) -> bool:
+        """Whether what is taken of one iterator is gone for the others."""
+        return isinstance(self._source, Iterator)
+
+    def __str__(self) -> str:
+        return f"from_iterable({type(self._source).__name__}, rows={self.rows!r})"
+
+    def __iter__(self) -> grain.DatasetIterator:
+        iterable = hasattr(self._source, "__iter__") or hasattr(self._source, "__getitem__")
+        iterator = iter(self._source if iterable else self._source())
+        name = type(self._source if iterable else iterator).__name__
+        return _Batches(iterator, name, self._in_use, is_own=iterator is not self._source)
+
+
+class _Batches(grain.DatasetIterator):
+    """Gives any iterator the methods of Grain's.
+
+    Args:
+        iterator: The iterator.
+        name: What to call the source in messages.
+        in_use: Held while it works. After ``set_state`` a thread may still be inside the user's
+            ``next``, and if the iterator is the user's own, the next thread asks the same one.
+        is_own: Whether it was made for this object, and nobody else can have it.
+    """
+
+    def __init__(
+        self, iterator: Iterator[Batch], name: str, in_use: threading.Lock, *, is_own: bool
+    ):
+        super().__init__()
+        self._iterator: Any = iterator
+        self._name, self._in_use = name, in_use
+        self._stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+        # An iterator with a state may be asked to go back after this, so its owner closes it.
+        self._to_close = hasattr(iterator, "close") and (is_own or not self._stateful)
+
+    def __next__(self) -> Batch:
+        with self._in_use:  # for the copy, too: who asks next may have the arrays filled again
+            return owned(jax.tree.map(_as_numpy, next(self._iterator)))
+
+    def get_state(self) -> Any:
+        with self._in_use:
+            return self._iterator.get_state() if self._stateful else NoState(self._name)
+
+    def set_state(self, state: Any) -> None:
+        if not self._stateful:
+            NoState(self._name).refuse()
+        with self._in_use:
+            self._iterator.set_state(state)
+
+    def close(self) -> None:
+        closes, self._to_close = self._to_close, False  # Grain closes again when it collects this
+        if closes:
+            self._iterator.close()
+
+
+def _as_numpy(leaf: Any) -> Any:
+    """Another library's tensor as numpy; all else as it is."""
+    known = isinstance(leaf, np.ndarray | np.generic | jax.Array)
+    return np.asarray(leaf) if hasattr(leaf, "__array__") and not known else leaf
+
+
+def is_from_iterable(ds: Any) -> bool:
+    """Whether `from_iterable` made a dataset."""
+    return isinstance(ds, IterableBatches)
+
+
+def _sources_of(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
+    """What a pipeline begins with: its datasets that have no other below them."""
+    if not ds.parents:
+        return [ds]
+    return [source for parent in ds.parents for source in _sources_of(parent)]
+
+
+def said_rows(ds: grain.MapDataset | grain.IterDataset) -> Rows | None:
+    """What a pipeline says that it yields on each host; None if not all of its sources say it."""
+    said = {source.rows if is_from_iterable(source) else None for source in _sources_of(ds)}
+    return said.pop() if len(said) == 1 else None
+
+
+def agreed_rows(ds: grain.MapDataset | grain.IterDataset, rows: Rows | None) -> Rows | None:
+    """What a pipeline yields on each host, by what it says itself and by what the user says.
+
+    Raises:
+        ShardingError: They contradict each other.
+    """
+    said = said_rows(ds)
+    if said is not None and rows not in (None, said):
+        raise ShardingError(
+            f"from_iterable says rows={said!r}, and .shard_to says rows={rows!r}.",
+            remedy="leave rows out of .shard_to.",
+        )
+    return said or rows
+
+
+def require_another_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
+    """Refuses to read ahead of the loop what would then be gone for it.
+
+    Raises:
+        ShardingError: A source of the pipeline can be gone through only once.
+    """
+    for source in _sources_of(ds):
+        if is_from_iterable(source) and source.has_one_pass:
+            raise ShardingError(
+                f"only a batch tells what batches look like, and {source} can be gone through only"
+                " once: its first batch would be gone for the loop.",
+                remedy="pass a function that makes the iterator, as in"
+                " from_iterable(make_batches, ...). On a host that has no batch at all,"
+                ' remainder="drop" needs none.',
+            )

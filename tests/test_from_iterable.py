@@ -1,0 +1,257 @@
+"""`from_iterable`: batches of any loader. On several hosts: test_hosts_changing_runs.py."""
+
+import json
+
+import grain
+import numpy as np
+import pytest
+
+import grain_shard
+from grain_shard import DevicePut, ShardingError, ShardingTree, StateError, from_iterable
+from tests.conftest import data_mesh, ids
+
+
+def batch_of(numbers):
+    return {"id": np.array(numbers, np.int32)}
+
+
+FOUR, SHORT = batch_of([4, 5, 6, 7]), batch_of([8, 9])
+EXPECTED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def make_batches():
+    yield batch_of([0, 1, 2, 3])
+    yield FOUR
+    yield SHORT
+
+
+class Records:
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return {"id": np.int32(index)}
+
+    def __repr__(self):  # Grain's loader compares it when it takes a state
+        return "Records(10)"
+
+
+def grains_loader():
+    return grain.DataLoader(
+        data_source=Records(),
+        sampler=grain.samplers.IndexSampler(10, num_epochs=1, shuffle=False),
+        operations=[grain.transforms.Batch(4)],
+        worker_count=0,
+    )
+
+
+class Tensor:
+    """What PyTorch's loader yields: no numpy array, but numpy can make one of it."""
+
+    def __init__(self, values):
+        self._values = np.array(values, np.int32)
+
+    def __array__(self, dtype=None, copy=None):
+        return self._values
+
+
+class TorchLoader:
+    """The part of ``torch.utils.data.DataLoader`` that a loop uses."""
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return ({"id": Tensor(numbers)} for numbers in EXPECTED)
+
+
+class Counting:
+    """An iterator with a state."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == 3:
+            raise StopIteration
+        self.next += 1
+        return batch_of(EXPECTED[self.next - 1])
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+
+LOADERS = {
+    "list": lambda: list(make_batches()),
+    "generator": make_batches,
+    "generator function": lambda: make_batches,
+    "function that makes a list": lambda: lambda: list(make_batches()),
+    "grain.DataLoader": grains_loader,
+    "a loader of tensors": TorchLoader,
+    "an iterator with a state": Counting,
+}
+MANY_PASSES = set(LOADERS) - {"generator", "an iterator with a state"}
+WITH_STATE = {"grain.DataLoader", "an iterator with a state"}
+
+
+@pytest.mark.parametrize("rows", ["global", "local"])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loaders_batches_are_padded_masked_and_placed(name, rows):
+    ds = from_iterable(LOADERS[name](), rows=rows).shard_to(data_mesh(4))
+    batches = list(ds)
+    assert ids(batches) == EXPECTED
+    assert {batch["id"].shape for batch in batches} == {(4,)}
+    assert np.asarray(batches[-1]["id"]).tolist() == [8, 9, 0, 0]
+    assert np.asarray(batches[-1]["valid_mask"]).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("remainder", "expected"), [("pad", EXPECTED), ("drop", EXPECTED[:2])], ids=["pad", "drop"]
+)
+def test_what_becomes_of_a_short_batch(remainder, expected):
+    ds = from_iterable(make_batches, rows="local").shard_to(data_mesh(2), remainder=remainder)
+    assert ids(ds) == expected
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_second_pass_asks_the_loader_again(name):
+    ds = from_iterable(LOADERS[name](), rows="global").shard_to(data_mesh(4))
+    assert ids(ds) == EXPECTED
+    assert ids(ds) == (EXPECTED if name in MANY_PASSES else [])
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_what_batches_look_like_is_told_only_if_that_costs_the_loop_no_batch(name):
+    ds = from_iterable(LOADERS[name](), rows="global").shard_to(data_mesh(4))
+    if name in MANY_PASSES:
+        assert ds.abstract_batch()["id"].shape == (4,)
+    else:
+        with pytest.raises(ShardingError, match="pass a function that makes the iterator"):
+            ds.abstract_batch()
+    assert ids(ds) == EXPECTED
+
+
+@pytest.mark.parametrize("name", sorted(WITH_STATE))
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
+@pytest.mark.parametrize("stop_after", [0, 1, 3])
+def test_a_state_of_the_loader_becomes_one_of_the_loop(name, mapped, stop_after):
+    def build():
+        ds = from_iterable(LOADERS[name](), rows="local")
+        return (ds.map(lambda batch: batch) if mapped else ds).shard_to(data_mesh(2))
+
+    with iter(build()) as iterator:
+        seen = ids([next(iterator) for _ in range(stop_after)])
+        state = json.loads(json.dumps(iterator.get_state()))
+    with iter(build()) as iterator:
+        iterator.set_state(state)
+        assert iterator.get_state() == state
+        assert seen + ids(iterator) == EXPECTED
+
+
+@pytest.mark.parametrize("name", sorted(set(LOADERS) - WITH_STATE))
+def test_without_a_state_of_the_loader_there_is_none(name):
+    with iter(from_iterable(LOADERS[name](), rows="local").shard_to(data_mesh(2))) as iterator:
+        next(iterator)
+        with pytest.raises(StateError, match=r"has no state[^§]*remedy: "):
+            iterator.get_state()
+        with pytest.raises(StateError, match="has no state"):
+            iterator.set_state({"kind": "stream", "parent": {"parent": None, "rows": 4}})
+        assert ids(iterator) == EXPECTED[1:], "a refused state changes nothing"
+
+
+def test_grains_nodes_may_follow():
+    ds = from_iterable(make_batches, rows="global").map(lambda batch: {"id": batch["id"] + 1})
+    ds = ds.filter(lambda batch: len(batch["id"]) == 4).shard_to(data_mesh(2))
+    assert ids(ds) == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_a_loader_may_fill_its_arrays_again():
+    array = np.zeros(4, np.int32)
+
+    def refill():
+        for i in range(5):
+            array[:] = i
+            yield {"id": array}
+
+    assert ids(from_iterable(refill, rows="local").shard_to(data_mesh(2))) == [
+        [i] * 4 for i in range(5)
+    ]
+
+
+def test_it_is_closed_with_the_loop():
+    closed = []
+
+    def endless():
+        try:
+            while True:
+                yield FOUR
+        finally:
+            closed.append(True)
+
+    with iter(from_iterable(endless, rows="local").shard_to(data_mesh(2))) as iterator:
+        next(iterator)
+        assert not closed
+    assert closed
+
+
+def test_the_stages_by_hand_take_it_too():
+    shardings = ShardingTree.of(data_mesh(2))
+    ds = from_iterable(make_batches, rows="local").pipe(grain_shard.PadToDivisible(4))
+    assert ids(ds.pipe(DevicePut(shardings))) == EXPECTED
+
+
+def test_prefetch_to_device_takes_it_too():
+    ds = from_iterable(make_batches, rows="global")
+    batches = list(grain_shard.prefetch_to_device(ds))
+    assert [batch["id"].tolist() for batch in batches] == EXPECTED
+
+
+def test_its_text_says_what_it_is():
+    assert str(from_iterable([FOUR], rows="local")) == "from_iterable(list, rows='local')"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: from_iterable([FOUR], rows=None), "rows=None is not one of global, local"),
+        (lambda: from_iterable([FOUR], rows="all"), "rows='all' is not one of global, local"),
+        (
+            lambda: from_iterable(grain.MapDataset.range(3), rows="local"),
+            "is a Grain dataset already",
+        ),
+        (
+            lambda: from_iterable([FOUR], rows="local").shard_to(data_mesh(2), rows="global"),
+            "from_iterable says rows='local', and .shard_to says rows='global'",
+        ),
+        (
+            lambda: grain_shard.shard_to(grains_loader(), data_mesh(2)),
+            "grain_shard.from_iterable(loader, rows=...)",
+        ),
+        (lambda: grain_shard.shard_to([FOUR], data_mesh(2)), "cannot shard a list"),
+        (
+            lambda: list(from_iterable([{"id": np.int32(3)}], rows="local").shard_to(data_mesh(2))),
+            "no leaf with a leading axis",
+        ),
+    ],
+)
+def test_misuse_is_refused_and_says_what_to_do(call, message):
+    with pytest.raises(ShardingError) as refusal:
+        call()
+    assert message in str(refusal.value)
+    assert "\n  remedy: " in str(refusal.value)
+
+
+def test_what_cannot_be_iterated_over_is_refused():
+    with pytest.raises(TypeError, match="int is not iterable; pass an iterable of batches"):
+        from_iterable(3, rows="local")
+
+
+def test_saying_the_same_twice_is_no_contradiction():
+    ds = from_iterable(make_batches, rows="local").shard_to(data_mesh(2), rows="local")
+    assert ids(ds) == EXPECTED
