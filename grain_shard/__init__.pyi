@@ -21,6 +21,7 @@ from .planning.plan import plan as plan
 from .planning.topology import hosts_mesh as hosts_mesh
 from .planning.topology import topology_mesh as topology_mesh
 from .reading.iterable import from_iterable as from_iterable
+from .reading.mix import mix as mix
 from .reading.sources import ArrayRecordSource as ArrayRecordSource
 from .sharding.layout import BatchLayout as BatchLayout
 from .sharding.shard_by_mesh import ShardByMesh as ShardByMesh

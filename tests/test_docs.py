@@ -1,5 +1,6 @@
 """The documents: their pictures can be made again, and their links lead somewhere."""
 
+import doctest
 import re
 import subprocess
 import sys
@@ -9,6 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+RUNNING = [page for page in PAGES if ">>> " in page.read_text()]
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=lambda page: page.name)
+def test_examples_run(page):
+    results = doctest.testfile(
+        str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert results.attempted
+    assert not results.failed
 
 
 def anchors(page):

@@ -67,6 +67,13 @@ class BatchNode:
         full, rest = divmod(len(self.records), self.global_batch_size)
         return Epoch(full + bool(rest and not self.drop_remainder), full)
 
+    def first_record(self, batch: int) -> int | None:
+        """The first record of a batch of the first epoch; None of any other."""
+        epoch = self.epoch()
+        if epoch is None or batch >= epoch.batches:
+            return None
+        return batch * self.global_batch_size
+
 
 def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     """Finds the batch node under maps, seeds, slices and repeats; None if there is none."""
@@ -134,6 +141,11 @@ def below_read_ahead(
     if options is None or options == grain.ReadOptions():
         return parent, None
     return parent, (int(options.num_threads), int(options.prefetch_buffer_size))
+
+
+def keeps_indices(ds: grain.MapDataset) -> bool:
+    """Whether element i is made of element i of the dataset below."""
+    return type(ds) in _ELEMENTWISE
 
 
 def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import grain
@@ -37,11 +38,31 @@ _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
 _INDICES: dict[type, Callable[[Any, np.ndarray], np.ndarray]] = {
     SEED: lambda node, indices: indices,
     _SHUFFLE: lambda node, indices: _below_shuffle(node, indices),
-    SLICE: lambda node, indices: np.array([node._sliced_index(i) for i in indices.tolist()]),
+    SLICE: lambda node, indices: np.array(
+        [node._sliced_index(i) for i in indices.tolist()], np.int64
+    ),
     REPEAT: lambda node, indices: (
         indices if node._reseed_each_epoch else indices % len(node.parents[0])
     ),
 }
+
+
+class ElementsOfParents(grain.MapDataset):
+    """A dataset of ours, each of whose elements is an element of one of its parents.
+
+    So the way down is known without a look at anything private.
+    """
+
+    @abstractmethod
+    def below(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where elements come from.
+
+        Args:
+            indices: int64[n].
+
+        Returns:
+            int64[n], of which parent each is, and int64[n], which of its elements.
+        """
 
 
 @dataclass(frozen=True)
@@ -49,24 +70,22 @@ class Route:
     """The way of some elements from where they are read, up to the dataset that was asked for.
 
     Attributes:
-        origin: The dataset to read from.
-        indices: int64[n], the elements to read there.
+        origin: Where to read them.
         steps: From the bottom up, what is applied to the elements, and their indices there.
     """
 
-    origin: grain.MapDataset
-    indices: np.ndarray
+    origin: _Origin | _Fork
     steps: tuple[tuple[Apply, np.ndarray], ...] = ()
 
     def part(self, start: int, stop: int) -> Route:
         """The way of some of the elements."""
         steps = tuple((apply, indices[start:stop]) for apply, indices in self.steps)
-        return replace(self, indices=self.indices[start:stop], steps=steps)
+        return Route(self.origin.part(start, stop), steps)
 
     @property
     def reads_many(self) -> bool:
         """Whether one call reads several elements for less than as many calls would."""
-        return _batched_read(self.origin) is not None
+        return self.origin.reads_many
 
     def read(self, until: float = NEVER) -> list[Any]:
         """What is at the lower end.
@@ -78,24 +97,11 @@ class Route:
         Raises:
             ValueError: A batched read gave more or fewer elements than it was asked for.
         """
-        indices = self.indices.tolist()
-        batched_read = _batched_read(self.origin)
-        if batched_read is None and type(self.origin) is not _SOURCE and len(indices) > 1:
-            batched_read = getattr(self.origin, "_getitems", None)
-        if batched_read is None:
-            return _while_time_lasts(until, lambda _, i: self.origin[i], indices)
-        result = batched_read(indices)
-        elements = [] if isinstance(result, Mapping) else list(result)
-        if len(elements) != len(indices):
-            raise ValueError(
-                f"the batched read of {self.origin} gave a {type(result).__name__} of"
-                f" {len(result) if hasattr(result, '__len__') else len(elements)} for"
-                f" {len(indices)} indices; it has to give a record for each, in their order"
-            )
-        return elements
+        return self.origin.read(until)
 
     def finish(self, elements: Sequence[Any], until: float = NEVER) -> list[Any]:
         """What becomes of it on the way up; of the first few, at least one, if time is over."""
+        elements = self.origin.finish(elements)
         steps = [(apply, indices.tolist()) for apply, indices in self.steps]
 
         def on_top(i: int, element: Any) -> Any:
@@ -104,6 +110,118 @@ class Route:
             return element
 
         return _while_time_lasts(until, on_top, elements)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """A dataset below which nothing is known, and the elements to read there.
+
+    Attributes:
+        ds: The dataset.
+        indices: int64[n].
+    """
+
+    ds: grain.MapDataset
+    indices: np.ndarray
+
+    def part(self, start: int, stop: int) -> _Origin:
+        return _Origin(self.ds, self.indices[start:stop])
+
+    @property
+    def size(self) -> int:
+        return len(self.indices)
+
+    def joined(self, others: Sequence[_Origin]) -> _Origin:
+        """With the elements of others, of the same dataset."""
+        return _Origin(self.ds, np.concatenate([self.indices, *(o.indices for o in others)]))
+
+    @property
+    def reads_many(self) -> bool:
+        return _batched_read(self.ds) is not None
+
+    def read(self, until: float) -> list[Any]:
+        indices = self.indices.tolist()
+        batched_read = _batched_read(self.ds)
+        if batched_read is None and type(self.ds) is not _SOURCE and len(indices) > 1:
+            batched_read = getattr(self.ds, "_getitems", None)
+        if batched_read is None:
+            return _while_time_lasts(until, lambda _, i: self.ds[i], indices)
+        result = batched_read(indices) if indices else []
+        elements = [] if isinstance(result, Mapping) else list(result)
+        if len(elements) != len(indices):
+            raise ValueError(
+                f"the batched read of {self.ds} gave a {type(result).__name__} of"
+                f" {len(result) if hasattr(result, '__len__') else len(elements)} for"
+                f" {len(indices)} indices; it has to give a record for each, in their order"
+            )
+        return elements
+
+    def finish(self, elements: Sequence[Any]) -> Sequence[Any]:
+        return elements
+
+
+@dataclass(frozen=True)
+class _Fork:
+    """Where the ways of elements part that come from several datasets.
+
+    Attributes:
+        numbers: For each of the datasets, int64[m]: which of the elements come from it, ascending.
+        routes: The ways of these.
+    """
+
+    numbers: tuple[np.ndarray, ...]
+    routes: tuple[Route, ...]
+
+    @classmethod
+    def at(cls, ds: ElementsOfParents, indices: np.ndarray) -> _Fork:
+        parents, below = ds.below(indices)
+        numbers = [np.flatnonzero(parents == i) for i in range(len(ds.parents))]
+        ways = [route(parent, below[n]) for parent, n in zip(ds.parents, numbers, strict=True)]
+        return cls(tuple(numbers), tuple(ways))
+
+    def part(self, start: int, stop: int) -> _Fork:
+        bounds = [np.searchsorted(numbers, [start, stop]) for numbers in self.numbers]
+        return _Fork(
+            tuple(n[a:b] - start for n, (a, b) in zip(self.numbers, bounds, strict=True)),
+            tuple(way.part(a, b) for way, (a, b) in zip(self.routes, bounds, strict=True)),
+        )
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.numbers))
+
+    def joined(self, others: Sequence[_Fork]) -> _Fork:
+        """With the elements of others, of the same datasets."""
+        forks = [self, *others]
+        starts = np.cumsum([0, *(fork.size for fork in forks)])
+        numbers = zip(*(
+            [n + start for n in fork.numbers] for fork, start in zip(forks, starts, strict=False)
+        ), strict=True)  # fmt: skip
+        ways = zip(*(fork.routes for fork in forks), strict=True)
+        return _Fork(tuple(map(np.concatenate, numbers)), tuple(map(_joined, ways)))
+
+    @property
+    def reads_many(self) -> bool:
+        return any(way.reads_many for way in self.routes)
+
+    def read(self, until: float) -> list[Any]:
+        # All of them: those that there was no time for might stand before others that were read.
+        return self._in_order([way.read() for way in self.routes])
+
+    def finish(self, elements: Sequence[Any]) -> Sequence[Any]:
+        return self._in_order(
+            [
+                way.finish([elements[i] for i in numbers.tolist()])
+                for numbers, way in zip(self.numbers, self.routes, strict=True)
+            ]
+        )
+
+    def _in_order(self, of_routes: Sequence[list[Any]]) -> list[Any]:
+        elements: list[Any] = [None] * self.size
+        for numbers, some in zip(self.numbers, of_routes, strict=True):
+            for i, element in zip(numbers.tolist(), some, strict=True):
+                elements[i] = element
+        return elements
 
 
 def _while_time_lasts(
@@ -118,10 +236,21 @@ def _while_time_lasts(
     return made
 
 
+def _joined(ways: Sequence[Route]) -> Route:
+    """The way of the elements of several ways of one dataset."""
+    first, *others = ways
+    steps = [
+        (apply, np.concatenate([indices, *(way.steps[i][1] for way in others)]))
+        for i, (apply, indices) in enumerate(first.steps)
+    ]
+    return Route(first.origin.joined([way.origin for way in others]), tuple(steps))  # pyright: ignore[reportArgumentType]
+
+
 def read_together(ways: Sequence[Route]) -> list[list[Any]]:
     """What is at the lower ends of several ways of one dataset, read in one call if it can be."""
-    joined = replace(ways[0], indices=np.concatenate([way.indices for way in ways]), steps=())
-    elements, starts = joined.read(), np.cumsum([0, *(len(way.indices) for way in ways)]).tolist()
+    first, *others = [way.origin for way in ways]
+    elements = first.joined(others).read(NEVER)  # pyright: ignore[reportArgumentType]
+    starts = np.cumsum([0, *(origin.size for origin in (first, *others))]).tolist()
     return [elements[start:stop] for start, stop in itertools.pairwise(starts)]
 
 
@@ -141,10 +270,13 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
             elif kind in _INDICES:
                 indices = _INDICES[kind](ds, indices)
             else:
-                return Route(ds, indices, tuple(reversed(steps)))
+                break
             (ds,) = ds.parents
     except AttributeError:  # this Grain names its private parts otherwise
-        return Route(ds, indices, tuple(reversed(steps)))
+        pass
+    fork = isinstance(ds, ElementsOfParents)
+    origin = _Fork.at(ds, indices) if fork else _Origin(ds, indices)
+    return Route(origin, tuple(reversed(steps)))
 
 
 def _batched_read(ds: grain.MapDataset) -> Callable[[Sequence[int]], Sequence[Any]] | None:

@@ -125,6 +125,8 @@ class RandomAccess(HostBatches):
         num_threads: Threads that read side by side; None finds how many help.
         num_workers: Grain worker processes that make them instead, if not 0. Each holds at least
             two batches: one that waits, and one in the making.
+        fields_before: Of a batch, the fields of the fingerprint that are others in a state that
+            stands there, since what follows may still change.
     """
 
     kind = RANDOM_ACCESS
@@ -138,8 +140,10 @@ class RandomAccess(HostBatches):
         buffer_size: int,
         num_threads: int | None,
         num_workers: int,
+        fields_before: Callable[[int], Fingerprint] = lambda batch: {},
     ):
         self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
+        self._fields_before = fields_before
         self._num_threads, self._num_workers = num_threads, num_workers
 
     def num_batches(self) -> int | None:
@@ -185,11 +189,18 @@ class RandomAccess(HostBatches):
         return position
 
     def to_state(self, position: int) -> dict[str, Any]:
-        return {KIND: self.kind, self._BATCH: position, **self.fingerprint}
+        return {KIND: self.kind, self._BATCH: position, **self._fingerprint_at(position)}
+
+    def _fingerprint_at(self, position: Any) -> Fingerprint:
+        """The fingerprint in a state that stands there; of no position, that of the whole."""
+        known = type(position) is int and 0 <= position <= len(self._ds)
+        return {**self.fingerprint, **(self._fields_before(position) if known else {})}
 
     def from_state(self, state: dict[str, Any]) -> int:
-        check_fingerprint(state, self.fingerprint, kind="a random-access pipeline", keys=("batch",))
-        batch, batches = state[self._BATCH], len(self._ds)
+        batch = state.get(self._BATCH) if isinstance(state, Mapping) else None
+        current = self._fingerprint_at(batch)
+        check_fingerprint(state, current, kind="a random-access pipeline", keys=(self._BATCH,))
+        batches = len(self._ds)
         if type(batch) is not int or not 0 <= batch <= batches:
             raise StateError(
                 f"the state stands at batch {batch!r} of {batches}.\n"

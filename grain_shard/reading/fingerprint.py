@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 
@@ -23,6 +23,19 @@ Fingerprint = dict[str, Any]
 # Where a function stands in its file, and where an object stands in memory, say nothing of what
 # it does: a comment above it, or another run, changes them.
 _PLACE = re.compile(r" @ [^)]*| at 0x[0-9a-f]+")
+
+
+@runtime_checkable
+class ChangesLater(Protocol):
+    """A dataset of ours whose text says from which record on something holds.
+
+    What holds from a later record on than that at which a state stands may be changed before the
+    state is restored.
+    """
+
+    def text_before(self, record: int) -> str:
+        """Its text, as far as it says anything of the records before this one."""
+        ...
 
 
 def fingerprint(ds: grain.MapDataset) -> Fingerprint:
@@ -42,6 +55,33 @@ def fingerprint(ds: grain.MapDataset) -> Fingerprint:
         "global_batch_size": node.global_batch_size if node else None,
         **pipeline_digests(ds),
     }
+
+
+def fields_before(ds: grain.MapDataset, batch: int) -> Fingerprint:
+    """The fields of the fingerprint that are others if what follows a batch may still change.
+
+    Args:
+        ds: As for `fingerprint`.
+        batch: A state stands before this batch.
+
+    Returns:
+        Nothing for most pipelines, of which everything is fixed from the start. If the records
+        that are batched are those of a dataset that `ChangesLater`, and the batch is in the first
+        epoch: "transforms" with its text up to there, and "records" without the number of them,
+        which follows from the rest of that text.
+    """
+    node = nodes.batch_node(ds)
+    record = node.first_record(batch) if node else None
+    if node is None or record is None:
+        return {}
+    changing: Any = node.records
+    while nodes.keeps_indices(changing):
+        (changing,) = changing.parents
+    if not isinstance(changing, ChangesLater):
+        return {}
+    texts = [changing.text_before(record) if n is changing else _text(n) for n in _walk(ds)]
+    parameters = [nodes.parameters(n) for n in _walk(ds)]
+    return {"records": None, "transforms": digest(list(zip(texts, parameters, strict=True)))}
 
 
 def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:

@@ -93,6 +93,10 @@ class RowReader(ABC):
         """What a saved state must agree with."""
 
     @abstractmethod
+    def fields_before(self, batch: int) -> Fingerprint:
+        """The fields of the fingerprint that are others if what follows a batch may change."""
+
+    @abstractmethod
     def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
         """A new batch of the chosen rows, less those past the end of a short one.
 

@@ -19,7 +19,7 @@ import numpy as np
 from grain_shard.grain_inside import nodes, routes
 from grain_shard.grain_inside.nodes import Epoch
 from grain_shard.host_arrays import copied, empty
-from grain_shard.reading.fingerprint import Fingerprint, fingerprint
+from grain_shard.reading.fingerprint import Fingerprint, fields_before, fingerprint
 from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.spans import BATCH, READ, span
@@ -69,6 +69,9 @@ class RecordRows(RowReader):
 
     def fingerprint(self) -> Fingerprint:
         return fingerprint(self._ds)
+
+    def fields_before(self, batch: int) -> Fingerprint:
+        return fields_before(self._ds, batch)
 
     @property
     def reads_many(self) -> bool:
@@ -208,6 +211,9 @@ class WholeBatchRows(RowReader):
 
     def fingerprint(self) -> Fingerprint:
         return fingerprint(self._ds)
+
+    def fields_before(self, batch: int) -> Fingerprint:
+        return fields_before(self._ds, batch)
 
     def epoch(self) -> Epoch | None:
         if self._node is not None:

@@ -87,6 +87,7 @@ class DevicePut(Stage):
             buffer_size=self.cpu_buffer_size,
             num_threads=self.num_threads,
             num_workers=self.num_workers,
+            fields_before=ds.reader.fields_before,
         )
         return self._sharded(ds, host, reads_other_rows=ds.reads_other_rows)
 

@@ -119,6 +119,9 @@ class _PaddedRows(RowReader):
     def fingerprint(self) -> Fingerprint:
         return {**self._inner.fingerprint(), "remainder": self._pad.remainder}
 
+    def fields_before(self, batch: int) -> Fingerprint:
+        return self._inner.fields_before(self._inner_index(batch))
+
     def epoch(self) -> Epoch | None:
         epoch = self._inner.epoch()
         if epoch is not None and self._pad.remainder == "drop":
@@ -134,14 +137,20 @@ class _PaddedRows(RowReader):
         return batches if epoch is None else batches // epoch.batches * epoch.full
 
     def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
-        if (epoch := self._dropping()) is not None:
-            index = index // epoch.full * epoch.batches + index % epoch.full
+        index = self._inner_index(index)
         size = self.global_batch_size if rows is None else len(rows)
         return _PaddedBatch(self._inner.begin(index, rows), size, self._pad)
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         inner = [piece._replace(batch=piece.batch.inner) for piece in pieces]
         return self._inner.read(inner, until)
+
+    def _inner_index(self, index: int) -> int:
+        """Of a batch, in the dataset that still has the short ones."""
+        epoch = self._dropping()
+        if epoch is None:
+            return index
+        return index // epoch.full * epoch.batches + index % epoch.full
 
     def _dropping(self) -> Epoch | None:
         return self._inner.epoch() if self._pad.remainder == "drop" else None

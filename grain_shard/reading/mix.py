@@ -1,0 +1,96 @@
+"""`mix`: several datasets in one, by weights that change in the course of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from grain_shard.errors import ShardingError
+from grain_shard.grain_inside.routes import ElementsOfParents
+from grain_shard.reading.weight_schedule import WeightSchedule
+
+
+def mix(
+    datasets: Sequence[grain.MapDataset], weights: Mapping[int, Sequence[float]]
+) -> grain.MapDataset:
+    """Mixes datasets by weights that change at given records.
+
+    Like `grain.MapDataset.mix`, but for the change: an ordinary node of a random-access pipeline.
+    Each dataset is read in its own order, without a gap and nothing twice, also where the weights
+    change. Counted from the last change, none is ever a whole record away from its share.
+
+    Example:
+        >>> import grain
+        >>> web, code = grain.MapDataset.range(100), grain.MapDataset.range(100, 200)
+        >>> ds = mix([web, code], {0: [3, 1], 8: [1, 1]})
+        >>> print([ds[i] for i in range(12)])
+        [0, 1, 100, 2, 3, 4, 101, 5, 6, 102, 7, 103]
+
+    Args:
+        datasets: What to mix.
+        weights: From a record of the mixture to the weight of each dataset from there on; the
+            first record is 0. Only the proportions matter; a dataset of weight 0 pauses. They are
+            kept exactly (0.7 is 7/10), or if their lowest terms have a sum above 65,536, to about
+            that many parts.
+
+    Returns:
+        A `grain.MapDataset`. It ends where a dataset would have to give a record that it lacks; so
+        call ``.repeat()`` on what is to go round. Records past its end go on by the last weights,
+        and into the later epochs of the datasets.
+
+    Raises:
+        ShardingError: Datasets, records or weights cannot be mixed.
+    """
+    datasets = list(datasets)
+    for ds in datasets:
+        if not isinstance(ds, grain.MapDataset):
+            raise ShardingError(
+                f"cannot mix a {type(ds).__name__} by record.",
+                remedy="pass grain.MapDatasets; streams have grain.IterDataset.mix, whose weights"
+                " do not change.",
+            )
+    if not datasets:
+        raise ShardingError("there is nothing to mix.", remedy="pass at least one dataset.")
+    schedule = WeightSchedule(weights, len(datasets))
+    for i, ds in enumerate(datasets):
+        if len(ds) == 0 and schedule.uses(i):
+            raise ShardingError(
+                f"dataset {i} of the mixture, {ds}, is empty.",
+                remedy="check its source, or leave it out.",
+            )
+    return MixedByRecord(datasets, schedule)
+
+
+class MixedByRecord(ElementsOfParents):
+    """The dataset that `mix` makes.
+
+    Args:
+        datasets: What is mixed.
+        schedule: Which record comes from which of them.
+    """
+
+    def __init__(self, datasets: Sequence[grain.MapDataset], schedule: WeightSchedule):
+        super().__init__(datasets)
+        self._schedule = schedule
+
+    def __len__(self) -> int:
+        return self._schedule.length([len(ds) for ds in self.parents])
+
+    def __str__(self) -> str:
+        return f"mix({self._schedule})"
+
+    def text_before(self, record: int) -> str:
+        """Its text, as far as it says anything of the records before this one."""
+        return f"mix({self._schedule.text_before(record)})"
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        dataset, record = self._schedule.locate_one(index)
+        return self.parents[dataset][record]
+
+    def below(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._schedule.locate(indices)

@@ -1,0 +1,390 @@
+"""`mix`: weights that change at given records. On several hosts: test_hosts_changing_runs.py."""
+
+import itertools
+import json
+import pickle
+import sys
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grain_shard
+from grain_shard import ShardingError, StateError, mix
+from grain_shard.grain_inside import routes
+from tests.conftest import data_mesh, ids
+
+
+def component(number, length=10_000):
+    """Records that say where they come from: component 2 has 2_000_000, 2_000_001, ..."""
+    first = number * 1_000_000
+    return grain.MapDataset.range(first, first + length)
+
+
+def components(count, length=10_000):
+    return [component(number, length) for number in range(count)]
+
+
+def counts(ds, num_records, num_components):
+    """How many records of each component are among the first k: int[num_records + 1, components].
+
+    Checks on the way that each component comes in its own order, without a gap.
+    """
+    values = np.array([ds[i] for i in range(num_records)])
+    taken = np.zeros((num_records + 1, num_components), int)
+    for number in range(num_components):
+        of_it = values[values // 1_000_000 == number]
+        assert of_it.tolist() == list(range(number * 1_000_000, of_it.size + number * 1_000_000))
+        taken[1:, number] = np.cumsum(values // 1_000_000 == number)
+    return taken
+
+
+def test_each_dataset_comes_in_its_own_order_by_weights_that_change():
+    web, code = grain.MapDataset.range(100), grain.MapDataset.range(100, 200)
+    ds = mix([web, code], {0: [3, 1], 8: [1, 1], 12: [0, 1]})
+    assert [ds[i] for i in range(8)] == [0, 1, 100, 2, 3, 4, 101, 5]
+    assert [ds[i] for i in range(8, 12)] == [6, 102, 7, 103]
+    assert [ds[i] for i in range(12, 15)] == [104, 105, 106]
+
+
+def test_three_datasets():
+    ds = mix(components(3), {0: [2, 1, 1]})
+    assert [ds[i] // 1_000_000 for i in range(8)] == [0, 1, 0, 2, 0, 1, 0, 2]
+
+
+def add_noise(x, rng):
+    return x + rng.random()
+
+
+weights_of = st.lists(st.integers(0, 12), min_size=4, max_size=4).filter(any)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.integers(1, 60), max_size=3),
+    data=st.data(),
+)
+def test_no_dataset_is_ever_a_whole_record_from_its_share_since_the_last_change(steps, data):
+    starts = [0, *itertools.accumulate(steps)]
+    weights = {start: data.draw(weights_of) for start in starts}
+    end = starts[-1] + 100
+    taken = counts(mix(components(4), weights), end, 4)
+    for start, stop in itertools.pairwise([*starts, end]):
+        share = np.array(weights[start]) / sum(weights[start])
+        since = taken[start : stop + 1] - taken[start]
+        exact = np.arange(stop - start + 1)[:, None] * share
+        assert np.abs(since - exact).max() < 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "exact"),
+    [
+        ([0.7, 0.3], [7, 3]),
+        ([1, 1 / 2], [2, 1]),
+        ([np.float32(0.1), 0.9], [1, 9]),
+        ([5, 0], [1, 0]),
+    ],
+)
+def test_weights_are_taken_as_they_are_written(weights, exact):
+    assert str(mix(components(2), {0: weights})) == f"mix({{0: {exact}}})"
+
+
+def test_weights_without_a_short_pattern_are_rounded_to_65536_parts():
+    ds = mix(components(2, 2_000_000), {0: [2**0.5, 1]})
+    assert str(ds) == "mix({0: [19195, 13573]})"
+    error = 19195 / (19195 + 13573) - 2**0.5 / (2**0.5 + 1)
+    assert abs(error) < 1 / 65536
+
+
+def test_a_weight_that_is_tiny_is_not_rounded_away():
+    ds = mix(components(2, 10**7), {0: [1, 1e-9]})
+    assert str(ds) == "mix({0: [65536, 1]})"
+
+
+def test_the_end_comes_before_a_dataset_would_have_to_give_what_it_lacks():
+    ds = mix([component(0, 6), component(1, 100)], {0: [1, 1], 4: [2, 1]})
+    # two of each until record 4, then 4 of the first with 2 of the second
+    assert len(ds) == 10
+    taken = counts(ds, len(ds), 2)
+    assert taken[-1].tolist() == [6, 4]
+    assert ds[10] == 0, "what follows is in the second epoch of the first dataset"
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=3, max_size=3), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_length_is_the_most_that_repeats_nothing(lengths, data):
+    weights = {0: data.draw(weights_of)[:3], 20: data.draw(weights_of)[:3]}
+    if not all(map(any, weights.values())):
+        return
+    ds = mix([component(i, length) for i, length in enumerate(lengths)], weights)
+    taken = counts(ds, len(ds), 3)
+    assert (taken[-1] <= lengths).all()
+    last = ds[len(ds)]
+    assert taken[-1][last // 1_000_000] == lengths[last // 1_000_000]
+
+
+def test_what_is_repeated_goes_round_in_another_order():
+    small = component(0, 3).seed(1).shuffle()
+    ds = mix([small.repeat(), component(1, 30)], {0: [1, 1]})
+    assert len(ds) == 61, "the last is one of those that never end"
+    of_small = [ds[i] for i in range(60) if ds[i] < 1_000_000]
+    epochs = [of_small[i : i + 3] for i in range(0, 30, 3)]
+    assert all(sorted(epoch) == [0, 1, 2] for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+
+
+def test_endless_datasets_make_an_endless_mixture():
+    ds = mix([ds.repeat() for ds in components(2, 5)], {0: [3, 1], 10**12: [1, 1]})
+    assert len(ds) == sys.maxsize
+    web, code = (2 * 10**12 - 10**12) // 2 + 3 * 10**12 // 4, 10**12 // 2 + 10**12 // 4
+    assert sorted(ds[2 * 10**12 + i] for i in range(2)) == [web % 5, 1_000_000 + code % 5]
+
+
+def test_a_dataset_that_no_weight_uses_may_be_empty_and_ends_nothing():
+    ds = mix([component(0, 5), component(1, 0)], {0: [1, 0]})
+    assert list(ds) == [0, 1, 2, 3, 4]
+
+
+def test_what_stands_above_and_below_keeps_its_meaning():
+    noisy = [ds.seed(3).random_map(add_noise) for ds in components(2)]
+    ds = mix(noisy, {0: [1, 1], 10: [1, 3]})
+    assert [int(x) for x in ds[4:8]] == [2, 1_000_002, 3, 1_000_003]
+    assert [ds[i] for i in range(20)] == [pickle.loads(pickle.dumps(ds))[i] for i in range(20)]
+    assert list(ds[:20].seed(1).shuffle()) != list(ds[:20])
+    assert sorted(ds[:20].seed(1).shuffle()) == sorted(ds[:20])
+
+
+PIPELINES = {
+    "of sources": mix(components(3, 40), {0: [3, 1, 1], 20: [1, 0, 1], 30: [0, 1, 0]}),
+    "of shuffles, mapped": mix(
+        [ds.seed(4).shuffle().map(lambda x: x + 1) for ds in components(2, 40)], {0: [3, 1]}
+    )
+    .seed(1)
+    .random_map(add_noise),
+    "of slices": mix([ds[1::2] for ds in components(2)], {0: [1, 2], 7: [2, 1]})[3:60:2],
+    "of a mixture": mix(
+        [mix(components(2), {0: [1, 1]}), component(2)], {0: [1, 2], 50: [1, 0]}
+    ).map_with_index(lambda i, x: (i, x)),
+    "shuffled": mix(components(2, 40), {0: [3, 1]}).shuffle(seed=2),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@given(indices=st.lists(st.integers(0, 200), min_size=1, max_size=60))
+@settings(max_examples=20, deadline=None)
+def test_many_records_are_those_that_come_one_by_one(name, indices):
+    ds = PIPELINES[name]
+    way = routes.route(ds, np.array(indices))
+    assert way.finish(way.read()) == [ds[i] for i in indices]
+    middle = len(indices) // 2
+    elements = way.read()
+    first, second = way.part(0, middle), way.part(middle, len(indices))
+    in_parts = [*first.finish(elements[:middle]), *second.finish(elements[middle:])]
+    assert in_parts == way.finish(way.read())
+
+
+class BatchedSource:
+    """Remembers which records were read by each call."""
+
+    def __init__(self, first):
+        self._first, self.calls = first, []
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices):
+        self.calls.append(list(indices))
+        return [{"id": np.int32(self._first + i)} for i in indices]
+
+
+def test_a_batch_is_one_call_into_each_source():
+    sources = [BatchedSource(0), BatchedSource(1000)]
+    ds = mix([grain.MapDataset.source(source) for source in sources], {0: [3, 1]}).batch(8)
+    with iter(ds.shard_to(data_mesh(2), num_threads=1, cpu_buffer_size=1)) as batches:
+        assert ids([next(batches)]) == [[0, 1, 1000, 2, 3, 4, 1001, 5]]
+    assert sources[0].calls[0] == [0, 1, 2, 3, 4, 5]
+    assert sources[1].calls[0] == [0, 1]
+
+
+# Batches, states, and other weights.
+
+
+def training(weights, global_batch_size=4, **options):
+    records = [
+        component(number, 60).seed(number).shuffle().map(lambda i: {"id": np.int32(i)})
+        for number in range(2)
+    ]
+    return mix(records, weights).batch(global_batch_size).shard_to(data_mesh(4), **options)
+
+
+def after(ds, num_batches):
+    """The ids of so many batches, and the state then, as JSON."""
+    with iter(ds) as iterator:
+        seen = ids([next(iterator) for _ in range(num_batches)])
+        return seen, json.loads(json.dumps(iterator.get_state()))
+
+
+@pytest.mark.parametrize("stop_after", [0, 4, 5, 6, 12])
+@pytest.mark.usefixtures("hints")
+def test_a_state_goes_on_over_changes_of_weights(stop_after):
+    weights = {0: [3, 1], 18: [1, 1], 30: [1, 4]}
+    everything = ids(training(weights))
+    seen, state = after(training(weights), stop_after)
+    assert len(json.dumps(state)) < 200
+    with iter(training(weights)) as iterator:
+        iterator.set_state(state)
+        assert seen + ids(iterator) == everything
+
+
+def test_weights_may_change_from_the_record_on_at_which_a_run_is_restored():
+    seen, state = after(training({0: [3, 1]}), 5)  # 20 records
+    with iter(training({0: [3, 1], 20: [1, 1], 40: [0, 1]})) as iterator:
+        iterator.set_state(state)
+        seen += ids(iterator)
+    assert seen == ids(training({0: [3, 1], 20: [1, 1], 40: [0, 1]}))
+    rows = [row for batch in seen for row in batch]
+    assert len(rows) == len(set(rows)), "no record comes twice"
+
+
+def test_weights_that_would_have_changed_later_may_be_taken_back():
+    seen, state = after(training({0: [3, 1], 20: [1, 1]}), 5)
+    with iter(training({0: [3, 1]})) as iterator:
+        iterator.set_state(state)
+        assert seen + ids(iterator) == ids(training({0: [3, 1]}))
+
+
+def test_a_state_at_the_beginning_takes_any_weights():
+    _, state = after(training({0: [3, 1]}), 0)
+    with iter(training({0: [1, 1]})) as iterator:
+        iterator.set_state(state)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{0: [1, 3]}, {0: [3, 1], 19: [1, 1]}, {0: [3, 1], 4: [1, 1]}, {0: [3, 1], 10: [3, 1]}],
+)
+def test_weights_of_the_past_may_not_change(weights):
+    _, state = after(training({0: [3, 1]}), 5)
+    with (
+        iter(training(weights)) as iterator,
+        pytest.raises(StateError, match=r"\btransforms\b.* changed"),
+    ):
+        iterator.set_state(state)
+
+
+def test_what_else_changed_is_refused_as_ever():
+    _, state = after(training({0: [3, 1]}), 5)
+    with (
+        iter(training({0: [3, 1]}, global_batch_size=8)) as iterator,
+        pytest.raises(StateError, match=r"global_batch_size\b.* changed"),
+    ):
+        iterator.set_state(state)
+
+
+@pytest.mark.parametrize(
+    "above",
+    [
+        lambda ds: ds.seed(1).shuffle().batch(4),
+        lambda ds: ds[::2].batch(4),
+        lambda ds: ds.batch(4)[1:],
+    ],
+    ids=["shuffle", "slice", "slice of batches"],
+)
+def test_where_records_are_not_in_the_order_of_the_mixture_all_weights_are_fixed(above):
+    def build(weights):
+        ds = mix([ds.map(lambda i: {"id": np.int32(i)}) for ds in components(2, 60)], weights)
+        return above(ds).shard_to(data_mesh(4))
+
+    _, state = after(build({0: [3, 1]}), 2)
+    iter(build({0: [3, 1]})).set_state(state)
+    with pytest.raises(StateError, match=r"\btransforms\b.* changed"):
+        iter(build({0: [3, 1], 40: [1, 1]})).set_state(state)
+
+
+def test_in_a_second_epoch_all_weights_are_fixed():
+    def build(weights):
+        ds = mix([ds.map(lambda i: {"id": np.int32(i)}) for ds in components(2, 6)], weights)
+        return ds.batch(4).repeat(2).shard_to(data_mesh(4))
+
+    first, state = after(build({0: [1, 1]}), 2)
+    assert first == [[0, 1_000_000, 1, 1_000_001], [2, 1_000_002, 3, 1_000_003]]
+    iter(build({0: [1, 1], 8: [1, 3]})).set_state(state)
+    _, state = after(build({0: [1, 1]}), 4)
+    iter(build({0: [1, 1]})).set_state(state)
+    with pytest.raises(StateError, match=r"\btransforms\b.* changed"):
+        iter(build({0: [1, 1], 8: [1, 3]})).set_state(state)
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_the_end_of_an_epoch_is_as_fixed_as_its_weights(remainder):
+    _, state = after(training({0: [1, 0]}, global_batch_size=16, remainder=remainder), 3)
+    same = training({0: [1, 0]}, global_batch_size=16, remainder=remainder)
+    iter(same).set_state(state)
+    longer = training({0: [1, 0], 48: [1, 1]}, global_batch_size=16, remainder=remainder)
+    if remainder == "drop":  # there the epoch has ended, and the next one would begin elsewhere
+        with pytest.raises(StateError, match="changed"):
+            iter(longer).set_state(state)
+    else:
+        iter(longer).set_state(state)
+
+
+def test_in_feeds_each_feed_has_its_part_of_the_mixture():
+    weights = {0: [3, 1], 16: [1, 3]}
+
+    def make_feed(feed):
+        whole = mix([ds.map(lambda i: {"id": np.int32(i)}) for ds in components(2, 40)], weights)
+        part = whole[feed.shard_index :: feed.shard_count]
+        return part.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+
+    whole = mix(components(2, 40), weights)
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(8).shard_to(data_mesh(4))
+    everything = ids(ds)
+    order = [whole[8 * batch + 2 * row + feed] for batch, feed, row in np.ndindex(3, 2, 4)]
+    assert [row for batch in everything[:3] for row in batch] == order
+    seen, state = after(ds, 2)
+    with iter(ds) as iterator:
+        iterator.set_state(state)
+        assert seen + ids(iterator) == everything
+
+
+# Misuse.
+
+
+@pytest.mark.parametrize(
+    ("datasets", "weights", "message"),
+    [
+        ([], {0: []}, "there is nothing to mix"),
+        ([[1, 2]], {0: [1]}, "cannot mix a list by record"),
+        ([component(0).to_iter_dataset()], {0: [1]}, "streams have grain.IterDataset.mix"),
+        ([component(0), component(1, 0)], {0: [1, 1]}, "dataset 1 of the mixture"),
+        (components(2), [3, 1], "does not say which weights hold when"),
+        (components(2), {}, "does not say which weights hold when"),
+        (components(2), {5: [3, 1]}, "the weights change at records [5]"),
+        (components(2), {0: [1, 1], -3: [3, 1]}, "the weights change at records [0, -3]"),
+        (components(2), {0: [1, 1], 9: [2, 1], 5: [3, 1]}, "at records [0, 9, 5]"),
+        (components(2), {"0": [3, 1]}, "the weights change at ['0'], and not all of these"),
+        (components(2), {0.0: [3, 1]}, "not all of these are whole numbers"),
+        (
+            components(2),
+            {0: [3, 1], 10: [1]},
+            "from record 10 on are 1, [1], and",
+        ),
+        (components(2), {0: 3}, "the weights from record 0 on are 3"),
+        (components(2), {0: "31"}, "the weights from record 0 on are '31'"),
+        (components(2), {0: [3, -1]}, "and -1 is no number of at least 0"),
+        (components(2), {0: [3, float("nan")]}, "and nan is no number of at least 0"),
+        (components(2), {0: [float("inf"), 1]}, "and inf is no number of at least 0"),
+        (components(2), {0: [3, None]}, "and None is no number of at least 0"),
+        (components(2), {0: [1, 1], 7: [0, 0]}, "the weights from record 7 on are all 0"),
+    ],
+)
+def test_misuse_is_refused_and_says_what_to_do(datasets, weights, message):
+    with pytest.raises(ShardingError) as refusal:
+        mix(datasets, weights)
+    assert message in str(refusal.value)
+    assert "\n  remedy: " in str(refusal.value)
