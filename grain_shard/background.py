@@ -295,7 +295,7 @@ class _Shared(Generic[T]):
     ):
         self.threads: list[threading.Thread] = []
         self._tasks, self._buffer_size, self._pace = tasks, buffer_size, pace
-        self._name, self._enter_context = name, enter_context
+        self._name, self.enter_context = name, enter_context
         # Reentrant: the garbage collector may run __del__, so stop(), in a thread that holds it.
         self._lock = threading.RLock()
         # Three conditions, since who waits for the one must not be woken for the others.
@@ -466,6 +466,13 @@ class _Shared(Generic[T]):
                 self.start_more()
         return True
 
+    def fail(self, error: Raised) -> None:
+        """Ends the stage with an error that belongs to no result."""
+        with self._lock:
+            self._final, self._drained = self._final or error, True
+            self._result_came.notify_all()
+            self._wake_to_end()
+
     def thread_ended(self) -> None:
         with self._lock:
             self._running -= 1
@@ -510,8 +517,11 @@ class _Shared(Generic[T]):
 def _run(shared: _Shared, rank: int) -> None:
     try:
         shared.start_more()
-        with shared._enter_context():
+        with shared.enter_context():
             while shared.step(rank):
                 pass
+    except BaseException as error:
+        # Of the stage itself, since the errors of a task are results. Nobody is to wait for ever.
+        shared.fail(Raised.of(error))
     finally:
         shared.thread_ended()
