@@ -18,8 +18,17 @@ from typing import Any
 import grain
 import numpy as np
 
+from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.index_shuffle import shuffled
-from grain_shard.grain_inside.nodes import MAP, MAP_WITH_INDEX, RANDOM_MAP, REPEAT, SEED, SLICE
+from grain_shard.grain_inside.nodes import (
+    MAP,
+    MAP_WITH_INDEX,
+    RANDOM_MAP,
+    REINDEX,
+    REPEAT,
+    SEED,
+    SLICE,
+)
 
 Apply = Callable[[Any, int], Any]
 
@@ -35,12 +44,11 @@ _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
     MAP_WITH_INDEX: lambda node: lambda element, index: node._map_with_index_fn(index, element),
 }
 # From indices above the node to indices below it.
-_INDICES: dict[type, Callable[[Any, np.ndarray], np.ndarray]] = {
+_INDICES: dict[type | None, Callable[[Any, np.ndarray], np.ndarray]] = {
     SEED: lambda node, indices: indices,
     _SHUFFLE: lambda node, indices: _below_shuffle(node, indices),
-    SLICE: lambda node, indices: np.array(
-        [node._sliced_index(i) for i in indices.tolist()], np.int64
-    ),
+    SLICE: lambda node, indices: _below_slice(node, indices),
+    REINDEX: lambda node, indices: _below_slice(node, indices),
     REPEAT: lambda node, indices: (
         indices if node._reseed_each_epoch else indices % len(node.parents[0])
     ),
@@ -291,6 +299,11 @@ def _batched_read(ds: grain.MapDataset) -> Callable[[Sequence[int]], Sequence[An
         if (read := getattr(source, name, None)) is not None:
             return lambda indices: read([i % len(ds) for i in indices])
     return None
+
+
+def _below_slice(node: Any, indices: np.ndarray) -> np.ndarray:
+    below = nodes.index_below_slice(node)
+    return np.array([below(i) for i in indices.tolist()], dtype=np.int64)
 
 
 def _below_shuffle(node: Any, indices: np.ndarray) -> np.ndarray:
