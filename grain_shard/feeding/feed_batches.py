@@ -19,6 +19,8 @@ import numpy as np
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.feeding.feed_reader import ENDED, Entry, FeedReader, is_entry, naming_feed
 from grain_shard.feeding.feed_turns import FeedTurns, Piece
+from grain_shard.feeding.record_stream import RecordStream
+from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.hosts.state_files import FEED_ENTRIES, FEEDS, KIND
 from grain_shard.hosts.state_json import from_json, to_json
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
@@ -229,7 +231,7 @@ class FeedBatches(grain.IterDataset):
 
     def open_feed(self, feed: int, entry: Entry) -> FeedReader:
         """A reader of one feed, from where it is to start."""
-        return FeedReader(functools.partial(self._make, feed), entry)
+        return FeedReader(lambda: replace_read_ahead(self._make(feed), _record_stream), entry)
 
     def iterate(self, num_threads: int = 1) -> FeedIterator:
         """An iterator over the batches; several threads run feeds side by side."""
@@ -425,6 +427,10 @@ class FeedIterator(BatchIterator):
     def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError("this is a closed iterator; make another by iter(ds).")
+
+
+def _record_stream(records: grain.MapDataset, is_read_ahead: bool) -> grain.IterDataset | None:
+    return None if is_read_ahead else RecordStream(records)
 
 
 def row_stacker(row: Any) -> RowStacker:

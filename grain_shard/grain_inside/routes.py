@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,6 +104,23 @@ class Route:
             return element
 
         return _while_time_lasts(until, on_top, elements)
+
+
+    def each(self) -> Iterator[Any]:
+        """The elements on top, each made when it is asked for.
+
+        What a source reads in one call for all of them is read with the first.
+        """
+        read = self.read() if self.reads_many else None
+        steps = [(apply, indices.tolist()) for apply, indices in self.steps]
+        for i, index in enumerate(self.indices.tolist()):
+            if read is None:
+                element = self.origin[index]
+            else:
+                element, read[i] = read[i], None  # it is held no longer than it is used
+            for apply, indices in steps:
+                element = apply(element, indices[i])
+            yield element
 
 
 def _while_time_lasts(
