@@ -83,7 +83,8 @@ class Route:
         if batched_read is None and type(self.origin) is not _SOURCE and len(indices) > 1:
             batched_read = getattr(self.origin, "_getitems", None)
         if batched_read is None:
-            return _while_time_lasts(until, lambda _, i: self.origin[i], indices)
+            read_one = _single_read(self.origin)
+            return _while_time_lasts(until, lambda _, index: read_one(index), indices)
         result = batched_read(indices)
         elements = [] if isinstance(result, Mapping) else list(result)
         if len(elements) != len(indices):
@@ -111,11 +112,11 @@ class Route:
 
         What a source reads in one call for all of them is read with the first.
         """
-        read = self.read() if self.reads_many else None
+        read, read_one = self.read() if self.reads_many else None, _single_read(self.origin)
         steps = [(apply, indices.tolist()) for apply, indices in self.steps]
         for i, index in enumerate(self.indices.tolist()):
             if read is None:
-                element = self.origin[index]
+                element = read_one(index)
             else:
                 element, read[i] = read[i], None  # it is held no longer than it is used
             for apply, indices in steps:
@@ -164,10 +165,18 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
         return Route(ds, indices, tuple(reversed(steps)))
 
 
+def _single_read(ds: grain.MapDataset) -> Callable[[int], Any]:
+    """How one element is read; a source is asked directly, as for many elements."""
+    if type(ds) is _SOURCE and (source := getattr(ds, "_source", None)) is not None:
+        length = len(ds)
+        return lambda index: source[index % length]
+    return ds.__getitem__
+
+
 def _batched_read(ds: grain.MapDataset) -> Callable[[Sequence[int]], Sequence[Any]] | None:
     """How a source reads many records in one call, under Grain's name for that or Python's.
 
-    Asked directly: Grain's node measures each record that passes, for 2 us.
+    Asked directly: Grain's node measures each record that passes, for 2 us and more.
     """
     if type(ds) is not _SOURCE:
         return None
