@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import grain
@@ -14,84 +14,90 @@ from grain_shard.grain_inside.routes import route
 # that has batched reads is then asked for as many in a call.
 _FIRST_RECORDS, _MOST_RECORDS = 4, 256
 
+# Yields the records of a dataset from an index on, one after the other.
+Elements = Callable[[grain.MapDataset, int], Generator[Any]]
 
-class RecordStream(grain.IterDataset):
-    """Yields what Grain's ``.to_iter_dataset()`` does without threads, for less.
 
-    A record is evaluated when it is asked for, and not before. Only a source that reads many
-    records in one call reads them ahead.
+def evaluated_in_turn(records: grain.MapDataset, start: int) -> Generator[Any]:
+    """Evaluates records when they are asked for, and not before.
 
-    Args:
-        records: The records.
+    Only a source that reads many records in one call reads them ahead.
     """
-
-    def __init__(self, records: grain.MapDataset):
-        super().__init__(records)
-        self._records = records
-
-    def __iter__(self) -> RecordIterator:
-        return RecordIterator(self._records)
-
-
-class RecordIterator(grain.DatasetIterator):
-    """Iterates over the records; its state is the one of Grain's iterator."""
-
-    def __init__(self, records: grain.MapDataset):
-        super().__init__()
-        self._records, self._length = records, len(records)
-        self._next_index = 0
-        self._found: Iterator[Any] = iter(())  # the records from the next index on
-        self._at_a_time = _FIRST_RECORDS
-
-    def __next__(self) -> Any:
-        while self._next_index < self._length:
-            element = self._evaluate()
-            self._next_index += 1
-            if element is not None:  # as Grain does, which takes None for "filtered out"
-                return element
-        raise StopIteration
-
-    def _evaluate(self) -> Any:
-        """The record at the next index."""
+    count = _FIRST_RECORDS
+    while start < len(records):
+        stop = min(start + count, len(records))
+        elements = route(records, np.arange(start, stop)).each()
         try:
-            for element in self._found:
-                return element
-            return self._evaluate_first()
-        except Exception as error:
-            # What was found ends with an error; whoever asks again gets the same record again.
-            self._found = iter(())
-            error.add_note(
-                f"grain_shard: while evaluating record {self._next_index} of the dataset above"
-                " .to_iter_dataset"
-            )
-            raise
-
-    def _evaluate_first(self) -> Any:
-        """The record at the next index, with which the next ones are found."""
-        count = min(self._at_a_time, self._length - self._next_index)
-        self._at_a_time = min(2 * self._at_a_time, _MOST_RECORDS)
-        self._found = self._find(count)
-        try:
-            return next(self._found)
+            element = next(elements)
         except Exception:
             if count == 1:
                 raise
-            # Perhaps it was another record that a batched read has failed for: this one alone.
-            self._at_a_time, self._found = 1, iter(())
-            return next(self._find(1))
+            # A call for many records does not say for which of them it has failed.
+            count = 1
+            continue
+        yield element
+        yield from elements
+        start, count = stop, min(2 * count, _MOST_RECORDS)
 
-    def _find(self, count: int) -> Iterator[Any]:
-        return route(
-            self._records, np.arange(self._next_index, self._next_index + count)
-        ).each()
+
+class RecordStream(grain.IterDataset):
+    """Yields what Grain's ``.to_iter_dataset()`` does, for less.
+
+    Args:
+        records: The records.
+        elements: How they are evaluated.
+    """
+
+    def __init__(self, records: grain.MapDataset, elements: Elements = evaluated_in_turn):
+        super().__init__(records)
+        self._records, self._elements = records, elements
+
+    def __iter__(self) -> RecordIterator:
+        return RecordIterator(self._records, self._elements)
+
+
+class RecordIterator(grain.DatasetIterator):
+    """Iterates over records; its state is the one of Grain's iterator."""
+
+    def __init__(self, records: grain.MapDataset, elements: Elements):
+        super().__init__()
+        self._records, self._length, self._elements = records, len(records), elements
+        self._next_index = 0
+        self._next_elements: Generator[Any] | None = None  # from the next index on
+
+    def __next__(self) -> Any:
+        while self._next_index < self._length:
+            if self._next_elements is None:
+                self._next_elements = self._elements(self._records, self._next_index)
+            try:
+                element = next(self._next_elements)
+            except BaseException as error:
+                self._next_elements = None  # whoever asks again gets the same record again
+                error.add_note(
+                    f"grain_shard: while evaluating record {self._next_index} of the dataset above"
+                    " .to_iter_dataset"
+                )
+                raise
+            self._next_index += 1
+            if element is not None:  # Grain leaves out what is None, too
+                return element
+        raise StopIteration
 
     def get_state(self) -> dict[str, Any]:
         return {"next_index": self._next_index}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if not 0 <= state["next_index"] <= self._length:
-            raise IndexError(
-                f"the state stands at record {state['next_index']} of a dataset of {self._length}"
-            )
-        self._next_index, self._found = state["next_index"], iter(())
-        self._at_a_time = _FIRST_RECORDS
+        index = state["next_index"]
+        if not 0 <= index <= self._length:
+            raise IndexError(f"record {index} of a dataset of {self._length}")
+        self._let_go()
+        self._next_index = index
+
+    def close(self) -> None:
+        self._let_go()
+        super().close()
+
+    def _let_go(self) -> None:
+        if self._next_elements is not None:
+            self._next_elements.close()
+            self._next_elements = None

@@ -15,8 +15,7 @@ import grain
 from grain_shard.grain_inside.nodes import read_ahead
 
 # From the random-access part of a stream, and whether the user wants it read ahead, to a stream.
-# None leaves that to Grain.
-MakeStream = Callable[[grain.MapDataset, bool], grain.IterDataset | None]
+MakeStream = Callable[[grain.MapDataset, bool], grain.IterDataset]
 
 
 def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.IterDataset:
@@ -51,8 +50,6 @@ def _replacement(ds: Any, make_stream: MakeStream, known: dict[int, Any]) -> Any
     if (found := read_ahead(ds)) is not None:
         below, options = found
         stream: Any = make_stream(below, options is None or min(options) > 0)
-        if stream is None:
-            return ds
         stream.has_child = True  # or Grain may put a thread of its own between it and its consumer
         return stream
     parents = [(old, _replaced(old, make_stream, known)) for old in ds.parents]

@@ -106,7 +106,6 @@ class Route:
 
         return _while_time_lasts(until, on_top, elements)
 
-
     def each(self) -> Iterator[Any]:
         """The elements on top, each made when it is asked for.
 
