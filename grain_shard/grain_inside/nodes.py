@@ -145,6 +145,13 @@ def below_read_ahead(
     """
     while type(ds) in (_ITER_SEED, grain.experimental.WithOptionsIterDataset):
         (ds,) = ds.parents  # they change no element
+    return read_ahead(ds)
+
+
+def read_ahead(
+    ds: grain.MapDataset | grain.IterDataset,
+) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
+    """As `below_read_ahead`, of a dataset that is itself what ``.to_iter_dataset`` made."""
     if type(ds) is not _READ_AHEAD or getattr(ds, "_allow_nones", False):
         return None
     options = getattr(ds, "_read_options", None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,17 @@ class Route:
 
         return _while_time_lasts(until, on_top, elements)
 
+    def each(self) -> Iterator[Any]:
+        """The elements on top, each made when it is asked for.
+
+        What a source reads in one call for all of them is read with the first.
+        """
+        steps = [(apply, indices.tolist()) for apply, indices in self.steps]
+        for i, element in enumerate(self.origin.each()):
+            for apply, indices in steps:
+                element = apply(element, indices[i])
+            yield element
+
 
 @dataclass(frozen=True)
 class _Origin:
@@ -153,7 +164,8 @@ class _Origin:
         if batched_read is None and type(self.ds) is not _SOURCE and len(indices) > 1:
             batched_read = getattr(self.ds, "_getitems", None)
         if batched_read is None:
-            return _while_time_lasts(until, lambda _, i: self.ds[i], indices)
+            read_one = _single_read(self.ds)
+            return _while_time_lasts(until, lambda _, index: read_one(index), indices)
         result = batched_read(indices) if indices else []
         elements = [] if isinstance(result, Mapping) else list(result)
         if len(elements) != len(indices):
@@ -166,6 +178,15 @@ class _Origin:
 
     def finish(self, elements: Sequence[Any]) -> Sequence[Any]:
         return elements
+
+    def each(self) -> Iterator[Any]:
+        if not self.reads_many:
+            yield from map(_single_read(self.ds), self.indices.tolist())
+            return
+        elements = self.read(NEVER)
+        for i, element in enumerate(elements):
+            elements[i] = None  # it is held no longer than it is used
+            yield element
 
 
 @dataclass(frozen=True)
@@ -223,6 +244,13 @@ class _Fork:
                 for numbers, way in zip(self.numbers, self.routes, strict=True)
             ]
         )
+
+    def each(self) -> Iterator[Any]:
+        of_routes = [way.each() for way in self.routes]
+        owners = np.empty(self.size, np.int64)
+        for owner, numbers in enumerate(self.numbers):
+            owners[numbers] = owner
+        return (next(of_routes[owner]) for owner in owners.tolist())
 
     def _in_order(self, of_routes: Sequence[list[Any]]) -> list[Any]:
         elements: list[Any] = [None] * self.size
@@ -287,10 +315,18 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
     return Route(origin, tuple(reversed(steps)))
 
 
+def _single_read(ds: grain.MapDataset) -> Callable[[int], Any]:
+    """How one element is read; a source is asked directly, as for many elements."""
+    if type(ds) is _SOURCE and (source := getattr(ds, "_source", None)) is not None:
+        length = len(ds)
+        return lambda index: source[index % length]
+    return ds.__getitem__
+
+
 def _batched_read(ds: grain.MapDataset) -> Callable[[Sequence[int]], Sequence[Any]] | None:
     """How a source reads many records in one call, under Grain's name for that or Python's.
 
-    Asked directly: Grain's node measures each record that passes, for 2 us.
+    Asked directly: Grain's node measures each record that passes, for 2 us and more.
     """
     if type(ds) is not _SOURCE:
         return None
