@@ -14,7 +14,7 @@ from .install import install as install
 from .install import uninstall as uninstall
 from .iteration.iterator import ShardedIterator as ShardedIterator
 from .iteration.sharded_dataset import ShardedDataset as ShardedDataset
-from .measuring.timeline import profile as profile
+from .measuring.profiling import profile as profile
 from .placement import DevicePlacement as DevicePlacement
 from .placement import prefetch_to_device as prefetch_to_device
 from .planning.plan import plan as plan

@@ -70,12 +70,8 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
     )
     choices = parser.add_subparsers(metavar="subcommand", required=True)
     for name, subcommand in _SUBCOMMANDS.items():
-        summary = subcommand.summary
         choice = choices.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"example: {subcommand.example}",
+            name, help=subcommand.summary, epilog=f"example: {subcommand.example}"
         )
         if name == called:
             module = import_module(subcommand.module)

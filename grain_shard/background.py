@@ -180,6 +180,20 @@ class TaskStage(Producer[T]):
         self.start()
         return self._shared.ready()
 
+    def wait_for(self, has_come: Callable[[], bool]) -> bool:
+        """Waits for something that a task makes besides results; by any thread, once started.
+
+        Args:
+            has_come: Whether it is there. Asked again whenever a task is done.
+
+        Returns:
+            True; or False if the stage was stopped.
+
+        Raises:
+            RuntimeError: This is a forked process, which has none of the threads.
+        """
+        return self._shared.wait_for(has_come)
+
     def start(self) -> None:
         """Starts working ahead; a second call does nothing."""
         self._shared.start()
@@ -295,11 +309,12 @@ class _Shared(Generic[T]):
     ):
         self.threads: list[threading.Thread] = []
         self._tasks, self._buffer_size, self._pace = tasks, buffer_size, pace
-        self._name, self._enter_context = name, enter_context
+        self._name, self.enter_context = name, enter_context
         # Reentrant: the garbage collector may run __del__, so stop(), in a thread that holds it.
         self._lock = threading.RLock()
         # Three conditions, since who waits for the one must not be woken for the others.
-        # Signalled when the next result is there, be it an error, and when the stage is stopped.
+        # Signalled when the next result is there, be it an error, when a task is done for which a
+        # consumer waits, and when the stage is stopped.
         self._result_came = threading.Condition(self._lock)
         # Signalled when there is room for one more result, and when none will be begun any more.
         self._room_came = threading.Condition(self._lock)
@@ -309,6 +324,7 @@ class _Shared(Generic[T]):
         self._results: dict[int, T | Raised] = {}
         self._begun = 0  # results that tasks have begun
         self._taken = 0  # results handed out
+        self._wait_for_tasks = 0  # threads in wait_for()
         self._running = 0
         self._started = self._stopped = False
         self._drained = False  # no task will be drawn any more
@@ -382,19 +398,33 @@ class _Shared(Generic[T]):
             StopIteration: The stage was stopped.
             RuntimeError: This is a forked process, which has none of the threads.
         """
-        while self._final is None and self._taken not in self._results:
+        if not self._wait(lambda: self._final is not None or self._taken in self._results):
+            raise StopIteration
+
+    def wait_for(self, has_come: Callable[[], bool]) -> bool:
+        with self._lock:
+            self._wait_for_tasks += 1
+            try:
+                return self._wait(has_come)
+            finally:
+                self._wait_for_tasks -= 1
+
+    def _wait(self, has_come: Callable[[], bool]) -> bool:
+        """Waits under the lock until something has come; False if the stage is stopped before."""
+        while not has_come():
             if self._stopped:
-                raise StopIteration
+                return False
             self._pace.consumer_waits(time.perf_counter())
             # Not for ever: a KeyboardInterrupt just before the wait wakes nobody.
             woken = self._result_came.wait(_WAKE_S)
             self._pace.consumer_goes_on(time.perf_counter())
             gone = not any(thread.is_alive() for thread in self.threads)
-            if gone and not woken and self._taken not in self._results and not self._stopped:
+            if gone and not woken and not has_come() and not self._stopped:
                 raise RuntimeError(
                     "the background threads are gone, as they are in a process made by os.fork();"
                     " make the iterator in the process that uses it."
                 )
+        return True
 
     def _is_there(self, number: int) -> bool:
         return number in self._results and not isinstance(self._results[number], Raised)
@@ -459,12 +489,21 @@ class _Shared(Generic[T]):
         with self._lock:
             if self._tasks.done(task):
                 self._room_came.notify()
+            if self._wait_for_tasks:
+                self._result_came.notify_all()
             before = self._pace.threads
             self._pace.done(start, time.perf_counter(), processor_s, task.size)
             if self._pace.threads > before:
                 self._more_wanted.notify_all()
                 self.start_more()
         return True
+
+    def fail(self, error: Raised) -> None:
+        """Ends the stage with an error that belongs to no result."""
+        with self._lock:
+            self._final, self._drained = self._final or error, True
+            self._result_came.notify_all()
+            self._wake_to_end()
 
     def thread_ended(self) -> None:
         with self._lock:
@@ -510,8 +549,11 @@ class _Shared(Generic[T]):
 def _run(shared: _Shared, rank: int) -> None:
     try:
         shared.start_more()
-        with shared._enter_context():
+        with shared.enter_context():
             while shared.step(rank):
                 pass
+    except BaseException as error:
+        # Of the stage itself, since the errors of a task are results. Nobody is to wait for ever.
+        shared.fail(Raised.of(error))
     finally:
         shared.thread_ended()

@@ -71,7 +71,7 @@ def shard_to(
         pad_value: What rows of padding hold, besides False in the mask: a number, or a tree prefix
             of them, e.g. ``{"tokens": tokenizer.pad_id}``. A leaf that it leaves out gets 0.
         cpu_buffer_size: Batches that may wait on the host or be in the making there. With
-            `num_workers`, each worker holds two at least: one in the making, and one that waits.
+            `num_workers` there may be four for each worker, if that is more: Grain keeps them.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         num_threads: Threads that read side by side (`MapDataset`), or that run feeds side by side.
             None finds out while it runs how many reads help, and runs feeds one after the other.

@@ -7,12 +7,22 @@ The iterators also work with Orbax's v1 API as they are, by their ``save`` and `
 to the same files.
 
 Example:
-    >>> import orbax.checkpoint as ocp
-    >>> manager = ocp.CheckpointManager(directory)  # doctest: +SKIP
-    >>> manager.save(step, args=ocp.args.Composite(  # doctest: +SKIP
-    ...     model=ocp.args.StandardSave(params), data=CheckpointSave(iterator)))
-    >>> manager.restore(step, args=ocp.args.Composite(  # doctest: +SKIP
-    ...     model=ocp.args.StandardRestore(params), data=CheckpointRestore(iterator)))
+    >>> import tempfile
+    >>> import grain, jax
+    >>> ds = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8)
+    >>> all_devices = jax.make_mesh((8,), ("data",))
+    >>> half_of_them = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    >>> with tempfile.TemporaryDirectory() as folder, ocp.CheckpointManager(folder) as manager:
+    ...     with iter(ds.shard_to(all_devices)) as batches:
+    ...         _ = next(batches)
+    ...         items = ocp.args.Composite(
+    ...             model=ocp.args.StandardSave({"w": 1.0}), data=CheckpointSave(batches)
+    ...         )
+    ...         _ = manager.save(1, args=items)
+    ...     with iter(ds.shard_to(half_of_them)) as batches:
+    ...         _ = manager.restore(1, args=ocp.args.Composite(data=CheckpointRestore(batches)))
+    ...         print(next(batches)["x"])
+    [ 8  9 10 11 12 13 14 15]
 """
 
 from __future__ import annotations
@@ -51,23 +61,6 @@ class CheckpointSave(ocp.args.CheckpointArgs):
 
     Attributes:
         iterator: Of a dataset that `shard_to` made.
-
-    Example:
-        >>> import tempfile
-        >>> import grain, jax
-        >>> mesh = jax.make_mesh((8,), ("data",))
-        >>> ds = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
-        >>> with (
-        ...     tempfile.TemporaryDirectory() as folder,
-        ...     ocp.CheckpointManager(folder) as manager,
-        ...     iter(ds) as batches,
-        ... ):
-        ...     _ = next(batches)
-        ...     _ = manager.save(1, args=CheckpointSave(batches))
-        ...     second = next(batches)
-        ...     _ = manager.restore(1, args=CheckpointRestore(batches))
-        ...     print(second["x"], next(batches)["x"])
-        [ 8  9 10 11 12 13 14 15] [ 8  9 10 11 12 13 14 15]
     """
 
     iterator: ShardedIterator
@@ -80,21 +73,6 @@ class CheckpointRestore(ocp.args.CheckpointArgs):
 
     Attributes:
         iterator: Of the same pipeline, on any hosts and any mesh.
-
-    Example:
-        >>> import tempfile
-        >>> import grain, jax
-        >>> ds = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8)
-        >>> all_devices = jax.make_mesh((8,), ("data",))
-        >>> half_of_them = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-        >>> with tempfile.TemporaryDirectory() as folder, ocp.CheckpointManager(folder) as manager:
-        ...     with iter(ds.shard_to(all_devices)) as batches:
-        ...         _ = next(batches)
-        ...         _ = manager.save(1, args=CheckpointSave(batches))
-        ...     with iter(ds.shard_to(half_of_them)) as batches:
-        ...         _ = manager.restore(1, args=CheckpointRestore(batches))
-        ...         print(next(batches)["x"])
-        [ 8  9 10 11 12 13 14 15]
     """
 
     iterator: ShardedIterator

@@ -2,7 +2,8 @@
 
 A batch size here counts **tokens per chip** for a model that applies its weights to every token,
 and **examples per chip** for one that applies them once per example. Under data parallelism that
-is one device's share of the global batch.
+is one device's share of the global batch. Where a chip may be None, it is that of this process's
+first device.
 
 The reason that a good size exists at all: a matrix multiplication reads its weights from memory
 once per step, however many tokens or examples it multiplies them with. Below the critical batch the
@@ -52,25 +53,32 @@ class ChipSpec:
         flops_per_second: Dense bf16 matrix rate in FLOP/s, without structured sparsity.
         bytes_per_second: Bandwidth of the chip's main memory in bytes/s.
         source: Where both figures are published.
+        sizes_of_datarax: The minimum, optimal and critical batch size that datarax has for the
+            chip, if it knows it. They are kept, so that its users get the same here.
     """
 
     flops_per_second: float
     bytes_per_second: float
     source: str
+    sizes_of_datarax: tuple[int, int, int] | None = None
 
 
 CHIP_SPECS: dict[HardwareType, ChipSpec] = {
-    HardwareType.TPU_V4: ChipSpec(275e12, 1200e9, "cloud.google.com/tpu/docs/v4"),
-    HardwareType.TPU_V5E: ChipSpec(197e12, 819e9, "cloud.google.com/tpu/docs/v5e"),
+    HardwareType.TPU_V4: ChipSpec(275e12, 1200e9, "cloud.google.com/tpu/docs/v4", (64, 256, 192)),
+    HardwareType.TPU_V5E: ChipSpec(197e12, 819e9, "cloud.google.com/tpu/docs/v5e", (64, 256, 240)),
     # JAX's own table of TPUs has 2460 GB/s for v5p, which would make its ratio 187.
-    HardwareType.TPU_V5P: ChipSpec(459e12, 2765e9, "cloud.google.com/tpu/docs/v5p"),
+    HardwareType.TPU_V5P: ChipSpec(
+        459e12, 2765e9, "cloud.google.com/tpu/docs/v5p", (128, 512, 480)
+    ),
     HardwareType.TPU_V6E: ChipSpec(918e12, 1638e9, "cloud.google.com/tpu/docs/v6e"),
     # JAX shows the two cores of a TPU7x chip as two devices with half of each rate: same ratio.
     HardwareType.TPU7X: ChipSpec(2307e12, 7370e9, "cloud.google.com/tpu/docs/tpu7x"),
     # A V100 has no bf16 units; this is its fp16 rate.
-    HardwareType.V100: ChipSpec(125e12, 900e9, "NVIDIA V100 datasheet, SXM2"),
-    HardwareType.A100: ChipSpec(312e12, 2039e9, "NVIDIA A100 datasheet, 80 GB SXM"),
-    HardwareType.H100: ChipSpec(989e12, 3350e9, "How to Scale Your Model, chapter on GPUs, SXM"),
+    HardwareType.V100: ChipSpec(125e12, 900e9, "NVIDIA V100 datasheet, SXM2", (16, 128, 96)),
+    HardwareType.A100: ChipSpec(312e12, 2039e9, "NVIDIA A100 datasheet, 80 GB SXM", (32, 256, 240)),
+    HardwareType.H100: ChipSpec(
+        989e12, 3350e9, "How to Scale Your Model, chapter on GPUs, SXM", (64, 320, 298)
+    ),
     HardwareType.H200: ChipSpec(989e12, 4800e9, "How to Scale Your Model, chapter on GPUs"),
     HardwareType.B200: ChipSpec(2250e12, 8000e9, "How to Scale Your Model, chapter on GPUs"),
     # One of the two GPUs of a superchip: NVIDIA's figures for 72 of them (360 PFLOP/s with
@@ -132,54 +140,32 @@ def roofline_batch_size(
     return round(flops_per_second * bytes_per_weight / (2 * bytes_per_second))
 
 
-def _computed(spec: ChipSpec) -> BatchSizeRecommendation:
-    """A recommendation from peak rates alone.
+def _recommendation(spec: ChipSpec) -> BatchSizeRecommendation:
+    """Datarax's sizes for a chip, or else those that follow from its peak rates.
 
-    The minimum is a quarter of the critical batch, where a multiplication that waits for its
-    weights still reaches a quarter of peak. It is rounded up to 8, the height of a TPU's smallest
-    tile. The optimum is the critical batch rounded up to 64: a matrix unit's tiles are full then.
+    Of the latter the minimum is a quarter of the critical batch, where a multiplication that waits
+    for its weights still reaches a quarter of peak. It is rounded up to 8, the height of a TPU's
+    smallest tile. The optimum is the critical batch rounded up to 64: a matrix unit's tiles are
+    full then.
     """
     critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
-    return BatchSizeRecommendation(
-        min_batch_size=8 * math.ceil(critical / 4 / 8),
-        optimal_batch_size=64 * math.ceil(critical / 64),
-        critical_batch_size=critical,
-        notes=(
-            f"Tokens or examples per chip, from {spec.flops_per_second / 1e12:g} TFLOP/s over "
-            f"{spec.bytes_per_second / 1e9:g} GB/s ({spec.source})."
-        ),
+    notes = (
+        f"Tokens or examples per chip. {spec.flops_per_second / 1e12:g} TFLOP/s over"
+        f" {spec.bytes_per_second / 1e9:g} GB/s ({spec.source}): a critical batch of {critical}."
     )
+    if spec.sizes_of_datarax is not None:
+        return BatchSizeRecommendation(*spec.sizes_of_datarax, notes=f"{notes} Sizes of datarax.")
+    optimal = 64 * math.ceil(critical / 64)
+    return BatchSizeRecommendation(8 * math.ceil(critical / 4 / 8), optimal, critical, notes=notes)
 
 
-_UNIT = "Tokens or examples per chip. "
-
-# The chips that datarax knows keep its numbers, so that its users get the same batch sizes here.
-# Where peak rates give another critical batch, the note says which.
 _RECOMMENDATIONS: dict[HardwareType, BatchSizeRecommendation] = {
-    **{hardware: _computed(spec) for hardware, spec in CHIP_SPECS.items()},
-    HardwareType.TPU_V5E: BatchSizeRecommendation(
-        64, 256, 240, notes=_UNIT + "240 is the scaling book's figure."
-    ),
-    HardwareType.TPU_V5P: BatchSizeRecommendation(
-        128, 512, 480, notes=_UNIT + "Generous: peak rates give a critical batch of 166."
-    ),
-    HardwareType.TPU_V4: BatchSizeRecommendation(
-        64, 256, 192, notes=_UNIT + "Peak rates give a critical batch of 229."
-    ),
-    HardwareType.H100: BatchSizeRecommendation(
-        64, 320, 298, notes=_UNIT + "298 is 1000 TFLOP/s over 3350 GB/s; 989 would make it 295."
-    ),
-    HardwareType.A100: BatchSizeRecommendation(
-        32, 256, 240, notes=_UNIT + "Generous: peak rates (80 GB SXM) give a critical batch of 153."
-    ),
-    HardwareType.V100: BatchSizeRecommendation(
-        16, 128, 96, notes=_UNIT + "Kept low for 16 GB of memory; peak rates give 139."
-    ),
+    **{hardware: _recommendation(spec) for hardware, spec in CHIP_SPECS.items()},
     HardwareType.CPU: BatchSizeRecommendation(
-        1, 32, 16, notes=_UNIT + "A rule of thumb: CPUs differ too much for one figure."
+        1, 32, 16, notes="Tokens or examples per chip. A rule of thumb: CPUs differ too much."
     ),
     HardwareType.UNKNOWN: BatchSizeRecommendation(
-        32, 128, 64, notes=_UNIT + "Cautious, as the chip is not one that this table knows."
+        32, 128, 64, notes="Tokens or examples per chip. Cautious, as the chip is not known here."
     ),
 }
 
@@ -198,19 +184,7 @@ _TPU_KINDS = {
 # A GPU's kind is a product name ("NVIDIA A100-SXM4-80GB"), so the model is matched as one of its
 # words: "L4" is not in "NVIDIA L40S". AMD's "gfx942" is shared by MI300A, MI300X and MI325X and so
 # says too little.
-_GPU_MODELS = {
-    hardware.value: hardware
-    for hardware in (
-        HardwareType.V100,
-        HardwareType.A100,
-        HardwareType.H100,
-        HardwareType.H200,
-        HardwareType.B200,
-        HardwareType.GB200,
-        HardwareType.L4,
-        HardwareType.MI300X,
-    )
-}
+_GPU_MODELS = {chip.value: chip for chip in CHIP_SPECS if not chip.value.startswith("tpu")}
 
 
 def detect_hardware(device: Any = None) -> HardwareType:
@@ -243,10 +217,7 @@ def detect_hardware(device: Any = None) -> HardwareType:
 def get_batch_size_recommendation(
     hardware_type: HardwareType | None = None,
 ) -> BatchSizeRecommendation:
-    """The batch sizes for a chip, in tokens or examples per chip.
-
-    Args:
-        hardware_type: The chip; None detects it.
+    """The batch sizes for a chip.
 
     Example:
         >>> get_batch_size_recommendation(HardwareType.TPU_V5E).optimal_batch_size
@@ -267,10 +238,6 @@ class BatchSizeRating(enum.Enum):
 def rate_batch_size(batch_size: int, hardware_type: HardwareType | None = None) -> BatchSizeRating:
     """How one chip's batch compares with what is recommended for the chip.
 
-    Args:
-        batch_size: Tokens or examples per chip, not the global batch.
-        hardware_type: The chip; None detects it.
-
     Example:
         >>> rate_batch_size(100, HardwareType.H100)  # its critical batch is 298
         <BatchSizeRating.BELOW_CRITICAL: 'below critical'>
@@ -288,13 +255,11 @@ def rate_batch_size(batch_size: int, hardware_type: HardwareType | None = None) 
 def validate_batch_size(
     batch_size: int, hardware_type: HardwareType | None = None, warn_suboptimal: bool = True
 ) -> tuple[bool, str]:
-    """Whether one chip's batch is large enough, and a sentence that says why.
-
-    It is `rate_batch_size` in words.
+    """`rate_batch_size` in words: whether one chip's batch is large enough, and why.
 
     Args:
-        batch_size: Tokens or examples per chip, not the global batch.
-        hardware_type: The chip; None detects it.
+        batch_size: That of one chip, not the global one.
+        hardware_type: The chip.
         warn_suboptimal: Whether a size between the minimum and the critical batch is called out.
 
     Returns:
@@ -308,15 +273,16 @@ def validate_batch_size(
     sizes, chip = get_batch_size_recommendation(hardware_type), hardware_type.value
     rating = rate_batch_size(batch_size, hardware_type)
     if rating is BatchSizeRating.TOO_SMALL:
-        return False, (
-            f"Batch size {batch_size} is below minimum recommended {sizes.min_batch_size} for "
-            f"{chip}: the chip will mostly wait for memory."
+        verdict = (
+            f"below minimum recommended {sizes.min_batch_size} for {chip}: the chip will mostly"
+            " wait for memory"
         )
-    if rating is BatchSizeRating.BELOW_CRITICAL and warn_suboptimal:
-        return True, (
-            f"Batch size {batch_size} is below critical size {sizes.critical_batch_size} for "
-            f"{chip}: a larger batch costs little extra time."
+    elif rating is BatchSizeRating.BELOW_CRITICAL and warn_suboptimal:
+        verdict = (
+            f"below critical size {sizes.critical_batch_size} for {chip}: a larger batch costs"
+            " little extra time"
         )
-    if rating is BatchSizeRating.OPTIMAL:
-        return True, f"Batch size {batch_size} is optimal for {chip}."
-    return True, f"Batch size {batch_size} is acceptable for {chip}."
+    else:
+        optimal = rating is BatchSizeRating.OPTIMAL
+        verdict = f"{'optimal' if optimal else 'acceptable'} for {chip}"
+    return rating is not BatchSizeRating.TOO_SMALL, f"Batch size {batch_size} is {verdict}."

@@ -48,14 +48,7 @@ __all__ = [
 
 
 def place_on_device(data: Any, device: Any = None) -> Any:
-    """Places all leaves on one device.
-
-    Args:
-        data: A tree of arrays and scalars.
-        device: A device of this process; None for its first one.
-
-    Returns:
-        The tree, each leaf committed to the device.
+    """Places all leaves on one device of this process; None for its first one.
 
     Raises:
         ShardingError: The device belongs to another process, a leaf is spread over several, or no
@@ -70,16 +63,13 @@ def place_on_device(data: Any, device: Any = None) -> Any:
 
 
 def distribute_batch(data: Any, sharding: Any) -> Any:
-    """Places each leaf by its sharding.
+    """Places each leaf by its sharding, as a global array of the leaf's shape.
 
     Args:
-        data: A tree of arrays and scalars: the whole global batch.
+        data: The whole global batch.
         sharding: One for all leaves, or a tree prefix of them. One for several leaves is cut to
             the rank of each: under ``P("data", "seq")`` a leaf of rank 1 is sharded by its rows,
             and a scalar is replicated.
-
-    Returns:
-        The tree with global arrays of the shapes of `data`.
 
     Raises:
         ShardingError: A mesh axis does not divide its dim, a leaf has no sharding, no device can
@@ -147,7 +137,9 @@ def prefetch_to_device(
 
 
 class DevicePlacement:
-    """The functions of this module with a default device, and what the devices are.
+    """The functions of this module, with a default device, and what the devices are.
+
+    What goes to no other device goes to the default one, and advice is for its chip.
 
     Example:
         >>> placement = DevicePlacement()
@@ -167,7 +159,6 @@ class DevicePlacement:
         if default_device is not None:
             require_local(ShardingTree.of(default_device))
         self._default_device = default_device
-        self._hardware_type: HardwareType | None = None
 
     @property
     def default_device(self) -> Any:
@@ -179,9 +170,7 @@ class DevicePlacement:
     @property
     def hardware_type(self) -> HardwareType:
         """The chip behind the default device."""
-        if self._hardware_type is None:
-            self._hardware_type = hardware.detect_hardware(self.default_device)
-        return self._hardware_type
+        return hardware.detect_hardware(self.default_device)
 
     @property
     def num_devices(self) -> int:
@@ -189,7 +178,7 @@ class DevicePlacement:
         return jax.device_count()
 
     def place_on_device(self, data: Any, device: Any = None) -> Any:
-        """`grain_shard.placement.place_on_device`, if not told otherwise on the default device."""
+        """`grain_shard.placement.place_on_device`."""
         return place_on_device(data, self.default_device if device is None else device)
 
     def distribute_batch(self, data: Any, sharding: Any) -> Any:
@@ -203,27 +192,21 @@ class DevicePlacement:
         buffer_size: int = 2,
         cpu_buffer_size: int | None = None,
     ) -> ShardedIterator:
-        """`grain_shard.placement.prefetch_to_device`, whose `size` is `buffer_size` here.
-
-        If not told otherwise, the batches go to the default device.
-        """
+        """`grain_shard.placement.prefetch_to_device`, whose `size` is `buffer_size` here."""
         require_int("buffer_size", buffer_size, 1)
         target = self.default_device if device is None else device
         return prefetch_to_device(data_iterator, buffer_size, target, cpu_buffer_size)
 
     def replicate_across_devices(self, data: Any, devices: Sequence[Any] | None = None) -> Any:
-        """Gives every device the whole of every leaf.
+        """Gives every device the whole of every leaf, as one fully replicated array.
 
         Args:
-            data: A tree of arrays and scalars, such as parameters with their optimizer state.
+            data: Such as parameters with their optimizer state.
             devices: Where to, e.g. ``list(mesh.devices.flat)``; JAX computes with arrays together
                 only if their devices come in one order. None: those of the mesh in use
                 (`jax.set_mesh`), or else all devices of all processes, as `jax.make_mesh` orders
                 them. To go with a batch on a mesh of Explicit axes, that mesh has to be in use;
                 ``distribute_batch(data, NamedSharding(mesh, PartitionSpec()))`` is the same.
-
-        Returns:
-            The tree, each leaf one fully replicated array.
 
         Raises:
             ShardingError: None of the devices belongs to this process, or no device can hold a
@@ -239,17 +222,9 @@ class DevicePlacement:
     def shard_batch_dim(
         self, data: Any, mesh: Mesh, batch_axis: int = 0, mesh_axis: str = "data"
     ) -> Any:
-        """Splits the batch dim of every leaf over a mesh axis.
+        """Splits dim `batch_axis` of every leaf, which holds the rows, over a mesh axis.
 
-        Args:
-            data: A tree of arrays and scalars: the whole global batch.
-            mesh: The mesh.
-            batch_axis: Which dim of the leaves holds the rows, 0 or more. A leaf that does not
-                have it is replicated.
-            mesh_axis: The mesh axis.
-
-        Returns:
-            The tree with global arrays of the shapes of `data`.
+        A leaf that does not have the dim is replicated.
 
         Raises:
             ShardingError: The mesh has no such axis, it does not divide the rows, or no leaf has
@@ -262,13 +237,13 @@ class DevicePlacement:
     def get_batch_size_recommendation(
         self, hardware_type: HardwareType | None = None
     ) -> BatchSizeRecommendation:
-        """`get_batch_size_recommendation`, if not told otherwise for the default device's chip."""
+        """`grain_shard.hardware.get_batch_size_recommendation`."""
         return get_batch_size_recommendation(hardware_type or self.hardware_type)
 
     def validate_batch_size(
         self, batch_size: int, warn_suboptimal: bool = True
     ) -> tuple[bool, str]:
-        """`grain_shard.hardware.validate_batch_size`, for the default device's chip."""
+        """`grain_shard.hardware.validate_batch_size`."""
         return hardware.validate_batch_size(batch_size, self.hardware_type, warn_suboptimal)
 
     def get_device_info(self) -> dict[str, Any]:

@@ -143,19 +143,11 @@ class RehearsalResult:
 
 
 class RehearsalError(GrainShardError, RuntimeError):
-    """A host failed, or the time was over.
-
-    Attributes:
-        result: How the rehearsal went. Of it, for short:
-        host: The host that failed first; None at a timeout.
-        exit_code: Its exit code, 128 + n if signal n killed it; 124 at a timeout.
-        outputs: What each host wrote.
-    """
+    """A host failed, or the time was over: `result` is how the rehearsal went."""
 
     def __init__(self, result: RehearsalResult):
         super().__init__(result)
-        self.result, self.host = result, result.failed_host
-        self.exit_code, self.outputs = result.exit_code, result.outputs
+        self.result = result
 
     def __str__(self) -> str:
         return self.result.summary()
@@ -226,14 +218,9 @@ def run_script(
 ) -> RehearsalResult:
     """Runs a script on every host. A host's failure is in the result; it raises nothing.
 
-    Args:
-        argv: What would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
-        hosts: As in `run`.
-        devices_per_host: As in `run`.
-        timeout_s: As in `run`.
-        env: As in `run`.
-        end_others: As in `run`.
-        echo: Where to write each line as it arrives, prefixed with its host.
+    `argv` is what would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
+    Each line that a host writes goes to `echo` as it arrives, prefixed with its host. All other
+    arguments are those of `run`.
     """
     if hosts < 1 or devices_per_host < 1:
         raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")

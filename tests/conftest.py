@@ -58,6 +58,7 @@ def hints(request, monkeypatch):
         monkeypatch.setattr(routes, "_ELEMENTS", {})
         monkeypatch.setattr(routes, "_INDICES", {})
         monkeypatch.setattr(routes, "_batched_read", lambda ds: None)
+        monkeypatch.setattr(routes, "_single_read", lambda ds: ds.__getitem__)
         monkeypatch.setattr(nodes, "seeds", lambda ds: ())
     return request.param
 

@@ -71,7 +71,7 @@ class AllSayBatch:
     """Rounds in which every other host is taken to have one batch more."""
 
     def __init__(self):
-        self.posted, self.failed = [], []
+        self.posted, self.failed, self.forgotten = [], [], []
 
     def post(self, round_, answer):
         self.posted.append((round_, answer))
@@ -83,7 +83,7 @@ class AllSayBatch:
         return decide({0: self.posted[-1][1], 1: [1, ""]})
 
     def forget(self, round_):
-        pass
+        self.forgotten.append(round_)
 
 
 class Host(Producer):
@@ -163,6 +163,17 @@ def test_a_scalar_stays_what_it_is_in_padding():
     assert not padding["x"].any()
     assert not padding["valid_mask"].any()
     assert padding["temperature"] == np.float32(0.7)
+    batches.close()
+
+
+def test_of_each_vote_the_one_before_is_forgotten():
+    """Or the key-value store of a long run would grow with every vote."""
+    rounds = AllSayBatch()
+    batches = agreed(Host(("a", 1), ("b", 2), ("c", 3)), rounds)
+    for _ in range(3):
+        next(batches)
+    voted = [int(name) for name, _ in rounds.posted]
+    assert [int(name) for name in rounds.forgotten] == [vote - 1 for vote in voted]
     batches.close()
 
 

@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import BatchLayout, DevicePut, ShardBatch, ShardingError, ShardingTree
+from grain_shard.grain_inside import nodes
 from tests.conftest import data_mesh, eventually, ids, numbered
 from tests.test_lifecycle import run
 
@@ -252,6 +253,22 @@ class TestReadAhead:
         assert options.prefetch_buffer_size == 500
         put = DevicePut(ShardingTree.of(mesh))
         assert put.cpu_buffer_size + put.device_buffer_size == 6  # held: test_lifecycle.py
+
+    def test_default_read_options_look_the_same_whether_they_were_given_or_not(self, mesh):
+        batches = numbered(16, 8)
+        given = batches.to_iter_dataset(grain.ReadOptions(16, 500))
+        assert {**vars(given), "_parents": ()} == {
+            **vars(batches.to_iter_dataset()),
+            "_parents": (),
+        }
+        # So they are no wish, and others are. Who means them says so to shard_to.
+        assert nodes.below_read_ahead(given)[1] is None
+        assert given.shard_to(mesh).settings.cpu_buffer_size == DevicePut.cpu_buffer_size
+        assert given.shard_to(mesh, cpu_buffer_size=500).settings.cpu_buffer_size == 500
+        for threads, buffer in [(8, 32), (16, 499), (15, 500)]:
+            other = batches.to_iter_dataset(grain.ReadOptions(threads, buffer))
+            assert nodes.below_read_ahead(other)[1] == (threads, buffer)
+            assert other.shard_to(mesh).settings.cpu_buffer_size == buffer
 
 
 class TestBatch:

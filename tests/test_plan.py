@@ -187,16 +187,20 @@ def rows_of_devices(mesh, spec, num_rows):
     return held
 
 
+def rows_of(host):
+    return [row for start, stop in host.rows for row in range(start, stop)]
+
+
 def assert_exact(plan, mesh, spec):
     """The rows of the hosts are those of their devices; read once, each row is on one host."""
     assert plan.num_devices == mesh.size
     size = plan.reads.padded_batch_size
     held = rows_of_devices(mesh, spec, size)
-    needed = {host.host: host.layout.rows(size).tolist() for host in plan.needed.hosts}
+    needed = {host.host: rows_of(host) for host in plan.needed.hosts}
     assert needed == {host: sorted(rows) for host, rows in sorted(held.items())}
     assert plan.needed.amplification == pytest.approx(sum(map(len, held.values())) / size)
     if size % mesh.size == 0:
-        once = [row for host in plan.once.hosts for row in host.layout.rows(size).tolist()]
+        once = [row for host in plan.once.hosts for row in rows_of(host)]
         assert sorted(once) == list(range(size))
         assert [host.host for host in plan.once.hosts] == sorted(held)
     groups = set(plan.hosts_with_the_same_rows)
@@ -481,6 +485,6 @@ def test_a_plan_shows_itself():
         " steps_per_epoch=16, read='once', warnings=<2>)"
     )
     assert "16 steps for 1,000 records" in str(plan)
-    assert "16 steps for 1,000 records" in plan._repr_html_()
+    assert "16 steps for 1,000 records" in plan._repr_mimebundle_((), ())["text/html"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.read = "needed"

@@ -5,11 +5,12 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.__main__ import main
+from grain_shard.planning.picture import draw_mesh
+from grain_shard.planning.topology import hosts_mesh
 from tests.test_plan import needs_libtpu, planned
 
 
@@ -50,9 +51,8 @@ class TestCommand:
         plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=1000)
         shown = json.loads(capsys.readouterr().out)
         assert shown == plan.to_dict()
-        fields = {field.name for field in dataclasses.fields(plan)}
-        assert fields - {"mesh_axes"} <= set(shown)
-        assert shown["mesh"] == dict(plan.mesh_axes)
+        assert {field.name for field in dataclasses.fields(plan)} == set(shown)
+        assert shown["mesh"] == {"data": 4, "model": 4}
 
     @pytest.mark.parametrize(
         ("text", "spec"),
@@ -137,33 +137,54 @@ class TestPicture:
         "--hosts 1 --devices-per-host 1 --mesh data=1",
         "--hosts 2 --devices-per-host 4 --mesh model=8 --spec -",
         "--hosts 64 --devices-per-host 4 --mesh data=128,model=2",
+        "--hosts 4 --devices-per-host 2 --mesh data=4,seq=2 --spec data,seq",
     )
 
     @pytest.mark.parametrize("words", MESHES)
-    def test_a_png_has_a_color_for_each_host(self, words, tmp_path, capsys):
-        image = pytest.importorskip("matplotlib.image")
+    def test_a_png_of_any_mesh(self, words, tmp_path, capsys):
+        pytest.importorskip("matplotlib")
         path = tmp_path / "mesh.png"
         arguments = [*words.split(), "--batch", "512", "--records", "512"]
         assert main(["plan", *arguments, "--picture", str(path)]) == 0
-        pixels = image.imread(path)[..., :3].reshape(-1, 3)
-        colors, counts = np.unique((pixels * 255).round().astype(int), axis=0, return_counts=True)
-        # A device is some 48 pixels wide, less its number; edges and letters are narrow, or gray.
-        large = [c for c, n in zip(colors.tolist(), counts, strict=True) if n > 1500]
-        assert len([c for c in large if len(set(c)) > 1]) == int(words.split()[1])
+        assert path.read_bytes().startswith(b"\x89PNG")
 
-    def test_batch_axes_go_down_and_the_others_to_the_right(self, tmp_path, capsys):
-        image = pytest.importorskip("matplotlib.image")
-        path = tmp_path / "mesh.png"
-        words = "plan --hosts 2 --devices-per-host 4 --mesh model=2,data=4 --spec data"
-        arguments = [*words.split(), "--batch", "8", "--records", "8", "--picture", str(path)]
-        assert main(arguments) == 0
-        pixels = (image.imread(path)[..., :3] * 255).round().astype(int)
-        colors, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
-        first, second = (c for c, n in zip(colors, counts, strict=True) if n > 1500 and np.ptp(c))
-        # Each line of the picture that crosses devices crosses both hosts: they hold the same rows.
-        has_first, has_second = ((pixels == c).all(-1).any(1) for c in (first, second))
-        assert has_first.sum() > 100
-        assert (has_first == has_second).mean() > 0.99
+    @pytest.fixture
+    def drawn(self, monkeypatch, tmp_path):
+        """Draws a mesh: the axes of the picture."""
+        figure = pytest.importorskip("matplotlib.figure")
+        figures = []
+        monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, dpi: figures.append(self))
+
+        def draw(mesh, spec, rows):
+            draw_mesh(mesh, spec, rows, tmp_path / "mesh.png")
+            return figures.pop().axes[0]
+
+        return draw
+
+    def test_rows_go_down_and_hosts_that_hold_the_same_rows_share_a_line(self, drawn):
+        mesh = hosts_mesh({"model": 2, "data": 4}, hosts=2, devices_per_host=4)
+        axes = drawn(mesh, P("data"), 8)
+        rows = [label.get_text() for label in axes.get_yticklabels()]
+        assert rows == ["0:2", "2:4", "4:6", "6:8"]
+        hosts = [(text.get_text(), text.get_position()) for text in axes.texts]
+        assert hosts == [
+            (f"host {host}", (host + 0.5, line + 0.5)) for line in range(4) for host in range(2)
+        ]
+
+    def test_a_box_for_each_host_in_the_color_of_its_rows_as_wide_as_its_devices(self, drawn):
+        mesh = hosts_mesh({"data": 3, "model": 4}, hosts=6, devices_per_host=2)
+        boxes = drawn(mesh, P("data"), 6).patches
+        at = [(box.get_xy(), box.get_width()) for box in boxes]
+        assert at == [((x, y), 2) for y in range(3) for x in (0, 2)]
+        colors = [{b.get_facecolor() for b in boxes if b.get_y() == y} for y in range(3)]
+        assert [len(of_line) for of_line in colors] == [1, 1, 1]
+        assert len(set.union(*colors)) == 3
+
+    def test_a_large_mesh_is_shortened_and_says_so(self, drawn):
+        mesh = hosts_mesh({"data": 64, "model": 64}, hosts=1024, devices_per_host=4)
+        axes = drawn(mesh, P("data"), 64)
+        assert len(axes.get_yticks()) == 32
+        assert "the first 32 of 64 shards, the first 32 of 64 devices" in axes.figure.get_suptitle()
 
     def test_an_svg_and_what_is_no_picture(self, tmp_path, capsys):
         pytest.importorskip("matplotlib")

@@ -334,3 +334,17 @@ class TestLife:
         ds = batches(Source(80)).shard_to(data_mesh(2), num_threads=64)
         assert ids(ds) == in_order(80, 8)
         assert len(started) == 3
+
+    @pytest.mark.parametrize("method", ["begun", "done"])
+    def test_an_error_of_the_stage_itself_is_no_hang(self, method):
+        class Broken(Pace):
+            threads = 2
+
+        def fail(self, *args):
+            raise ZeroDivisionError("in the pace")
+
+        setattr(Broken, method, fail)
+        tasks = background._Mapped(lambda n: n, background.Items(iter(range(10**6))))
+        stage = background.TaskStage(tasks, buffer_size=2, pace=Broken(), name="grain-shard-test")
+        with pytest.raises(ZeroDivisionError, match="in the pace"):
+            list(stage)

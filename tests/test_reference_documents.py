@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard import PadToDivisible
-from grain_shard.measuring.throughput import measure_throughput
+from grain_shard.measuring import measure_throughput
 from grain_shard.placement import (
     BatchSizeRecommendation,
     DevicePlacement,

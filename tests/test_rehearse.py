@@ -279,10 +279,10 @@ def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure, mon
         rehearse.run(train, hosts=3, timeout_s=60)
 
     assert isinstance(caught.value, GrainShardError)
-    assert caught.value.host == 1
-    assert caught.value.exit_code == {"raise": 1, "exit": 3, "kill": 137}[failure]
+    assert caught.value.result.failed_host == 1
+    assert caught.value.result.exit_code == {"raise": 1, "exit": 3, "kill": 137}[failure]
     assert "host 1 failed first" in str(caught.value)
-    assert ("ValueError: boom" in caught.value.outputs[1]) == (failure == "raise")
+    assert ("ValueError: boom" in caught.value.result.outputs[1]) == (failure == "raise")
 
 
 @pytest.mark.slow
@@ -332,9 +332,9 @@ def test_what_a_host_makes_of_the_loss_of_another():
     with pytest.raises(rehearse.RehearsalError) as caught:
         rehearse.run(train, hosts=2, timeout_s=60, end_others=False)
 
-    assert (caught.value.host, caught.value.exit_code) == (1, 137)
+    assert (caught.value.result.failed_host, caught.value.result.exit_code) == (1, 137)
     assert caught.value.result.returncodes == [1, -signal.SIGKILL]
-    assert "lost a host at step 3" in caught.value.outputs[0]
+    assert "lost a host at step 3" in caught.value.result.outputs[0]
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """What `show` says of batches and datasets, how public values print, and progress bars."""
 
+import builtins
 import io
 import re
-import sys
 import threading
 
 import grain
@@ -18,6 +18,7 @@ from grain_shard import BatchLayout, ShardingError, ShardingTree, rehearse
 from grain_shard.planning.topology import hosts_mesh
 from grain_shard.showing.drawing import draw_batch
 from grain_shard.showing.leaf_text import LeafText
+from grain_shard.showing.tables import to_text
 from tests.conftest import background_threads, data_mesh
 
 
@@ -56,10 +57,16 @@ def lines(capsys):
     return [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
 
 
-def cells(page):
-    """The text in each cell of the drawings, line by line."""
-    lines = re.findall(r"<tr>(.*?)</tr>", page)
-    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in lines]
+def cells(batch):
+    """The text in each cell of the drawings, line by line, their titles and rules left out."""
+    lines = "\n".join(map(to_text, draw_batch(batch))).splitlines()
+    return [
+        re.split(r"\s{2,}", line.strip()) for line in lines if re.match("  (rows|[0-9]+:)", line)
+    ]
+
+
+def titles(batch):
+    return [str(drawing.renderables[0].renderable) for drawing in draw_batch(batch)]
 
 
 class TestLeafText:
@@ -251,44 +258,50 @@ class TestAbstractBatch:
         assert sum(float(compiled(batch)) for batch in sharded) == sum(range(50))
 
 
+class ZMQInteractiveShell:
+    """What Jupyter's shell is called, by which rich knows it."""
+
+
 class TestInANotebook:
     @pytest.fixture
     def displayed(self, monkeypatch):
-        """What a notebook was given to display."""
-        ipython = pytest.importorskip("IPython")
+        """What a notebook was given to display, by its type."""
+        pytest.importorskip("IPython")
         shown = []
-        shell = type("Shell", (), {"kernel": None})()
-        monkeypatch.setattr(ipython, "get_ipython", lambda: shell)
+        monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
         monkeypatch.setattr("IPython.display.display", shown.append)
         return shown
 
-    def test_a_dataset_is_tables_and_drawings(self, displayed, capsys):
+    def test_a_dataset_is_tables(self, displayed, capsys):
         ds = grain.MapDataset.range(100).map(record).batch(32).shard_to(mesh_2d(), SPECS)
         grain_shard.show(ds)
         (page,) = displayed
-        drawn = cells(page._repr_html_())
-        assert "rows of this host" in page._repr_html_()
-        assert "u8[32@data,28,28,1]" in page._repr_html_()
-        assert ["8:16", "devices 2, 3"] in drawn
+        shown = page._repr_mimebundle_((), ())
+        assert "rows of this host" in shown["text/html"]
+        assert "u8[32@data,28,28,1]" in shown["text/html"]
+        assert "devices 2, 3" in shown["text/html"]
         assert capsys.readouterr().out == ""
 
     def test_viewers_that_show_no_html_get_the_text_of_a_terminal(self, displayed, capsys):
         ds = grain.MapDataset.range(100).map(record).batch(32).shard_to(mesh_2d(), SPECS)
         grain_shard.show(ds)
         (page,) = displayed
-        shown = [line.split() for line in repr(page).splitlines()]
+        text = page._repr_mimebundle_((), ())["text/plain"]
+        shown = [line.split() for line in text.splitlines()]
         for line in [*TestInATerminal.EXPECTED, ["mesh", "data=4,", "seq=2"]]:
             assert line in shown
 
     def test_ipython_in_a_terminal_is_a_terminal(self, displayed, monkeypatch, capsys):
-        monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: object())
+        monkeypatch.setattr(builtins, "get_ipython", object, raising=False)
         grain_shard.show({"x": np.zeros(3)})
         assert displayed == []
         assert "batch['x']" in capsys.readouterr().out
 
+
+class TestDrawings:
     def test_rows_go_down_and_other_dims_across(self):
         both = jax.device_put(np.zeros((8, 6)), NamedSharding(mesh_2d(), P("data", "seq")))
-        assert cells(draw_batch({"x": both})) == [
+        assert cells({"x": both}) == [
             ["rows", "dim 1: 0:3", "dim 1: 3:6"],
             ["0:2", "device 0", "device 1"],
             ["2:4", "device 2", "device 3"],
@@ -300,9 +313,8 @@ class TestInANotebook:
         shapes = {"image": (8, 6, 5), "label": (8,), "valid_mask": (8,)}
         rows = NamedSharding(mesh_2d(), P("data"))
         batch = {name: jax.device_put(np.zeros(shape), rows) for name, shape in shapes.items()}
-        page = draw_batch(batch)
-        assert "batch[&#x27;image&#x27;], batch[&#x27;label&#x27;], batch[&#x27;valid_mask" in page
-        assert cells(page) == [
+        assert titles(batch) == ["batch['image'], batch['label'], batch['valid_mask']"]
+        assert cells(batch) == [
             ["rows", "held by"],  # and no dims after the last sharded one
             ["0:2", "devices 0, 1"],
             ["2:4", "devices 2, 3"],
@@ -317,16 +329,15 @@ class TestInANotebook:
         )
         others = {"text": np.array(["a"]), "host": np.zeros(3), "scalar": jax.numpy.zeros(())}
         others["no rows"] = jax.device_put(np.zeros((0, 8)), NamedSharding(mesh_2d(), P("data")))
-        page = draw_batch({**arrays, **others})
-        assert page.count("<table") == len(arrays)
-        assert ["0:8", "devices 0, 1, 2, 3, 4, 5, 6, 7"] in cells(page)
-        assert draw_batch(others) == ""
+        assert len(titles({**arrays, **others})) == len(arrays)
+        assert ["0:8", "devices 0, 1, 2, 3, 4, 5, 6, 7"] in cells({**arrays, **others})
+        assert titles(others) == []
 
     def test_devices_are_named_by_host_where_there_are_several(self):
         mesh = hosts_mesh({"data": 2, "model": 2}, hosts=2, devices_per_host=2)
         mesh = Mesh(mesh.devices.T, ("data", "model"))
         leaf = jax.ShapeDtypeStruct((4,), np.int32, sharding=NamedSharding(mesh, P("data")))
-        assert cells(draw_batch({"x": leaf})) == [
+        assert cells({"x": leaf}) == [
             ["rows", "held by"],
             ["0:2", "host 0: 0, host 1: 2"],
             ["2:4", "host 0: 1, host 1: 3"],
@@ -336,18 +347,18 @@ class TestInANotebook:
         mesh = hosts_mesh({"data": 64, "seq": 16}, hosts=256, devices_per_host=4)
         sharding = NamedSharding(mesh, P("data", "seq"))
         leaf = jax.ShapeDtypeStruct((128, 32), np.int32, sharding=sharding)
-        page = draw_batch({"x": leaf})
-        assert [len(line) for line in cells(page)] == [1 + 8] * (1 + 16)
-        assert "the first 16 of 64 shards of the rows; the first 8 of 16 shards across" in page
+        assert [len(line) for line in cells({"x": leaf})] == [1 + 4] * (1 + 16)
+        (title,) = titles({"x": leaf})
+        assert "the first 16 of 64 shards of the rows; the first 4 of 16 shards across" in title
 
-    def test_keys_are_not_taken_for_html(self):
+    def test_keys_are_not_taken_for_styles(self):
         array = jax.device_put(np.zeros(8), NamedSharding(mesh_2d(), P("data")))
-        assert "<script>" not in draw_batch({"<script>": array})
+        assert titles({"[/bold]": array}) == ["batch['[/bold]']"]
 
     def test_values_are_not_looked_at(self):
         array = jax.device_put(np.zeros((8, 6)), NamedSharding(mesh_2d(), P("data")))
         array.delete()
-        assert ["0:2", "devices 0, 1"] in cells(draw_batch(array))
+        assert ["0:2", "devices 0, 1"] in cells(array)
 
 
 class TestRepr:

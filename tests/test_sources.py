@@ -3,6 +3,11 @@
 import itertools
 import os
 import pickle
+import re
+import shutil
+import threading
+import weakref
+from types import SimpleNamespace
 
 import cloudpickle
 import grain
@@ -11,7 +16,8 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from grain_shard import ArrayRecordSource, BatchLayout, PadToDivisible, ShardBatch
-from tests.conftest import data_mesh, ids
+from grain_shard.reading import sources
+from tests.conftest import HANG_S, data_mesh, ids
 
 SIZES = [7, 1, 20, 4]  # records of each file
 TOTAL = sum(SIZES)
@@ -165,6 +171,188 @@ def test_what_is_no_path_is_refused(wrong):
 def test_a_file_that_does_not_exist_is_an_error(tmp_path):
     with pytest.raises(Exception, match="missing"):
         len(ArrayRecordSource([str(tmp_path / "missing")]))
+
+
+@pytest.fixture
+def tree(paths, tmp_path, monkeypatch):
+    """The current folder, with the same four files in several places."""
+    a, b, c, d = paths
+    for source, name in [
+        (a, "data/img-2.array_record"),
+        (b, "data/img-10.array_record"),
+        (c, "data/more/deep/img-1.array_record"),
+        (d, "data/train-0"),
+        (a, "what[1]"),
+    ]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, tmp_path / name)
+    (tmp_path / "data/dataset_info.json").write_text("{}")
+    (tmp_path / "data/more/array_record_folder").mkdir()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        # By name, character by character, as every host sorts them.
+        ("data/img-*.array_record", ["data/img-10.array_record", "data/img-2.array_record"]),
+        ("data/img-[2-9].array_record", ["data/img-2.array_record"]),
+        (
+            "data/**/img-*",
+            [
+                "data/img-10.array_record",
+                "data/img-2.array_record",
+                "data/more/deep/img-1.array_record",
+            ],
+        ),
+        # A folder stands for the files right in it that are called so.
+        ("data", ["data/img-10.array_record", "data/img-2.array_record"]),
+        ("data/", ["data/img-10.array_record", "data/img-2.array_record"]),
+        # Several keep their order, and a file may come twice.
+        (["data/train-*", "data/img-1*"], ["data/train-0", "data/img-10.array_record"]),
+        (("data/train-0", "data/train-?"), ["data/train-0", "data/train-0"]),
+        # A file that exists is that file, whatever its name looks like.
+        ("what[1]", ["what[1]"]),
+        # The folder whose name matches is no file.
+        ("data/**/*array_record*", None),
+    ],
+)
+def test_patterns_and_folders_become_sorted_files(tree, given, found):
+    source = ArrayRecordSource(given)
+    found = found or ArrayRecordSource("data/**/img-*").paths
+    assert source.paths == found
+    assert list(source) == list(grain.sources.ArrayRecordDataSource(found))
+
+
+def test_a_range_of_a_files_records(paths):
+    source = ArrayRecordSource([f"{paths[2]}[5:8]", paths[1], f"{paths[0]}[0:1]"])
+    assert list(source) == [record(13), record(14), record(15), record(7), record(0)]
+    assert list(source._getitems([4, 0, 2])) == [record(0), record(13), record(15)]
+    assert source.paths == [paths[2], paths[1], paths[0]]
+
+
+def test_a_file_instruction_of_tensorflow_datasets(paths):
+    instruction = SimpleNamespace(filename=paths[2], skip=5, take=3, examples_in_shard=20)
+    assert list(ArrayRecordSource(instruction)) == [record(13), record(14), record(15)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            "data/pic-*.array_record",
+            """\
+no file matches 'data/pic-*.array_record'.
+  exists: '{tree}/data', which holds dataset_info.json, img-10.array_record, img-2.array_record, \
+more, train-0 (5 in all)
+  remedy: correct the path; of a bucket, see whether it is mounted on this host.""",
+        ),
+        (
+            "gs-mount/images/*",
+            """\
+no file matches 'gs-mount/images/*'.
+  exists: '{tree}', which holds data, empty, what[1] (3 in all)
+  remedy: correct the path; of a bucket, see whether it is mounted on this host.""",
+        ),
+        (
+            ["data/train-0", "data/missing"],
+            """\
+there is no file 'data/missing'.
+  exists: '{tree}/data', which holds dataset_info.json, img-10.array_record, img-2.array_record, \
+more, train-0 (5 in all)
+  remedy: correct the path; of a bucket, see whether it is mounted on this host.""",
+        ),
+        (
+            "empty",
+            """\
+no file in the folder 'empty' has "array_record" in its name.
+  exists: '{tree}/empty', which holds nothing (0 in all)
+  remedy: give a pattern for the files that you mean, such as 'folder/train-*'.""",
+        ),
+    ],
+)
+def test_what_is_not_found_is_said_with_what_is_there(tree, given, message):
+    with pytest.raises(FileNotFoundError) as raised:
+        ArrayRecordSource(given)
+    assert str(raised.value) == message.format(tree=tree)
+
+
+def test_only_a_few_of_many_names_are_shown(tmp_path):
+    for number in range(7):
+        (tmp_path / f"val-{number}").touch()
+    with pytest.raises(FileNotFoundError, match=r"val-3, val-4, \.\.\. \(7 in all\)"):
+        ArrayRecordSource(str(tmp_path / "train-*"))
+
+
+def test_a_file_of_another_kind_is_refused_by_name(tree):
+    with pytest.raises(RuntimeError, match=re.escape("'data/dataset_info.json' cannot be read")):
+        ArrayRecordSource(["data/train-0", "data/dataset_info.json"])
+
+
+def test_a_pattern_of_urls_is_refused():
+    with pytest.raises(ValueError, match=r"patterns are for files.*\n.*mount the bucket"):
+        ArrayRecordSource("gs://bucket/img-*")
+
+
+def test_at_most_half_of_the_files_that_a_process_may_open_are_open(paths, monkeypatch):
+    class Reader:
+        opened, alive = 0, weakref.WeakSet()
+
+        def __init__(self, path, **options):
+            self.reader = sources_reader(path, **options)
+            Reader.opened += 1
+            Reader.alive.add(self)
+
+        def __getattr__(self, name):
+            return getattr(self.reader, name)
+
+    sources_reader = sources.ArrayRecordReader
+    monkeypatch.setattr(sources, "ArrayRecordReader", Reader)
+    monkeypatch.setattr(sources.resource, "getrlimit", lambda kind: (6, 6))
+    source = ArrayRecordSource(paths)
+    assert (Reader.opened, len(Reader.alive)) == (4, 3)
+    assert list(source) == [record(i) for i in range(TOTAL)]
+    assert list(source._getitems(range(TOTAL))) == [record(i) for i in range(TOTAL)]
+    assert len(Reader.alive) == 3
+
+
+@pytest.mark.parametrize("what", ["open", "read"])
+def test_files_that_make_wait_are_opened_and_read_side_by_side(paths, what, monkeypatch):
+    together = threading.Barrier(len(paths))  # passed only by as many threads at once
+
+    class Reader:
+        def __init__(self, path, **options):
+            if what == "open":
+                together.wait(HANG_S)
+            self.reader = sources_reader(path, **options)
+
+        def read(self, positions):
+            if what == "read":
+                together.wait(HANG_S)
+            return self.reader.read(positions)
+
+        def __getattr__(self, name):
+            return getattr(self.reader, name)
+
+    sources_reader = sources.ArrayRecordReader
+    monkeypatch.setattr(sources, "ArrayRecordReader", Reader)
+    monkeypatch.setattr(sources, "_PATIENCE_S", -1)  # as if the first had taken long
+    source = ArrayRecordSource(paths)
+    assert list(source._getitems(range(TOTAL))) == [record(i) for i in range(TOTAL)]
+
+
+@pytest.mark.parametrize("free", [0, 2])
+def test_with_few_helpers_or_none_the_same_is_read(paths, free, monkeypatch):
+    monkeypatch.setattr(sources, "_PATIENCE_S", -1)
+    monkeypatch.setattr(sources, "_FREE_HELPERS", threading.BoundedSemaphore(free))
+    source = ArrayRecordSource(paths)
+    assert list(source._getitems(range(TOTAL))) == [record(i) for i in range(TOTAL)]
+    with pytest.raises(FileNotFoundError, match="missing"):
+        ArrayRecordSource([*paths, f"{paths[0]}-missing"])
+    helpers = [sources._FREE_HELPERS.acquire(blocking=False) for _ in range(3)]
+    assert sum(helpers) == free  # whoever fails gives them back
 
 
 @pytest.mark.parametrize("index", [TOTAL, -TOTAL - 1, 1000])

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from grain_shard import ShardingError
-from grain_shard.measuring.throughput import Throughput, measure_throughput
+from grain_shard.measuring import measure_throughput
 from grain_shard.placement import prefetch_to_device
-from grain_shard.spans import Span
 from grain_shard.training.sharded_pipeline import create_sharded_pipeline
 from tests.conftest import data_mesh, ids, numbered
 
@@ -208,30 +207,3 @@ class TestMeasureThroughput:
         with iter(numbered(80, 8).shard_to(mesh)) as iterator:
             measure_throughput(iterator, 3, 1)
             assert ids([next(iterator)]) == [list(range(32, 40))]
-
-    def test_it_prints_a_table(self):
-        times = {
-            "wait": [0, 0.010, 0.020],
-            "step": [0.001, 0.011, 0.021],
-            "read": [-0.010, 0, 0.010],
-            "place": [0.001, 0.011, 0.021],
-        }
-        lasting = {"wait": 0.001, "step": 0.003, "read": 0.0005, "place": 0.00025}
-        spans = [
-            Span(lane, lane, start, start + lasting[lane])
-            for lane, starts in times.items()
-            for start in starts
-        ]
-        table = Throughput(3, 3, 1, 2.0, tuple(spans), num_examples=24_691, num_bytes=15_780_000)
-        assert str(table) == repr(table)
-        assert str(table).splitlines() == [
-            "batches measured     3 (after 1 of warm-up)",
-            "examples/s           12,346",
-            "MB/s                 7.9",
-            "waiting for data     25.0% of the step",
-            "  wait               1.000 ms a batch",
-            "  step               3.000 ms a batch",
-            "in the background",
-            "  read               0.500 ms a batch",
-            "  place              0.250 ms a batch",
-        ]

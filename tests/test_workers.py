@@ -21,7 +21,7 @@ import pytest
 from jax._src import xla_bridge
 
 from grain_shard import BatchLayout, PadToDivisible, ShardBatch, ShardingError, ValidateBatchSize
-from tests.conftest import data_mesh, ids, numbered, to_numpy
+from tests.conftest import data_mesh, eventually, ids, numbered, to_numpy
 from tests.test_lifecycle import run
 
 slow = pytest.mark.slow
@@ -333,3 +333,34 @@ def _as_pair(i):
 
 def _stack(items):
     return {key: np.stack([item[key] for item in items]) for key in items[0]}
+
+
+class Noted:
+    """Makes a file for each record that it has made, so that another process can count them."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def __call__(self, i):
+        (self.directory / str(i)).touch()
+        return {"id": np.int32(i)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_workers", "cpu_buffer_size"), [(1, 1), (2, 4), (1, 8)])
+def test_no_more_batches_are_made_ahead_than_the_documentation_says(
+    num_workers, cpu_buffer_size, tmp_path
+):
+    ds = grain.MapDataset.range(400).map(Noted(tmp_path)).batch(4)
+    ds = ds.shard_to(
+        data_mesh(2),
+        num_workers=num_workers,
+        cpu_buffer_size=cpu_buffer_size,
+        device_buffer_size=1,
+    )
+    on_host = max(cpu_buffer_size, 4 * num_workers) + 1  # + 1: in flight between host and devices
+    with iter(ds) as batches:
+        for k in range(1, 9):
+            next(batches)
+            eventually(lambda: len(list(tmp_path.iterdir())) >= 4 * (k + on_host))
+            assert len(list(tmp_path.iterdir())) <= 4 * (k + on_host + 1)  # + 1: on the devices

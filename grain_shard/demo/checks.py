@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.trees import Batch
 
 
@@ -53,25 +52,6 @@ def digests(ds: Iterable[Batch]) -> list[str]:
         return hashlib.sha256(b"".join(np.asarray(s.data).tobytes() for s in shards)).hexdigest()
 
     return [digest(batch) for batch in ds]
-
-
-def show_placement(ds: ShardedDataset, mesh: jax.sharding.Mesh) -> None:
-    """Prints the mesh, the type of each leaf, and where its rows are."""
-    with iter(ds) as batches:
-        leaves = jax.tree.leaves_with_path(next(batches))
-    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    say(f"mesh {axes}: {mesh.size} x {mesh.devices.flat[0].device_kind}")
-    for path, leaf in leaves:
-        rows = leaf.sharding.shard_shape(leaf.shape)[0]
-        say(f"  batch{jax.tree_util.keystr(path):15} {jax.typeof(leaf)!s:28} {rows} rows a device")
-    leaf = leaves[0][1]
-    for host in range(jax.process_count()):
-        rows = ", ".join(
-            "{}:{} on {}".format(*index[0].indices(len(leaf))[:2], device)
-            for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
-            if device.process_index == host
-        )
-        say(f"  rows of host {host}: {rows}")
 
 
 def check(kept: bool, promise: str) -> bool:

@@ -23,16 +23,9 @@ from etils import epath
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from grain_shard import ArrayRecordSource, rehearse
+from grain_shard import ArrayRecordSource, rehearse, show
 from grain_shard.checkpoint import CheckpointRestore
-from grain_shard.demo.checks import (
-    CountingSource,
-    check,
-    count_compilations,
-    digests,
-    say,
-    show_placement,
-)
+from grain_shard.demo.checks import CountingSource, check, count_compilations, digests, say
 from grain_shard.demo.digits import decode, write_digits
 from grain_shard.demo.training import create, evaluate, train
 from grain_shard.errors import GrainShardError
@@ -65,7 +58,8 @@ def run(args: argparse.Namespace, directory: epath.Path) -> bool:
     test_ds = (
         grain.MapDataset.source(test_source).map(decode).batch(args.batch_size).shard_to(mesh)  # pyright: ignore[reportAttributeAccessIssue]
     )
-    show_placement(test_ds, mesh)
+    if jax.process_index() == 0:
+        show(test_ds)
 
     steps, steps_per_epoch = len(train_ds), len(train_ds) // args.epochs
     middle = args.epochs // 2 * steps_per_epoch + steps_per_epoch // 2
@@ -169,13 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the demo.
-
-    Args:
-        args: What the parser of `add_arguments` made of the command line.
-
-    Returns:
-        The exit code: 0 if every promise was kept, else 1.
+    """Runs the demo, and returns the exit code: 0 if every promise was kept, else 1.
 
     Raises:
         GrainShardError: The demo cannot run here; the message says why.

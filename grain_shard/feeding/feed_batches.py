@@ -19,6 +19,9 @@ import numpy as np
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.feeding.feed_reader import ENDED, Entry, FeedReader, is_entry, naming_feed
 from grain_shard.feeding.feed_turns import FeedTurns, Piece
+from grain_shard.feeding.record_stream import RecordStream
+from grain_shard.feeding.shared_reads import SharedReads
+from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.hosts.state_files import FEED_ENTRIES, FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
 from grain_shard.reading.pad_batch import Remainder, pad_batch
@@ -228,9 +231,21 @@ class FeedBatches(grain.IterDataset):
         divisor = 1 if self.padding is None else self.padding.divisor
         return round_up(self._global_batch_size, divisor)
 
-    def open_feed(self, feed: int, entry: Entry) -> FeedReader:
-        """A reader of one feed, from where it is to start."""
-        return FeedReader(functools.partial(self._make, feed), entry)
+    def open_feed(self, feed: int, entry: Entry, reads: SharedReads | None = None) -> FeedReader:
+        """A reader of one feed.
+
+        Args:
+            feed: Which.
+            entry: Where it is to start.
+            reads: What reads ahead for it; None if nothing is to be read ahead.
+        """
+
+        def record_stream(records: grain.MapDataset, is_read_ahead: bool) -> RecordStream:
+            if reads is None or not is_read_ahead:
+                return RecordStream(records)
+            return RecordStream(records, reads.elements)
+
+        return FeedReader(lambda: replace_read_ahead(self._make(feed), record_stream), entry)
 
     def iterate(self, num_threads: int = 1) -> FeedIterator:
         """An iterator over the batches; several threads run feeds side by side."""
@@ -358,8 +373,10 @@ class FeedIterator(BatchIterator):
 
     def _turns_from(self, position: FeedsPosition) -> FeedTurns:
         entries = {feed: pickle.loads(entry) for feed, entry in position.entries.items()}
+        reads = SharedReads()
         return FeedTurns(
-            {feed: self._ds.open_feed(feed, entry) for feed, entry in entries.items()},
+            {feed: self._ds.open_feed(feed, entry, reads) for feed, entry in entries.items()},
+            reads,
             num_feeds=self._ds.num_feeds,
             rows_per_feed=self._ds.feed_batch_size,
             num_threads=self._num_threads,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from grain_shard.background import Background, Producer
 from grain_shard.feeding.feed_reader import FeedReader, naming_feed
+from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.spans import READ, span
 
 
@@ -31,6 +32,7 @@ class FeedTurns:
 
     Args:
         readers: Of each feed, in the order of their rows.
+        reads: What reads ahead for them; ended with this.
         num_feeds: How many feeds there are on all hosts together, for messages.
         rows_per_feed: What each feed gives to a batch, in rows.
         num_threads: How many threads take turns.
@@ -39,12 +41,13 @@ class FeedTurns:
     def __init__(
         self,
         readers: Mapping[int, FeedReader],
+        reads: SharedReads,
         *,
         num_feeds: int,
         rows_per_feed: int,
         num_threads: int,
     ):
-        self._num_feeds, self._rows_per_feed = num_feeds, rows_per_feed
+        self._num_feeds, self._rows_per_feed, self._reads = num_feeds, rows_per_feed, reads
         self._turns, self._threads = _Turns(readers), None
         if min(num_threads, len(readers)) > 1:
             self._threads = Background(
@@ -70,12 +73,17 @@ class FeedTurns:
 
     def stop(self) -> None:
         """Ends the threads as soon as what they are in returns."""
+        self._reads.stop()
         if self._threads is not None:
             self._threads.stop()
 
     def close(self) -> None:
         """Closes the feeds, once no thread is at work any more."""
-        (self._turns if self._threads is None else self._threads).close()
+        self._reads.stop()  # first, as a feed may wait for it
+        try:
+            (self._turns if self._threads is None else self._threads).close()
+        finally:
+            self._reads.close()
 
 
 class _Turns(Producer[tuple[int, FeedReader]]):

@@ -7,11 +7,13 @@ test suite runs its core with all these hints turned off.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import grain
+import numpy as np
 
 _BATCH = type(grain.MapDataset.range(1).batch(1))
 _ITER_BATCH = type(grain.MapDataset.range(1).to_iter_dataset().batch(1))
@@ -24,6 +26,10 @@ _ITER_SEED = type(grain.MapDataset.range(1).to_iter_dataset().seed(0))
 _READ_AHEAD = type(grain.MapDataset.range(1).to_iter_dataset())
 SEED = type(grain.MapDataset.range(1).seed(0))
 SLICE = type(grain.MapDataset.range(1)[:1])
+try:
+    REINDEX = type(grain.MapDataset.range(1).slice([0]))  # pyright: ignore[reportArgumentType]
+except ValueError:
+    REINDEX = None  # Grain 0.2.18 and before take no sequence of indices
 REPEAT = type(grain.MapDataset.range(1).repeat(1))
 MAP = type(grain.MapDataset.range(1).map(str))
 RANDOM_MAP = type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0))
@@ -80,8 +86,8 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     node, maps, only_stacks, in_order = ds, [], True, True
     try:
         while type(node) is not _BATCH:
-            if type(node) is SLICE:
-                maps.append(node._sliced_index)  # pyright: ignore[reportAttributeAccessIssue]
+            if type(node) in (SLICE, REINDEX):
+                maps.append(index_below_slice(node))
                 in_order = False
             elif type(node) is REPEAT:
                 if not node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
@@ -109,6 +115,12 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     )
 
 
+def index_below_slice(node: grain.MapDataset) -> Callable[[int], int]:
+    """The index map of ``.slice(slice(1, 3))`` and of ``.slice([3, 1, 4])``."""
+    name = "_reindexed_index" if type(node) is REINDEX else "_sliced_index"
+    return getattr(node, name)
+
+
 def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
     """B of an ``IterDataset.batch(B)`` that stands right below, or None.
 
@@ -128,9 +140,18 @@ def below_read_ahead(
 
     Returns:
         The `MapDataset` below, and (threads, batches to buffer) if they are not Grain's defaults.
+        Grain puts `ReadOptions()` where none were given, and nothing tells that from equal ones
+        that were. To take 500 batches of memory for a wish would be worse than to miss one.
     """
     while type(ds) in (_ITER_SEED, grain.experimental.WithOptionsIterDataset):
         (ds,) = ds.parents  # they change no element
+    return read_ahead(ds)
+
+
+def read_ahead(
+    ds: grain.MapDataset | grain.IterDataset,
+) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
+    """As `below_read_ahead`, of a dataset that is itself what ``.to_iter_dataset`` made."""
     if type(ds) is not _READ_AHEAD or getattr(ds, "_allow_nones", False):
         return None
     options = getattr(ds, "_read_options", None)
@@ -166,7 +187,18 @@ def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
     values = [getattr(ds, name, None) for name in names]
     selection = getattr(ds, "_selection_map", None)
     values.append(getattr(selection, "_proportions", None))
+    if type(ds) is REINDEX:  # its text has the first and the last indices
+        values.append(_all_of(getattr(ds, "_indices", ())))
     return tuple(str(value) for value in values)
+
+
+def _all_of(indices: Sequence[int] | grain.MapDataset) -> str:
+    """A text that differs if the indices do; of a dataset, what tells it from others."""
+    if isinstance(indices, grain.MapDataset):
+        below = ", ".join(map(_all_of, indices.parents))
+        own = (str(indices), len(indices), seeds(indices), parameters(indices))
+        return f"{own} of ({below})"
+    return hashlib.sha256(np.asarray(indices, np.int64).tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)

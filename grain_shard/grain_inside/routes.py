@@ -11,15 +11,24 @@ from __future__ import annotations
 import itertools
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grain
 import numpy as np
 
+from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.index_shuffle import shuffled
-from grain_shard.grain_inside.nodes import MAP, MAP_WITH_INDEX, RANDOM_MAP, REPEAT, SEED, SLICE
+from grain_shard.grain_inside.nodes import (
+    MAP,
+    MAP_WITH_INDEX,
+    RANDOM_MAP,
+    REINDEX,
+    REPEAT,
+    SEED,
+    SLICE,
+)
 
 Apply = Callable[[Any, int], Any]
 
@@ -35,12 +44,11 @@ _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
     MAP_WITH_INDEX: lambda node: lambda element, index: node._map_with_index_fn(index, element),
 }
 # From indices above the node to indices below it.
-_INDICES: dict[type, Callable[[Any, np.ndarray], np.ndarray]] = {
+_INDICES: dict[type | None, Callable[[Any, np.ndarray], np.ndarray]] = {
     SEED: lambda node, indices: indices,
     _SHUFFLE: lambda node, indices: _below_shuffle(node, indices),
-    SLICE: lambda node, indices: np.array(
-        [node._sliced_index(i) for i in indices.tolist()], np.int64
-    ),
+    SLICE: lambda node, indices: _below_slice(node, indices),
+    REINDEX: lambda node, indices: _below_slice(node, indices),
     REPEAT: lambda node, indices: (
         indices if node._reseed_each_epoch else indices % len(node.parents[0])
     ),
@@ -101,21 +109,26 @@ class Route:
 
     def finish(self, elements: Sequence[Any], until: float = NEVER) -> list[Any]:
         """What becomes of it on the way up; of the first few, at least one, if time is over."""
-        return _while_time_lasts(until, self.finisher(), elements)
-
-    def finisher(self) -> Callable[[int, Any], Any]:
-        """What makes of each element, and its number, what becomes of it on the way up."""
-        below = self.origin.finisher()
+        elements = self.origin.finish(elements)
         steps = [(apply, indices.tolist()) for apply, indices in self.steps]
 
         def on_top(i: int, element: Any) -> Any:
-            if below is not None:
-                element = below(i, element)
             for apply, indices in steps:
                 element = apply(element, indices[i])
             return element
 
-        return on_top
+        return _while_time_lasts(until, on_top, elements)
+
+    def each(self) -> Iterator[Any]:
+        """The elements on top, each made when it is asked for.
+
+        What a source reads in one call for all of them is read with the first.
+        """
+        steps = [(apply, indices.tolist()) for apply, indices in self.steps]
+        for i, element in enumerate(self.origin.each()):
+            for apply, indices in steps:
+                element = apply(element, indices[i])
+            yield element
 
 
 @dataclass(frozen=True)
@@ -133,12 +146,13 @@ class _Origin:
     def part(self, start: int, stop: int) -> _Origin:
         return _Origin(self.ds, self.indices[start:stop])
 
-    def joined(self, others: Sequence[Any]) -> _Origin:
-        """The elements of this and of others of the same dataset."""
-        return _Origin(self.ds, np.concatenate([self.indices, *(o.indices for o in others)]))
-
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
         return len(self.indices)
+
+    def joined(self, others: Sequence[_Origin]) -> _Origin:
+        """With the elements of others, of the same dataset."""
+        return _Origin(self.ds, np.concatenate([self.indices, *(o.indices for o in others)]))
 
     @property
     def reads_many(self) -> bool:
@@ -150,7 +164,8 @@ class _Origin:
         if batched_read is None and type(self.ds) is not _SOURCE and len(indices) > 1:
             batched_read = getattr(self.ds, "_getitems", None)
         if batched_read is None:
-            return _while_time_lasts(until, lambda _, i: self.ds[i], indices)
+            read_one = _single_read(self.ds)
+            return _while_time_lasts(until, lambda _, index: read_one(index), indices)
         result = batched_read(indices) if indices else []
         elements = [] if isinstance(result, Mapping) else list(result)
         if len(elements) != len(indices):
@@ -161,8 +176,17 @@ class _Origin:
             )
         return elements
 
-    def finisher(self) -> None:
-        return None
+    def finish(self, elements: Sequence[Any]) -> Sequence[Any]:
+        return elements
+
+    def each(self) -> Iterator[Any]:
+        if not self.reads_many:
+            yield from map(_single_read(self.ds), self.indices.tolist())
+            return
+        elements = self.read(NEVER)
+        for i, element in enumerate(elements):
+            elements[i] = None  # it is held no longer than it is used
+            yield element
 
 
 @dataclass(frozen=True)
@@ -170,77 +194,70 @@ class _Fork:
     """Where the ways of elements part that come from several datasets.
 
     Attributes:
-        places: For each of the datasets, int64[m]: which of the elements come from it, ascending.
+        numbers: For each of the datasets, int64[m]: which of the elements come from it, ascending.
         routes: The ways of these.
     """
 
-    places: tuple[np.ndarray, ...]
+    numbers: tuple[np.ndarray, ...]
     routes: tuple[Route, ...]
 
     @classmethod
     def at(cls, ds: ElementsOfParents, indices: np.ndarray) -> _Fork:
         parents, below = ds.below(indices)
-        places = [np.flatnonzero(parents == i) for i in range(len(ds.parents))]
-        ways = [route(parent, below[p]) for parent, p in zip(ds.parents, places, strict=True)]
-        return cls(tuple(places), tuple(ways))
+        numbers = [np.flatnonzero(parents == i) for i in range(len(ds.parents))]
+        ways = [route(parent, below[n]) for parent, n in zip(ds.parents, numbers, strict=True)]
+        return cls(tuple(numbers), tuple(ways))
 
     def part(self, start: int, stop: int) -> _Fork:
-        bounds = [np.searchsorted(places, [start, stop]) for places in self.places]
+        bounds = [np.searchsorted(numbers, [start, stop]) for numbers in self.numbers]
         return _Fork(
-            tuple(p[a:b] - start for p, (a, b) in zip(self.places, bounds, strict=True)),
+            tuple(n[a:b] - start for n, (a, b) in zip(self.numbers, bounds, strict=True)),
             tuple(way.part(a, b) for way, (a, b) in zip(self.routes, bounds, strict=True)),
         )
 
-    def joined(self, others: Sequence[Any]) -> _Fork:
-        forks = [self, *others]
-        starts = np.cumsum([0, *map(len, forks[:-1])])
-        moved = [
-            [places + start for places in fork.places]
-            for fork, start in zip(forks, starts, strict=True)
-        ]
-        routes = zip(*(fork.routes for fork in forks), strict=True)
-        return _Fork(
-            tuple(map(np.concatenate, zip(*moved, strict=True))),
-            tuple(_joined(ways) for ways in routes),
-        )
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.numbers))
 
-    def __len__(self) -> int:
-        return sum(map(len, self.places))
+    def joined(self, others: Sequence[_Fork]) -> _Fork:
+        """With the elements of others, of the same datasets."""
+        forks = [self, *others]
+        starts = np.cumsum([0, *(fork.size for fork in forks)])
+        numbers = zip(*(
+            [n + start for n in fork.numbers] for fork, start in zip(forks, starts, strict=False)
+        ), strict=True)  # fmt: skip
+        ways = zip(*(fork.routes for fork in forks), strict=True)
+        return _Fork(tuple(map(np.concatenate, numbers)), tuple(map(_joined, ways)))
 
     @property
     def reads_many(self) -> bool:
         return any(way.reads_many for way in self.routes)
 
     def read(self, until: float) -> list[Any]:
-        if not self.reads_many:
-            turns = sorted(
-                (place, way, rank)
-                for places, way in zip(self.places, range(len(self.routes)), strict=True)
-                for rank, place in enumerate(places.tolist())
-            )
-            return _while_time_lasts(
-                until,
-                lambda _, turn: self.routes[turn[1]].part(turn[2], turn[2] + 1).read()[0],
-                turns,
-            )
-        elements: list[Any] = [None] * len(self)
-        for places, way in zip(self.places, self.routes, strict=True):
-            for place, element in zip(places.tolist(), way.read(), strict=True):
-                elements[place] = element
+        # All of them: those that there was no time for might stand before others that were read.
+        return self._in_order([way.read() for way in self.routes])
+
+    def finish(self, elements: Sequence[Any]) -> Sequence[Any]:
+        return self._in_order(
+            [
+                way.finish([elements[i] for i in numbers.tolist()])
+                for numbers, way in zip(self.numbers, self.routes, strict=True)
+            ]
+        )
+
+    def each(self) -> Iterator[Any]:
+        of_routes = [way.each() for way in self.routes]
+        owners = np.empty(self.size, np.int64)
+        for owner, numbers in enumerate(self.numbers):
+            owners[numbers] = owner
+        return (next(of_routes[owner]) for owner in owners.tolist())
+
+    def _in_order(self, of_routes: Sequence[list[Any]]) -> list[Any]:
+        elements: list[Any] = [None] * self.size
+        for numbers, some in zip(self.numbers, of_routes, strict=True):
+            for i, element in zip(numbers.tolist(), some, strict=True):
+                elements[i] = element
         return elements
-
-    def finisher(self) -> Callable[[int, Any], Any]:
-        finishers: list[Any] = [None] * len(self)
-        for places, way in zip(self.places, self.routes, strict=True):
-            finish = way.finisher()
-            for rank, place in enumerate(places.tolist()):
-                finishers[place] = (finish, rank)
-
-        def on_top(i: int, element: Any) -> Any:
-            finish, rank = finishers[i]
-            return finish(rank, element)
-
-        return on_top
 
 
 def _while_time_lasts(
@@ -255,16 +272,22 @@ def _while_time_lasts(
     return made
 
 
+def _joined(ways: Sequence[Route]) -> Route:
+    """The way of the elements of several ways of one dataset."""
+    first, *others = ways
+    steps = [
+        (apply, np.concatenate([indices, *(way.steps[i][1] for way in others)]))
+        for i, (apply, indices) in enumerate(first.steps)
+    ]
+    return Route(first.origin.joined([way.origin for way in others]), tuple(steps))  # pyright: ignore[reportArgumentType]
+
+
 def read_together(ways: Sequence[Route]) -> list[list[Any]]:
     """What is at the lower ends of several ways of one dataset, read in one call if it can be."""
-    elements = _joined(ways).read()
-    starts = np.cumsum([0, *(len(way.origin) for way in ways)]).tolist()
+    first, *others = [way.origin for way in ways]
+    elements = first.joined(others).read(NEVER)  # pyright: ignore[reportArgumentType]
+    starts = np.cumsum([0, *(origin.size for origin in (first, *others))]).tolist()
     return [elements[start:stop] for start, stop in itertools.pairwise(starts)]
-
-
-def _joined(ways: Sequence[Route]) -> Route:
-    """The way of all elements of several ways of one dataset, to read them."""
-    return Route(ways[0].origin.joined([way.origin for way in ways[1:]]))
 
 
 def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
@@ -292,10 +315,18 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
     return Route(origin, tuple(reversed(steps)))
 
 
+def _single_read(ds: grain.MapDataset) -> Callable[[int], Any]:
+    """How one element is read; a source is asked directly, as for many elements."""
+    if type(ds) is _SOURCE and (source := getattr(ds, "_source", None)) is not None:
+        length = len(ds)
+        return lambda index: source[index % length]
+    return ds.__getitem__
+
+
 def _batched_read(ds: grain.MapDataset) -> Callable[[Sequence[int]], Sequence[Any]] | None:
     """How a source reads many records in one call, under Grain's name for that or Python's.
 
-    Asked directly: Grain's node measures each record that passes, for 2 us.
+    Asked directly: Grain's node measures each record that passes, for 2 us and more.
     """
     if type(ds) is not _SOURCE:
         return None
@@ -304,6 +335,11 @@ def _batched_read(ds: grain.MapDataset) -> Callable[[Sequence[int]], Sequence[An
         if (read := getattr(source, name, None)) is not None:
             return lambda indices: read([i % len(ds) for i in indices])
     return None
+
+
+def _below_slice(node: Any, indices: np.ndarray) -> np.ndarray:
+    below = nodes.index_below_slice(node)
+    return np.array([below(i) for i in indices.tolist()], dtype=np.int64)
 
 
 def _below_shuffle(node: Any, indices: np.ndarray) -> np.ndarray:

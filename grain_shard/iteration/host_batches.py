@@ -45,11 +45,14 @@ class Opened(NamedTuple):
         batches: (batch, position after it), made in the background.
         first_digest: Of the first whole batch once that was read, where every host reads the same
             whole batches; "" elsewhere.
+        threads: How many threads read side by side now, and why, in words; "" where that is not
+            found while it runs.
     """
 
     position: Position
     batches: TaskStage[tuple[Batch, Position]]
     first_digest: Callable[[], str] = str
+    threads: Callable[[], str] = str
 
 
 class HostBatches(ABC):
@@ -123,8 +126,8 @@ class RandomAccess(HostBatches):
         fingerprint: What a state must agree with.
         buffer_size: Batches that may wait on the host or be in the making.
         num_threads: Threads that read side by side; None finds how many help.
-        num_workers: Grain worker processes that make them instead, if not 0. Each holds at least
-            two batches: one that waits, and one in the making.
+        num_workers: Grain worker processes that make them instead, if not 0. Grain keeps four
+            batches for each of them at least, so that many may be on the host.
         fields_before: Of a batch, the fields of the fingerprint that are others in a state that
             stands there, since what follows may still change.
     """
@@ -162,13 +165,14 @@ class RandomAccess(HostBatches):
             pace=pace,
             name=_THREAD,
         )
-        return Opened(start, batches)
+        return Opened(start, batches, threads=lambda: f"{pace.threads} ({pace.count.why})")
 
     def _from_workers(self, start: int) -> Background[Any, tuple[Batch, int]]:
         """Batches that worker processes make; one waits here, out of their shared memory."""
         mark_flags_as_parsed()
-        # Each worker has a queue of this many batches, and one more in its hands.
-        per_worker = max(1, self._buffer_size // self._num_workers - 1)
+        # Grain keeps 2 * per_worker + 2 batches for each worker: in its queue and in another one of
+        # this process, one that the worker makes and one that is on its way.
+        per_worker = max(1, self._buffer_size // (2 * self._num_workers) - 1)
         ds: grain.MapDataset = self._ds[start:]
         from_workers = ds.to_iter_dataset(
             grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)

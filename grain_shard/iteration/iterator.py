@@ -114,7 +114,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _open(self, position: Position | None) -> None:
         across = self._across
-        self._position, batches, first_digest = self._host.open(position)
+        self._position, batches, first_digest, self._threads = self._host.open(position)
         source: Producer[tuple[Batch, Position]] = batches
         self._begun = self._compared = False
         self._failure = None
@@ -234,6 +234,14 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             pass
 
         return done()
+
+    @property
+    def read_threads(self) -> str:
+        """How many threads read side by side now, and why: ``64 (reads wait)``.
+
+        Empty where that is not found while it runs: of streams, feeds and worker processes.
+        """
+        return self._threads()
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""

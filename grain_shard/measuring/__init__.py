@@ -1,10 +1,9 @@
 """How fast batches come, and what a training loop waits for.
 
-`measure_throughput` gives averages and examples per second; `profile` tells when each stage was at
-work, which one holds the loop up, and what to change.
+`profile` measures a loop: examples per second, when each stage was at work, which one holds the
+loop up, and what to change. `measure_throughput` is the same under the name that peers use.
 """
 
-from grain_shard.measuring.throughput import Throughput, measure_throughput
-from grain_shard.measuring.timeline import Timeline, profile
+from grain_shard.measuring.profiling import Profile, measure_throughput, profile
 
-__all__ = ["Throughput", "Timeline", "measure_throughput", "profile"]
+__all__ = ["Profile", "measure_throughput", "profile"]

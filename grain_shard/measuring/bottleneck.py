@@ -1,4 +1,4 @@
-"""Which stage a training loop waits for, and what to change: two tables of rules.
+"""Which stage a training loop waits for, and what to change.
 
 A stage holds the loop up if its threads need longer for a batch than the loop does for its own
 work: no buffer could help then. If the loop waits and no stage does, then either batches differ
@@ -8,8 +8,7 @@ something that is not seen.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from grain_shard.iteration.sharded_dataset import Settings
@@ -32,20 +31,102 @@ class Bottleneck(NamedTuple):
 
 
 def find_bottleneck(measured: Measurement) -> Bottleneck:
-    """The first rule that holds, with the advice that fits the pipeline."""
-    rule = next(rule for rule in _RULES if rule.holds(measured))
+    """What holds the loop up, with the advice that fits the pipeline."""
     pipeline = measured.pipeline or Settings()
-    advice = [text for name, fits, text in _ADVICE if name == rule.name and fits(pipeline)]
-    lanes = (PLACE,) if rule.name == PLACE else _MAKING
-    values = {
-        **dataclasses.asdict(pipeline),
-        "wait": f"{measured.busy(WAIT):.0%}",
-        "idle": f"{_idle_share(measured):.0%}",
-        "busy": f"{measured.busy(*lanes):.0%}",
-        "threads": measured.threads(*_MAKING),
-    }
-    reason, *texts = [text.format(**values) for text in (rule.reason, *advice)]
-    return Bottleneck(rule.name, reason, tuple(texts))
+    waits = f"the loop waits {measured.busy(WAIT):.0%} of the time"
+    making = f"{measured.busy(*_MAKING):.0%} busy"
+    if measured.busy(WAIT) < _LITTLE_WAIT and measured.total_s(STEP) > 0:
+        return Bottleneck(
+            STEP,
+            f"{waits}; the pipeline keeps up with the step.",
+            ("look for time in the step; no change to the pipeline makes the loop faster.",),
+        )
+    busiest = _busiest(measured)
+    if busiest == PLACE:
+        return Bottleneck(
+            PLACE,
+            f"the thread that hands batches to the devices is {measured.busy(PLACE):.0%} busy.",
+            (
+                "send less to the devices: uint8 images, made floats inside the step.",
+                "have fewer and larger leaves: each one costs a call for every device.",
+                "make the step bigger, by a larger global batch, if batches are small.",
+            ),
+        )
+    if busiest is not None:
+        doing = {READ: "reading and decoding records", BATCH: "stacking records", PAD: "padding"}
+        return Bottleneck(
+            busiest,
+            f"the threads that make batches (seen: {measured.threads(*_MAKING)}) are {making},"
+            f" mostly {doing[busiest]}.",
+            _faster_making(busiest, pipeline),
+        )
+    if pipeline.num_workers:
+        return Bottleneck(
+            "workers",
+            f"{waits}, no thread of this process holds it up, and batches are made in worker"
+            f" processes (num_workers={pipeline.num_workers}), which are not seen from here.",
+            (
+                "raise num_workers, as far as there are idle processor cores.",
+                "profile once with num_workers=0 to see which stage takes the time.",
+            ),
+        )
+    if not measured.total_s(READ):
+        return Bottleneck(
+            "unseen",
+            f"{waits}, and nothing tells when batches are read.",
+            ("end the pipeline with .shard_to(mesh), whose stages tell their times.",),
+        )
+    idle = _idle_share(measured)
+    if idle >= _MOST:
+        once = 'compare with read="needed": devices exchange rows now.'
+        return Bottleneck(
+            "handover",
+            f"during {idle:.0%} of the waiting no stage was at work: batches were ready, and"
+            " something after them was not.",
+            (
+                "move a .map that follows .shard_to before .batch, or into the step.",
+                *([once] if pipeline.reads_once else []),
+                "send less to the devices: uint8 images, made floats inside the step.",
+                "make the step bigger, by a larger global batch, if it is very short.",
+            ),
+        )
+    return Bottleneck(
+        "buffer",
+        f"{waits}, and yet the threads that make batches are only {making}: some batches take much"
+        " longer than others, and too few wait in the buffers.",
+        (
+            f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) to cover a slow batch.",
+            "or make the slow batches faster: the picture shows which they are.",
+        ),
+    )
+
+
+def _faster_making(stage: str, pipeline: Settings) -> tuple[str, ...]:
+    """Advice for a pipeline whose threads are busy in one of the stages that make a batch."""
+    advice = []
+    if stage == READ and pipeline.reads_other_rows:
+        advice.append(
+            "move the .map (or the batch_fn) that stands at or after .batch before it: this host"
+            " makes whole batches now, to keep some of their rows."
+        )
+    if stage == READ and pipeline.amplification > 1 and not pipeline.is_stream:
+        times = f"{pipeline.amplification:.3g}"
+        advice.append(f'pass read="once": the hosts read every row {times} times now.')
+    if stage == READ and pipeline.is_stream:
+        advice.append(
+            "one thread reads a stream: give it (more) workers by .mp_prefetch before .shard_to, or"
+            " keep a MapDataset down to .batch."
+        )
+    if stage == BATCH:
+        advice.append("make records smaller before .batch: crop, or keep uint8 until the step.")
+    if stage == PAD:
+        advice.append("choose a global batch that the shards divide: then only the last is padded.")
+    if not pipeline.is_stream and not pipeline.num_workers:
+        advice.append(
+            "raise cpu_buffer_size if this waits for files or a network, so that more is read"
+            " ahead; pass num_workers if it computes in Python, which runs one thread at a time."
+        )
+    return tuple(advice)
 
 
 def _busiest(measured: Measurement) -> str | None:
@@ -65,122 +146,6 @@ def _idle_share(measured: Measurement) -> float:
     works = [s for s in measured.spans if s.stage in STAGES]
     idle_s = _covered_s([*waits, *works]) - _covered_s(works)
     return idle_s / (_covered_s(waits) or 1)
-
-
-class _Rule(NamedTuple):
-    name: str
-    holds: Callable[[Measurement], bool]
-    reason: str
-
-
-# The first that holds is the verdict.
-_RULES = (
-    _Rule(
-        STEP,
-        lambda m: m.busy(WAIT) < _LITTLE_WAIT and m.total_s(STEP) > 0,
-        "the loop waits {wait} of the time; the pipeline keeps up with the step.",
-    ),
-    _Rule(
-        PLACE,
-        lambda m: _busiest(m) == PLACE,
-        "the thread that hands batches to the devices is {busy} busy.",
-    ),
-    _Rule(
-        READ,
-        lambda m: _busiest(m) == READ,
-        "the threads that make batches (seen: {threads}) are {busy} busy, mostly reading and"
-        " decoding records.",
-    ),
-    _Rule(
-        BATCH,
-        lambda m: _busiest(m) == BATCH,
-        "the threads that make batches (seen: {threads}) are {busy} busy, mostly stacking records.",
-    ),
-    _Rule(
-        PAD,
-        lambda m: _busiest(m) == PAD,
-        "the threads that make batches (seen: {threads}) are {busy} busy, mostly padding.",
-    ),
-    _Rule(
-        "workers",
-        lambda m: m.pipeline is not None and m.pipeline.num_workers > 0,
-        "the loop waits {wait} of the time, no thread of this process holds it up, and batches are"
-        " made in worker processes (num_workers={num_workers}), which are not seen from here.",
-    ),
-    _Rule(
-        "unseen",
-        lambda m: not m.total_s(READ),
-        "the loop waits {wait} of the time, and nothing tells when batches are read.",
-    ),
-    _Rule(
-        "handover",
-        lambda m: _idle_share(m) >= _MOST,
-        "during {idle} of the waiting no stage was at work: batches were ready, and something"
-        " after them was not.",
-    ),
-    _Rule(
-        "buffer",
-        lambda m: True,
-        "the loop waits {wait} of the time, and yet the threads that make batches are only {busy}"
-        " busy: some batches take much longer than others, and too few wait in the buffers.",
-    ),
-)
-
-_MORE_THREADS = (
-    "raise num_threads (and cpu_buffer_size to at least as much) if this waits for files or a"
-    " network; pass num_workers if it computes in Python, which runs one thread at a time."
-)
-_ONE_THREAD = (
-    "one thread reads a stream: give it (more) workers by .mp_prefetch before .shard_to, or keep a"
-    " MapDataset down to .batch."
-)
-
-
-def _always(p: Settings) -> bool:
-    return True
-
-
-def _is_stream(p: Settings) -> bool:
-    return p.is_stream
-
-
-def _in_threads(p: Settings) -> bool:
-    return not p.is_stream and not p.num_workers
-
-
-# For each bottleneck: whether a piece of advice fits the pipeline, and what it says.
-_ADVICE: tuple[tuple[str, Callable[[Settings], bool], str], ...] = (
-    (STEP, _always, "look for time in the step; no change to the pipeline makes the loop faster."),
-    ("workers", _always, "raise num_workers, as far as there are idle processor cores."),
-    ("workers", _always, "profile once with num_workers=0 to see which stage takes the time."),
-    ("handover", _always, "move a .map that follows .shard_to before .batch, or into the step."),
-    ("handover", lambda p: p.reads_once, 'compare with read="needed": devices exchange rows now.'),
-    ("handover", _always, "send less to the devices: uint8 images, made floats inside the step."),
-    ("handover", _always, "make the step bigger, by a larger global batch, if it is very short."),
-    ("unseen", _always, "end the pipeline with .shard_to(mesh), whose stages tell their times."),
-    (PLACE, _always, "send less to the devices: uint8 images, made floats inside the step."),
-    (PLACE, _always, "have fewer and larger leaves: each one costs a call for every device."),
-    (PLACE, _always, "make the step bigger, by a larger global batch, if batches are small."),
-    (
-        READ,
-        lambda p: p.reads_other_rows,
-        "move the .map (or the batch_fn) that stands at or after .batch before it: this host makes"
-        " whole batches now, to keep some of their rows.",
-    ),
-    (
-        READ,
-        lambda p: p.amplification > 1 and not p.is_stream,
-        'pass read="once": the hosts read every row {amplification:.3g} times now.',
-    ),
-    (READ, _in_threads, _MORE_THREADS),
-    (READ, _is_stream, _ONE_THREAD),
-    (BATCH, _always, "make records smaller before .batch: crop, or keep uint8 until the step."),
-    (BATCH, _in_threads, _MORE_THREADS),
-    (PAD, _always, "choose a global batch that the shards divide: then only the last is padded."),
-    (PAD, _in_threads, _MORE_THREADS),
-    ("buffer", _always, "raise cpu_buffer_size ({cpu_buffer_size} now) to cover a slow batch."),
-    ("buffer", _always, "or make the slow batches faster: the picture shows which they are."),
-)
 
 
 def _covered_s(spans: Sequence[Span]) -> float:

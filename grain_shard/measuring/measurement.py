@@ -1,7 +1,4 @@
-"""A measured loop over batches: when it waits, when it is in the step, what the stages do.
-
-`Throughput` and `Timeline` are two views of one `Measurement`: averages, and what happened when.
-"""
+"""A measured loop over batches: when it waits, when it is in the step, what the stages do."""
 
 from __future__ import annotations
 
@@ -16,8 +13,9 @@ import jax
 import numpy as np
 
 from grain_shard.errors import require_int
+from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.sharded_dataset import Settings, sharded
-from grain_shard.spans import LOOP, STAGES, STEP, WAIT, Span, recorded, span
+from grain_shard.spans import LOOP, PAD, PLACE, STAGES, STEP, WAIT, Span, recorded, span
 from grain_shard.trees import MASK_KEY
 
 
@@ -39,6 +37,7 @@ class Measurement:
         num_examples: Rows of the measured global batches; where these have a "valid_mask", only
             those for which it is True, unless the step donated it.
         num_bytes: Of the measured global batches, padding included.
+        read_threads: How many threads read side by side in the end, and why; "" if not known.
     """
 
     num_batches: int
@@ -49,6 +48,7 @@ class Measurement:
     pipeline: Settings | None = None
     num_examples: int = 0
     num_bytes: int = 0
+    read_threads: str = ""
 
     @classmethod
     def of_loop(
@@ -58,19 +58,7 @@ class Measurement:
         warmup: int,
         step: Callable[[Any], Any] | None,
     ) -> Self:
-        """Takes batches, and does the step with each.
-
-        Args:
-            ds: Any iterable of batches. An iterator is the caller's own and is not closed.
-            num_batches: Batches to measure.
-            warmup: Batches to leave out before them; fewer, so that one is measured, if the dataset
-                ends early.
-            step: Called with each batch; None to do nothing but wait.
-
-        Raises:
-            ValueError: The dataset has no batch, or the step returns nothing.
-            ShardingError: A number of batches is no whole number, or too small.
-        """
+        """Takes batches, and does the step with each; see `grain_shard.profile`."""
         require_int("num_batches", num_batches, 1)
         require_int("warmup", warmup, 0)
         batches: list[_Batch] = []
@@ -92,6 +80,7 @@ class Measurement:
                         )
                     del result
                 del batch  # not to hold one more on the devices than the pipeline means to
+            read_threads = iterator.read_threads if isinstance(iterator, ShardedIterator) else ""
         if not batches:
             raise ValueError("the dataset has no batch to measure.")
         warmup = min(warmup, len(batches) - 1)
@@ -112,6 +101,7 @@ class Measurement:
             pipeline=None if (of := sharded(ds)) is None else of.settings,
             num_examples=sum(batch.examples() for batch in measured),
             num_bytes=sum(batch.num_bytes for batch in measured),
+            read_threads=read_threads,
         )
 
     @functools.cached_property
@@ -140,16 +130,48 @@ class Measurement:
         """The part of the time, 0 to 1, that the threads of these lanes were at work in them."""
         return self.total_s(*lanes) / (max(1, self.threads(*lanes)) * self.seconds)
 
-    def count_note(self) -> str:
-        """What to print after the number of batches: out of how many, after how many others."""
-        ended = self.num_batches < self.num_batches_asked
-        asked = f" of {self.num_batches_asked}, then the dataset ended" if ended else ""
-        return f"{asked} (after {self.warmup} of warm-up)"
+    @property
+    def examples_per_second(self) -> float:
+        """Valid rows of the global batches, by the wall clock over the whole loop."""
+        return self.num_examples / self.seconds
 
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes of the global batches, padding included, by the wall clock."""
+        return self.num_bytes / self.seconds
 
-def milliseconds(seconds: float) -> str:
-    """A time as both views print it."""
-    return f"{seconds * 1e3:.3f} ms"
+    @property
+    def wait_share(self) -> float:
+        """The part of waiting and step together that was waiting, 0 to 1; 1 without a step."""
+        return self.total_s(WAIT) / (self.total_s(*LOOP) or 1)
+
+    @property
+    def wait_s(self) -> float:
+        """From asking for a batch until it was on the devices, in seconds a batch."""
+        return self.total_s(WAIT) / self.num_batches
+
+    @property
+    def step_s(self) -> float:
+        """From there until the step's result was, in seconds a batch; 0 without a step."""
+        return self.total_s(STEP) / self.num_batches
+
+    @property
+    def stages_s(self) -> Mapping[str, float]:
+        """What the pipeline's threads spent on a batch, by stage, in seconds.
+
+        Batches that were made during the warm-up count, too. Without a stage that does not exist,
+        or that runs in worker processes.
+        """
+        seconds = {
+            stage: [s.end - s.start for s in self.recorded_spans if s.stage == stage]
+            for stage in STAGES
+        }
+        # A batch may be read and stacked in parts, and several may be read at once; but each batch
+        # is padded once, so that this tells how many were made.
+        made = len(seconds[PAD])
+        batches = {stage: made or len(times) for stage, times in seconds.items()}
+        batches[PLACE] = len(seconds[PLACE])
+        return {stage: sum(times) / batches[stage] for stage, times in seconds.items() if times}
 
 
 class _Batch(NamedTuple):

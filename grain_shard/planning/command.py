@@ -18,7 +18,7 @@ from grain_shard.planning.compile_step import compile_step, load_step, memory_li
 from grain_shard.planning.picture import draw_mesh
 from grain_shard.planning.plan import plan
 from grain_shard.planning.topology import hosts_mesh, topology_mesh
-from grain_shard.showing.tables import table, to_terminal
+from grain_shard.showing.tables import table, to_screen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " its state and one record, as jax.ShapeDtypeStruct",
     )
     add("--json", action="store_true", help="print JSON, with every host")
-    add("--picture", type=Path, metavar="FILE", help="draw the mesh by host: mesh.png, mesh.svg")
+    add("--picture", type=Path, metavar="FILE", help="draw who holds which rows: mesh.png")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -96,16 +96,16 @@ def main(args: argparse.Namespace) -> int:
         step = load_step(args.compile)
         memory = compile_step(step, mesh, args.spec, planned.reads.padded_batch_size)
     if args.picture is not None:
-        draw_mesh(mesh, args.spec, args.picture)
+        draw_mesh(mesh, args.spec, planned.reads.padded_batch_size, args.picture)
         print(f"drawn: {args.picture}", file=sys.stderr)
     if args.json:
         more = {} if memory is None else {"compiled": dataclasses.asdict(memory)}
         print(json.dumps(planned.to_dict() | more))
     else:
-        to_terminal(planned)
+        to_screen(planned)
         if memory is not None:
             columns = ["the compiled step", "on a device"]
-            to_terminal(table(columns, memory_lines(memory), left=1))
+            to_screen(table(columns, memory_lines(memory), left=1))
     return 0
 
 

@@ -13,11 +13,11 @@ from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 
 from grain_shard.errors import GrainShardError, ShardingError
+from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.sharding.specs import check_fits
 from grain_shard.showing.tables import describe_bytes
 from grain_shard.step_memory import StepMemory, lower, step_memory
-from grain_shard.trees import MASK_KEY, flatten
+from grain_shard.trees import MASK_KEY
 
 
 def memory_lines(memory: StepMemory) -> list[tuple[str, str]]:
@@ -74,11 +74,9 @@ def compile_step(
     try:
         lowered = lower(step, state, batch)
     except ValueError as error:
-        without_shardings = jax.tree.map(
-            lambda leaf: ShapeDtypeStruct(leaf.shape, leaf.dtype), batch
-        )
+        anywhere = jax.tree.map(lambda leaf: ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
         try:
-            lower(step, state, without_shardings)
+            lower(step, state, anywhere)
         except ValueError:
             raise error from None  # the step fails, whatever the shardings
         raise ShardingError(
@@ -88,21 +86,17 @@ def compile_step(
     return step_memory(lowered)
 
 
-def _batch(record: Any, shardings: ShardingTree, rows: int) -> Any:
+def _batch(record: Any, shardings: ShardingTree, global_batch_size: int) -> Any:
     """The batch that `shard_to` hands out, as `jax.ShapeDtypeStruct`s."""
+    layout = next(iter(shardings.layouts().values()))  # of any host: all get the same global batch
+    host_batch_size = len(layout.rows(global_batch_size))
 
-    def batched(leaf: Any) -> ShapeDtypeStruct:
-        return ShapeDtypeStruct((rows, *leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
+    def rows(leaf: Any) -> np.ndarray:
+        zero = np.zeros((), leaf.dtype)
+        return np.broadcast_to(zero, (host_batch_size, *leaf.shape))  # takes no memory
 
-    batch = jax.tree.map(batched, record)
+    batch = jax.tree.map(rows, record)
     if isinstance(batch, dict):
-        batch = {**batch, MASK_KEY: ShapeDtypeStruct((rows,), np.bool_)}
+        batch[MASK_KEY] = np.ones(host_batch_size, np.bool_)
         shardings = shardings.with_mask(MASK_KEY)
-    paths, leaves, structure = flatten(batch)
-    sharded = []
-    for path, leaf, sharding in zip(paths, leaves, shardings.match(batch), strict=True):
-        if sharding is None:
-            raise ShardingError("text does not go into a step.", path=path, remedy="drop it.")
-        check_fits(path, leaf, sharding, leaf.shape)
-        sharded.append(ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
-    return structure.unflatten(sharded)
+    return Assembler(shardings, layout).abstract(batch)

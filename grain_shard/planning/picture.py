@@ -1,37 +1,32 @@
-"""The mesh as a picture: a square for each device, in the color of its host."""
+"""The mesh as a picture: which rows of a batch each device holds, and whose device it is."""
 
 from __future__ import annotations
 
-import colorsys
-import math
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grain_shard.errors import GrainShardError, describe_mesh
-from grain_shard.sharding.layout import batch_axes
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
+from grain_shard.showing.tables import ROW_COLORS
 
-_MAX_NUMBERED = 1024  # devices; of more, the numbers would not be legible
-_CELL_INCHES = 0.32
-_MAX_INCHES = 16.0
-_MAX_RATIO = 3  # of height to width
-_MAX_TICKS = 16
-_NO_DEVICE = -1
+_MAX_LINES = 32  # shards of the rows
+_MAX_DEVICES = 32  # in a line
 
 
-def draw_mesh(mesh: Mesh, spec: Any, path: str | Path) -> None:
-    """Draws the mesh, batch axes downwards and the others to the right.
+def draw_mesh(mesh: Mesh, spec: Any, global_batch_size: int, path: str | Path) -> None:
+    """Draws a line for each shard of the rows, with a box for each host that holds it.
 
-    The devices of a line hold the same rows of a batch. So where a line has several colors, those
-    hosts hold the same rows.
+    A box is as wide as the devices of its host that hold the shard. Where there are several boxes
+    in a line, those hosts hold the same rows.
 
     Args:
         mesh: The mesh.
         spec: As for `shard_to`; of several specs, the one that cuts the batch most.
+        global_batch_size: Rows of a batch, padding included.
         path: The file; its suffix says what it becomes: ".png", ".svg", ".pdf".
 
     Raises:
@@ -39,83 +34,52 @@ def draw_mesh(mesh: Mesh, spec: Any, path: str | Path) -> None:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
     except ImportError:
         raise GrainShardError(
             'the picture needs matplotlib, which is not installed.\n  remedy: pip install "grain-'
             'shard[plot]"'
         ) from None
     named = [s for s in ShardingTree.of(mesh, spec).shardings() if isinstance(s, NamedSharding)]
-    down = batch_axes(max(named, key=num_shards).spec)
-    across = tuple(name for name in mesh.axis_names if name not in down)
-    hosts = _grid(mesh, down, across)
-    blocks, columns = hosts.shape
-    across_label, down_label = " x ".join(across), " x ".join(down)
-    if columns == 1:
-        hosts, across_label, down_label = _lines(hosts), "", f"{down_label}, line by line"
-    elif blocks > _MAX_RATIO * columns:
-        hosts, down_label = _strips(hosts), f"{down_label}, strip by strip"
-    inches = np.array(hosts.shape[::-1]) * _CELL_INCHES
-    inches *= min(1.0, _MAX_INCHES / inches.max())
-    figure = Figure(figsize=(max(inches[0], 3.5) + 1.2, inches[1] + 1.2), dpi=150)
+    rows_spec = PartitionSpec(*max(named, key=num_shards).spec[:1])
+    indices = NamedSharding(mesh, rows_spec).devices_indices_map((global_batch_size,))
+    held: dict[tuple[int, int], list[int]] = {}  # by rows, the host of each device
+    for device, (rows,) in indices.items():
+        start, stop, _ = rows.indices(global_batch_size)
+        held.setdefault((start, stop), []).append(device.process_index)
+    lines = sorted(held.items())[:_MAX_LINES]
+    width = min(len(lines[0][1]), _MAX_DEVICES)
+
+    inches = max(4.5, 1.5 + 0.6 * width), 1 + 0.32 * len(lines)
+    figure = Figure(figsize=inches, layout="constrained")
     axes = figure.add_subplot()
-    axes.imshow(_colors(hosts), interpolation="nearest", aspect="equal")
-    if hosts.size <= _MAX_NUMBERED:
-        for (line, column), host in np.ndenumerate(hosts):
-            if host != _NO_DEVICE:
-                axes.text(column, line, str(host), ha="center", va="center", fontsize=6)
-        axes.set_xticks(np.arange(-0.5, hosts.shape[1]), minor=True)
-        axes.set_yticks(np.arange(-0.5, hosts.shape[0]), minor=True)
-        axes.grid(which="minor", color="white", linewidth=1)
-    axes.tick_params(which="both", length=0, labelsize=7)
-    # A grid that was cut into lines or strips has no mesh axis along its sides.
-    along = hosts.shape == (blocks, columns)
-    axes.set_xticks(range(0, columns, -(-columns // _MAX_TICKS)) if along else [])
-    axes.set_yticks(range(0, blocks, -(-blocks // _MAX_TICKS)) if along else [])
-    axes.set_title(
-        f"{describe_mesh(mesh.shape.items())}: the host of each device", fontsize=9, loc="left"
+    for y, (_, hosts) in enumerate(lines):
+        color = ROW_COLORS[y % len(ROW_COLORS)]
+        x = 0
+        for host, devices in groupby(sorted(hosts)[:width]):
+            count = len(list(devices))
+            axes.add_patch(Rectangle((x, y), count, 1, facecolor=color, edgecolor="black"))
+            axes.text(x + count / 2, y + 0.5, f"host {host}", ha="center", va="center", size=7)
+            x += count
+    axes.set_xlim(0, width)
+    axes.set_ylim(len(lines), 0)
+    axes.set_xticks([])
+    axes.set_yticks(
+        [y + 0.5 for y in range(len(lines))], [f"{start}:{stop}" for (start, stop), _ in lines]
     )
-    axes.set_ylabel(down_label, fontsize=8)
-    axes.set_xlabel(across_label, fontsize=8)
-    figure.tight_layout()
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+    title = f"{describe_mesh(mesh.shape.items())}: rows of a batch, and who holds them"
+    if len(lines) < len(held) or width < len(lines[0][1]):
+        title += (
+            f"\nthe first {len(lines)} of {len(held)} shards,"
+            f" the first {width} of {len(lines[0][1])} devices"
+        )
+    figure.suptitle(title, size=9)
     try:
-        figure.savefig(path)
+        figure.savefig(path, dpi=120)
     except (ValueError, OSError) as error:
         raise GrainShardError(
             f"cannot draw {path}: {error}\n"
             "  remedy: name a file that can be written, ending in .png or .svg."
         ) from None
-
-
-def _grid(mesh: Mesh, down: tuple[str, ...], across: tuple[str, ...]) -> np.ndarray:
-    """The host of each device: int[blocks of the batch, devices that hold the same block]."""
-    hosts = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-    order = [mesh.axis_names.index(name) for name in (*down, *across)]
-    return hosts.transpose(order).reshape(math.prod(mesh.shape[name] for name in down), -1)
-
-
-def _lines(hosts: np.ndarray) -> np.ndarray:
-    """A single column, written in lines from left to right, a little wider than high."""
-    count = len(hosts)
-    width = next(w for w in range(math.isqrt(count - 1) + 1, count + 1) if count % w == 0)
-    return hosts.reshape(-1, width)
-
-
-def _strips(hosts: np.ndarray) -> np.ndarray:
-    """A long narrow grid, cut into strips side by side with a gap between them."""
-    lines, columns = hosts.shape
-    height = next(h for h in range(math.isqrt(lines * columns), lines + 1) if lines % h == 0)
-    gap = np.full((height, 1), _NO_DEVICE)
-    pieces = [piece for strip in hosts.reshape(-1, height, columns) for piece in (gap, strip)]
-    return np.concatenate(pieces[1:], axis=1)
-
-
-def _colors(hosts: np.ndarray) -> np.ndarray:
-    """A light color for each host, neighbours far apart: float[..., 3]."""
-    golden = (math.sqrt(5) - 1) / 2
-    shades = {
-        host: colorsys.hls_to_rgb(host * golden % 1, (0.62, 0.72, 0.8)[host % 3], 0.65)
-        for host in np.unique(hosts).tolist()
-        if host != _NO_DEVICE
-    }
-    white = (1.0, 1.0, 1.0)
-    return np.array([[shades.get(host, white) for host in line] for line in hosts.tolist()])

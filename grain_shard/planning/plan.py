@@ -6,106 +6,24 @@ the stages of the chain for the number and size of batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any, Literal
 
+import grain
 import numpy as np
 from jax.sharding import NamedSharding
 
 from grain_shard.chain import check_read
-from grain_shard.errors import ShardingError, describe_mesh, describe_spec, require_int
+from grain_shard.errors import ShardingError, describe_spec, require_int
 from grain_shard.hardware import HardwareType, detect_hardware
-from grain_shard.planning.facts import HostReads, PlanFacts, Reads, numbered_batches
-from grain_shard.planning.text import plan_tables
+from grain_shard.planning.result import HostReads, Plan, Reads
 from grain_shard.planning.warnings import find_warnings
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import round_up
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
-from grain_shard.showing.tables import to_html, to_text
-
-
-class Plan(PlanFacts):
-    """What `plan` found. Printed, it is a table; in a notebook too.
-
-    Its values are those of `PlanFacts`.
-
-    Example:
-        >>> from grain_shard import hosts_mesh, plan
-        >>> mesh = hosts_mesh({"data": 8}, hosts=4, devices_per_host=2)
-        >>> planned = plan(mesh, global_batch_size=14, num_records=1400)
-        >>> planned.reads.hosts[3].layout.ranges(planned.reads.padded_batch_size)
-        [(12, 16)]
-        >>> print(planned.warnings[0])
-        every batch has 2 rows of padding, as 8 shards do not divide 14. Use a global batch of 16
-        rows.
-    """
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What to think over, in sentences."""
-        return find_warnings(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON; rows are lists of [start, stop]."""
-        return {
-            "device_kind": self.device_kind,
-            "hardware": self.hardware.value,
-            "num_devices": self.num_devices,
-            "num_hosts": self.num_hosts,
-            "mesh": dict(self.mesh_axes),
-            "specs": list(self.specs),
-            "num_records": self.num_records,
-            "record_bytes": self.record_bytes,
-            "global_batch_size": self.global_batch_size,
-            "remainder": self.remainder,
-            "steps_per_epoch": self.steps_per_epoch,
-            "padded_rows_per_epoch": self.padded_rows_per_epoch,
-            "dropped_records_per_epoch": self.dropped_records_per_epoch,
-            "rows_per_device": self.rows_per_device,
-            "device_bytes": self.device_bytes,
-            "read": self.read,
-            "needed": self._reads_to_dict(self.needed),
-            "once": self._reads_to_dict(self.once),
-            "hosts_with_the_same_rows": [list(group) for group in self.hosts_with_the_same_rows],
-            "warnings": list(self.warnings),
-        }
-
-    def _reads_to_dict(self, reads: Reads | None) -> dict[str, Any] | None:
-        if reads is None:
-            return None
-        size = reads.padded_batch_size
-        return {
-            "padded_batch_size": size,
-            "amplification": reads.amplification,
-            "hosts": [
-                {
-                    "host": host.host,
-                    "rows": [list(rows) for rows in host.layout.ranges(size)],
-                    "rows_per_step": host.rows_per_step,
-                    "bytes_per_step": self.bytes_of(host.rows_per_step),
-                    "rows_per_epoch": host.rows_per_epoch,
-                }
-                for host in reads.hosts
-            ],
-        }
-
-    def __repr__(self) -> str:
-        return (
-            f"Plan({self.num_devices} x {self.device_kind} on {self.num_hosts} hosts,"
-            f" mesh=({describe_mesh(self.mesh_axes)}), specs=({', '.join(self.specs)}),"
-            f" steps_per_epoch={self.steps_per_epoch}, read={self.read!r},"
-            f" warnings=<{len(self.warnings)}>)"
-        )
-
-    def __rich__(self) -> Any:
-        return plan_tables(self, self.warnings)
-
-    def __str__(self) -> str:
-        return to_text(self)
-
-    def _repr_html_(self) -> str:
-        return to_html(self)
+from grain_shard.transforms.pad import PadToDivisible
+from grain_shard.transforms.validate import ValidateBatchSize
 
 
 def plan(
@@ -154,32 +72,45 @@ def plan(
     target = ShardingTree.of(mesh_or_sharding, spec)
     read = target.cheaper_read(global_batch_size) if read == "auto" else read
 
-    def reads(mode: Literal["needed", "once"]) -> Reads | None:
-        shardings = target if mode == "needed" else target.spread()
-        try:
-            return _reads(mode, shardings, num_records, global_batch_size, remainder)
-        except ShardingError as error:
-            if mode == read:
-                raise error.with_mesh(target.mesh_axes) from None
-            return None
+    def reads(mode: Literal["needed", "once"], shardings: ShardingTree) -> Reads:
+        layouts = shardings.layouts()
+        first = next(iter(layouts.values()))
+        steps = _num_batches(num_records, global_batch_size, first.divisor, remainder)
+        full, rest = divmod(min(num_records, steps * global_batch_size), global_batch_size)
+        padded_size = round_up(global_batch_size, first.divisor)
+        hosts = []
+        for host, layout in layouts.items():
+            # The rows of a batch that hold a record are its first ones.
+            held = np.searchsorted(layout.rows(padded_size), [global_batch_size, rest])
+            of_full, of_last = held.tolist()
+            of_bytes = None if record_bytes is None else of_full * record_bytes
+            ranges = tuple(layout.ranges(padded_size))
+            hosts.append(HostReads(host, ranges, of_full, full * of_full + of_last, of_bytes))
+        return Reads(mode, first.divisor, padded_size, first.amplification, tuple(hosts))
 
-    needed, once = reads("needed"), reads("once")
-    chosen = needed if read == "needed" else once
+    needed = once = None
+    try:
+        needed = reads("needed", target)
+        once = reads("once", target.spread())
+    except ShardingError as error:
+        if needed is None or read == "once":
+            raise error.with_mesh(target.mesh_axes) from None
+    chosen = once if read == "once" else needed
+    assert needed is not None
     assert chosen is not None
-    layouts, size = target.layouts(), chosen.padded_batch_size
-    divisor = chosen.hosts[0].layout.divisor
-    steps = len(numbered_batches(num_records, global_batch_size, divisor, remainder))
+    steps = _num_batches(num_records, global_batch_size, chosen.divisor, remainder)
     held_records = min(num_records, steps * global_batch_size)
+    size = chosen.padded_batch_size
     named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
     blocks = [num_shards(sharding) for sharding in named] or [1]
     devices = set[Any]().union(*(s.device_set for s in target.shardings()))
     device = next(iter(devices))
-    return Plan(
+    planned = Plan(
         device_kind=device.device_kind,
         hardware=hardware or detect_hardware(device),
         num_devices=len(devices),
-        num_hosts=len(layouts),
-        mesh_axes=target.mesh_axes,
+        num_hosts=len(needed.hosts),
+        mesh=dict(target.mesh_axes),
         specs=tuple(dict.fromkeys(describe_spec(s.spec) for s in named)),
         num_records=num_records,
         record_bytes=record_bytes,
@@ -193,34 +124,21 @@ def plan(
         read=read,
         needed=needed,
         once=once,
-        hosts_with_the_same_rows=_groups({h: layout.shards for h, layout in layouts.items()}),
+        hosts_with_the_same_rows=tuple(
+            tuple(host.host for host in hosts) for hosts in needed.groups() if len(hosts) > 1
+        ),
     )
+    return dataclasses.replace(planned, warnings=tuple(find_warnings(planned)))
 
 
-def _reads(
-    read: Literal["needed", "once"],
-    shardings: ShardingTree,
-    num_records: int,
-    global_batch_size: int,
-    remainder: Remainder,
-) -> Reads:
-    layouts = shardings.layouts()
-    first = next(iter(layouts.values()))
-    steps = len(numbered_batches(num_records, global_batch_size, first.divisor, remainder))
-    full, rest = divmod(min(num_records, steps * global_batch_size), global_batch_size)
-    padded_size = round_up(global_batch_size, first.divisor)
-    hosts = []
-    for host, layout in layouts.items():
-        rows = layout.rows(padded_size)
-        # The rows of a batch that hold a record are its first ones.
-        of_full, of_last = np.searchsorted(rows, [global_batch_size, rest]).tolist()
-        hosts.append(HostReads(host, layout, of_full, full * of_full + of_last))
-    return Reads(read, padded_size, first.amplification, tuple(hosts))
+def _num_batches(
+    num_records: int, global_batch_size: int, divisor: int, remainder: Remainder
+) -> int:
+    """The number of batches, which the stages of `shard_to` tell.
 
-
-def _groups(shards: dict[int, Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """The hosts that hold the same shards, where there are several."""
-    groups: dict[Sequence[int], list[int]] = {}
-    for host, held in shards.items():
-        groups.setdefault(held, []).append(host)
-    return tuple(tuple(hosts) for hosts in groups.values() if len(hosts) > 1)
+    Raises:
+        ShardingError: There is none, or the shards do not divide it and have to.
+    """
+    ds = grain.MapDataset.range(num_records).map(lambda i: {"record": i}).batch(global_batch_size)
+    ds = ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad"))
+    return len(ds.pipe(PadToDivisible(divisor, remainder=remainder)))

@@ -2,61 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from grain_shard.hardware import (
     BatchSizeRating,
     HardwareType,
     rate_batch_size,
     validate_batch_size,
 )
-from grain_shard.planning.facts import PlanFacts
+from grain_shard.planning.result import Plan
 from grain_shard.sharding.layout import round_up
 
 # Where a smaller share of an epoch is padding or is dropped, a change gains next to nothing.
 _NOTABLE = 0.01
 
 
-def find_warnings(plan: PlanFacts) -> tuple[str, ...]:
+def find_warnings(plan: Plan) -> Iterator[str]:
     """The warnings of a plan; none if all is well."""
-    return (
-        *_rows_read_several_times(plan),
-        *_batch_size(plan),
-        *_padding(plan),
-        *_idle_hosts(plan),
-    )
-
-
-def _rows_read_several_times(plan: PlanFacts) -> list[str]:
-    if plan.needed is None or plan.needed.amplification <= 1:
-        return []
-    times = f"{plan.needed.amplification:.3g}"
-    if plan.read == "once":
-        return [
-            f'read="needed" would read each row {times} times, as a mesh axis other than the'
-            " batch's spans hosts. .shard_to reads it once and the devices exchange rows, in one"
-            " more collective a step."
-        ]
-    return [
-        f"each row is read {times} times, as a mesh axis other than the batch's spans hosts. Use"
-        f" {_larger_batch(plan, plan.num_devices)}, which all devices divide, and"
-        ' read="auto": each row is then read once, and exchanged by the devices.'
-    ]
-
-
-def _batch_size(plan: PlanFacts) -> list[str]:
-    if plan.hardware in (HardwareType.UNKNOWN, HardwareType.CPU):
-        return []
-    rating = rate_batch_size(plan.rows_per_device, plan.hardware)
-    if rating in (BatchSizeRating.ACCEPTABLE, BatchSizeRating.OPTIMAL):
-        return []
-    _, message = validate_batch_size(plan.rows_per_device, plan.hardware)
-    return [f"rows per device: {message} (For a row of many tokens, count those.)"]
-
-
-def _padding(plan: PlanFacts) -> list[str]:
-    found = []
-    size, divisor = plan.reads.padded_batch_size, plan.reads.hosts[0].layout.divisor
+    size, divisor = plan.reads.padded_batch_size, plan.reads.divisor
+    if plan.needed.amplification > 1:
+        times = f"{plan.needed.amplification:.3g} times"
+        why = "as a mesh axis other than the batch's spans hosts"
+        if plan.read == "once":
+            yield (
+                f'read="needed" would read each row {times}, {why}. .shard_to reads it once and the'
+                " devices exchange rows, in one more collective a step."
+            )
+        else:
+            yield (
+                f"each row is read {times}, {why}. Use {_larger_batch(plan, plan.num_devices)},"
+                ' which all devices divide, and read="auto": each row is then read once, and'
+                " exchanged by the devices."
+            )
+    if plan.hardware not in (HardwareType.UNKNOWN, HardwareType.CPU):
+        rating = rate_batch_size(plan.rows_per_device, plan.hardware)
+        if rating in (BatchSizeRating.TOO_SMALL, BatchSizeRating.BELOW_CRITICAL):
+            _, message = validate_batch_size(plan.rows_per_device, plan.hardware)
+            yield f"rows per device: {message} (For a row of many tokens, count those.)"
     if size > plan.global_batch_size:
-        found.append(
+        yield (
             f"every batch has {size - plan.global_batch_size} rows of padding, as {divisor} shards"
             f" do not divide {plan.global_batch_size}. Use {_larger_batch(plan, divisor)}."
         )
@@ -64,33 +48,27 @@ def _padding(plan: PlanFacts) -> list[str]:
     of_last = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
     share = of_last / (plan.steps_per_epoch * size)
     if plan.num_records < plan.global_batch_size:
-        found.append(
+        yield (
             f"a batch of {plan.global_batch_size:,} rows takes more than the {plan.num_records:,}"
             " records of an epoch. Use a smaller one, or repeat the records before .batch"
             " (.repeat(epochs).batch(B))."
         )
     elif share >= _NOTABLE:
-        found.append(
+        yield (
             f"{share:.1%} of an epoch's rows are padding of its last batch. Repeat the records"
             " before .batch (.repeat(epochs).batch(B)), so that only the last epoch ends in one."
         )
     dropped = plan.dropped_records_per_epoch / plan.num_records
     if dropped >= _NOTABLE:
-        found.append(
+        yield (
             f'{dropped:.1%} of the records come in no batch, as remainder="drop". Use "pad", or'
             " repeat the records before .batch."
         )
-    return found
+    if idle := sum(host.rows_per_step == 0 for host in plan.reads.hosts):
+        yield (
+            f"there is nothing but padding on {idle} of {plan.num_hosts} hosts. Use a larger batch."
+        )
 
 
-def _idle_hosts(plan: PlanFacts) -> list[str]:
-    idle = sum(host.rows_per_step == 0 for host in plan.reads.hosts)
-    if not idle:
-        return []
-    return [
-        f"there is nothing but padding on {idle} of {plan.num_hosts} hosts. Use a larger batch."
-    ]
-
-
-def _larger_batch(plan: PlanFacts, divisor: int) -> str:
+def _larger_batch(plan: Plan, divisor: int) -> str:
     return f"a global batch of {round_up(plan.global_batch_size, divisor)} rows"

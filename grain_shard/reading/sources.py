@@ -1,46 +1,219 @@
-"""`ArrayRecordSource`: Grain's ArrayRecord source, with the batched reads that it leaves out."""
+"""`ArrayRecordSource`: the records of any number of ArrayRecord files, read many at a time."""
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
+import os
+import re
+import resource
+import threading
+import time
 from collections.abc import Sequence
-from typing import SupportsIndex
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, SupportsIndex
 
-import grain
+from absl import logging
+from array_record.python.array_record_data_source import FileInstruction
+from array_record.python.array_record_module import ArrayRecordReader
+
+from grain_shard.reading.find_files import find_files, not_found
+
+PathOrInstruction = str | os.PathLike[str] | FileInstruction
+
+# Files that are opened or read side by side, by all sources of this process together, apart from
+# the threads that ask for records.
+_SIDE_BY_SIDE = 64
+_FREE_HELPERS = threading.BoundedSemaphore(_SIDE_BY_SIDE)
+# Files in the page cache answer in some 10 us each, and a thread costs more than that. Files of
+# which the first few have taken this long are waited for, and are read side by side.
+_PATIENCE_S = 5e-3
 
 
-class ArrayRecordSource(grain.sources.ArrayRecordDataSource):
+class ArrayRecordSource:
     """Records of ArrayRecord files by index, read many at a time.
 
-    A batch of rows is then one call into the reader of each file. Grain asks a source for several
-    records through ``_getitems`` (its protocol for batched reads); `ArrayRecordDataSource` can do
-    as much, but under the name ``__getitems__`` only.
+    A batch of rows is one call into the reader of each file. Grain asks a source for several
+    records through ``_getitems`` (its protocol for batched reads); its own `ArrayRecordDataSource`
+    can do as much, but under the name ``__getitems__`` only.
+
+    Files that have to be counted are opened side by side when the source is made. They stay open
+    for the reads that follow, as opening one takes several round trips of a mounted bucket. At most
+    half as many are open as the process may have (``ulimit -n``); beyond that, those that have not
+    been read for longest are closed, and opened again when they are needed.
 
     Example:
         >>> import tempfile
         >>> from array_record.python.array_record_module import ArrayRecordWriter
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     writer = ArrayRecordWriter(f"{folder}/train-00000-of-00001", "group_size:1")
-        ...     for record in b"a", b"b", b"c":
-        ...         _ = writer.write(record)
-        ...     writer.close()
-        ...     source = ArrayRecordSource([f"{folder}/train-00000-of-00001"])
-        ...     print(list(grain.MapDataset.source(source)))
+        ...     for number, records in enumerate([[b"a", b"b"], [b"c"]]):
+        ...         writer = ArrayRecordWriter(f"{folder}/train-{number}", "group_size:1")
+        ...         for record in records:
+        ...             _ = writer.write(record)
+        ...         writer.close()
+        ...     source = ArrayRecordSource(f"{folder}/train-*")
+        ...     print(list(source))
         [b'a', b'b', b'c']
 
     Args:
-        paths: One path, or several; see `array_record`'s `ArrayRecordDataSource`.
-        reader_options: Passed to each reader.
+        paths: What to read, one or several of: a file; a pattern, as ``"data/**/img-*"``; a folder,
+            for the files in it with "array_record" in their names; a file and a range of its
+            records, as ``"data/img-0[100:200]"``; a `FileInstruction` of TensorFlow Datasets. The
+            files of a pattern or a folder come sorted, several of these in the order given.
+        reader_options: Passed to each reader, as ``{"index_storage_option": "in_memory"}``.
 
     Raises:
-        ValueError: No path is given, or not a path.
+        FileNotFoundError: A file does not exist, or nothing matches a pattern.
+        RuntimeError: A file cannot be opened, or is no ArrayRecord file.
+        TypeError: What is given is no path.
+        ValueError: No path is given.
     """
 
-    # These two say to type checkers that it is a grain.sources.RandomAccessDataSource.
+    def __init__(
+        self,
+        paths: PathOrInstruction | Sequence[PathOrInstruction],
+        reader_options: dict[str, str] | None = None,
+    ):
+        if isinstance(paths, str) or not isinstance(paths, Sequence):
+            paths = [paths]
+        given: list[PathOrInstruction] = list(paths)
+        if not given:
+            raise ValueError("paths is empty: there is nothing to read")
+        options = {"readahead_buffer_size": 0, **(reader_options or {})}
+        self._options = ",".join(f"{name}:{value}" for name, value in options.items())
+        self._reader = _cached_readers(self._options)
+        self._parts = list(itertools.chain(*_side_by_side(_parts_of, given)))
+        counts = _side_by_side(self._count, self._parts)
+        self._ends = list(itertools.accumulate(counts))
+        # What to add to the index of a record for its position in its file.
+        ends = zip(self._parts, self._ends, counts, strict=True)
+        self._shifts = [part.start - (end - count) for part, end, count in ends]
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, in the order of their records."""
+        return [part.path for part in self._parts]
+
     def __len__(self) -> int:
-        return super().__len__()  # pyright: ignore[reportAttributeAccessIssue]
+        return self._ends[-1]
 
     def __getitem__(self, index: SupportsIndex) -> bytes:
-        return super().__getitem__(index)
+        index = index.__index__()
+        self._check(index)
+        part = bisect.bisect_right(self._ends, index)
+        return self._reader(self._parts[part].path).read([index + self._shifts[part]])[0]
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
-        return super().__getitems__(indices)  # pyright: ignore[reportAttributeAccessIssue]
+        wanted: dict[int, tuple[list[int], list[int]]] = {}
+        for place, index in enumerate(indices):
+            self._check(index)
+            part = bisect.bisect_right(self._ends, index)
+            positions, places = wanted.setdefault(part, ([], []))
+            positions.append(index + self._shifts[part])
+            places.append(place)
+        records = [b""] * len(indices)
+
+        def read(part: int) -> None:
+            positions, places = wanted[part]
+            read = self._reader(self._parts[part].path).read(positions)
+            for place, record in zip(places, read, strict=True):
+                records[place] = record
+
+        _side_by_side(read, list(wanted))
+        return records
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)} does not exist")
+
+    def _count(self, part: _Part) -> int:
+        stop = self._reader(part.path).num_records() if part.stop is None else part.stop
+        return stop - part.start
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_reader"]  # another process opens the files that it needs
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reader = _cached_readers(self._options)
+
+    def __repr__(self) -> str:
+        return f"ArrayRecordSource({len(self._parts)} files, {len(self)} records)"
+
+
+class _Part(NamedTuple):
+    """Records of one file, from `start` up to `stop`; up to the last one if that is None."""
+
+    path: str
+    start: int
+    stop: int | None
+
+
+def _parts_of(given: PathOrInstruction) -> list[_Part]:
+    if not isinstance(given, str | os.PathLike):
+        if not isinstance(given, FileInstruction):
+            raise TypeError(f"a path is text, not {given!r}")
+        return [_Part(os.fspath(given.filename), given.skip, given.skip + given.take)]
+    path = os.fspath(given)
+    if records := re.fullmatch(r"(.*)\[(\d+):(\d+)\]", path):
+        path, start, stop = records.groups()
+        return [_Part(path, int(start), int(stop))]
+    return [_Part(file, 0, None) for file in find_files(path)]
+
+
+def _cached_readers(options: str) -> Any:
+    """From a path to its reader, which stays open; a closed one may still be in use elsewhere."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    unlimited = most == resource.RLIM_INFINITY
+    # Two threads that ask for the same file at once may both open it, and one reader is let go. In
+    # return no thread waits while another opens a file.
+    return functools.lru_cache(None if unlimited else most // 2)(functools.partial(_open, options))
+
+
+def _open(options: str, path: str) -> ArrayRecordReader:
+    reader = ArrayRecordReader(path, options=options, file_reader_buffer_size=32768)
+    if not reader.ok():
+        if "://" not in path and not os.path.exists(path):
+            raise not_found(path)
+        why = ""
+        try:
+            reader.close()
+        except RuntimeError as error:
+            why = str(error)
+        raise RuntimeError(
+            f"{path!r} cannot be read as an ArrayRecord file: {why or 'is it complete?'}\n"
+            "  remedy: write it anew, or leave it out."
+        )
+    size = re.search(r"group_size:(\d+)", reader.writer_options_string())
+    if size and size[1] != "1":
+        logging.log_first_n(
+            logging.WARNING,
+            "%s was written with group_size:%s, so that to read one record decodes so many. Write"
+            " the files with group_size:1.",
+            1,
+            path,
+            size[1],
+        )
+    return reader
+
+
+def _side_by_side(function: Any, items: Sequence[Any]) -> list[Any]:
+    """The results for all items, one after the other, or side by side once that has taken long."""
+    until = time.perf_counter() + _PATIENCE_S
+    results = []
+    for done, item in enumerate(items):
+        helpers = 0
+        if time.perf_counter() > until:
+            while helpers < len(items) - done and _FREE_HELPERS.acquire(blocking=False):
+                helpers += 1
+        if helpers:
+            try:
+                with ThreadPoolExecutor(helpers, thread_name_prefix="grain-shard-files") as threads:
+                    return results + list(threads.map(function, items[done:]))
+            finally:
+                _FREE_HELPERS.release(helpers)
+        results.append(function(item))  # when the next one's turn comes, others may have ended
+    return results

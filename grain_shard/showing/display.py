@@ -1,13 +1,13 @@
-"""`show`: what a batch is, and where; tables in a terminal, with drawings in a notebook."""
+"""`show`: what a batch is, and where, in a terminal and in a notebook."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import grain
 import jax
+from rich.console import Group
 
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
@@ -17,9 +17,7 @@ from grain_shard.showing.tables import (
     describe_bytes,
     describe_ranges,
     table,
-    to_html,
-    to_terminal,
-    to_text,
+    to_screen,
 )
 from grain_shard.trees import flatten
 
@@ -27,7 +25,7 @@ from grain_shard.trees import flatten
 def show(batch_or_dataset: Any) -> None:
     """Shows the leaves of a batch: global shape, mesh axes, rows and bytes on each device.
 
-    In a notebook it draws which device holds what, too. Nothing is computed on a device or moved
+    Below them it shows which device holds what. Nothing is computed on a device or moved
     from one, and no other host is asked, so that one host of many may call it.
 
     Args:
@@ -52,6 +50,15 @@ def show(batch_or_dataset: Any) -> None:
           batch['x']            i32[8@data]                2          8 bytes
           a batch                                                    10 bytes
         <BLANKLINE>
+          batch['valid_mask'], batch['x']
+        <BLANKLINE>
+          rows   held by
+         ─────────────────────
+          0:2    devices 0, 1
+          2:4    devices 2, 3
+          4:6    devices 4, 5
+          6:8    devices 6, 7
+        <BLANKLINE>
     """
     batch, tables = batch_or_dataset, []
     if (ds := sharded(batch_or_dataset)) is not None:
@@ -65,34 +72,7 @@ def show(batch_or_dataset: Any) -> None:
         )
     columns = ["leaf", "global array", "rows a device", "bytes a device"]
     tables.append(table(columns, _lines(batch), left=2))
-    if _in_notebook():
-        from IPython.display import display  # pyright: ignore[reportMissingImports]
-
-        display(_Page(tables, batch))
-    else:
-        for each in tables:
-            to_terminal(each)
-
-
-class _Page:
-    """What a notebook displays: HTML, and plain text for viewers that show no HTML."""
-
-    def __init__(self, tables: Sequence[Any], batch: Any):
-        self._html = "".join([*map(to_html, tables), draw_batch(batch)])
-        self._text = "\n".join(map(to_text, tables))
-
-    def _repr_html_(self) -> str:
-        return self._html
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def _in_notebook() -> bool:
-    """Whether this is a Jupyter kernel, and not a terminal or IPython in one."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython and ipython.get_ipython()
-    return shell is not None and hasattr(shell, "kernel")
+    to_screen(Group(*tables, *draw_batch(batch)))
 
 
 def _global_batch_size(batch: Any) -> int | None:

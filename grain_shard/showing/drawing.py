@@ -1,32 +1,27 @@
-"""Which device holds what of a batch: a small HTML table for all leaves that are cut alike."""
+"""Which device holds what of a batch: one small table for all leaves that are cut alike."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
 
 from grain_shard.sharding.specs import spec_rank
+from grain_shard.showing.tables import ROW_COLORS, describe_few, describe_ranges, table
 from grain_shard.trees import flatten
 
-# Okabe and Ito's palette, which people with any kind of color vision can tell apart, mixed half and
-# half with white, so that black text can be read on it.
-_COLORS = "#F3CF80", "#ABDAF4", "#80CFB9", "#F8F2A1", "#80B9D9", "#EBAF80", "#E6BCD3"
-_TABLE_STYLE = (
-    "border-collapse:separate; border-spacing:2px; margin:8px; white-space:nowrap;"
-    " font:13px monospace"
-)
 _MAX_LINES = 16
-_MAX_COLUMNS = 8
-_MAX_NAMES = 8  # of leaves, or of devices in one cell
+_MAX_COLUMNS = 4
 
 _Range = tuple[int, int]
 
 
-def draw_batch(batch: Any) -> str:
-    """The leaves as HTML tables: rows downwards, other sharded dims across, devices in the cells.
+def draw_batch(batch: Any) -> Iterator[Any]:
+    """The leaves as tables: rows downwards, other sharded dims across, devices in the cells.
 
     Leaves that are cut alike share a table. Drawn are leaves with a `NamedSharding` and at least
     one row; nothing of their values is looked at.
@@ -38,7 +33,8 @@ def draw_batch(batch: Any) -> str:
             dims = _dims_drawn(sharding)
             key = sharding.mesh, tuple(sharding.spec)[:dims], leaf.shape[:dims]
             groups.setdefault(key, []).append((path, leaf))
-    return "".join(_table([path for path, _ in leaves], leaves[0][1]) for leaves in groups.values())
+    for leaves in groups.values():
+        yield _drawing([path for path, _ in leaves], leaves[0][1])
 
 
 def _dims_drawn(sharding: NamedSharding) -> int:
@@ -46,7 +42,7 @@ def _dims_drawn(sharding: NamedSharding) -> int:
     return max(1, spec_rank(sharding))
 
 
-def _table(paths: Sequence[str], leaf: Any) -> str:
+def _drawing(paths: Sequence[str], leaf: Any) -> Any:
     dims = _dims_drawn(leaf.sharding)
     holders: dict[tuple[_Range, ...], list[Any]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
@@ -56,52 +52,37 @@ def _table(paths: Sequence[str], leaf: Any) -> str:
     columns = sorted({piece[1:] for piece in holders})
     several_hosts = len({device.process_index for device in leaf.sharding.device_set}) > 1
 
-    parts = [_line("th", ["rows", *map(_column_head, columns[:_MAX_COLUMNS])])]
-    for i, rows in enumerate(lines[:_MAX_LINES]):
-        held = [holders[rows, *column] for column in columns[:_MAX_COLUMNS]]
-        cells = [_range(rows), *(_devices(devices, several_hosts) for devices in held)]
-        parts.append(_line("td", cells, color=_COLORS[i % len(_COLORS)]))
-    caption = _few(paths)
+    title = describe_few(paths)
     if len(lines) > _MAX_LINES:
-        caption += f"; the first {_MAX_LINES} of {len(lines)} shards of the rows"
+        title += f"; the first {_MAX_LINES} of {len(lines)} shards of the rows"
     if len(columns) > _MAX_COLUMNS:
-        caption += f"; the first {_MAX_COLUMNS} of {len(columns)} shards across"
-    return (
-        f'<table style="{_TABLE_STYLE}">'
-        f'<caption style="text-align:left; padding:2px 0">{html.escape(caption)}</caption>'
-        f"{''.join(parts)}</table>"
+        title += f"; the first {_MAX_COLUMNS} of {len(columns)} shards across"
+    drawing = table(
+        ["rows", *map(_column_head, columns[:_MAX_COLUMNS])],
+        (
+            [
+                describe_ranges([rows]),
+                *(_devices(holders[rows, *c], several_hosts) for c in columns[:_MAX_COLUMNS]),
+            ]
+            for rows in lines[:_MAX_LINES]
+        ),
+        left=1 + _MAX_COLUMNS,
     )
-
-
-def _line(tag: str, cells: Iterable[str], color: str | None = None) -> str:
-    style = "text-align:left; padding:2px 10px"
-    if color is not None:
-        style += f"; background:{color}; color:black"
-    made = (f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell in cells)
-    return f"<tr>{''.join(made)}</tr>"
+    drawing.row_styles = [f"black on {color}" for color in ROW_COLORS]
+    return Group(Padding(Text(title), (0, 2)), drawing)
 
 
 def _column_head(column: tuple[_Range, ...]) -> str:
     """Where a column lies in the dims after the rows, if these are sharded."""
-    head = "; ".join(f"dim {dim}: {_range(part)}" for dim, part in enumerate(column, 1))
+    head = "; ".join(f"dim {dim}: {describe_ranges([r])}" for dim, r in enumerate(column, 1))
     return head or "held by"
 
 
 def _devices(devices: Sequence[Any], several_hosts: bool) -> str:
     """The devices that hold a piece, by host where there are several."""
     if not several_hosts:
-        return f"device{'s' if len(devices) > 1 else ''} {_few([str(d.id) for d in devices])}"
-    hosts: dict[int, list[str]] = {}
+        return f"device{'s' if len(devices) > 1 else ''} {describe_few([d.id for d in devices])}"
+    hosts: dict[int, list[int]] = {}
     for device in devices:
-        hosts.setdefault(device.process_index, []).append(str(device.id))
-    return _few([f"host {host}: {_few(ids)}" for host, ids in hosts.items()])
-
-
-def _range(part: _Range) -> str:
-    return f"{part[0]}:{part[1]}"
-
-
-def _few(words: Sequence[str]) -> str:
-    shown = ", ".join(words[:_MAX_NAMES])
-    more = len(words) - _MAX_NAMES
-    return f"{shown}, {more} more" if more > 0 else shown
+        hosts.setdefault(device.process_index, []).append(device.id)
+    return describe_few([f"host {host}: {describe_few(ids)}" for host, ids in hosts.items()])

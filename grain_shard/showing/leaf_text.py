@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import NamedSharding
 
-from grain_shard.trees import is_text
-
 
 class LeafText(NamedTuple):
     """What there is to say of one leaf; the numbers are None for what is on no device.
@@ -21,31 +19,26 @@ class LeafText(NamedTuple):
     """
 
     text: str
-    rows_per_device: int | None
-    bytes_per_device: int | None
+    rows_per_device: int | None = None
+    bytes_per_device: int | None = None
 
     @classmethod
     def of(cls, leaf: Any) -> LeafText:
         """The text of a `jax.Array`, a `jax.ShapeDtypeStruct` or a numpy array."""
-        if is_text(leaf):
-            return cls(f"str[{_dims(leaf.shape, ())}] on the host", None, None)
         if not hasattr(leaf, "dtype"):
-            return cls(f"{type(leaf).__name__} on the host", None, None)
+            return cls(f"{type(leaf).__name__} on the host")
         sharding = getattr(leaf, "sharding", None)
-        if sharding is None:
-            return cls(f"{_dtype(leaf.dtype)}[{_dims(leaf.shape, ())}] on the host", None, None)
         spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+        text = f"{_dtype(leaf.dtype)}[{_dims(leaf.shape, spec)}]"
+        if sharding is None:
+            return cls(f"{text} on the host")
         shard = sharding.shard_shape(leaf.shape)
-        return cls(
-            f"{_dtype(leaf.dtype)}[{_dims(leaf.shape, spec)}]",
-            shard[0] if shard else None,
-            math.prod(shard) * leaf.dtype.itemsize,
-        )
+        return cls(text, shard[0] if shard else None, math.prod(shard) * leaf.dtype.itemsize)
 
 
 def _dtype(dtype: np.dtype) -> str:
-    """The name that JAX prints: f32, bf16, i8, u8, bool."""
-    name = dtype.name
+    """The name that JAX prints: f32, bf16, i8, u8, bool; and str."""
+    name = "str" if dtype.kind in "US" else dtype.name
     for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
         name = name.replace(long, short)
     return name

@@ -41,8 +41,8 @@ def spmd_train_step(
     `place_nnx_state_on_shards`: unplaced, the second call compiles the step again.
 
     Args:
-        model: The model, updated in place.
-        optimizer: Its optimizer, updated in place.
+        model: Updated in place, as is the optimizer.
+        optimizer: That of the model.
         loss_fn: ``loss_fn(model, batch)``, a scalar: the mean over the global batch. For padded
             batches that is ``sum(loss * valid_mask) / sum(valid_mask)``.
         batch: A global batch, placed by `.shard_to` or `distribute_batch`.
@@ -96,8 +96,7 @@ def data_parallel_train_step(
             them called "data", or a leaf is text or of another kind that no device can hold.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import numpy as np
+        >>> import jax.numpy as jnp, numpy as np
         >>> def loss_fn(params, batch):
         ...     return jnp.mean((batch["x"] @ params["w"]) ** 2)
         >>> params, optimizer = {"w": jnp.ones(3)}, optax.sgd(0.1)
@@ -157,42 +156,37 @@ def _compiled_step(
 
 
 def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
+    """All three with those leaves placed that are not on a mesh yet."""
     leaves = jax.tree.leaves((state, batch, rngs))
-    if any(isinstance(leaf, Tracer) for leaf in leaves):
-        return state, batch, rngs
     meshes = [leaf.sharding.mesh for leaf in leaves if _is_on_mesh(leaf)]
-    if len(meshes) == len(leaves):
+    if len(meshes) == len(leaves) or any(isinstance(leaf, Tracer) for leaf in leaves):
         return state, batch, rngs
     mesh = meshes[0] if meshes else jax.sharding.get_mesh()
     if mesh.empty:
         mesh = create_1d_mesh()
-    replicated = NamedSharding(mesh, PartitionSpec())
-    by_rows = NamedSharding(mesh, default_spec(mesh))
+
+    def placed(root: str, tree: Any, spec: PartitionSpec) -> Any:
+        def place(path: KeyPath, leaf: Any) -> Any:
+            if _is_on_mesh(leaf):
+                return leaf
+            array = place_leaf(root + keystr(path), leaf, NamedSharding(mesh, spec))
+            if is_text(array):
+                raise ShardingError(
+                    "a compiled step takes no text.",
+                    path=root + keystr(path),
+                    leaf=describe_leaf(array),
+                    mesh_axes=mesh.shape.items(),
+                    remedy="drop this leaf from the batch before the step, or make numbers of it.",
+                )
+            return array
+
+        return tree_map_with_path(place, tree)
+
     return (
-        _placed("state", state, replicated),
-        _placed(ROOT, batch, by_rows),
-        _placed("rngs", rngs, replicated),
+        placed("state", state, PartitionSpec()),
+        placed(ROOT, batch, default_spec(mesh)),
+        placed("rngs", rngs, PartitionSpec()),
     )
-
-
-def _placed(root: str, tree: Any, sharding: NamedSharding) -> Any:
-    """The tree with those leaves placed that are not on a mesh yet."""
-
-    def place(path: KeyPath, leaf: Any) -> Any:
-        if _is_on_mesh(leaf):
-            return leaf
-        array = place_leaf(root + keystr(path), leaf, sharding)
-        if is_text(array):
-            raise ShardingError(
-                "a compiled step takes no text.",
-                path=root + keystr(path),
-                leaf=describe_leaf(array),
-                mesh_axes=sharding.mesh.shape.items(),
-                remedy="drop this leaf from the batch before the step, or make numbers of it.",
-            )
-        return array
-
-    return tree_map_with_path(place, tree)
 
 
 def _is_on_mesh(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients that each device computed for itself, reduced to one."""
+"""Gradients that each device computed for itself, reduced to one: their "mean" or their "sum"."""
 
 from __future__ import annotations
 
@@ -21,16 +21,11 @@ def reduce_gradients_across_devices(
     Under plain `jax.jit` there is nothing to reduce: the gradient of a loss over the global batch
     is global.
 
-    Args:
-        gradients: A tree of arrays, each device's own.
-        reduce_type: "mean" or "sum".
-        axis_name: The mapped axis.
-
     Returns:
         The same tree and shapes, equal on all devices of the axis.
 
     Raises:
-        ValueError: Another `reduce_type`.
+        ValueError: Another `reduce_type` than "mean" and "sum".
 
     Example:
         >>> gradients = {"w": jnp.array([1.0, 3.0])}  # of two devices
@@ -42,18 +37,12 @@ def reduce_gradients_across_devices(
 
 
 def reduce_gradient_tree(gradients: Any, reduce_type: str = "mean") -> Any:
-    """Reduces gradients that are stacked by device along a leading axis.
+    """Reduces gradients that are stacked by device, as `jax.vmap` over their batches gives them.
 
-    Args:
-        gradients: A tree of arrays ``[num_devices, ...]``, such as `jax.vmap` over per-device
-            batches gives.
-        reduce_type: "mean" or "sum".
-
-    Returns:
-        The same tree of arrays ``[...]``: each leaf has the shape of its parameter.
+    Leaves of shape ``[num_devices, ...]`` become ``[...]``, the shape of their parameters.
 
     Raises:
-        ValueError: Another `reduce_type`.
+        ValueError: Another `reduce_type` than "mean" and "sum".
         ShardingError: A leaf has no leading axis.
 
     Example:

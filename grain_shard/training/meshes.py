@@ -1,4 +1,9 @@
-"""Meshes for any number of devices, and what lies on them."""
+"""Meshes for any number of devices, and what lies on them.
+
+The axes of the meshes made here are of type Auto: the compiler chooses how intermediate values are
+sharded, so any model runs on them. For Explicit axes call `jax.make_mesh`; everything in this
+package takes both. An axis that a mesh does not have is a `ShardingError`.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,7 @@ from grain_shard.sharding.specs import named_sharding, num_shards
 
 
 def create_1d_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of one axis over all devices, for data parallelism or FSDP.
-
-    Its axis type is Auto: the compiler chooses how intermediate values are sharded, so any model
-    runs on it. For Explicit axes call `jax.make_mesh`; everything in this package takes both.
-
-    Args:
-        axis_name: The axis.
-        devices: The devices; None takes those of every process.
+    """A mesh of one axis, for data parallelism or FSDP, over these devices; None takes all.
 
     Example:
         >>> dict(create_1d_mesh(devices=jax.devices()[:4]).shape)
@@ -35,7 +33,7 @@ def create_2d_mesh(
     second_axis_size: int | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh of two Auto axes over all devices, e.g. data and model parallelism.
+    """A mesh of two axes, e.g. for data and model parallelism.
 
     Args:
         axis_names: The axes, the one with the larger stride first.
@@ -65,15 +63,9 @@ def create_2d_mesh(
 
 
 def create_named_sharding(mesh: Mesh, *axes: str | tuple[str, ...] | None) -> NamedSharding:
-    """The sharding that gives each dim of an array to these axes of a mesh.
+    """The sharding that gives each dim of an array to an axis, to several of them, or to none.
 
-    Args:
-        mesh: The mesh.
-        *axes: For each dim the axis that shards it, several of them, or None. Dims beyond are not
-            sharded; with none at all, every device holds the whole array.
-
-    Raises:
-        ShardingError: The mesh has no such axis, or one is named twice.
+    Dims beyond are not sharded; with no axes at all, every device holds the whole array.
 
     Example:
         >>> mesh = jax.make_mesh((4, 2), ("data", "model"))
@@ -88,13 +80,7 @@ def create_data_parallel_sharding(
 ) -> NamedSharding:
     """The sharding of a batch whose rows, dim 0, are split over the data axis.
 
-    Args:
-        mesh: The mesh.
-        data_axis: The axis that shards the rows; several for a mesh on which all of them do, such
-            as ``("data", "fsdp")``.
-
-    Raises:
-        ShardingError: The mesh has no such axis.
+    On a mesh where several axes do so it takes all of them, such as ``("data", "fsdp")``.
 
     Example:
         >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
@@ -110,14 +96,6 @@ def global_batch_size(
     """The global batch, in rows, that gives every shard `batch_size_per_device` rows.
 
     Devices that differ only along other axes hold the same rows, so they do not count.
-
-    Args:
-        batch_size_per_device: Rows of one shard.
-        mesh: The mesh of all processes.
-        data_axis: The axis, or axes, that shard the batch.
-
-    Raises:
-        ShardingError: The mesh has no such axis.
 
     Example:
         >>> global_batch_size(64, jax.make_mesh((4, 2), ("data", "model")))

@@ -27,7 +27,7 @@ def place_model_state_on_shards(
     Args:
         state: A tree of arrays and scalars: linen parameters, a `TrainState`, an optax state, an
             `nnx.State`, or any tuple or dict of these. On several processes each passes the same.
-        mesh: The mesh.
+        mesh: Where to.
         param_sharding: How each leaf is sharded.
 
             - None or ``"replicate"``: every device holds all of it.
@@ -62,7 +62,7 @@ def place_model_state_on_shards(
     elif param_sharding == "fsdp":
         spec_of = _fully_sharded(mesh)
     elif param_sharding in _WORDS:
-        spec_of = _replicated
+        spec_of = _by_path(state, mesh, {})  # what no path names is replicated
     else:
         raise ShardingError(
             f"param_sharding={param_sharding!r} is not known.",
@@ -134,10 +134,6 @@ def place_nnx_state_on_shards(
             names = [name for name, _, _ in flat_state]
             raise _matches_nothing(f"the filter {filter_!r}", names, mesh)
     return nnx.from_flat_state(placed)
-
-
-def _replicated(name: str, leaf: Any) -> PartitionSpec:
-    return PartitionSpec()
 
 
 def _fully_sharded(mesh: Mesh) -> Callable[[str, Any], PartitionSpec]:

@@ -68,14 +68,10 @@ def data_parallel_rules(data_axis: str = "data") -> MeshRules:
 
 
 def fsdp_rules(data_axis: str = "data", model_axis: str | None = None) -> MeshRules:
-    """Every device holds a share of the batch and of the weights.
+    """Every device holds a share of the batch, and of the weights, which are gathered where used.
 
-    Weights are gathered where they are used and their gradients scattered back.
-
-    Args:
-        data_axis: The axis that shards the rows of the batch.
-        model_axis: The axis that shards the weights, by the first of their dims that has a name.
-            None: the data axis does, by the model's width.
+    The model axis shards the weights, by the first of their dims that has a name. Without one the
+    data axis does, by the model's width.
 
     Example:
         >>> fsdp_rules()("data", "mlp"), fsdp_rules()("embed", "mlp")
@@ -89,14 +85,7 @@ def fsdp_rules(data_axis: str = "data", model_axis: str | None = None) -> MeshRu
 
 
 def partition_spec_for_names(rules: MeshRules, *logical_axes: str | None) -> PartitionSpec:
-    """The spec of an array whose dims are these logical axes.
-
-    Args:
-        rules: What the axes mean on the mesh.
-        *logical_axes: One for each dim; None for a dim that is not sharded.
-
-    Raises:
-        ValueError: There is no such logical axis.
+    """The rules called with the logical axes of an array, as a spec.
 
     Example:
         >>> partition_spec_for_names(fsdp_rules(), "embed", "mlp") == PartitionSpec("data", None)

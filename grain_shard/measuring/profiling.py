@@ -1,4 +1,4 @@
-"""`profile`: what a training loop and its pipeline do over time, and which of them holds it up."""
+"""`profile`: how fast batches come, what a training loop waits for, and what to change."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from grain_shard.errors import GrainShardError
 from grain_shard.measuring.bottleneck import find_bottleneck
-from grain_shard.measuring.measurement import Measurement, milliseconds
-from grain_shard.spans import WAIT
+from grain_shard.measuring.measurement import Measurement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Timeline(Measurement):
-    """A measured loop over time. Its text says what to change; in Jupyter it is a picture, too.
+class Profile(Measurement):
+    """A measured loop. Its text says what to change; in Jupyter it is a picture, too.
+
+    Its figures are those of `Measurement`.
 
     Example:
         >>> from grain_shard.spans import Span
-        >>> reading = Span("read", "host-0", 0.0, 0.75)
         >>> loop = Span("wait", "main", 0.0, 0.75), Span("step", "main", 0.75, 1.0)
-        >>> timeline = Timeline(1, 1, 0, 1.0, (reading, *loop))
-        >>> timeline.bottleneck, timeline.wait_share
-        ('read', 0.75)
+        >>> measured = Profile(1, 1, 5, 1.0, (Span("read", "host-0", 0.0, 0.75), *loop))
+        >>> measured.wait_share, measured.bottleneck
+        (0.75, 'read')
     """
-
-    @property
-    def wait_share(self) -> float:
-        """The part of the loop's time that it spent waiting for batches, 0 to 1."""
-        return self.busy(WAIT)
 
     @property
     def bottleneck(self) -> str:
@@ -58,7 +53,7 @@ class Timeline(Measurement):
         except ImportError as error:
             raise GrainShardError(
                 "a timeline is drawn by matplotlib, which is not installed.\n"
-                '  remedy: pip install "grain-shard[plot]", or print the timeline for its text.'
+                '  remedy: pip install "grain-shard[plot]", or print the profile for its text.'
             ) from error
         from grain_shard.measuring.timeline_plot import draw
 
@@ -66,17 +61,22 @@ class Timeline(Measurement):
 
     def __str__(self) -> str:
         found = find_bottleneck(self)
+        ended = self.num_batches < self.num_batches_asked
+        asked = f" of {self.num_batches_asked}, then the dataset ended" if ended else ""
         lines = [
-            f"{self.num_batches} batches{self.count_note()},"
-            f" {milliseconds(self.seconds / self.num_batches)} each;"
+            f"batches measured: {self.num_batches}{asked} (after {self.warmup} of warm-up)",
+            f"{self.examples_per_second:,.0f} examples/s, {self.bytes_per_second / 1e6:,.1f} MB/s,"
+            f" {_milliseconds(self.seconds / self.num_batches)} a batch;"
             f" the loop waits {self.wait_share:.1%} of the time",
             "",
             f"{'lane':<8}{'threads':>7}{'total':>14}{'a batch':>14}{'busy':>8}",
         ]
         for lane, total_s in self.lanes_s.items():
             threads, busy = self.threads(lane), f"{self.busy(lane):.0%}"
-            a_batch = milliseconds(total_s / self.num_batches)
+            a_batch = _milliseconds(total_s / self.num_batches)
             lines.append(f"{lane:<8}{threads:>7}{f'{total_s:.3f} s':>14}{a_batch:>14}{busy:>8}")
+        if self.read_threads:
+            lines += ["", f"reads side by side, as found while it ran: {self.read_threads}"]
         lines += ["", f"bottleneck: {found.name}; {found.reason}"]
         lines += [f"  - {advice}" for advice in found.advice]
         if self.pipeline is not None and self.pipeline.num_workers:
@@ -98,23 +98,31 @@ class Timeline(Measurement):
         print(self)
 
 
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
 def profile(
     ds: Iterable[Any],
     step: Callable[[Any], Any] | None = None,
     num_batches: int = 50,
     *,
     warmup: int = 10,
-) -> Timeline:
+) -> Profile:
     """Runs a training loop for some batches, and tells what everything in it did meanwhile.
 
-    The loop is that of `measure_throughput`, which gives averages and examples per second; this
-    tells when each thing was done, what holds the loop up, and what to change. In Jupyter the
-    result is a picture, in a terminal a table and sentences.
+    A loop takes batches from the dataset. *Wait* ends when all of the batch is on the devices, not
+    when ``next`` returns; *step* ends when the step's result is there. A training loop that lets
+    the devices run behind its Python code is a little faster. Examples and bytes per second are by
+    the wall clock over the whole loop.
+
+    The stages of what `shard_to` made tell their own times meanwhile. They overlap with the step
+    and with each other: several threads read, stack and pad side by side, and where the processor
+    is busy with all of them each takes longer than it would alone. What runs in
+    worker processes (`num_workers`) is not seen. On several hosts each tells its own.
 
     The same lanes are in JAX's profiler as ``grain_shard.read`` and so on: call this inside
     ``with jax.profiler.trace(folder)`` to see them above what the devices do.
-
-    What runs in worker processes (`num_workers`) is not seen. On several hosts each tells its own.
 
     Example:
         >>> import time
@@ -124,18 +132,35 @@ def profile(
         ...     time.sleep(0.01)  # a step that takes longer than its batch
         ...     return batch["x"].sum()
         >>> mesh = jax.make_mesh((8,), ("data",))
-        >>> timeline = profile(ds.shard_to(mesh), step, num_batches=20)
-        >>> timeline.bottleneck
-        'step'
+        >>> measured = profile(ds.shard_to(mesh), step, num_batches=20)
+        >>> measured.bottleneck, list(measured.stages_s)
+        ('step', ['read', 'batch', 'pad', 'place'])
 
     Args:
-        ds: As for `measure_throughput`.
-        step: As for `measure_throughput`.
-        num_batches: As for `measure_throughput`.
-        warmup: As for `measure_throughput`.
+        ds: The dataset: what `shard_to` returns, or any iterable of batches, whose stages then tell
+            nothing. An iterator is the caller's own and is not closed.
+        step: Called with each batch, e.g. a closure around the train step that keeps the state; it
+            has to return something that the step computes, such as the loss, to be waited for.
+            None measures the pipeline alone, and the loop does nothing but wait.
+        num_batches: Batches to measure.
+        warmup: Batches to leave out before them: compilation, and then the use of the buffers that
+            filled while it lasted. Fewer, so that one is measured, if the dataset ends early.
+
+    Returns:
+        What to print, or to plot; in Jupyter it shows itself.
 
     Raises:
         ValueError: The dataset has no batch, or the step returns nothing.
         ShardingError: A number of batches is no whole number, or too small.
     """
-    return Timeline.of_loop(ds, num_batches, warmup, step)
+    return Profile.of_loop(ds, num_batches, warmup, step)
+
+
+def measure_throughput(
+    ds: Iterable[Any],
+    num_batches: int = 50,
+    warmup: int = 5,
+    step: Callable[[Any], Any] | None = None,
+) -> Profile:
+    """`profile`, with its arguments in the order of other libraries' functions of this name."""
+    return profile(ds, step, num_batches, warmup=warmup)

@@ -7,6 +7,7 @@ import builtins
 import dataclasses
 import gzip
 import json
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -18,10 +19,9 @@ import pytest
 
 from grain_shard import BatchLayout, GrainShardError, ShardBatch, ShardingError, profile
 from grain_shard.iteration.sharded_dataset import Settings
+from grain_shard.measuring import Profile
 from grain_shard.measuring.bottleneck import find_bottleneck
 from grain_shard.measuring.measurement import Measurement
-from grain_shard.measuring.throughput import Throughput
-from grain_shard.measuring.timeline import Timeline
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
 from grain_shard.transforms import pad
@@ -92,9 +92,9 @@ class Uneven:
     ],
 )
 def test_the_verdict_is_what_the_pipeline_was_built_to_wait_for(made, slow_step, expected):
-    timeline = profile(made(), slow(step) if slow_step else step, 40, warmup=10)
-    assert timeline.bottleneck == expected, timeline
-    assert timeline.advice
+    profiled = profile(made(), slow(step) if slow_step else step, 40, warmup=10)
+    assert profiled.bottleneck == expected, profiled
+    assert profiled.advice
 
 
 @pytest.mark.parametrize("stage", ["batch", "pad", "place"])
@@ -112,10 +112,10 @@ def test_a_stage_that_is_slow_itself(stage, monkeypatch):
 
 
 def test_the_verdict_without_a_step_is_about_the_pipeline():
-    timeline = profile(sharded(batches(slow(record))), num_batches=10)
-    assert timeline.bottleneck == "read"
-    assert timeline.wait_share > 0.9
-    assert "step" not in timeline.lanes_s
+    profiled = profile(sharded(batches(slow(record))), num_batches=10)
+    assert profiled.bottleneck == "read"
+    assert profiled.wait_share > 0.9
+    assert "step" not in profiled.lanes_s
 
 
 def measured(pipeline=None, **lanes):
@@ -160,7 +160,7 @@ def test_the_verdict_follows_from_the_figures(lanes, expected):
 @pytest.mark.parametrize(
     ("pipeline", "given", "not_given"),
     [
-        (Settings(), "raise num_threads", "read="),
+        (Settings(), "raise cpu_buffer_size if this waits", "read="),
         (Settings(amplification=4), "every row 4 times", ".mp_prefetch"),
         (Settings(reads_other_rows=True), "at or after .batch before it", "read="),
         (Settings(is_stream=True, amplification=4), ".mp_prefetch", "read="),
@@ -194,32 +194,31 @@ def test_a_host_that_makes_whole_batches_for_some_of_their_rows():
     assert not numbered(16, 8).pipe(one_of_four).reads_other_rows
 
 
-class TestTimeline:
+class TestProfile:
     def test_spans_lie_within_the_loop_and_the_loop_waits_or_steps(self):
         # A batch is being read when the loop begins, and when it ends.
-        timeline = profile(sharded(batches(slow(record))), step, 10, warmup=3)
-        assert (timeline.num_batches, timeline.warmup) == (10, 3)
-        assert set(timeline.lanes_s) >= {"place", "wait", "step"}
-        for lane, thread, start, end in timeline.spans:
-            assert 0 <= start <= end <= timeline.seconds, (lane, thread)
-        loop = [(s.stage, s.end) for s in timeline.spans if s.stage in ("wait", "step")]
+        profiled = profile(sharded(batches(slow(record))), step, 10, warmup=3)
+        assert (profiled.num_batches, profiled.warmup) == (10, 3)
+        assert set(profiled.lanes_s) >= {"place", "wait", "step"}
+        for lane, thread, start, end in profiled.spans:
+            assert 0 <= start <= end <= profiled.seconds, (lane, thread)
+        loop = [(s.stage, s.end) for s in profiled.spans if s.stage in ("wait", "step")]
         assert [lane for lane, _ in loop] == ["wait", "step"] * 10
-        assert loop[-1][1] == timeline.seconds
+        assert loop[-1][1] == profiled.seconds
 
-    def test_its_share_of_waiting_is_of_the_whole_loop_and_that_of_throughput_of_a_step(self):
+    def test_its_share_of_waiting_is_of_waiting_and_step(self):
         loop = Span("wait", "main", 0, 1), Span("step", "main", 1, 4)  # then a second of neither
-        assert Timeline(1, 1, 0, 5, loop).wait_share == 0.2
-        assert Throughput(1, 1, 0, 5, loop).wait_share == 0.25
+        assert Profile(1, 1, 0, 5, loop).wait_share == 0.25
 
     def test_a_table_and_sentences(self):
         reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]
         loop = [Span("wait", "main", 0.0, 0.004), Span("step", "main", 0.004, 0.005)]
-        timeline = Timeline(2, 3, 1, 0.005, (*reading, *loop), Settings())
-        assert str(timeline) == repr(timeline)
-        *table, bottleneck, advice = str(timeline).splitlines()
+        profiled = Profile(2, 3, 1, 0.005, (*reading, *loop), Settings(), 62, 39_450)
+        assert str(profiled) == repr(profiled)
+        *table, bottleneck, advice = str(profiled).splitlines()
         assert table == [
-            "2 batches of 3, then the dataset ended (after 1 of warm-up), 2.500 ms each;"
-            " the loop waits 80.0% of the time",
+            "batches measured: 2 of 3, then the dataset ended (after 1 of warm-up)",
+            "12,400 examples/s, 7.9 MB/s, 2.500 ms a batch; the loop waits 80.0% of the time",
             "",
             "lane    threads         total       a batch    busy",
             "read          2       0.008 s      4.000 ms     80%",
@@ -228,18 +227,25 @@ class TestTimeline:
             "",
         ]
         assert bottleneck.startswith("bottleneck: read; the threads that make batches (seen: 2)")
-        assert advice.startswith("  - raise num_threads")
+        assert advice.startswith("  - raise cpu_buffer_size if this waits")
+
+    def test_it_says_how_many_reads_went_side_by_side_and_why(self):
+        for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(as asked for\)")]:
+            profiled = profile(sharded(num_threads=fixed), step, 5)
+            assert re.fullmatch(words, profiled.read_threads)
+            assert f"as found while it ran: {profiled.read_threads}\n" in str(profiled)
+        assert profile([np.ones(4)] * 3, num_batches=2).read_threads == ""
 
     def test_it_says_that_worker_processes_are_not_seen(self):
-        timeline = profile(sharded(), step, 2)
-        assert "not seen" not in str(timeline)
-        workers = dataclasses.replace(timeline, pipeline=Settings(num_workers=2))
+        profiled = profile(sharded(), step, 2)
+        assert "not seen" not in str(profiled)
+        workers = dataclasses.replace(profiled, pipeline=Settings(num_workers=2))
         assert "not seen: reading, stacking and padding in the worker processes" in str(workers)
 
     def test_the_dataset_may_end_early_and_be_an_iterator(self):
         with iter(numbered(12, 4).shard_to(data_mesh(2))) as iterator:
-            timeline = profile(iterator, step)
-        assert (timeline.num_batches, timeline.warmup) == (1, 2)
+            profiled = profile(iterator, step)
+        assert (profiled.num_batches, profiled.warmup) == (1, 2)
 
     def test_refusals(self):
         with pytest.raises(ValueError, match="no batch to measure"):
@@ -252,15 +258,15 @@ class TestTimeline:
 
 class TestPicture:
     def test_one_lane_for_each_that_was_seen_over_milliseconds(self):
-        timeline = profile(sharded(), step, 5)
-        (axes,) = timeline.plot().axes
+        profiled = profile(sharded(), step, 5)
+        (axes,) = profiled.plot().axes
         lanes = [label.get_text().split("\n")[0] for label in axes.get_yticklabels()]
-        assert lanes == list(timeline.lanes_s)
-        assert axes.get_xlim() == (0, timeline.seconds * 1e3)
+        assert lanes == list(profiled.lanes_s)
+        assert axes.get_xlim() == (0, profiled.seconds * 1e3)
         assert axes.get_xlabel() == "ms"
         assert [text.get_text().split()[0] for text in axes.figure.legends[0].texts] == lanes
         bars = sum(len(collection.get_paths()) for collection in axes.collections)
-        assert bars == len(timeline.spans)
+        assert bars == len(profiled.spans)
 
     def test_jupyter_shows_the_picture_and_prints_the_text(self, monkeypatch, capsys):
         shown = []
@@ -268,16 +274,16 @@ class TestPicture:
         monkeypatch.setitem(sys.modules, "IPython.display", in_jupyter)
         # matplotlib asks an IPython that it finds for its version.
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(version_info=(9, 0)))
-        timeline = profile(sharded(), step, 2)
-        timeline._ipython_display_()
+        profiled = profile(sharded(), step, 2)
+        profiled._ipython_display_()
         (figure,) = shown
         assert figure._repr_png_().startswith(b"\x89PNG")
-        assert capsys.readouterr().out == f"{timeline}\n"
+        assert capsys.readouterr().out == f"{profiled}\n"
 
     def test_without_matplotlib_there_is_text_and_an_error_that_says_what_to_install(
         self, monkeypatch
     ):
-        timeline = profile(sharded(), step, 2)
+        profiled = profile(sharded(), step, 2)
         real_import = builtins.__import__
 
         def without(name, *args, **kwargs):
@@ -286,9 +292,9 @@ class TestPicture:
             return real_import(name, *args, **kwargs)
 
         monkeypatch.setattr(builtins, "__import__", without)
-        assert "bottleneck" in str(timeline)
+        assert "bottleneck" in str(profiled)
         with pytest.raises(GrainShardError, match=r'pip install "grain-shard\[plot\]"'):
-            timeline.plot()
+            profiled.plot()
 
 
 def test_the_lanes_are_in_the_trace_of_jax_profiler(tmp_path):

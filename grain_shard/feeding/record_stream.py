@@ -1,0 +1,103 @@
+"""The records of a `grain.MapDataset` as a stream, found many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import grain
+import numpy as np
+
+from grain_shard.grain_inside.routes import route
+
+# The first rows must not wait for many records; after that, so many are found in one go. A source
+# that has batched reads is then asked for as many in a call.
+_FIRST_RECORDS, _MOST_RECORDS = 4, 256
+
+# Yields the records of a dataset from an index on, one after the other.
+Elements = Callable[[grain.MapDataset, int], Generator[Any]]
+
+
+def evaluated_in_turn(records: grain.MapDataset, start: int) -> Generator[Any]:
+    """Evaluates records when they are asked for, and not before.
+
+    Only a source that reads many records in one call reads them ahead.
+    """
+    count = _FIRST_RECORDS
+    while start < len(records):
+        stop = min(start + count, len(records))
+        elements = route(records, np.arange(start, stop)).each()
+        try:
+            element = next(elements)
+        except Exception:
+            if count == 1:
+                raise
+            # A call for many records does not say for which of them it has failed.
+            count = 1
+            continue
+        yield element
+        yield from elements
+        start, count = stop, min(2 * count, _MOST_RECORDS)
+
+
+class RecordStream(grain.IterDataset):
+    """Yields what Grain's ``.to_iter_dataset()`` does, for less.
+
+    Args:
+        records: The records.
+        elements: How they are evaluated.
+    """
+
+    def __init__(self, records: grain.MapDataset, elements: Elements = evaluated_in_turn):
+        super().__init__(records)
+        self._records, self._elements = records, elements
+
+    def __iter__(self) -> RecordIterator:
+        return RecordIterator(self._records, self._elements)
+
+
+class RecordIterator(grain.DatasetIterator):
+    """Iterates over records; its state is the one of Grain's iterator."""
+
+    def __init__(self, records: grain.MapDataset, elements: Elements):
+        super().__init__()
+        self._records, self._length, self._elements = records, len(records), elements
+        self._next_index = 0
+        self._next_elements: Generator[Any] | None = None  # from the next index on
+
+    def __next__(self) -> Any:
+        while self._next_index < self._length:
+            if self._next_elements is None:
+                self._next_elements = self._elements(self._records, self._next_index)
+            try:
+                element = next(self._next_elements)
+            except BaseException as error:
+                self._next_elements = None  # whoever asks again gets the same record again
+                error.add_note(
+                    f"grain_shard: while evaluating record {self._next_index} of the dataset above"
+                    " .to_iter_dataset"
+                )
+                raise
+            self._next_index += 1
+            if element is not None:  # Grain leaves out what is None, too
+                return element
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        return {"next_index": self._next_index}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        index = state["next_index"]
+        if not 0 <= index <= self._length:
+            raise IndexError(f"record {index} of a dataset of {self._length}")
+        self._let_go()
+        self._next_index = index
+
+    def close(self) -> None:
+        self._let_go()
+        super().close()
+
+    def _let_go(self) -> None:
+        if self._next_elements is not None:
+            self._next_elements.close()
+            self._next_elements = None

@@ -1,0 +1,258 @@
+"""The readers that all feeds of a host share, and one bound on what they read ahead.
+
+Each stream of records is a line of parts, in order. A reader takes the next part of the line that
+has the least ahead of its consumer, and evaluates its records. So a feed that is in want is served
+first, however many feeds there are, and the number of threads does not grow with the feeds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from typing import Any
+
+import grain
+import numpy as np
+
+from grain_shard.background import Raised, Task, Tasks, TaskStage
+from grain_shard.grain_inside.routes import route
+from grain_shard.pace import ReadPace
+from grain_shard.spans import READ, span
+
+# Records that wait or are in the making, of all lines together. Grain has 500 for each.
+_MOST_AHEAD = 2048
+# Of one line, at the beginning. It doubles each time that its consumer has to wait.
+_FIRST_AHEAD = 4
+# Records are read together for about so long, since handing over a part costs some microseconds.
+# A part that has taken twice as long leaves the rest of its records to others.
+_READ_S = 4e-3
+# Of a source that reads many records in a call, so long for all that follows the call.
+_AFTER_CALL_S = 50e-3
+# More readers never helped so much that they would be worth their memory.
+_MOST_READERS = 64
+
+
+class SharedReads:
+    """Reads ahead for any number of streams. Its threads start when the first of them is read."""
+
+    def __init__(self):
+        # The threads refer to the lines and not to this object, which can thus be collected.
+        self._lines = _Lines()
+        self._stage: TaskStage[None] = TaskStage(
+            self._lines,
+            buffer_size=1,
+            pace=ReadPace(most=_MOST_READERS),
+            name="grain-shard-feed-read",
+        )
+
+    def elements(self, records: grain.MapDataset, start: int) -> Generator[Any]:
+        """Yields records from an index on; they are read ahead from the first ``next``.
+
+        Raises:
+            RuntimeError: The reads were stopped.
+        """
+        line = self._lines.open(records, start)
+        try:
+            self._stage.start()
+            while True:
+                if not line.has_come:
+                    self._lines.starves(line)
+                    if not self._stage.wait_for(lambda: line.has_come):
+                        raise RuntimeError("the reads of this stream were stopped")
+                for element in self._lines.take(line):
+                    if isinstance(element, Raised):
+                        element.throw()
+                    yield element
+        finally:
+            self._lines.close_line(line)
+
+    def stop(self) -> None:
+        """Ends the threads as soon as what they are in returns."""
+        self._stage.stop()
+
+    def close(self) -> None:
+        """Stops, and waits until the threads have ended, or some seconds for the user's code."""
+        self._stage.close()
+
+
+class _Part:
+    """Some records of a line, and what became of them once that is known."""
+
+    def __init__(self, start: int, stop: int):
+        self.start, self.stop = start, stop
+        self.elements: list[Any] | None = None  # an error, as `Raised`, is the last one
+
+
+class _Line:
+    """The parts of a stream that were begun and not yet taken, and how fast it is."""
+
+    def __init__(self, records: grain.MapDataset, start: int):
+        self.records, self.length = records, len(records)
+        self.begun = self.taken = start  # records
+        self.most_ahead = _FIRST_AHEAD
+        self.parts: list[_Part] = []
+        self.left: list[_Part] = []  # those of them that a reader has left to others
+        self.seconds_per_record: float | None = None
+        self.reads_many = route(records, np.arange(1)).reads_many
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the next part can be taken."""
+        return bool(self.parts) and self.parts[0].elements is not None
+
+    @property
+    def ahead(self) -> int:
+        """Records that were begun and not yet taken."""
+        return self.begun - self.taken
+
+    def next_size(self, most_ahead: int) -> int:
+        """How many records the next part should have."""
+        seconds, each = _AFTER_CALL_S if self.reads_many else _READ_S, self.seconds_per_record
+        in_time = 1 if each is None else max(1, int(seconds / max(each, 1e-9)))
+        # Half of what may be ahead, so that one part is read while the other is used.
+        return min(in_time, max(1, most_ahead // 2))
+
+
+class _Lines(Tasks[None]):
+    """The lines, of which readers draw parts."""
+
+    def __init__(self):
+        self._lines: list[_Line] = []
+        self._wanted = threading.Condition()  # signalled when there may be something to draw
+        self._stopped = False
+
+    def open(self, records: grain.MapDataset, start: int) -> _Line:
+        line = _Line(records, start)
+        with self._wanted:
+            self._lines.append(line)
+            self._wanted.notify()
+        return line
+
+    def close_line(self, line: _Line) -> None:
+        with self._wanted:
+            if line in self._lines:  # not if all of this was stopped
+                self._lines.remove(line)
+            self._wanted.notify()  # there is more room for the others
+
+    def starves(self, line: _Line) -> None:
+        """Its consumer has to wait: from now on more of it may be ahead."""
+        with self._wanted:
+            line.most_ahead = min(2 * line.most_ahead, _MOST_AHEAD)
+            self._wanted.notify()
+
+    def take(self, line: _Line) -> list[Any]:
+        """What became of the records of the next part, which has come."""
+        with self._wanted:
+            part = line.parts.pop(0)
+            line.taken = part.stop
+            self._wanted.notify()
+        return part.elements or []
+
+    def draw(self, room: int) -> _Read:
+        with self._wanted:
+            while not self._stopped:
+                if (drawn := self._draw()) is not None:
+                    return drawn
+                self._wanted.wait()
+        raise StopIteration
+
+    def _draw(self) -> _Read | None:
+        share = max(1, _MOST_AHEAD // max(1, len(self._lines)))
+        for line in sorted(self._lines, key=lambda line: line.ahead):
+            most_ahead = min(line.most_ahead, share)
+            size = line.next_size(most_ahead)
+            if line.left:
+                return self._draw_left(line, size)
+            size = min(size, line.length - line.begun)
+            if size and line.ahead + size <= most_ahead:
+                part = _Part(line.begun, line.begun + size)
+                line.begun = part.stop
+                line.parts.append(part)
+                return _Read(line, part)
+        return None
+
+    def _draw_left(self, line: _Line, size: int) -> _Read:
+        """Something of what another reader has left."""
+        part = line.left.pop(0)
+        self._cut(line, part, part.start + size)
+        return _Read(line, part)
+
+    def done(self, task: _Read) -> bool:
+        with self._wanted:
+            line, part = task.line, task.part
+            self._cut(line, part, part.start + len(task.elements))
+            line.seconds_per_record = task.seconds_per_record or line.seconds_per_record
+            part.elements = task.elements
+            self._wanted.notify()
+        return False
+
+    def _cut(self, line: _Line, part: _Part, stop: int) -> None:
+        """Shortens a part, and leaves the rest to others."""
+        if stop < part.stop:
+            rest, part.stop = _Part(stop, part.stop), stop
+            line.parts.insert(line.parts.index(part) + 1, rest)
+            line.left.insert(0, rest)
+
+    def end(self) -> None:
+        """Not called: an error is handed to the line that it belongs to."""
+
+    def stop(self) -> None:
+        with self._wanted:
+            self._stopped = True
+            self._wanted.notify_all()
+
+    def close(self) -> None:
+        with self._wanted:
+            self._lines.clear()
+
+
+class _Read(Task[None]):
+    """Evaluates the records of a part, or as many of them as there is time for.
+
+    Attributes:
+        elements: After the run, what became of them; the last one may be an error.
+        seconds_per_record: What each took; of a source that reads many in a call, without the call.
+    """
+
+    begins = 0
+
+    def __init__(self, line: _Line, part: _Part):
+        self.line, self.part, self.size = line, part, 0
+        self.elements: list[Any] = []
+        self.seconds_per_record: float | None = None
+
+    def run(self) -> tuple[()]:
+        start, stop = self.part.start, self.part.stop
+        with span(READ):
+            try:
+                self._evaluate(start, stop)
+            except BaseException as error:
+                if self.line.reads_many and stop - start > 1 and not self.elements:
+                    # A call for many records does not say for which of them it has failed.
+                    self._evaluate_one_by_one()
+                else:
+                    self.elements.append(Raised.of(error))
+        self.size = len(self.elements)
+        return ()
+
+    def _evaluate(self, start: int, stop: int) -> None:
+        began = since = time.perf_counter()
+        for element in route(self.line.records, np.arange(start, stop)).each():
+            self.elements.append(element)
+            now = time.perf_counter()
+            if self.line.reads_many:
+                since = now if since == began else since
+            elif now > began + 2 * _READ_S:
+                break
+        counted = len(self.elements) - (1 if self.line.reads_many else 0)
+        if counted > 0:
+            self.seconds_per_record = (time.perf_counter() - since) / counted
+
+    def _evaluate_one_by_one(self) -> None:
+        for record in range(self.part.start, self.part.stop):
+            try:
+                self._evaluate(record, record + 1)
+            except BaseException as error:
+                self.elements.append(Raised.of(error))
+                return

@@ -1,0 +1,67 @@
+"""From what a user writes to a list of files: patterns, folders, and what to say of none."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+
+# A folder holds other files, too: a description of the data set, say.
+_NAMES_IN_A_FOLDER = ("*array_record*", "*arrayrecord*")
+_NAMES_SHOWN = 5
+
+
+def find_files(path: str) -> list[str]:
+    """The files that a path stands for, sorted by name, and so in one order on every host.
+
+    Args:
+        path: A file, a pattern (``*``, ``?``, ``[0-9]``, and ``**`` for any folders), or a folder,
+            which stands for the files right in it with "array_record" or "arrayrecord" in their
+            names. Of a URL, nothing is looked up.
+
+    Returns:
+        One file at least. That a path without a pattern exists is left to who opens it.
+
+    Raises:
+        FileNotFoundError: Nothing matches the pattern, or the folder has no such file.
+        ValueError: The pattern is a URL.
+    """
+    if "://" in path:
+        if glob.has_magic(path):
+            raise ValueError(
+                f"{path!r}: patterns are for files, and this is a URL.\n"
+                "  remedy: mount the bucket and give the pattern below the mount's folder, or list"
+                " the objects, with gcsfs for example, and give their URLs."
+            )
+        return [path]
+    if os.path.isdir(path):
+        patterns = [os.path.join(glob.escape(path), name) for name in _NAMES_IN_A_FOLDER]
+    elif glob.has_magic(path) and not os.path.exists(path):
+        patterns = [path]
+    else:
+        return [path]
+    matches = {match for pattern in patterns for match in glob.iglob(pattern, recursive=True)}
+    files = sorted(filter(os.path.isfile, matches))
+    if not files:
+        raise not_found(path)
+    return files
+
+
+def not_found(path: str) -> FileNotFoundError:
+    """The error for a path that stands for no file; it tells what is there instead."""
+    if os.path.isdir(path):
+        problem = f'no file in the folder {path!r} has "array_record" in its name'
+        remedy = "give a pattern for the files that you mean, such as 'folder/train-*'."
+    else:
+        pattern = glob.has_magic(path)
+        problem = f"no file matches {path!r}" if pattern else f"there is no file {path!r}"
+        remedy = "correct the path; of a bucket, see whether it is mounted on this host."
+    folder = Path(os.path.abspath(path))
+    while not folder.is_dir():
+        folder = folder.parent
+    names = sorted(os.listdir(folder))
+    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    return FileNotFoundError(
+        f"{problem}.\n  exists: {str(folder)!r}, which holds {shown or 'nothing'}"
+        f" ({len(names)} in all)\n  remedy: {remedy}"
+    )

@@ -1,0 +1,109 @@
+"""`.slice([3, 1, 4])`, which Grain has after 0.2.18, is known as a slice is: around .batch, too."""
+
+import json
+
+import grain
+import numpy as np
+import pytest
+
+from grain_shard.errors import StateError
+from grain_shard.grain_inside import nodes, routes
+from grain_shard.reading.rows import RecordRows, WholeBatchRows, row_reader
+from tests.conftest import data_mesh, ids
+
+
+class ReindexMapDataset(grain.MapDataset):
+    """What Grain's has, for versions of Grain without it."""
+
+    def __init__(self, parent, indices):
+        super().__init__(parent)
+        self._indices, self._parent_length = indices, len(parent)
+
+    def __len__(self):
+        return len(self._indices)
+
+    def _reindexed_index(self, index):
+        epoch, offset = divmod(index, len(self))
+        return self._indices[offset] + epoch * self._parent_length
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        return self._parent[self._reindexed_index(index)]
+
+    def __str__(self):
+        return f"ReindexMapDataset(len={len(self)})"
+
+
+@pytest.fixture(params=["known", "unknown"])
+def slice_of(request, monkeypatch):
+    """`.slice(indices)`, of which the package knows the node, or does not."""
+    kind = nodes.REINDEX or ReindexMapDataset
+    known = kind if request.param == "known" else None
+    index_map = routes._INDICES[nodes.REINDEX]
+    monkeypatch.setattr(nodes, "REINDEX", known)
+    monkeypatch.delitem(routes._INDICES, kind, raising=False)
+    monkeypatch.setitem(routes._INDICES, known, index_map)
+    make = kind if kind is ReindexMapDataset else lambda ds, indices: ds.slice(indices)
+    make.is_known = known is not None
+    return make
+
+
+def five():
+    return grain.MapDataset.range(5).map(lambda i: {"id": np.int32(i)})
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda ds, cut: cut(ds, [3, 1, 4, 1]).batch(2), [[3, 1], [4, 1]]),
+        (lambda ds, cut: cut(ds.batch(2), [1, 0, 2, 0]), [[2, 3], [0, 1], [4], [0, 1]]),
+        (lambda ds, cut: cut(ds.batch(2), [0, -1]), [[0, 1], [4]]),
+        (lambda ds, cut: cut(ds.batch(2), [0, 2])[::-1], [[4], [0, 1]]),
+        (lambda ds, cut: cut(ds.batch(2), [1, 2]).repeat(2), [[2, 3], [4]] * 2),
+        (lambda ds, cut: cut(ds.batch(2), grain.MapDataset.range(2)), [[0, 1], [2, 3]]),
+        (lambda ds, cut: cut(ds.batch(2), np.array([1, 0])), [[2, 3], [0, 1]]),
+    ],
+)
+def test_batches_are_those_that_were_asked_for(slice_of, build, expected):
+    if not slice_of.is_known and [4] in expected:
+        pytest.skip("only Grain's hints tell where a short batch may be")
+    ds = build(five(), slice_of)
+    assert [batch["id"].tolist() for batch in ds] == expected
+    assert ids(ds.shard_to(data_mesh(2))) == expected
+
+
+def test_rows_of_a_batch_are_read_alone_if_the_node_is_known(slice_of):
+    reader = row_reader(slice_of(five().batch(2), [1, 0]))
+    assert type(reader) is (RecordRows if slice_of.is_known else WholeBatchRows)
+
+
+def test_many_records_are_what_grain_gives_one_by_one(slice_of):
+    order = grain.MapDataset.range(40).shuffle(seed=5)
+    ds = slice_of(grain.MapDataset.range(50).seed(1).shuffle(), order).repeat(3)
+    route = routes.route(ds, np.arange(100))
+    assert route.finish(route.read()) == [ds[i] for i in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ([0, 1, 2, 0, 1, 2], [0, 1, 0, 2, 1, 2]),  # the same first and last two
+        (grain.MapDataset.range(3), grain.MapDataset.range(3).map(lambda i: 2 - i)),
+        (grain.MapDataset.range(3).shuffle(seed=1), grain.MapDataset.range(3).shuffle(seed=2)),
+    ],
+)
+def test_a_state_of_other_indices_is_refused(slice_of, saved, now):
+    if not slice_of.is_known:
+        pytest.skip("then only the text of the node is compared")
+    mesh = data_mesh(2)
+    with iter(slice_of(five().batch(2), saved).shard_to(mesh)) as iterator:
+        next(iterator)
+        state = json.loads(json.dumps(iterator.get_state()))
+    with iter(slice_of(five().batch(2), saved).shard_to(mesh)) as iterator:
+        iterator.set_state(state)
+    with (
+        iter(slice_of(five().batch(2), now).shard_to(mesh)) as iterator,
+        pytest.raises(StateError, match=r"transforms changed"),
+    ):
+        iterator.set_state(state)
