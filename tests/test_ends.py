@@ -177,6 +177,22 @@ def test_of_each_vote_the_one_before_is_forgotten():
     batches.close()
 
 
+def test_a_host_that_stops_in_the_middle_of_a_vote_forgets_no_verdict():
+    """Another host may not have read the last one yet, and would wait for it in vain."""
+    rounds = AllSayBatch()
+    batches = agreed(Host(("a", 1), ("b", 2)), rounds)
+    next(batches)
+    rounds.forgotten.clear()
+
+    def stopped_meanwhile(*args, **kwargs):
+        batches.stop()
+
+    rounds.verdict = stopped_meanwhile
+    assert next(batches, None) is None
+    assert rounds.forgotten == []
+    batches.close()
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_to_close_it_stops_and_closes_the_stream_below_once(begun):
     host = Host(("a", 1), ("b", 2))

@@ -154,10 +154,12 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         verdict = self._rounds.verdict(
             name, self._decide, waited_s=self._waited_s, stopped=lambda: self._stopped
         )
+        if verdict is None:  # stopped, while others may still have to read the last verdict
+            return 0
         # Who has voted now has read the verdict of the vote before.
         self._rounds.forget(str(self._votes - 1))
         self._votes += 1
-        return verdict or 0
+        return verdict
 
     def stop(self) -> None:
         self._stopped = True
