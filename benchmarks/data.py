@@ -15,17 +15,17 @@ RECORD_SHAPE = (32, 32, 3)
 FILES = 4
 
 
-def record_files(folder: Path, records: int) -> list[str]:
+def record_files(folder: Path, records: int, files: int = FILES) -> list[str]:
     """ArrayRecord files of random records, 3072 bytes each."""
     random = np.random.default_rng(0)
     size = int(np.prod(RECORD_SHAPE))
-    per_file = records // FILES
+    per_file = records // files
     return [
         _write(
             folder / f"records-{records}-{number}.array_record",
             (random.integers(0, 256, size, np.uint8).tobytes() for _ in range(per_file)),
         )
-        for number in range(FILES)
+        for number in range(files)
     ]
 
 

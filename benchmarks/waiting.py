@@ -1,7 +1,8 @@
 """P15, P16, P18: sources that wait, and sources that compute, with nothing set.
 
 A source sleeps for each read, as a bucket, a database or a network file system does. `.shard_to` is
-compared with Grain's guide, and with itself at the best fixed number of threads.
+compared with Grain's guide, and with itself at the best fixed number of threads. Two sources do not
+sleep but wait for another process: HTTP range requests, and ArrayRecord files on a slow mount.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -21,8 +23,13 @@ import grain_shard
 from benchmarks import peers
 from benchmarks.data import decode_record, record_files
 from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interleave
+from benchmarks.range_server import RangeSource, serving
+from benchmarks.slow_mount import mounted
 
 GLOBAL_BATCH_SIZE = 256
+RECORDS_STORED = 16_384
+# What an object of a bucket takes to answer, and a file of a mounted bucket that caches some.
+BUCKET_MS, MOUNT_MS = 50, 20
 LATENCIES_MS = (0, 1, 5, 20, 100)
 BEST = "best num_threads"
 RECORD = np.arange(768, dtype=np.float32)  # 3 KB
@@ -203,6 +210,55 @@ def measure_tail(run: Run) -> Iterable[Round]:
     return interleave(sides, run.rounds(quick=1, full=3), warm_up=False)
 
 
+def measure_ranges(run: Run) -> Iterable[Round]:
+    path = run.folder / "records"
+    path.write_bytes(np.random.default_rng(0).bytes(RECORDS_STORED * RECORD.nbytes))
+    with (
+        serving(path, latency_ms=BUCKET_MS) as port,
+        closing(RangeSource(port, RECORDS_STORED, RECORD.nbytes)) as source,
+    ):
+        ds = shuffled(source).repeat().map(decode_record)
+        yield from _of_storage(ds, ds, run)
+
+
+def measure_mount(run: Run) -> Iterable[Round]:
+    folder = run.folder / "stored"
+    folder.mkdir(exist_ok=True)
+    names = [Path(path).name for path in record_files(folder, RECORDS_STORED, files=64)]
+    with mounted(folder, run.folder / "mount", latency_ms=MOUNT_MS):
+        paths = [str(run.folder / "mount" / name) for name in names]
+        sources = grain_shard.ArrayRecordSource(paths), grain.sources.ArrayRecordDataSource(paths)
+        ours_ds, guides_ds = (shuffled(s).repeat().map(decode_record) for s in sources)
+        yield from _of_storage(ours_ds, guides_ds, run)
+
+
+def _of_storage(
+    ours_ds: grain.MapDataset, guides_ds: grain.MapDataset, run: Run
+) -> Iterator[Round]:
+    seconds = 5 if run.quick else 15
+    sides = {
+        "ours": functools.partial(records_per_second, ours_ds, ours, seconds),
+        "guide": functools.partial(records_per_second, guides_ds, guide, seconds),
+        "first: ours": functools.partial(ms_to_first_batch, ours_ds, ours),
+        "first: guide": functools.partial(ms_to_first_batch, guides_ds, guide),
+    }
+    yield from interleave(sides, run.rounds(quick=1, full=3), warm_up=False)
+
+
+def _storage_comparisons(what: str) -> list[Comparison]:
+    guide_c = "Grain's guide, option C"
+    return [
+        Comparison(
+            "P15", what, guide_c, "records/s", "ours", "guide", "ours / theirs",
+            goal=Goal("at least", 3),
+        ),
+        Comparison(
+            "P15", f"time to the first batch, {what}", guide_c, "ms", "first: ours",
+            "first: guide", "ours / theirs", goal=Goal("at most", 0.5),
+        ),
+    ]  # fmt: skip
+
+
 def _compared(number: str, name: str, theirs: str, against: str, goal: Goal) -> Comparison:
     return Comparison(
         number,
@@ -262,6 +318,16 @@ GROUPS = [
             _compared("P16", name, BEST, "the best num_threads", Goal("at least", 0.95))
             for name in COMPUTING
         ],
+    ),
+    Group(
+        "ranges",
+        measure_ranges,
+        _storage_comparisons(f"3 KB records by HTTP range requests of {BUCKET_MS} ms"),
+    ),
+    Group(
+        "mount",
+        measure_mount,
+        _storage_comparisons(f"3 KB ArrayRecords, 64 files on a FUSE mount of {MOUNT_MS} ms"),
     ),
     Group(
         "tail",

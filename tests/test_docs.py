@@ -1,6 +1,7 @@
 """The documents: their pictures can be made again, and their links lead somewhere."""
 
 import doctest
+import os
 import re
 import subprocess
 import sys
@@ -48,3 +49,19 @@ def test_the_pictures_of_the_contract_can_be_made_again(tmp_path):
     assert made == {picture.name for picture in (ROOT / "docs" / "pictures").iterdir()}
     shown = set(re.findall(r"\(pictures/([^)]+)\)", (ROOT / "docs" / "contract.md").read_text()))
     assert shown == made
+
+
+def test_the_example_of_a_source_behind_http_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/buckets.md").read_text(), re.DOTALL)
+    (example,) = (block for block in blocks if "class HttpRecords" in block)
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "2000\n"), done.stderr

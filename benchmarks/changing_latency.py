@@ -1,0 +1,141 @@
+"""Draws how a pipeline follows a source whose reads take nothing, then 50 ms, then nothing.
+
+    python -m benchmarks.changing_latency [PICTURE]
+
+Measures `.shard_to` with no setting, and Grain's guide, for half a minute each, and writes
+docs/changing_latency.png.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PHASES_MS = (0, 50, 0)
+PHASE_S = 10
+SAMPLE_S = 0.1  # longer than a read
+SMOOTHED_S = 0.5
+OURS, GUIDE = "#0072B2", "#D55E00"  # Okabe and Ito's
+
+
+class Followed(NamedTuple):
+    """What was seen of one pipeline, in seconds from its start.
+
+    Attributes:
+        batches_s: When each batch arrived.
+        samples_s: When the threads that read were counted.
+        threads: How many had read since the sample before.
+    """
+
+    batches_s: np.ndarray
+    samples_s: np.ndarray
+    threads: np.ndarray
+
+
+def follow(pipeline: Callable[[Any], Iterator[Any]]) -> Followed:
+    """Runs a pipeline through all phases."""
+    from benchmarks.waiting import Source, shuffled
+
+    class Changing(Source):
+        """A source that notes which threads read, and changes with time."""
+
+        start = time.perf_counter()
+        readers: set[int] = set()  # noqa: RUF012, those since the last sample
+
+        def wait(self, index: int) -> None:
+            phase = int((time.perf_counter() - self.start) / PHASE_S)
+            if latency_ms := PHASES_MS[min(phase, len(PHASES_MS) - 1)]:
+                time.sleep(latency_ms / 1e3)
+            self.readers.add(threading.get_ident())
+
+    source, samples, batches = Changing(0), [], []
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(SAMPLE_S):
+            readers, source.readers = source.readers, set()
+            samples.append((time.perf_counter() - source.start, len(readers)))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        with closing(pipeline(shuffled(source))) as iterator:  # pyright: ignore
+            while not batches or batches[-1] < PHASE_S * len(PHASES_MS):
+                next(iterator)
+                batches.append(time.perf_counter() - source.start)
+    finally:
+        over.set()
+        sampler.join()
+    samples_s, threads = np.array(samples).T
+    return Followed(np.array(batches), samples_s, threads)
+
+
+def draw(followed: dict[str, tuple[str, Followed]], path: Path) -> None:
+    """Draws records per second above the number of threads that read."""
+    from matplotlib.figure import Figure
+
+    from benchmarks.waiting import GLOBAL_BATCH_SIZE
+
+    end = PHASE_S * len(PHASES_MS)
+    times = np.arange(0, end, 0.1)
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    rates, threads = figure.subplots(2, 1, sharex=True)
+    for name, (color, seen) in followed.items():
+        edges = times - SMOOTHED_S / 2, times + SMOOTHED_S / 2
+        arrived = np.arange(1, len(seen.batches_s) + 1) * GLOBAL_BATCH_SIZE
+        before, after = (np.interp(t, seen.batches_s, arrived, left=0) for t in edges)
+        rates.plot(times, (after - before) / SMOOTHED_S, color=color, label=name)
+        windows = [abs(seen.samples_s - t) <= SMOOTHED_S / 2 for t in times]
+        threads.plot(times, [seen.threads[window].mean() for window in windows], color=color)
+    for axes in (rates, threads):
+        for phase, latency_ms in enumerate(PHASES_MS):
+            if latency_ms:
+                axes.axvspan(phase * PHASE_S, (phase + 1) * PHASE_S, color="#EEEEEE", zorder=0)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.grid(axis="y", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    rates.set_ylim(bottom=100)
+    rates.set_ylabel("records a second")
+    rates.legend(frameon=False, loc="lower left")
+    rates.set_title(
+        f"a read takes nothing, then {max(PHASES_MS)} ms (grey), then nothing", loc="left"
+    )
+    threads.set_ylim(bottom=0.8)
+    threads.set_ylabel("threads that read")
+    threads.set(xlabel="seconds", xlim=(0, end))
+    figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None})
+
+
+def main() -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    from benchmarks.waiting import GLOBAL_BATCH_SIZE, guide, ours
+
+    default = Path(__file__).parents[1] / "docs" / "changing_latency.png"
+    followed = {
+        ".shard_to(mesh)": (OURS, follow(ours)),
+        "Grain's guide (16 threads)": (GUIDE, follow(guide)),
+    }
+    draw(followed, Path(sys.argv[1]) if len(sys.argv) > 1 else default)
+    for name, (_, seen) in followed.items():
+        for phase, latency_ms in enumerate(PHASES_MS):
+            start, stop = phase * PHASE_S, (phase + 1) * PHASE_S
+            # The first seconds of a phase are those in which a pipeline finds its way.
+            settled = (seen.batches_s > start + PHASE_S / 2) & (seen.batches_s <= stop)
+            rate = settled.sum() * GLOBAL_BATCH_SIZE / (PHASE_S / 2)
+            print(f"{name}, {latency_ms} ms, from {start + PHASE_S / 2} s: {rate:,.0f} records/s")
+
+
+if __name__ == "__main__":
+    main()
