@@ -108,10 +108,12 @@ class _Line:
 
     def next_size(self, most_ahead: int) -> int:
         """How many records the next part should have."""
-        seconds, each = _AFTER_CALL_S if self.reads_many else _READ_S, self.seconds_per_record
-        in_time = 1 if each is None else max(1, int(seconds / max(each, 1e-9)))
         # Half of what may be ahead, so that one part is read while the other is used.
-        return min(in_time, max(1, most_ahead // 2))
+        size, each = max(1, most_ahead // 2), self.seconds_per_record
+        if each is None:
+            return size if self.reads_many else 1
+        seconds = _AFTER_CALL_S if self.reads_many else _READ_S
+        return max(1, min(size, int(seconds / max(each, 1e-9))))
 
 
 class _Lines(Tasks[None]):
