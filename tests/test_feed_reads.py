@@ -46,7 +46,7 @@ class Lengths(grain.IterDataset):
 
     def __init__(self, parent):
         super().__init__(parent)
-        self.parent = parent
+        self.parent, self.found = parent, ([], {})
 
     def __iter__(self):
         return LengthsIterator(iter(self.parent))
@@ -203,6 +203,14 @@ def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_change
         len(record_streams(replace_read_ahead(ds, lambda records, _: RecordStream(records)))) == 2
     )
     assert [dict(vars(node)) for node in (ds, mix, *mix.parents)] == before
+
+
+def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents():
+    ds = Lengths(documents(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
+    replaced = replace_read_ahead(ds, lambda records, _: RecordStream(records))
+    assert replaced.found is ds.found
+    assert replaced.parent is replaced.parents[0]
+    assert replaced.parent is not ds.parent
 
 
 @pytest.mark.parametrize(

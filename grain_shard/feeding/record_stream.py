@@ -14,8 +14,8 @@ import numpy as np
 
 from grain_shard.grain_inside.routes import route
 
-# How many records are found in one go: at first, and at most. To find them takes microseconds. But a
-# source that reads many in a call then reads all of them, and the first rows must not wait for that.
+# How many records are found in one go, at first and at most. To find them takes microseconds. But a
+# source that reads many in a call reads them all at once, and the first rows must not wait for it.
 _FOUND, _READ_IN_A_CALL = (64, 1024), (4, 256)
 
 # Yields the records of a dataset from an index on, one after the other.

@@ -166,7 +166,8 @@ class _Lines(Tasks[None]):
         with self._wanted:
             part = line.parts.pop(0)
             line.taken = part.stop
-            self._wanted.notify()
+            if not line.is_cheap:
+                self._wanted.notify()
         return part.elements or []
 
     def draw_cheap(self, line: _Line) -> _Read | None:
@@ -218,7 +219,8 @@ class _Lines(Tasks[None]):
             self._cut(line, part, part.start + len(task.elements))
             line.took(task.seconds / max(1, len(task.elements)), task.after_call_s)
             part.elements = task.elements
-            self._wanted.notify()
+            if line.left or not line.is_cheap:
+                self._wanted.notify()
         return False
 
     def _cut(self, line: _Line, part: _Part, stop: int) -> None:
