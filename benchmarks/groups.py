@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from benchmarks import (
     hosts,
     images,
+    many_feeds,
     memory,
     overlap,
     placing,
@@ -17,7 +18,18 @@ from benchmarks import (
 )
 from benchmarks.measure import Group
 
-MODULES = (reading, two_processes, hosts, overlap, placing, memory, starting, images, waiting)
+MODULES = (
+    reading,
+    two_processes,
+    hosts,
+    overlap,
+    placing,
+    memory,
+    starting,
+    images,
+    waiting,
+    many_feeds,
+)
 GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard.grain_inside import nodes, routes
+from grain_shard.grain_inside import nodes, read_ahead, routes
 
 HANG_S = 60  # what takes so long will never end
 
@@ -60,6 +60,7 @@ def hints(request, monkeypatch):
         monkeypatch.setattr(routes, "_batched_read", lambda ds: None)
         monkeypatch.setattr(routes, "_single_read", lambda ds: ds.__getitem__)
         monkeypatch.setattr(nodes, "seeds", lambda ds: ())
+        monkeypatch.setattr(read_ahead, "read_ahead", lambda ds: None)
     return request.param
 
 

@@ -57,7 +57,9 @@ def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
     Args:
         make_feed: Makes the stream of rows of one feed, from ``shard_index`` (which feed) and
             ``shard_count`` (of how many): an ordinary Grain pipeline over that part of the source.
-            What it yields must depend on these two alone, not on the host that calls it.
+            What it yields must depend on these two alone, not on the host that calls it. The
+            feeds of a host share what reads ahead for them, whatever `grain.ReadOptions` they
+            begin with; with no thread or no buffer in these, nothing is read ahead.
         num_feeds: How many feeds there are, for the life of the run: at least as many as the most
             hosts that it will ever see.
 
@@ -339,7 +341,7 @@ class FeedBatches(grain.IterDataset):
             raise ShardingError(
                 f"make_feed returned a {type(ds).__name__}.",
                 remedy="return a grain.IterDataset: end a grain.MapDataset with"
-                " .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)).",
+                " .to_iter_dataset().",
             )
         return ds
 

@@ -1,4 +1,8 @@
-"""The records of a `grain.MapDataset` as a stream, found many at a time."""
+"""The records of a `grain.MapDataset` as a stream, found many at a time.
+
+To find a record is to follow its index down the pipeline, through shuffles, slices and repeats, to
+where it is read. Grain does that for each record, and it takes longer than most of what follows.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ import numpy as np
 
 from grain_shard.grain_inside.routes import route
 
-# The first rows must not wait for many records; after that, so many are found in one go. A source
-# that has batched reads is then asked for as many in a call.
-_FIRST_RECORDS, _MOST_RECORDS = 4, 256
+# How many records are found in one go, at first and at most. To find them takes microseconds. But a
+# source that reads many in a call reads them all at once, and the first rows must not wait for it.
+_FOUND, _READ_IN_A_CALL = (64, 1024), (4, 256)
 
 # Yields the records of a dataset from an index on, one after the other.
 Elements = Callable[[grain.MapDataset, int], Generator[Any]]
@@ -23,21 +27,22 @@ def evaluated_in_turn(records: grain.MapDataset, start: int) -> Generator[Any]:
 
     Only a source that reads many records in one call reads them ahead.
     """
-    count = _FIRST_RECORDS
+    reads_many = route(records, np.arange(1)).reads_many
+    count, most = _READ_IN_A_CALL if reads_many else _FOUND
     while start < len(records):
         stop = min(start + count, len(records))
         elements = route(records, np.arange(start, stop)).each()
         try:
             element = next(elements)
         except Exception:
-            if count == 1:
+            if not reads_many or count == 1:
                 raise
             # A call for many records does not say for which of them it has failed.
             count = 1
             continue
         yield element
         yield from elements
-        start, count = stop, min(2 * count, _MOST_RECORDS)
+        start, count = stop, min(2 * count, most)
 
 
 class RecordStream(grain.IterDataset):

@@ -29,6 +29,9 @@ _FIRST_AHEAD = 4
 _READ_S = 4e-3
 # Of a source that reads many records in a call, so long for all that follows the call.
 _AFTER_CALL_S = 50e-3
+# To hand a part to another thread and back costs more than to evaluate records that take less than
+# this: whoever takes such records evaluates them itself.
+_CHEAP_S = 20e-6
 # More readers never helped so much that they would be worth their memory.
 _MOST_READERS = 64
 
@@ -56,7 +59,10 @@ class SharedReads:
         try:
             self._stage.start()
             while True:
-                if not line.has_come:
+                if not line.has_come and (read := self._lines.draw_cheap(line)) is not None:
+                    read.evaluate()
+                    self._lines.done(read)
+                elif not line.has_come:
                     self._lines.starves(line)
                     if not self._stage.wait_for(lambda: line.has_come):
                         raise RuntimeError("the reads of this stream were stopped")
@@ -94,6 +100,7 @@ class _Line:
         self.parts: list[_Part] = []
         self.left: list[_Part] = []  # those of them that a reader has left to others
         self.seconds_per_record: float | None = None
+        self._seconds_before = self._seconds = _CHEAP_S  # a record of the last two parts, all of it
         self.reads_many = route(records, np.arange(1)).reads_many
 
     @property
@@ -106,12 +113,25 @@ class _Line:
         """Records that were begun and not yet taken."""
         return self.begun - self.taken
 
+    @property
+    def is_cheap(self) -> bool:
+        """Whether a record took next to no time. One part that took longer may be chance."""
+        return min(self._seconds, self._seconds_before) < _CHEAP_S
+
+    def took(self, seconds: float, after_call_s: float | None) -> None:
+        """A record of another part took so long, and so long without the call for many."""
+        self._seconds_before, self._seconds = self._seconds, seconds
+        if after_call_s is not None:
+            self.seconds_per_record = after_call_s
+
     def next_size(self, most_ahead: int) -> int:
         """How many records the next part should have."""
-        seconds, each = _AFTER_CALL_S if self.reads_many else _READ_S, self.seconds_per_record
-        in_time = 1 if each is None else max(1, int(seconds / max(each, 1e-9)))
         # Half of what may be ahead, so that one part is read while the other is used.
-        return min(in_time, max(1, most_ahead // 2))
+        size, each = max(1, most_ahead // 2), self.seconds_per_record
+        if each is None:
+            return size if self.reads_many else 1
+        seconds = _AFTER_CALL_S if self.reads_many else _READ_S
+        return max(1, min(size, int(seconds / max(each, 1e-9))))
 
 
 class _Lines(Tasks[None]):
@@ -146,8 +166,16 @@ class _Lines(Tasks[None]):
         with self._wanted:
             part = line.parts.pop(0)
             line.taken = part.stop
-            self._wanted.notify()
+            if not line.is_cheap:
+                self._wanted.notify()
         return part.elements or []
+
+    def draw_cheap(self, line: _Line) -> _Read | None:
+        """The next part of a line whose consumer evaluates it itself; None if readers do that."""
+        with self._wanted:
+            if self._stopped or not line.is_cheap or line.parts or line.begun == line.length:
+                return None
+            return self._draw_next(line, line.next_size(self._share()))
 
     def draw(self, room: int) -> _Read:
         with self._wanted:
@@ -158,19 +186,26 @@ class _Lines(Tasks[None]):
         raise StopIteration
 
     def _draw(self) -> _Read | None:
-        share = max(1, _MOST_AHEAD // max(1, len(self._lines)))
+        share = self._share()
         for line in sorted(self._lines, key=lambda line: line.ahead):
             most_ahead = min(line.most_ahead, share)
             size = line.next_size(most_ahead)
             if line.left:
                 return self._draw_left(line, size)
-            size = min(size, line.length - line.begun)
-            if size and line.ahead + size <= most_ahead:
-                part = _Part(line.begun, line.begun + size)
-                line.begun = part.stop
-                line.parts.append(part)
-                return _Read(line, part)
+            is_wanted = line.ahead + size <= most_ahead and not line.is_cheap
+            if is_wanted and line.begun < line.length:
+                return self._draw_next(line, size)
         return None
+
+    def _share(self) -> int:
+        """How many records of each line may be ahead."""
+        return max(1, _MOST_AHEAD // max(1, len(self._lines)))
+
+    def _draw_next(self, line: _Line, size: int) -> _Read:
+        part = _Part(line.begun, min(line.begun + size, line.length))
+        line.begun = part.stop
+        line.parts.append(part)
+        return _Read(line, part)
 
     def _draw_left(self, line: _Line, size: int) -> _Read:
         """Something of what another reader has left."""
@@ -182,9 +217,10 @@ class _Lines(Tasks[None]):
         with self._wanted:
             line, part = task.line, task.part
             self._cut(line, part, part.start + len(task.elements))
-            line.seconds_per_record = task.seconds_per_record or line.seconds_per_record
+            line.took(task.seconds / max(1, len(task.elements)), task.after_call_s)
             part.elements = task.elements
-            self._wanted.notify()
+            if line.left or not line.is_cheap:
+                self._wanted.notify()
         return False
 
     def _cut(self, line: _Line, part: _Part, stop: int) -> None:
@@ -212,7 +248,9 @@ class _Read(Task[None]):
 
     Attributes:
         elements: After the run, what became of them; the last one may be an error.
-        seconds_per_record: What each took; of a source that reads many in a call, without the call.
+        seconds: After the run, what all of it took.
+        after_call_s: What a record took, of a source that reads many in a call without the call;
+            None if there was too little to tell.
     """
 
     begins = 0
@@ -220,34 +258,41 @@ class _Read(Task[None]):
     def __init__(self, line: _Line, part: _Part):
         self.line, self.part, self.size = line, part, 0
         self.elements: list[Any] = []
-        self.seconds_per_record: float | None = None
+        self.seconds = 0.0
+        self.after_call_s: float | None = None
 
     def run(self) -> tuple[()]:
-        start, stop = self.part.start, self.part.stop
         with span(READ):
-            try:
-                self._evaluate(start, stop)
-            except BaseException as error:
-                if self.line.reads_many and stop - start > 1 and not self.elements:
-                    # A call for many records does not say for which of them it has failed.
-                    self._evaluate_one_by_one()
-                else:
-                    self.elements.append(Raised.of(error))
-        self.size = len(self.elements)
+            self.evaluate()
         return ()
+
+    def evaluate(self) -> None:
+        """Does it, in the calling thread."""
+        start, stop, began = self.part.start, self.part.stop, time.perf_counter()
+        try:
+            self._evaluate(start, stop)
+        except BaseException as error:
+            if self.line.reads_many and stop - start > 1 and not self.elements:
+                # A call for many records does not say for which of them it has failed.
+                self._evaluate_one_by_one()
+            else:
+                self.elements.append(Raised.of(error))
+        self.size, self.seconds = len(self.elements), time.perf_counter() - began
 
     def _evaluate(self, start: int, stop: int) -> None:
         began = since = time.perf_counter()
+        counted = 0
         for element in route(self.line.records, np.arange(start, stop)).each():
             self.elements.append(element)
             now = time.perf_counter()
-            if self.line.reads_many:
-                since = now if since == began else since
-            elif now > began + 2 * _READ_S:
+            if self.line.reads_many and since == began:
+                since = now  # the first one came with the call
+                continue
+            counted += 1
+            if not self.line.reads_many and now > began + 2 * _READ_S:
                 break
-        counted = len(self.elements) - (1 if self.line.reads_many else 0)
-        if counted > 0:
-            self.seconds_per_record = (time.perf_counter() - since) / counted
+        if counted:
+            self.after_call_s = (time.perf_counter() - since) / counted
 
     def _evaluate_one_by_one(self) -> None:
         for record in range(self.part.start, self.part.stop):

@@ -64,11 +64,15 @@ def _replacement(ds: Any, make_stream: MakeStream, known: dict[int, Any]) -> Any
 
 
 def _with_parents(value: Any, changed: dict[int, Any]) -> Any:
-    """An attribute of a node, with its new parents instead of the old."""
+    """An attribute of a node with its new parents instead of the old; itself if it has none."""
     if isinstance(value, grain.IterDataset):
         return changed.get(id(value), value)
     if type(value) in (list, tuple):
-        return type(value)(_with_parents(item, changed) for item in value)
+        items = [_with_parents(item, changed) for item in value]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else type(value)(items)
     if type(value) is dict:
-        return {key: _with_parents(item, changed) for key, item in value.items()}
+        entries = {key: _with_parents(item, changed) for key, item in value.items()}
+        is_same = all(entries[key] is item for key, item in value.items())
+        return value if is_same else entries
     return value

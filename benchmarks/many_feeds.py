@@ -1,0 +1,153 @@
+"""P17: many feeds on one host with nothing set, and packed text as feeds and as one stream."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import grain
+import jax
+import numpy as np
+
+import grain_shard
+from benchmarks import feeds, peers
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, interleave
+
+NUM_FEEDS, GLOBAL_BATCH_SIZE = 64, 256
+BEST = "the best ReadOptions"
+# (threads, records to buffer) of each feed.
+OPTIONS = ((0, 0), (1, 2), (1, 8), (4, 16))
+
+TEXT_FEEDS, TEXT_BATCH_SIZE, TOKENS = 16, 32, 512
+WARM_UP = 8  # batches
+
+
+class ReadByGrain(grain.IterDataset):
+    """A feed whose threads are Grain's own: a dataset that does not show what it is made of."""
+
+    def __init__(self, ds: grain.IterDataset):
+        super().__init__()
+        self._ds = ds
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return iter(self._ds)
+
+
+def trivial_rows(options: tuple[int, int] | None) -> grain.IterDataset:
+    """64 feeds; with options they are read by Grain, as before there were shared readers."""
+
+    def make_feed(feed: grain.sharding.ShardOptions) -> grain.IterDataset:
+        records = grain.MapDataset.range(10**7)[feed.shard_index :: feed.shard_count]
+        rows = records.map(lambda i: {"x": np.int32(i)})
+        if options is None:
+            return rows.to_iter_dataset()
+        return ReadByGrain(rows.to_iter_dataset(grain.ReadOptions(*options)))
+
+    ds = grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(GLOBAL_BATCH_SIZE)
+    return grain_shard.shard_to(ds, peers.data_mesh())
+
+
+def figures(options: tuple[int, int] | None, seconds: float) -> dict[str, float]:
+    """Seconds to the first batch, milliseconds of each after that, and the most threads of all."""
+    start = time.perf_counter()
+    with iter(trivial_rows(options)) as batches:
+        jax.block_until_ready(next(batches))
+        start, first = time.perf_counter(), time.perf_counter() - start
+        count, most_threads, now = 0, 0, start
+        while now < start + seconds:
+            jax.block_until_ready(next(batches))
+            most_threads = max(most_threads, threading.active_count())
+            count, now = count + 1, time.perf_counter()
+    return {"first": first, "ms": (now - start) / count * 1e3, "threads": float(most_threads)}
+
+
+def measure_many(run: Run) -> Iterator[Round]:
+    seconds = 2 if run.quick else 6
+    figures(None, seconds=0.1)  # what is imported and compiled by the first batch of all
+    for _ in range(run.rounds(quick=3, full=9)):
+        ours = figures(None, seconds)
+        fixed = [figures(options, seconds)["ms"] for options in OPTIONS]
+        yield {**ours, BEST: min(fixed)}
+
+
+def packed_text(kind: str) -> grain.IterDataset:
+    make = functools.partial(feeds.packed, sources=feeds.documents(), length=TOKENS, counted=[])
+    if kind == "one stream":
+        stream = make(grain.sharding.ShardOptions(0, 1)).batch(TEXT_BATCH_SIZE)
+        return grain_shard.shard_to(stream, peers.data_mesh(), rows="global")
+    ds = grain_shard.feeds(make, num_feeds=TEXT_FEEDS).batch(TEXT_BATCH_SIZE)
+    return grain_shard.shard_to(ds, peers.data_mesh())
+
+
+def tokens_per_second(ds: grain.IterDataset, steps: int) -> float:
+    """Padding not counted."""
+    with iter(ds) as batches:
+        for _ in range(WARM_UP):
+            next(batches)
+        start, tokens = time.perf_counter(), 0
+        for _ in range(steps):
+            tokens += int(np.count_nonzero(np.asarray(next(batches)["tokens_segment_ids"])))
+        return tokens / (time.perf_counter() - start)
+
+
+def measure_text(run: Run) -> Iterable[Round]:
+    steps = 40  # of many short rounds, so that both meet whatever else the machine does
+    sides: Mapping[str, Callable[[], float]] = {
+        kind: functools.partial(tokens_per_second, packed_text(kind), steps)
+        for kind in ("feeds", "one stream")
+    }
+    return interleave(sides, run.rounds(quick=15, full=45))
+
+
+def _of_64_feeds(what: str, unit: str, ours: str, most: float) -> Comparison:
+    return Comparison(
+        "P17",
+        what=f"{NUM_FEEDS} feeds with Grain's default ReadOptions: {what}",
+        against="nothing",
+        unit=unit,
+        ours=ours,
+        theirs=ours,
+        compared="ours",
+        compared_unit=unit,
+        goal=Goal("at most", most),
+    )
+
+
+GROUPS = [
+    Group(
+        "many_feeds",
+        measure_many,
+        [
+            _of_64_feeds("threads", "threads", "threads", 80),
+            _of_64_feeds("first batch", "s", "first", 0.5),
+            Comparison(
+                "P17",
+                what=f"{NUM_FEEDS} feeds with Grain's default ReadOptions: a batch",
+                against=f"{BEST}, read by Grain",
+                unit="ms",
+                ours="ms",
+                theirs=BEST,
+                compared="ours / theirs",
+                goal=Goal("at most", 0.6),
+            ),
+        ],
+    ),
+    Group(
+        "packed_text",
+        measure_text,
+        [
+            Comparison(
+                "P17",
+                what=f"packed text, {TEXT_FEEDS} feeds",
+                against="the same Grain pipeline as one stream",
+                unit="tokens/s",
+                ours="feeds",
+                theirs="one stream",
+                compared="ours / theirs",
+                goal=Goal("at least", 1.6),
+            )
+        ],
+    ),
+]

@@ -1,0 +1,417 @@
+"""The random-access parts of feeds, read in bulk: the rows and the states are those of Grain."""
+
+import contextlib
+import gc
+import json
+import threading
+import time
+
+import grain
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grain_shard
+from grain_shard.feeding import feed_batches
+from grain_shard.feeding.record_stream import RecordStream
+from grain_shard.feeding.shared_reads import SharedReads
+from grain_shard.grain_inside.read_ahead import replace_read_ahead
+from tests import text
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
+from tests.test_feeds import PACKERS, Odd, assert_equal
+
+READ_OPTIONS = {
+    "no threads": grain.ReadOptions(num_threads=0, prefetch_buffer_size=0),
+    "threads": grain.ReadOptions(num_threads=2, prefetch_buffer_size=4),
+    "default": grain.ReadOptions(),
+}
+
+
+def documents(feed, options, name="documentation"):
+    """As in `tests.text`, with other read options."""
+    (read_ahead,) = text.stream(name, feed).parents
+    (records,) = read_ahead.parents
+    return records.to_iter_dataset(options).filter(lambda row: len(row["tokens"]) >= 8)
+
+
+def mixed(feed, options):
+    streams = {name: documents(feed, options, name) for name in ("documentation", "licenses")}
+    return grain.IterDataset.mix(streams, weights={"documentation": 2, "licenses": 1})
+
+
+class Lengths(grain.IterDataset):
+    """A node of a user's own."""
+
+    def __init__(self, parent):
+        super().__init__(parent)
+        self.parent, self.found = parent, ([], {})
+
+    def __iter__(self):
+        return LengthsIterator(iter(self.parent))
+
+
+class LengthsIterator(grain.DatasetIterator):
+    def __init__(self, parent):
+        super().__init__(parent)
+        self.parent = parent
+
+    def __next__(self):
+        return {"length": np.int32(len(next(self.parent)["tokens"]))}
+
+    def get_state(self):
+        return self.parent.get_state()
+
+    def set_state(self, state):
+        self.parent.set_state(state)
+
+
+def length(row):
+    return {"length": np.int32(len(row["tokens"]))}
+
+
+def noisy(row, rng):
+    return {"length": np.int32(len(row["tokens"])), "noise": np.int64(rng.integers(1 << 40))}
+
+
+PIPELINES = {
+    **{name: lambda f, o, packer=packer: packer(mixed(f, o)) for name, packer in PACKERS.items()},
+    "map": lambda f, o: documents(f, o).map(length),
+    "random map": lambda f, o: documents(f, o).seed(5).random_map(noisy),
+    "window shuffle of documents": lambda f, o: grain.experimental.WindowShuffleIterDataset(
+        documents(f, o).map(length), window_size=7, seed=3
+    ),
+    "a node of a user's own": lambda f, o: Lengths(documents(f, o)),
+    "the records alone": lambda f, o: grain.MapDataset.range(300)[
+        f.shard_index :: f.shard_count
+    ].to_iter_dataset(o),
+    "a mix of random access": lambda f, o: grain.MapDataset.mix(
+        [grain.MapDataset.range(90), grain.MapDataset.range(1000, 1090)]
+    ).to_iter_dataset(o),
+    "some are None": lambda f, o: (
+        grain.MapDataset.range(300).map(lambda i: i if i % 3 else None).to_iter_dataset(o)
+    ),
+    "the same stream twice": lambda f, o: grain.IterDataset.mix(
+        [ds := documents(f, o).map(length), ds]
+    ),
+}
+
+
+def read_by_grain(monkeypatch):
+    monkeypatch.setattr(feed_batches, "replace_read_ahead", lambda ds, make_stream: ds)
+
+
+def batches_and_states(ds, count, state=None):
+    """The next batches, and the state after each."""
+    batches, found = ds.iterate(), []
+    with contextlib.closing(batches):
+        if state is not None:
+            batches.set_state(state)
+        for batch in batches:
+            found.append((batch, json.loads(json.dumps(batches.get_state()))))
+            if len(found) == count:
+                break
+    return found
+
+
+@pytest.mark.parametrize("options", READ_OPTIONS.values(), ids=READ_OPTIONS)
+@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+def test_batches_and_states_are_those_of_grain(pipeline, options, monkeypatch, hints):
+    ds = grain_shard.feeds(lambda feed: pipeline(feed, options), num_feeds=3).batch(6)
+    ours = batches_and_states(ds, 12)
+    resumed = batches_and_states(ds, 6, state=ours[5][1])
+    read_by_grain(monkeypatch)
+    expected = batches_and_states(ds, 12)
+    assert len(ours) == 12
+    for found, same in ((ours, expected), (resumed, expected[6:])):
+        for (batch, state), (expected_batch, expected_state) in zip(found, same, strict=True):
+            assert jax.tree.structure(batch) == jax.tree.structure(expected_batch)
+            jax.tree.map(np.testing.assert_array_equal, batch, expected_batch)
+            assert state == expected_state
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 60),
+    st.lists(st.sampled_from(["shuffle", "slice", "repeat", "map", "random_map", "with index"])),
+    st.sampled_from(list(READ_OPTIONS.values())),
+    st.integers(0, 70),
+    st.sampled_from(["single", "batched"]),
+)
+def test_any_records_come_in_their_order_from_anywhere(num_records, steps, options, start, kind):
+    records = grain.MapDataset.source(
+        list(range(num_records)) if kind == "single" else Batched(num_records)
+    ).seed(9)
+    for step in steps:
+        records = {
+            "shuffle": lambda ds: ds.shuffle(),
+            "slice": lambda ds: ds[1::2] if len(ds) > 1 else ds,
+            "repeat": lambda ds: ds.repeat(2) if len(ds) < 1000 else ds,
+            "map": lambda ds: ds.map(lambda i: i + 1),
+            "random_map": lambda ds: ds.random_map(lambda i, rng: i + int(rng.integers(99))),
+            "with index": lambda ds: ds.map_with_index(lambda index, i: 100 * index + i),
+        }[step](records)
+    ds = records.to_iter_dataset(options)
+    start = min(start, len(records))
+    reads = SharedReads()
+    with contextlib.closing(reads):
+        rows = iter(
+            replace_read_ahead(ds, lambda records, _: RecordStream(records, reads.elements))
+        )
+        rows.set_state({"next_index": start})
+        expected = iter(ds)
+        expected.set_state({"next_index": start})
+        assert list(rows) == list(expected)
+
+
+class Batched:
+    """Reads many records in a call, and says how many; a record of them may not be readable."""
+
+    def __init__(self, length, broken=None):
+        self.length, self.broken = length, broken
+        self.calls = []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self._getitems([index])[0]
+
+    def _getitems(self, indices):
+        self.calls.append(len(indices))
+        if self.broken in indices:
+            raise OSError("cannot be read")
+        return list(indices)
+
+
+# What is replaced, and what is not.
+
+
+def record_streams(ds):
+    """The nodes of ours in a pipeline, the records of each."""
+    if isinstance(ds, RecordStream):
+        return [ds]
+    return [stream for parent in ds.parents for stream in record_streams(parent)]
+
+
+def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_changed():
+    ds = PACKERS["first fit"](mixed(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
+    (mix,) = ds.parents
+    before = [dict(vars(node)) for node in (ds, mix, *mix.parents)]
+    assert (
+        len(record_streams(replace_read_ahead(ds, lambda records, _: RecordStream(records)))) == 2
+    )
+    assert [dict(vars(node)) for node in (ds, mix, *mix.parents)] == before
+
+
+def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents():
+    ds = Lengths(documents(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
+    replaced = replace_read_ahead(ds, lambda records, _: RecordStream(records))
+    assert replaced.found is ds.found
+    assert replaced.parent is replaced.parents[0]
+    assert replaced.parent is not ds.parent
+
+
+@pytest.mark.parametrize(
+    ("options", "is_read_ahead"),
+    [
+        (grain.ReadOptions(), True),
+        (grain.ReadOptions(num_threads=1, prefetch_buffer_size=1), True),
+        (grain.ReadOptions(num_threads=0, prefetch_buffer_size=5), False),
+        (grain.ReadOptions(num_threads=5, prefetch_buffer_size=0), False),
+    ],
+)
+def test_who_asks_for_no_thread_gets_none(options, is_read_ahead):
+    asked = []
+    replace_read_ahead(
+        grain.MapDataset.range(3).to_iter_dataset(options),
+        lambda records, is_read_ahead: asked.append(is_read_ahead) or RecordStream(records),
+    )
+    assert asked == [is_read_ahead]
+
+
+UNKNOWN = {
+    "a filter among the records": grain.MapDataset.range(9).filter(bool).to_iter_dataset(),
+    "an interleave": grain.experimental.InterleaveIterDataset(
+        [grain.MapDataset.range(9).to_iter_dataset()], cycle_length=1
+    ),
+    "worker processes": (
+        grain.MapDataset.range(9)
+        .to_iter_dataset()
+        .mp_prefetch(grain.MultiprocessingOptions(num_workers=1))
+    ),
+}
+
+
+@pytest.mark.parametrize("ds", UNKNOWN.values(), ids=UNKNOWN)
+def test_what_is_not_known_runs_as_it_was_written(ds):
+    assert replace_read_ahead(ds, lambda records, _: pytest.fail("replaced")) is ds
+
+
+# What is read ahead.
+
+
+def batched(make_records, options, num_feeds=4):
+    """Feeds of records, of which all belong to each feed."""
+    return grain_shard.feeds(
+        lambda feed: make_records(feed).map(lambda i: {"id": np.int32(i)}).to_iter_dataset(options),
+        num_feeds=num_feeds,
+    ).batch(2 * num_feeds)
+
+
+@pytest.mark.parametrize("options", READ_OPTIONS.values(), ids=READ_OPTIONS)
+def test_a_source_that_reads_many_records_in_a_call_is_asked_for_many(options):
+    source = Batched(1000)
+    list(batched(lambda feed: grain.MapDataset.source(source), options, num_feeds=1).iterate())
+    assert sum(source.calls) == 1000
+    assert len(source.calls) < 100
+
+
+@pytest.mark.parametrize("options", READ_OPTIONS.values(), ids=READ_OPTIONS)
+def test_a_call_that_fails_names_the_record_and_the_records_before_it_come(options):
+    source = Batched(1000, broken=301)
+    rows = batched(lambda feed: grain.MapDataset.source(source), options, num_feeds=1).iterate()
+    with contextlib.closing(rows):
+        assert [next(rows)["id"].tolist() for _ in range(150)] == [
+            [2 * i, 2 * i + 1] for i in range(150)
+        ]
+        with pytest.raises(OSError, match="cannot be read") as raised:
+            next(rows)
+    assert raised.value.__notes__ == [
+        "grain_shard: while evaluating record 301 of the dataset above .to_iter_dataset",
+        "grain_shard: in feed 0 of 1",
+    ]
+
+
+def test_all_feeds_together_have_a_bounded_number_of_threads_and_of_records_ahead():
+    evaluated, lock = [], threading.Lock()
+
+    def row(i):
+        time.sleep(1e-3)
+        with lock:
+            evaluated.append(i)
+        return i
+
+    ds = batched(lambda feed: grain.MapDataset.range(10**6).map(row), None, num_feeds=100)
+    rows = ds.iterate()
+    with contextlib.closing(rows):
+        for taken in range(1, 6):
+            next(rows)
+            with lock:
+                # A part of each feed is in use, besides what is ahead.
+                assert len(evaluated) <= 200 * taken + 2 * 2048
+            assert len(background_threads()) <= 64
+
+
+def test_a_stream_that_is_slower_than_it_was_leaves_its_parts_to_others_in_order():
+    def row(i):
+        if i >= 300:
+            time.sleep(3e-3)  # of what was fast, so many are read together
+        return i
+
+    reads = SharedReads()
+    with (
+        contextlib.closing(reads),
+        contextlib.closing(reads.elements(grain.MapDataset.range(500).map(row), 0)) as elements,
+    ):
+        assert [next(elements) for _ in range(500)] == list(range(500))
+
+
+# Life.
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Odd])
+def test_a_read_ahead_that_raises_is_named_after_the_batches_before(error):
+    def row(i):
+        if i == 5:
+            raise error("five")
+        return i
+
+    ds = batched(lambda feed: grain.MapDataset.range(50).map(row), None)
+    with iter(ds.shard_to(data_mesh(4))) as batches:
+        assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
+        with pytest.raises(error, match="five") as raised:
+            next(batches)
+    assert raised.value.__notes__.count("grain_shard: in feed 0 of 4") == 1
+    assert any("record 5 of the dataset" in note for note in raised.value.__notes__)
+
+
+def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again():
+    failures = [OSError("once"), OSError("twice")]
+
+    def row(i):
+        if i == 3 and failures:
+            raise failures.pop(0)
+        return i
+
+    reads = SharedReads()
+    with contextlib.closing(reads):
+        rows = iter(RecordStream(grain.MapDataset.range(5).map(row), reads.elements))
+        assert [next(rows) for _ in range(3)] == [0, 1, 2]
+        for match in ("once", "twice"):
+            with pytest.raises(OSError, match=match):
+                next(rows)
+        assert list(rows) == [3, 4]
+
+
+@pytest.mark.parametrize("how", ["close", "collect"])
+def test_no_reader_outlives_feeds_that_wait_for_it(how):
+    inside, release = threading.Event(), threading.Event()
+
+    def row(i):
+        inside.set()
+        wait(release)
+        return i
+
+    batches = iter(
+        batched(lambda feed: grain.MapDataset.range(50).map(row), None).shard_to(data_mesh(4))
+    )
+    batches.start_prefetch()
+    wait(inside)
+    threading.Timer(0.1, release.set).start()
+    if how == "close":
+        batches.close()
+    del batches
+    gc.collect()
+    eventually(lambda: not background_threads())
+
+
+def test_stopped_while_it_waits_it_returns_although_the_read_does_not():
+    inside, release = threading.Event(), threading.Event()
+
+    def row(i):
+        inside.set()
+        wait(release)
+        return i
+
+    rows = batched(lambda feed: grain.MapDataset.range(50).map(row), None).iterate()
+    ended = []
+
+    def consume():
+        try:
+            next(rows)
+        except RuntimeError as error:
+            ended.append(str(error))
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    wait(inside)
+    rows.stop()
+    consumer.join(HANG_S)
+    assert ended == ["the reads of this stream were stopped"]
+    release.set()
+    rows.close()
+
+
+def test_packed_text_is_read_ahead_as_it_is_read_without():
+    def batches(options):
+        feeds = grain_shard.feeds(
+            lambda feed: PACKERS["first fit"](mixed(feed, options)), num_feeds=4
+        )
+        return feeds.batch(8).shard_to(data_mesh(4))
+
+    for ahead, alone in zip(
+        batches(grain.ReadOptions()), batches(READ_OPTIONS["no threads"]), strict=True
+    ):
+        assert_equal(ahead, alone)
