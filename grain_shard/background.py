@@ -405,7 +405,11 @@ class _Shared(Generic[T]):
         with self._lock:
             self._wait_for_tasks += 1
             try:
-                return self._wait(has_come)
+                if not self._wait(lambda: has_come() or self._final is not None):
+                    return False
+                if not has_come() and self._final is not None:
+                    self._final.throw()
+                return True
             finally:
                 self._wait_for_tasks -= 1
 
@@ -504,6 +508,7 @@ class _Shared(Generic[T]):
             self._final, self._drained = self._final or error, True
             self._result_came.notify_all()
             self._wake_to_end()
+        self._tasks.stop()  # another thread may be waiting for something to draw
 
     def thread_ended(self) -> None:
         with self._lock:

@@ -201,7 +201,7 @@ class ReadPace(Pace):
         self.count = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
         self.seconds_per_record: float | None = None  # by the clock, of late
         self._active = 0
-        self._waits_since: float | None = None
+        self._waiting = 0  # consumers
         self._changed = 0.0  # when the number of threads last changed
         self._window: _Sums | None = None
         self._is_first = True
@@ -254,11 +254,11 @@ class ReadPace(Pace):
 
     def consumer_waits(self, now: float) -> None:
         self._pass(now)
-        self._waits_since = now
+        self._waiting += 1
 
     def consumer_goes_on(self, now: float) -> None:
         self._pass(now)
-        self._waits_since = None
+        self._waiting -= 1
 
     def _new_window(self, now: float) -> _Sums:
         return _Sums(now, self._process_time())
@@ -266,7 +266,7 @@ class ReadPace(Pace):
     def _pass(self, now: float) -> None:
         """Adds up what has been the case until now."""
         if self._window is not None:
-            self._window.until(now, self._active, self._waits_since is not None)
+            self._window.until(now, self._active, self._waiting > 0)
 
     def _is_over(self, window: _Sums, seconds: float) -> bool:
         if window.tasks < self.threads or not (seconds and window.wall_s):

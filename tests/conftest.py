@@ -51,7 +51,7 @@ def mesh():
 
 @pytest.fixture(params=["with Grain's hints", "public path only"])
 def hints(request, monkeypatch):
-    """Runs a test twice: with what `_grain` learns from Grain's private attributes, and without."""
+    """Runs a test twice: with what `grain_inside` learns of Grain's private parts, and without."""
     if request.param == "public path only":
         monkeypatch.setattr(nodes, "batch_node", lambda ds: None)
         monkeypatch.setattr(nodes, "iter_batch_size", lambda ds: None)

@@ -416,3 +416,54 @@ def test_packed_text_is_read_ahead_as_it_is_read_without():
         batches(grain.ReadOptions()), batches(READ_OPTIONS["no threads"]), strict=True
     ):
         assert_equal(ahead, alone)
+
+
+class OneBad:
+    """A source with batched reads, one record of which cannot be read."""
+
+    def __init__(self, first, bad=None):
+        self.first, self.bad = first, bad
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices):
+        if self.bad in indices:
+            raise OSError(f"item {self.bad} cannot be read")
+        return [{"id": np.int32(self.first + i)} for i in indices]
+
+
+@pytest.mark.parametrize("options", [grain.ReadOptions(0, 0), grain.ReadOptions()])
+def test_an_error_in_one_of_several_sources_comes_after_all_the_records_before_it(options):
+    def make_feed(feed):
+        sources = [grain.MapDataset.source(s) for s in (OneBad(0), OneBad(100, bad=20))]
+        return grain_shard.mix(sources, {0: [1, 1]}).to_iter_dataset(options)
+
+    seen, batches = [], iter(grain_shard.feeds(make_feed, num_feeds=1).batch(1))
+    with pytest.raises(OSError, match="item 20") as raised:
+        seen.extend(batch["id"].item() for batch in batches)
+    assert sum(i >= 100 for i in seen) == 20
+    assert 19 <= sum(i < 100 for i in seen) <= 21
+    assert any(f"record {len(seen)} of the dataset" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("options", [grain.ReadOptions(0, 0), grain.ReadOptions()])
+@pytest.mark.parametrize("bad", [0, 5])
+def test_a_stop_iteration_in_the_source_is_an_error_and_no_end(options, bad):
+    class Source:
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            return {"id": np.int32(next(iter([])) if index == bad else index)}
+
+    ds = grain.MapDataset.source(Source())
+    batches = iter(
+        grain_shard.feeds(lambda feed: ds.to_iter_dataset(options), num_feeds=1).batch(1)
+    )
+    assert [next(batches)["id"].item() for _ in range(bad)] == list(range(bad))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(batches)

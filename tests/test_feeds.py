@@ -669,3 +669,27 @@ def test_two_axes_and_a_sequence_axis():
         batch = next(batches)
     assert batch["tokens"].sharding.shard_shape((4, 128)) == (2, 32)
     assert batch["valid_mask"].sharding.shard_shape((4,)) == (2,)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row(num_threads):
+    failures = [OSError("once")]
+
+    def make_feed(feed):
+        def row(i):
+            if (feed.shard_index, i) == (1, 1) and failures:
+                raise failures.pop()
+            return {"id": np.int32(10 * feed.shard_index + i)}
+
+        return grain.MapDataset.range(4).map(row).to_iter_dataset(OPTIONS)
+
+    batches = grain_shard.feeds(make_feed, num_feeds=2).batch(2).iterate(num_threads)
+    assert next(batches)["id"].tolist() == [0, 10]
+    state = batches.get_state()
+    for _ in range(2):
+        with pytest.raises(OSError, match="once"):
+            next(batches)
+    assert batches.get_state() == state
+    batches.set_state(state)
+    assert [batch["id"].tolist() for batch in batches] == [[1, 11], [2, 12], [3, 13]]
+    batches.close()

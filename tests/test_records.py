@@ -143,3 +143,22 @@ def test_a_batched_read_of_another_length_is_an_error(count):
     ds = grain.MapDataset.source(Source()).map(lambda i: {"id": i}).batch(4)
     with pytest.raises(ValueError, match=f"gave a list_iterator of {count} for 4 indices"):
         next(iter(ds.shard_to(data_mesh(2))))
+
+
+@pytest.mark.parametrize("method", ["map", "map_with_index", "random_map"])
+def test_a_grain_that_names_its_parts_otherwise_is_asked_the_public_way(method, monkeypatch):
+    transform = {
+        "map": lambda ds: ds.map(lambda i: i + 1),
+        "map_with_index": lambda ds: ds.map_with_index(lambda i, x: i + x),
+        "random_map": lambda ds: ds.random_map(lambda x, rng: x + int(rng.integers(9)), seed=1),
+    }[method]
+    ds = transform(grain.MapDataset.range(20))
+    expected = [ds[i] for i in range(20)]
+
+    class Renamed:
+        """The node without what it keeps private."""
+
+    kind = type(ds)
+    monkeypatch.setitem(routes._ELEMENTS, kind, lambda node: Renamed().another_name)
+    found = routes.route(ds, np.arange(20))
+    assert found.finish(found.read()) == expected

@@ -364,3 +364,19 @@ def test_no_more_batches_are_made_ahead_than_the_documentation_says(
             next(batches)
             eventually(lambda: len(list(tmp_path.iterdir())) >= 4 * (k + on_host))
             assert len(list(tmp_path.iterdir())) <= 4 * (k + on_host + 1)  # + 1: on the devices
+
+
+class Stops:
+    """A map that ends a worker's data, says Grain, at one of the records."""
+
+    def __call__(self, i):
+        return {"id": np.int32(next(iter([])) if i == 20 else i)}
+
+
+@pytest.mark.slow
+def test_a_stop_iteration_in_a_worker_is_an_error_and_no_end():
+    ds = grain.MapDataset.range(42).map(Stops()).batch(8).shard_to(data_mesh(2), num_workers=1)
+    seen = []
+    with iter(ds) as batches, pytest.raises(RuntimeError, match=r"ended after 2 of 6 batches"):
+        seen.extend(batches)
+    assert ids(seen) == [list(range(8)), list(range(8, 16))]

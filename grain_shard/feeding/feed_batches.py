@@ -370,6 +370,7 @@ class FeedIterator(BatchIterator):
         self._ds, self._num_threads = ds, num_threads
         self._stacker: RowStacker | None = None
         self._is_closed = self._ended = False
+        self._failure: BaseException | None = None
         self._position = FeedsPosition(0, dict.fromkeys(ds.rows_by_feed, pickle.dumps({})))
         self._turns = self._turns_from(self._position)
 
@@ -387,12 +388,20 @@ class FeedIterator(BatchIterator):
     def _move(self, position: FeedsPosition) -> None:
         self._turns.close()
         self._turns, self._position, self._ended = self._turns_from(position), position, False
+        self._failure = None
 
     def __next__(self) -> Batch:
         self._require_open()
         if self._ended:
             raise StopIteration
-        pieces = self._turns.of_one_batch()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            pieces = self._turns.of_one_batch()
+        except Exception as error:
+            # Other feeds have given their rows already: a next batch would lack them.
+            self._failure = error
+            raise
         if self._ends_with(pieces):
             self._ended = True
             raise StopIteration

@@ -92,22 +92,30 @@ class _Turns(Producer[tuple[int, FeedReader]]):
     def __init__(self, readers: Mapping[int, FeedReader]):
         self._readers = dict(readers)
         self._cycle: Iterator[tuple[int, FeedReader]] = itertools.cycle(self._readers.items())
-        self._asked, self._stopped = threading.Semaphore(0), False
+        self._asked, self._stopped = 0, False
+        # Reentrant, since the garbage collector may run `stop` in a thread that holds it.
+        self._asked_or_stopped = threading.Condition()
 
     def ask(self) -> int:
         """Asks for a turn of each feed, and says how many these are."""
-        self._asked.release(len(self._readers))
+        with self._asked_or_stopped:
+            self._asked += len(self._readers)
+            self._asked_or_stopped.notify_all()
         return len(self._readers)
 
     def __next__(self) -> tuple[int, FeedReader]:
-        self._asked.acquire()
-        if self._stopped:
-            raise StopIteration
-        return next(self._cycle)
+        with self._asked_or_stopped:
+            while not (self._asked or self._stopped):
+                self._asked_or_stopped.wait()
+            if self._stopped:
+                raise StopIteration
+            self._asked -= 1
+            return next(self._cycle)
 
     def stop(self) -> None:
-        self._stopped = True
-        self._asked.release()
+        with self._asked_or_stopped:
+            self._stopped = True
+            self._asked_or_stopped.notify_all()
 
     def close(self) -> None:
         # Every feed is closed, also if closing one of them fails.

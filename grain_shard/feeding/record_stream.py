@@ -27,22 +27,21 @@ def evaluated_in_turn(records: grain.MapDataset, start: int) -> Generator[Any]:
 
     Only a source that reads many records in one call reads them ahead.
     """
-    reads_many = route(records, np.arange(1)).reads_many
+    reads_many = route(records, np.arange(0)).reads_many
     count, most = _READ_IN_A_CALL if reads_many else _FOUND
     while start < len(records):
         stop = min(start + count, len(records))
-        elements = route(records, np.arange(start, stop)).each()
         try:
-            element = next(elements)
+            for element in route(records, np.arange(start, stop)).each():
+                yield element
+                start += 1
         except Exception:
             if not reads_many or count == 1:
                 raise
             # A call for many records does not say for which of them it has failed.
             count = 1
-            continue
-        yield element
-        yield from elements
-        start, count = stop, min(2 * count, most)
+        else:
+            count = min(2 * count, most)
 
 
 class RecordStream(grain.IterDataset):

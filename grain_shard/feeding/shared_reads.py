@@ -101,7 +101,7 @@ class _Line:
         self.left: list[_Part] = []  # those of them that a reader has left to others
         self.seconds_per_record: float | None = None
         self._seconds_before = self._seconds = _CHEAP_S  # a record of the last two parts, all of it
-        self.reads_many = route(records, np.arange(1)).reads_many
+        self.reads_many = route(records, np.arange(0)).reads_many
 
     @property
     def has_come(self) -> bool:
@@ -272,9 +272,9 @@ class _Read(Task[None]):
         try:
             self._evaluate(start, stop)
         except BaseException as error:
-            if self.line.reads_many and stop - start > 1 and not self.elements:
+            if self.line.reads_many and stop - start > 1:
                 # A call for many records does not say for which of them it has failed.
-                self._evaluate_one_by_one()
+                self._evaluate_one_by_one(start + len(self.elements))
             else:
                 self.elements.append(Raised.of(error))
         self.size, self.seconds = len(self.elements), time.perf_counter() - began
@@ -294,8 +294,8 @@ class _Read(Task[None]):
         if counted:
             self.after_call_s = (time.perf_counter() - since) / counted
 
-    def _evaluate_one_by_one(self) -> None:
-        for record in range(self.part.start, self.part.stop):
+    def _evaluate_one_by_one(self, start: int) -> None:
+        for record in range(start, self.part.stop):
             try:
                 self._evaluate(record, record + 1)
             except BaseException as error:

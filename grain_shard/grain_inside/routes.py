@@ -39,9 +39,9 @@ _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
 
 # From an element, and the index that it has at the node, to another element.
 _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
-    MAP: lambda node: lambda element, index: node._map_element(element),
+    MAP: lambda node: _of_element(node._map_element),
     RANDOM_MAP: lambda node: node._random_map_element,
-    MAP_WITH_INDEX: lambda node: lambda element, index: node._map_with_index_fn(index, element),
+    MAP_WITH_INDEX: lambda node: _of_index_first(node._map_with_index_fn),
 }
 # From indices above the node to indices below it.
 _INDICES: dict[type | None, Callable[[Any, np.ndarray], np.ndarray]] = {
@@ -53,6 +53,14 @@ _INDICES: dict[type | None, Callable[[Any, np.ndarray], np.ndarray]] = {
         indices if node._reseed_each_epoch else indices % len(node.parents[0])
     ),
 }
+
+
+def _of_element(one: Callable[[Any], Any]) -> Apply:
+    return lambda element, index: one(element)
+
+
+def _of_index_first(one: Callable[[int, Any], Any]) -> Apply:
+    return lambda element, index: one(index, element)
 
 
 class ElementsOfParents(grain.MapDataset):
@@ -181,7 +189,10 @@ class _Origin:
 
     def each(self) -> Iterator[Any]:
         if not self.reads_many:
-            yield from map(_single_read(self.ds), self.indices.tolist())
+            # Not by `map`, which a StopIteration of the user's would end in silence.
+            read_one = _single_read(self.ds)
+            for index in self.indices.tolist():
+                yield read_one(index)
             return
         elements = self.read(NEVER)
         for i, element in enumerate(elements):

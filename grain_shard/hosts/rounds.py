@@ -224,9 +224,9 @@ def agree(rounds: Rounds, answer: Mapping[str, Any]) -> None:
     """Compares the fields of all hosts, at the start of an iterator.
 
     Args:
-        rounds: A series of its own.
-        answer: Field by field what must be the same everywhere (JSON); or ``{"failed": text}`` if
-            this host has no answer, so that the others need not wait for one.
+        rounds: The series of the iterator, begun; where streams end is voted on in it, too.
+        answer: Field by field what must be the same everywhere (JSON). A host that has no answer
+            calls `Rounds.fail` instead, so that the others need not wait for one.
 
     Raises:
         AgreementError: A field differs; on every host, naming hosts and field. Or a host failed.

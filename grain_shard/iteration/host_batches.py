@@ -181,7 +181,7 @@ class RandomAccess(HostBatches):
         )
         return Background(
             lambda item: (owned(item[1]), item[0] + 1),
-            _Numbered(from_workers.__iter__(), start),
+            _Numbered(from_workers.__iter__(), start, len(self._ds)),
             buffer_size=1,
             name=_THREAD,
         )
@@ -214,14 +214,29 @@ class RandomAccess(HostBatches):
 
 
 class _Numbered(Producer[tuple[int, Batch]]):
-    """Batches with their indices; closes where they come from."""
+    """Batches with their indices; closes where they come from.
 
-    def __init__(self, batches: grain.DatasetIterator, start: int):
+    Args:
+        batches: What the workers make.
+        start: The index of the first of them.
+        stop: That after the last one.
+    """
+
+    def __init__(self, batches: grain.DatasetIterator, start: int, stop: int):
         self._batches: Any = batches
-        self._next = start
+        self._next, self._stop = start, stop
 
     def __next__(self) -> tuple[int, Batch]:
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if self._next == self._stop:
+                raise
+            raise RuntimeError(
+                f"the worker processes ended after {self._next} of {self._stop} batches: the"
+                " pipeline raised StopIteration, which Grain takes for the end of a worker's data."
+                " Look for a bare next() in the source or in a .map."
+            ) from None
         self._next += 1
         return self._next - 1, batch
 

@@ -57,7 +57,7 @@ class Reads(Tasks[tuple[Batch, int]]):
         batches_left = len(self._indices) - self._begun
         if self._left or (self._next is not None and not self._ended):
             return 0
-        if self._ended or not batches_left:
+        if self._ended or self._failure is not None or not batches_left:
             # The end, unless a read that is under way leaves something.
             return self._buffer_size + 1 if self._under_way else 0
         if not self._reads_many:

@@ -75,7 +75,7 @@ class RecordRows(RowReader):
 
     @property
     def reads_many(self) -> bool:
-        return routes.route(self._node.records, np.arange(1)).reads_many
+        return routes.route(self._node.records, np.arange(0)).reads_many
 
     def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
         records = _record_indices(self._node, index, rows)

@@ -110,11 +110,6 @@ class Stack:
             i: [None] * num_rows for i, like in enumerate(stacker.likes) if is_text(like)
         }
 
-    @property
-    def rows_at_a_time(self) -> int:
-        """How many rows to make before they are written."""
-        return self._stacker.rows_at_a_time
-
     def write(self, rows: Sequence[Any], start: int, origins: Iterable[Any]) -> None:
         """Writes some rows; several threads may, each its own.
 

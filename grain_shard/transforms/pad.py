@@ -86,6 +86,7 @@ class PadToDivisible(Stage):
             lambda source: _PadIterator(source, self, size or 0),
             self,
             global_batch_size=size and round_up(size, self.divisor),
+            owns_arrays=ds.owns_arrays,
             padding=self.padding,
         )
 

@@ -86,6 +86,8 @@ class ValidateBatchSize(Stage):
             lambda source: _ValidatingIterator(source, self),
             self,
             global_batch_size=ds.global_batch_size,
+            owns_arrays=ds.owns_arrays,
+            padding=ds.padding,
         )
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
