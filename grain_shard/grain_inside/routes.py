@@ -117,23 +117,18 @@ class Route:
 
     def finish(self, elements: Sequence[Any], until: float = NEVER) -> list[Any]:
         """What becomes of it on the way up; of the first few, at least one, if time is over."""
-        elements = self.origin.finish(elements)
-        steps = [(apply, indices.tolist()) for apply, indices in self.steps]
-
-        def on_top(i: int, element: Any) -> Any:
-            for apply, indices in steps:
-                element = apply(element, indices[i])
-            return element
-
-        return _while_time_lasts(until, on_top, elements)
+        return _while_time_lasts(until, self._up(self.origin.finish(elements)))
 
     def each(self) -> Iterator[Any]:
         """The elements on top, each made when it is asked for.
 
         What a source reads in one call for all of them is read with the first.
         """
+        return self._up(self.origin.each())
+
+    def _up(self, elements: Iterable[Any]) -> Iterator[Any]:
         steps = [(apply, indices.tolist()) for apply, indices in self.steps]
-        for i, element in enumerate(self.origin.each()):
+        for i, element in enumerate(elements):
             for apply, indices in steps:
                 element = apply(element, indices[i])
             yield element
@@ -172,8 +167,7 @@ class _Origin:
         if batched_read is None and type(self.ds) is not _SOURCE and len(indices) > 1:
             batched_read = getattr(self.ds, "_getitems", None)
         if batched_read is None:
-            read_one = _single_read(self.ds)
-            return _while_time_lasts(until, lambda _, index: read_one(index), indices)
+            return _while_time_lasts(until, self._one_by_one())
         result = batched_read(indices) if indices else []
         elements = [] if isinstance(result, Mapping) else list(result)
         if len(elements) != len(indices):
@@ -189,15 +183,18 @@ class _Origin:
 
     def each(self) -> Iterator[Any]:
         if not self.reads_many:
-            # Not by `map`, which a StopIteration of the user's would end in silence.
-            read_one = _single_read(self.ds)
-            for index in self.indices.tolist():
-                yield read_one(index)
+            yield from self._one_by_one()
             return
         elements = self.read(NEVER)
         for i, element in enumerate(elements):
             elements[i] = None  # it is held no longer than it is used
             yield element
+
+    def _one_by_one(self) -> Iterator[Any]:
+        # Not by `map`, which a StopIteration of the user's would end in silence.
+        read_one = _single_read(self.ds)
+        for index in self.indices.tolist():
+            yield read_one(index)
 
 
 @dataclass(frozen=True)
@@ -271,13 +268,11 @@ class _Fork:
         return elements
 
 
-def _while_time_lasts(
-    until: float, one: Callable[[int, Any], Any], items: Iterable[Any]
-) -> list[Any]:
-    """One thing made of each item and its number, of the first item at least."""
+def _while_time_lasts(until: float, elements: Iterable[Any]) -> list[Any]:
+    """What is made before a time, by `time.perf_counter`; the first element at least."""
     made = []
-    for i, item in enumerate(items):
-        made.append(one(i, item))
+    for element in elements:
+        made.append(element)
         if time.perf_counter() > until:
             break
     return made
@@ -344,7 +339,8 @@ def _batched_read(ds: grain.MapDataset) -> Callable[[Sequence[int]], Sequence[An
     source = getattr(ds, "_source", None)
     for name in ("_getitems", "__getitems__"):  # the second is PyTorch's and array_record's
         if (read := getattr(source, name, None)) is not None:
-            return lambda indices: read([i % len(ds) for i in indices])
+            length = len(ds)  # asked once: that of a source may be no attribute but a call
+            return lambda indices: read([i % length for i in indices])
     return None
 
 

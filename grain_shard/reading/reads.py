@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,9 @@ from grain_shard.trees import Batch
 _READ_S = 4e-3
 # Of array_record, 256 records in a call cost 25 us each, 1024 cost 12, 2048 cost 10.
 _RECORDS_PER_CALL = 1024
+# The ways to the records of a few batches are found at once, as those to 1024 take hardly longer
+# than those to 256: 0.55 and 0.4 ms through a shuffle.
+_RECORDS_AHEAD = 1024
 
 
 class Reads(Tasks[tuple[Batch, int]]):
@@ -42,6 +46,7 @@ class Reads(Tasks[tuple[Batch, int]]):
         self._reader, self._indices, self._buffer_size = reader, indices, buffer_size
         self._pace = pace
         self._reads_many, self._batch_size = reader.reads_many, max(1, reader.records_per_batch)
+        self._ahead: deque[MadeBatch] = deque()  # those that come next, found already
         self._begun = 0  # batches
         self._next: _Part | None = None  # what is not drawn yet of the last batch begun
         self._at_a_time = 1  # `most_at_a_time` of the last one
@@ -123,10 +128,19 @@ class Reads(Tasks[tuple[Batch, int]]):
         return parts
 
     def _begin(self) -> _Part:
-        index = self._indices[self._begun]
-        made = self._reader.begin(index)
-        self._at_a_time, self._begun = made.most_at_a_time, self._begun + 1
-        return _Part(_Counted(made, self._begun - 1, index + 1), 0, made.size)
+        if not self._ahead:
+            self._ahead.extend(self._found())
+        made, number = self._ahead.popleft(), self._begun
+        self._at_a_time, self._begun = made.most_at_a_time, number + 1
+        return _Part(_Counted(made, number, self._indices[number] + 1), 0, made.size)
+
+    def _found(self) -> list[MadeBatch]:
+        """The next few batches; if they can't be found, the next one alone, which may be."""
+        indices = self._indices[self._begun :][: max(1, _RECORDS_AHEAD // self._batch_size)]
+        if len(indices) > 1:
+            with contextlib.suppress(Exception):
+                return self._reader.begin(indices)
+        return self._reader.begin(indices[:1])
 
     def _records_at_a_time(self) -> int:
         """How many records the next read is to take."""

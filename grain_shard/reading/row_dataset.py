@@ -97,11 +97,13 @@ class RowReader(ABC):
         """The fields of the fingerprint that are others if what follows a batch may change."""
 
     @abstractmethod
-    def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
-        """A new batch of the chosen rows, less those past the end of a short one.
+    def begin(self, indices: Sequence[int], rows: np.ndarray | None) -> list[MadeBatch]:
+        """New batches of the chosen rows, less those past the end of a short one.
+
+        Several at once cost little more than one, as the way to their records is found by NumPy.
 
         Args:
-            index: Which batch; one past `num_batches` is in a later epoch, as in Grain.
+            indices: Which batches; one past `num_batches` is in a later epoch, as in Grain.
             rows: int64[n], ascending; None for all of them.
         """
 
@@ -130,8 +132,8 @@ class BatchMapDataset(grain.MapDataset):
         return 1
 
     @abstractmethod
-    def begin(self, index: int) -> MadeBatch:
-        """A new batch, of which nothing has been read yet."""
+    def begin(self, indices: Sequence[int]) -> list[MadeBatch]:
+        """New batches, of which nothing has been read yet: they take no memory."""
 
     @abstractmethod
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
@@ -140,7 +142,7 @@ class BatchMapDataset(grain.MapDataset):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return self.slice(index)
-        batch = self.begin(index)
+        (batch,) = self.begin([index])
         if batch.size:
             (elements,) = self.read([Piece(batch, 0, batch.size)], NEVER)
             batch.write(elements, 0, NEVER)
@@ -195,8 +197,8 @@ class RowMapDataset(BatchMapDataset):
             return 1
         return self.reader.global_batch_size if self._rows is None else len(self._rows)
 
-    def begin(self, index: int) -> MadeBatch:
-        return self.reader.begin(index, self._rows)
+    def begin(self, indices: Sequence[int]) -> list[MadeBatch]:
+        return self.reader.begin(indices, self._rows)
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         return self.reader.read(pieces, until)

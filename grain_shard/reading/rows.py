@@ -8,6 +8,7 @@ more and gives the same.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -77,9 +78,14 @@ class RecordRows(RowReader):
     def reads_many(self) -> bool:
         return routes.route(self._node.records, np.arange(0)).reads_many
 
-    def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
-        records = _record_indices(self._node, index, rows)
-        return _RecordBatch(self, index, records, routes.route(self._node.records, records))
+    def begin(self, indices: Sequence[int], rows: np.ndarray | None) -> list[MadeBatch]:
+        of_batches = [_record_indices(self._node, index, rows) for index in indices]
+        stops = list(itertools.accumulate(map(len, of_batches)))
+        way = routes.route(self._node.records, np.concatenate(of_batches))
+        return [
+            _RecordBatch(self, index, records, way.part(stop - len(records), stop))
+            for index, records, stop in zip(indices, of_batches, stops, strict=True)
+        ]
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         with span(READ):
@@ -222,8 +228,8 @@ class WholeBatchRows(RowReader):
         short = self._rows_of(batches - 1) < self.global_batch_size
         return Epoch(batches, batches - short)
 
-    def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
-        return _KeptBatch(index, rows)
+    def begin(self, indices: Sequence[int], rows: np.ndarray | None) -> list[MadeBatch]:
+        return [_KeptBatch(index, rows) for index in indices]
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         with span(READ):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, SupportsIndex
 
+import numpy as np
 from absl import logging
 from array_record.python.array_record_data_source import FileInstruction
 from array_record.python.array_record_module import ArrayRecordReader
@@ -105,22 +106,22 @@ class ArrayRecordSource:
         return self._reader(self._parts[part].path).read([index + self._shifts[part]])[0]
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
-        wanted: dict[int, tuple[list[int], list[int]]] = {}
-        for place, index in enumerate(indices):
-            self._check(index)
-            part = bisect.bisect_right(self._ends, index)
-            positions, places = wanted.setdefault(part, ([], []))
-            positions.append(index + self._shifts[part])
-            places.append(place)
+        wanted = np.asarray(indices, np.int64)
+        for index in wanted[(wanted < 0) | (wanted >= len(self))]:
+            self._check(int(index))
+        parts = np.searchsorted(self._ends, wanted, side="right")
+        by_part = np.argsort(parts, kind="stable")
+        borders = np.flatnonzero(np.diff(parts[by_part])) + 1
         records = [b""] * len(indices)
 
-        def read(part: int) -> None:
-            positions, places = wanted[part]
+        def read(places: np.ndarray) -> None:
+            part = parts[places[0]]
+            positions = (wanted[places] + self._shifts[part]).tolist()
             read = self._reader(self._parts[part].path).read(positions)
-            for place, record in zip(places, read, strict=True):
+            for place, record in zip(places.tolist(), read, strict=True):
                 records[place] = record
 
-        _side_by_side(read, list(wanted))
+        _side_by_side(read, np.split(by_part, borders) if len(wanted) else [])
         return records
 
     def _check(self, index: int) -> None:

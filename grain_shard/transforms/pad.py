@@ -147,10 +147,10 @@ class _PaddedRows(RowReader):
         batches, epoch = self._inner.num_batches(), self._dropping()
         return batches if epoch is None else batches // epoch.batches * epoch.full
 
-    def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
-        index = self._inner_index(index)
+    def begin(self, indices: Sequence[int], rows: np.ndarray | None) -> list[MadeBatch]:
         size = self.global_batch_size if rows is None else len(rows)
-        return _PaddedBatch(self._inner.begin(index, rows), size, self._pad)
+        begun = self._inner.begin([self._inner_index(index) for index in indices], rows)
+        return [_PaddedBatch(batch, size, self._pad) for batch in begun]
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         inner = [piece._replace(batch=piece.batch.inner) for piece in pieces]
