@@ -123,8 +123,8 @@ class _CopiedBatches(BatchMapDataset):
         (parent,) = self.parents
         return len(parent)
 
-    def begin(self, index: int) -> MadeBatch:
-        return _CopiedBatch(index)
+    def begin(self, indices: Sequence[int]) -> list[MadeBatch]:
+        return [_CopiedBatch(index) for index in indices]
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         (parent,) = self.parents
