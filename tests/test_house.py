@@ -73,7 +73,8 @@ def test_the_picture_of_the_rooms_is_drawn_from_the_imports(tmp_path):
 # Grain's and JAX's private parts.
 
 
-NAMED_TUPLE = {"_replace", "_asdict", "_fields"}  # public, says Python, in spite of their names
+# Public, says Python, in spite of their names: of NamedTuple and of os.
+OF_PYTHON = {"_replace", "_asdict", "_fields", "_exit"}
 
 
 def private_names(path):
@@ -90,7 +91,7 @@ def private_names(path):
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
-            if node.attr not in own | NAMED_TUPLE:
+            if node.attr not in own | OF_PYTHON:
                 yield node.attr
         elif isinstance(node, ast.ImportFrom | ast.Import):
             names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]

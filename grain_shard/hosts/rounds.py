@@ -32,6 +32,10 @@ class Rounds:
     Args:
         hosts: The hosts that take part, this one among them. The first one makes the verdicts.
         timeout_s: How long one host waits for another, in seconds.
+
+    Attributes:
+        hosts: As given.
+        name: Of the series, the same on all of them; "" until it begins.
     """
 
     # How many series were begun by each set of hosts: a series of some of the hosts must not shift
@@ -39,12 +43,10 @@ class Rounds:
     _numbers: ClassVar[dict[str, itertools.count]] = {}
 
     def __init__(self, hosts: Sequence[int], timeout_s: float):
-        from orbax.checkpoint import multihost  # it is slow to import, and needed here only
-
-        self._client = multihost.get_jax_distributed_client()
-        self._hosts, self._timeout_s = list(hosts), timeout_s
-        self._host, self._leader = jax.process_index(), self._hosts[0]
-        self._name = ""
+        self._client = runtime_client()
+        self.hosts, self._timeout_s = list(hosts), timeout_s
+        self._host, self._leader = jax.process_index(), self.hosts[0]
+        self.name = ""
 
     def begin(self, kind: str) -> None:
         """Gives the series its name. All hosts begin their series in the same order.
@@ -54,9 +56,9 @@ class Rounds:
         Args:
             kind: What this host runs, to tell why hosts might wait in different rounds.
         """
-        hosts = digest(self._hosts)
+        hosts = digest(self.hosts)
         number = next(self._numbers.setdefault(hosts, itertools.count()))
-        self._name = f"grain_shard/{hosts}/{number}"
+        self.name = f"grain_shard/{hosts}/{number}"
         self.post("kind", kind)
 
     def fail(self, round_: str, text: str, decide: Callable[[Answers], Any]) -> None:
@@ -70,7 +72,7 @@ class Rounds:
         answer = {"failed": text}
         self.post(round_, answer)
         if self._host == self._leader:
-            self._settle(f"{self._name}/{round_}/verdict", decide({self._host: answer}))
+            self._settle(f"{self.name}/{round_}/verdict", decide({self._host: answer}))
 
     def post(self, round_: str, answer: Any) -> None:
         """Posts this host's answer (JSON). Does not wait for anybody."""
@@ -105,22 +107,22 @@ class Rounds:
         def waited() -> float:
             return min(waited_s(), time.monotonic() - start)
 
-        key = f"{self._name}/{round_}/verdict"
+        key = f"{self.name}/{round_}/verdict"
         if self._host == self._leader:
             answers = self._gather(round_, waited, stopped)
             if answers is None:
                 return None
-            silent = [host for host in self._hosts if host not in answers]
+            silent = [host for host in self.hosts if host not in answers]
             verdict = {"silent": silent} if silent and not _failed(answers) else decide(answers)
             verdict = self._settle(key, verdict)
-            self._client.key_value_delete(f"{self._name}/{round_}/answers/")
+            self._client.key_value_delete(f"{self.name}/{round_}/answers/")
         else:
             text = self._get(key, waited, stopped, self._timeout_s + _GRACE_S)
             if text is None:
                 if stopped():
                     return None
                 answers = self._posted(round_)
-                silent = [h for h in self._hosts if h not in answers] or [self._leader]
+                silent = [h for h in self.hosts if h not in answers] or [self._leader]
                 verdict = self._settle(key, {"silent": silent})
             else:
                 verdict = json.loads(text)
@@ -148,12 +150,12 @@ class Rounds:
             JaxRuntimeError: One did not come in time; the runtime's message names it.
         """
         timeout_ms = int(self._timeout_s * 1000)
-        self._client.wait_at_barrier(f"grain_shard/{barrier}", timeout_ms, self._hosts)
+        self._client.wait_at_barrier(f"grain_shard/{barrier}", timeout_ms, self.hosts)
 
     def forget(self, round_: str) -> None:
         """Deletes a round whose verdict every host has read. The first host does it."""
         if self._host == self._leader:
-            self._client.key_value_delete(f"{self._name}/{round_}/")
+            self._client.key_value_delete(f"{self.name}/{round_}/")
 
     def _gather(
         self, round_: str, waited_s: Callable[[], float], stopped: Callable[[], bool]
@@ -162,9 +164,9 @@ class Rounds:
 
         If a host says that it failed, nobody else is waited for.
         """
-        for host in self._hosts:
+        for host in self.hosts:
             answers = self._posted(round_)
-            if _failed(answers) or len(answers) == len(self._hosts):
+            if _failed(answers) or len(answers) == len(self.hosts):
                 return answers
             if host not in answers:
                 key = self._answer_key(round_, host)
@@ -173,7 +175,7 @@ class Rounds:
         return None if stopped() else self._posted(round_)
 
     def _posted(self, round_: str) -> dict[int, Any]:
-        entries = self._client.key_value_dir_get(f"{self._name}/{round_}/answers/")
+        entries = self._client.key_value_dir_get(f"{self.name}/{round_}/answers/")
         return {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in entries}
 
     def _get(
@@ -197,7 +199,7 @@ class Rounds:
         return None
 
     def _answer_key(self, round_: str, host: int) -> str:
-        return f"{self._name}/{round_}/answers/{host}"
+        return f"{self.name}/{round_}/answers/{host}"
 
     def _raise_for(self, verdict: Any) -> None:
         if not isinstance(verdict, dict):
@@ -209,7 +211,7 @@ class Rounds:
             raise HostTimeoutError(
                 f"{hosts_text(silent)} did not answer within {self._timeout_s:g} s.\n"
                 + (f"{kinds}\n" if kinds else "")
-                + f"  here:   host {self._host} of {len(self._hosts)}\n"
+                + f"  here:   host {self._host} of {len(self.hosts)}\n"
                 "  remedy: look at its log: did it fail, take fewer steps, or open fewer iterators"
                 " than this host? If it is only slow, raise timeout_s of .shard_to."
             )
@@ -218,6 +220,13 @@ class Rounds:
 def _failed(answers: Answers) -> bool:
     """Whether one of the hosts says that it failed."""
     return any(isinstance(answer, dict) and "failed" in answer for answer in answers.values())
+
+
+def runtime_client() -> Any:
+    """The client of JAX's distributed runtime, by Orbax's public name for it."""
+    from orbax.checkpoint import multihost  # it is slow to import, and needed on several hosts only
+
+    return multihost.get_jax_distributed_client()
 
 
 def agree(rounds: Rounds, answer: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ import grain
 
 from grain_shard.background import Background, Producer, jax_context
 from grain_shard.errors import AgreementError, ShardingError, describe_error
+from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds, agree
@@ -118,6 +119,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         source: Producer[tuple[Batch, Position]] = batches
         self._begun = self._compared = False
         self._failure = None
+        self._alarm: Alarm | None = None
         self._rounds = Rounds(across.hosts, across.timeout_s) if across else None
         # The threads must refer to these and not to self, which could never be collected then.
         self._wait, placer = _Wait(), self._placer
@@ -147,6 +149,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._require_open()
         if self._failure is not None:
             raise self._failure
+        if self._alarm is not None:
+            self._alarm.check()
         first, self._compared = not self._compared, True
         self.start_prefetch()
         with self._wait:
@@ -166,8 +170,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return batch if self._reshard is None else self._reshard(batch)
 
     def _tell(self, first: bool, error: BaseException | None) -> None:
-        """At the first batch, compares notes with the other hosts."""
-        if not first or self._across is None or self._rounds is None:
+        """Compares notes with the other hosts at the first batch, and tells them of an error."""
+        if self._across is None or self._rounds is None or self._alarm is None:
+            return
+        if not first:
+            if error is not None:
+                self._tell_error(self._alarm, error)
             return
         answer: dict[str, Any] = {
             **self._across.fields,
@@ -192,6 +200,14 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             self._stage.stop()
             raise
 
+    def _tell_error(self, alarm: Alarm, error: BaseException) -> None:
+        """Of what ``next`` raises after the first batch."""
+        alarm.check()  # it ended because another host failed
+        if isinstance(error, StopIteration):
+            alarm.close()
+        elif not isinstance(error, AgreementError | KeyboardInterrupt):
+            alarm.sound(error)
+
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch that ``next`` returned, as plain JSON."""
         return self._host.to_state(self._position)
@@ -204,7 +220,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         self._require_open()
         position, before = self._host.from_state(state), self._position
-        self._stage.close()  # first: the next stage may draw from the same source
+        self._close_stage()  # first: the next stage may draw from the same source
         with self._enter_context():
             try:
                 self._open(position)
@@ -250,13 +266,19 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             self._begun = True
             if self._rounds is not None:
                 self._rounds.begin(self._host.kind)
+                self._alarm = Alarm(self._rounds.name, self._rounds.hosts, self._stage.stop)
             self._stage.start()
 
     def close(self) -> None:
         """Stops the background threads and waits for them; a second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            self._stage.close()
+            self._close_stage()
+
+    def _close_stage(self) -> None:
+        if self._alarm is not None:
+            self._alarm.close()
+        self._stage.close()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -278,6 +300,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __del__(self):
         if (stage := getattr(self, "_stage", None)) is not None:
             stage.stop()  # without waiting: the garbage collector runs anywhere
+            if self._alarm is not None:
+                self._alarm.close()
 
 
 class _Wait:

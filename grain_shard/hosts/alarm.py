@@ -1,0 +1,207 @@
+"""The alarm: a host that fails tells all others, so that none waits for it in vain.
+
+Hosts that make their batches without a word to each other do not notice that one has failed. They
+go on to the next collective, which waits for that host, and nothing in Python gets them out of it.
+So a host whose iterator raises says so in the distributed runtime's key-value store, and a thread
+of every process listens. There the iterator raises that failure in its turn. If the loop does not
+come to its iterator any more, the process says where it stands, and ends.
+
+A process that ends because of such an error leaves at once: at its exit JAX would wait for all
+others, for minutes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import itertools
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+
+from grain_shard.errors import AgreementError, describe_error
+from grain_shard.hosts.rounds import runtime_client
+
+_MESSAGE = "grain_shard/messages/{}/{}"  # the host that it is for, and its number
+# The store answers a thread that listens as soon as there is something; this often it asks anew.
+_LISTEN_MS = 60_000
+# How long the training loop has to come to its iterator once another host has failed.
+_LEAVE_S = 10.0
+# How long a host that has failed stays until the others have heard of it. The store ends with the
+# first host.
+_HEARD_S = 5.0
+
+
+class Alarm:
+    """Between an iterator of this host and its like on the others.
+
+    Args:
+        series: The name of the iterator's rounds, the same on all hosts.
+        hosts: These hosts.
+        stop: Ends whatever the training loop may be waiting for in the iterator.
+
+    Attributes:
+        failure: That of another host, as soon as it is known here.
+    """
+
+    def __init__(self, series: str, hosts: Sequence[int], stop: Callable[[], None]):
+        self.failure: AgreementError | None = None
+        self._series, self._hosts, self._stop = series, list(hosts), stop
+        # Gets something when the loop knows, or has no use for the iterator any more. No Event,
+        # since the garbage collector may close an iterator in any thread at any place.
+        self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._all_heard = threading.Event()
+        self._listener = _listener_of(runtime_client())
+        self._listener.alarms[series] = self
+
+    def sound(self, error: BaseException) -> None:
+        """Tells the other hosts that the iterator raises an error of this host's."""
+        self._over.put(None)
+        self._listener.tell(self._series, self._hosts, describe_error(error))
+        self._leave_by(error)
+
+    def check(self) -> None:
+        """Raises the failure of another host if there is one.
+
+        Raises:
+            AgreementError: That failure, in the name of its host.
+        """
+        if self.failure is not None:
+            self._over.put(None)
+            self._leave_by(self.failure)
+            raise self.failure
+
+    def close(self) -> None:
+        """The iterator is at its end or closed, so that no failure concerns it any more."""
+        self._over.put(None)
+        self._listener.alarms.pop(self._series, None)
+
+    def hear(self, host: int, text: str) -> None:
+        """A host has failed, maybe this one; the thread that listens says so."""
+        if host != jax.process_index():
+            text = f"host {host} failed, and this host cannot go on without it.\n  {text}"
+            logging.error("grain_shard: %s", text)
+            self.failure = AgreementError(text)
+            self._stop()
+        self._listener.meet(f"{self._series}/heard", self._hosts)
+        self._all_heard.set()
+        try:
+            self._over.get(timeout=_LEAVE_S)
+        except queue.Empty:
+            logging.error(
+                "grain_shard: %s\n  The training loop has not asked for a batch for %g s since"
+                " then. It must be in a collective that waits for host %d for ever, so this process"
+                " ends here. Where its threads stand:",
+                text,
+                _LEAVE_S,
+                host,
+            )
+            faulthandler.dump_traceback()
+            _end()
+
+    def _leave_by(self, error: BaseException) -> None:
+        """If nobody handles the error, this process does not wait for others when it ends."""
+
+        def leave() -> None:
+            if error in _chain(getattr(sys, "last_value", None)):
+                self._all_heard.wait(_HEARD_S)
+                _end()
+
+        # Hooks run last in, first out: before that of JAX, which waits.
+        atexit.register(leave)
+
+
+class _Listener:
+    """Hears of the failures of all iterators of this process, in one thread.
+
+    Every host has numbered messages of its own in the store. So it can write one to itself, too, by
+    which its thread ends. The interpreter's exit must not find that thread in the runtime: with
+    Python 3.11 it aborts the process when it comes back ("FATAL: exception not rethrown").
+
+    Attributes:
+        alarms: Whom to tell, by the names of the series.
+    """
+
+    def __init__(self, client: Any):
+        self._client = client
+        self.alarms: dict[str, Alarm] = {}
+        self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def tell(self, series: str, hosts: Sequence[int], text: str) -> None:
+        """Tells some hosts, maybe this one among them, that this one has failed."""
+        message = {"series": series, "host": jax.process_index(), "text": text}
+        try:
+            for host in hosts:
+                self._write(host, message)
+        except jax.errors.JaxRuntimeError as error:
+            logging.error("grain_shard: the other hosts could not be told: %s", error)
+
+    def meet(self, barrier: str, hosts: Sequence[int]) -> None:
+        """Waits for the listeners of the other hosts, if they come soon."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # one may have ended already
+            self._client.wait_at_barrier(barrier, int(_HEARD_S * 1000), hosts)
+
+    def _write(self, host: int, message: Any) -> None:
+        for number in itertools.count():
+            try:
+                self._client.key_value_set(_MESSAGE.format(host, number), json.dumps(message))
+            except jax.errors.JaxRuntimeError as error:
+                if "ALREADY_EXISTS" not in str(error):
+                    raise
+            else:
+                return
+
+    def _listen(self) -> None:
+        for number in itertools.count():
+            message = self._message(number)
+            if message is None:
+                return
+            if (alarm := self.alarms.pop(message["series"], None)) is not None:
+                alarm.hear(message["host"], message["text"])
+
+    def _message(self, number: int) -> dict[str, Any] | None:
+        """A message once it is there; None at the end."""
+        key = _MESSAGE.format(jax.process_index(), number)
+        while True:
+            try:
+                return json.loads(self._client.blocking_key_value_get(key, _LISTEN_MS))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    return None  # the runtime has ended
+
+    def _end(self) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._write(jax.process_index(), None)
+        self._thread.join(_HEARD_S)
+
+
+@functools.lru_cache(maxsize=1)  # the runtime may be shut down and begun anew
+def _listener_of(client: Any) -> _Listener:
+    return _Listener(client)
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error, and those that it was raised from or while they were handled."""
+    chain = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def _end() -> None:
+    """Ends this process without its exit handlers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,170 @@
+"""A host that fails in mid-epoch ends all, and each of them says which host it was.
+
+The hosts are plain processes: a script without a word about failures, and no launcher that would
+end the others. Every step has a collective, in which they would wait for the one that is gone.
+"""
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import grain_shard
+from grain_shard import rehearse
+from tests.conftest import HANG_S
+
+pytestmark = pytest.mark.slow
+
+HOSTS = range(4)
+NOWHERE = -1
+SCRIPT = """
+import sys
+import grain, grain_shard, jax, numpy as np
+
+kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+jax.distributed.initialize()
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+shards = grain_shard.ShardByMesh(mesh)
+
+def load(record):
+    if jax.process_index() == 2 and 0 <= 16 * first_bad_batch <= record:
+        raise OSError("the bucket is gone")
+    return {"x": np.full(4, record, np.float32)}
+
+records = grain.MapDataset.range(16 * 40).map(load)
+
+def stream(ds, shard_index, shard_count):
+    return ds[shard_index::shard_count].to_iter_dataset().filter(lambda record: True)
+
+if kind == "random access":
+    ds = records.batch(16).shard_to(mesh)
+elif kind == "stream":
+    own = stream(records, shards.shard_index, shards.shard_count)
+    ds = own.batch(16 // shards.shard_count).shard_to(mesh, rows="local")
+else:
+    def make_feed(options):
+        return stream(records, options.shard_index, options.shard_count)
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(16).shard_to(mesh)
+
+step = jax.jit(lambda batch: batch["x"].sum())
+for batch in ds:
+    loss = float(step(batch))
+print("trained to", loss)
+"""
+KINDS = ["random access", "stream", "feeds"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Of each kind of pipeline, what the hosts printed, and their exit codes.
+
+    Host 2 fails in its batch 20, or nowhere. All kinds run at the same time: they mostly wait.
+    """
+    script = tmp_path_factory.mktemp("plain") / "train.py"
+    script.write_text(SCRIPT)
+
+    def of_all_kinds(first_bad_batch):
+        with contextlib.ExitStack() as cleanup:
+            started = {
+                kind: [start(script, kind, first_bad_batch, host, port, cleanup) for host in HOSTS]
+                for kind in KINDS
+                for port in [cleanup.enter_context(rehearse._reserved_port())]
+            }
+            outputs = {
+                k: [p.communicate(timeout=3 * HANG_S)[0] for p in ps] for k, ps in started.items()
+            }
+            return {
+                kind: (outputs[kind], [p.returncode for p in ps]) for kind, ps in started.items()
+            }
+
+    return functools.cache(of_all_kinds)
+
+
+def start(script, kind, first_bad_batch, host, port, cleanup):
+    process = subprocess.Popen(
+        [sys.executable, str(script), kind, str(first_bad_batch)],
+        env=os.environ | rehearse._host_environment(host, len(HOSTS), 2, port),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    cleanup.callback(process.wait)
+    cleanup.callback(process.kill)
+    return process
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_host_that_fails_ends_all_and_each_names_it(runs, kind):
+    outputs, codes = runs(20)[kind]
+    for host, output in zip(HOSTS, outputs, strict=True):
+        assert "host 2" in output or host == 2, output
+        assert "OSError: the bucket is gone" in output, output
+        assert "trained" not in output
+    if kind == "random access":
+        assert all("record 328" in output for output in outputs)
+    assert 0 not in codes, codes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hosts_that_end_in_good_order_end_nobody_else(runs, kind):
+    outputs, codes = runs(NOWHERE)[kind]
+    assert codes == [0] * len(HOSTS), outputs
+    assert all("trained to" in output and "failed" not in output for output in outputs)
+
+
+# On hosts that handle what is raised.
+
+
+def records_that_fail_on_host_1_from(record):
+    import grain
+
+    def load(i):
+        if jax.process_index() == 1 and i >= record:
+            raise OSError("the bucket is gone")
+        return {"x": np.full(4, i, np.float32)}
+
+    return grain.MapDataset.range(16 * 8).map(load)
+
+
+def what_they_raise():
+    """The errors of two iterators, one after the other, and what a third one sums up."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    texts = []
+    for first_bad in (16 * 3, 16 * 5, 10**6):
+        records = records_that_fail_on_host_1_from(first_bad)
+        total = 0.0
+        with iter(records.batch(16).shard_to(mesh, cpu_buffer_size=1)) as batches:
+            try:
+                # No collective, so that the other host comes to its iterator.
+                for batch in batches:
+                    total += sum(float(s.data.sum()) for s in batch["x"].addressable_shards)
+                    if first_bad < 10**6 and jax.process_index() == 0 and total:
+                        wait_for_the_failure_of(batches)
+                texts.append(str(total))
+            except (OSError, grain_shard.AgreementError) as error:
+                texts.append(f"{type(error).__name__}: {error}")
+                with pytest.raises(type(error)):  # and again
+                    next(batches)
+    return texts
+
+
+def wait_for_the_failure_of(batches):
+    from tests.conftest import eventually
+
+    eventually(lambda: batches._alarm.failure is not None)
+
+
+def test_a_loop_that_handles_the_failure_can_go_on_with_another_iterator():
+    first, second = rehearse.run(what_they_raise, hosts=2, devices_per_host=2)
+    for text in first[:2]:
+        assert text.startswith("AgreementError: host 1 failed")
+        assert "OSError: the bucket is gone" in text
+    assert [text.split(":")[0] for text in second[:2]] == ["OSError", "OSError"]
+    total = sum(4.0 * i for i in range(16 * 8))
+    assert float(first[2]) + float(second[2]) == total
