@@ -643,18 +643,14 @@ def test_an_error_in_make_feed_is_found_when_the_pipeline_is_built():
     assert error.value.__notes__ == ["grain_shard: in feed 0 of 4"]
 
 
-def test_hosts_are_refused_that_feeds_cannot_serve(monkeypatch):
-    """Eight devices of as many hosts, as `shards_by_host` would see them."""
-    from grain_shard.feeding import host_feeds
-
-    by_host = {host: (host,) for host in range(8)}
-    monkeypatch.setattr(host_feeds, "shards_by_host", lambda shardings: (8, by_host))
-    shardings = [jax.sharding.NamedSharding(data_mesh(8), P("data"))]
-    check_feeds(numbers([9] * 8).batch(8), shardings, "pad")
+def test_hosts_are_refused_that_feeds_cannot_serve():
+    """Eight devices of as many hosts."""
+    layouts = {host: grain_shard.BatchLayout(8, (host,), num_hosts=8) for host in range(8)}
+    check_feeds(numbers([9] * 8).batch(8), layouts, "pad")
     with pytest.raises(grain_shard.ShardingError, match="4 feeds are too few for 8 hosts"):
-        check_feeds(numbers([9] * 4).batch(8), shardings, "pad")
+        check_feeds(numbers([9] * 4).batch(8), layouts, "pad")
     with pytest.raises(grain_shard.ShardingError, match="host 5 would hold nothing but padding"):
-        check_feeds(numbers([9] * 10).batch(10), shardings, "pad")
+        check_feeds(numbers([9] * 10).batch(10), layouts, "pad")
 
 
 def test_a_map_after_batch_makes_an_ordinary_stream_of_all_feeds():

@@ -62,8 +62,8 @@ CASES = {
     "model over hosts, the devices do not divide the batch": Case(
         lambda d: Mesh(d.reshape(2, 4), ("model", "data")), batch=12
     ),
-    "once, padded to all devices": Case(
-        lambda d: Mesh(d.reshape(2, 4), ("model", "data")), batch=12, read="once"
+    "once, padded to the shards": Case(
+        lambda d: Mesh(d.reshape(2, 4), ("model", "data")), batch=14, read="once"
     ),
     "two axes on the rows": Case(
         lambda d: Mesh(d.reshape(2, 2, 2), ("data", "model", "fsdp")), P(("fsdp", "data"))
@@ -342,7 +342,7 @@ class TestFigures:
             (64, {}, "once"),
             (60, {}, "needed"),  # sixteen devices do not divide 60 rows
             (64, {"read": "needed"}, "needed"),
-            (60, {"read": "once"}, "once"),
+            (64, {"read": "once"}, "once"),
         ],
     )
     def test_how_rows_are_read(self, batch, options, read):
@@ -353,15 +353,8 @@ class TestFigures:
         assert plan.needed.amplification == 2
         assert plan.hosts_with_the_same_rows == ((0, 1), (2, 3), (4, 5), (6, 7))
 
-    def test_a_way_that_remainder_forbids_is_none(self):
-        plan = planned(
-            {"data": 4, "model": 4},
-            8,
-            2,
-            global_batch_size=60,
-            num_records=600,
-            remainder="error",
-        )
+    def test_once_is_none_where_the_devices_do_not_divide_the_batch(self):
+        plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=60, num_records=600)
         assert plan.once is None
         assert plan.to_dict()["once"] is None
         assert 'read="once"' not in str(plan)

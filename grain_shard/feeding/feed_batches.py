@@ -182,9 +182,9 @@ class FeedBatches(grain.IterDataset):
         """The rows of one host, from the feeds that they belong to and no others.
 
         Args:
-            layout: Which rows the host holds. Its divisor has to divide the padded batch.
+            layout: Which rows the host holds. The padded batch has to be its `multiple`.
         """
-        padding = self.padding or Padding(divisor=layout.divisor)
+        padding = self.padding or Padding(divisor=layout.multiple)
         return FeedBatches(self._feeds, self._global_batch_size, padding, layout)
 
     @property

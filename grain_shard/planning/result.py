@@ -107,8 +107,7 @@ class Plan(JupyterMixin):
             the rows too, there are fewer. None without `record_bytes`.
         read: What `shard_to` does.
         needed: What hosts read with ``read="needed"``.
-        once: What they read with ``read="once"``. None if `remainder` forbids that: its shards,
-            more than those of "needed", do not divide the batch.
+        once: What they read with ``read="once"``. None if the devices do not divide the batch.
         hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows.
         warnings: What to think over, in sentences.
     """

@@ -105,7 +105,7 @@ class DevicePut(Stage):
         """
         if ds.layout is None:
             ds = ds.of_host(self.shardings.layout())
-        check_feeds(ds, self.shardings.shardings(), self.remainder)
+        check_feeds(ds, self.shardings.layouts(), self.remainder)
         host = HostFeeds(ds, buffer_size=self.cpu_buffer_size, num_threads=self.num_threads)
         return self._sharded(ds, host, is_stream=True)
 
