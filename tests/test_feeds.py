@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard.feeding.feed_reader import FeedReader
-from grain_shard.feeding.host_feeds import HostFeeds, check_feeds
+from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids
@@ -651,6 +651,24 @@ def test_hosts_are_refused_that_feeds_cannot_serve():
         check_feeds(numbers([9] * 4).batch(8), layouts, "pad")
     with pytest.raises(grain_shard.ShardingError, match="host 5 would hold nothing but padding"):
         check_feeds(numbers([9] * 10).batch(10), layouts, "pad")
+
+
+def test_microbatches_make_hosts_share_feeds_if_there_are_too_few(recwarn):
+    layouts = {host: grain_shard.BatchLayout(2, (host,), microbatches=4) for host in range(2)}
+
+    def of_host_1(num_feeds):
+        ds = numbers([9] * num_feeds).batch(16)
+        return ds.of_host(layouts[1])
+
+    warn_of_shared_feeds(of_host_1(8), layouts)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="keeps 8 of the 16 rows") as warned:
+        warn_of_shared_feeds(of_host_1(4), layouts)
+    assert str(warned[0].message) == (
+        "this host runs 4 of 4 feeds, and keeps 8 of the 16 rows that these give to a batch: in"
+        " each of 4 microbatches other feeds have its rows. With a multiple of 8 feeds"
+        " (microbatches times hosts that hold different rows) each feed runs on one of these hosts."
+    )
 
 
 def test_a_map_after_batch_makes_an_ordinary_stream_of_all_feeds():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,6 +78,27 @@ class HostFeeds(Stream):
 
     def from_state(self, state: dict[str, Any]) -> bytes:
         return pickle.dumps(self._ds.from_state(state))
+
+
+def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
+    """Warns if this host runs feeds for a part of their rows, which microbatches have made so.
+
+    Args:
+        ds: The batches of the feeds that this host runs.
+        layouts: Which rows each host holds.
+    """
+    run, kept = len(ds.rows_by_feed), sum(map(len, ds.rows_by_feed.values()))
+    microbatches = next(iter(layouts.values())).microbatches
+    if microbatches > 1 and kept < run * ds.feed_batch_size:
+        groups = len({of_host.shards for of_host in layouts.values()})
+        warnings.warn(
+            f"this host runs {run} of {ds.num_feeds} feeds, and keeps {kept} of the"
+            f" {run * ds.feed_batch_size} rows that these give to a batch: in each of"
+            f" {microbatches} microbatches other feeds have its rows. With a multiple of"
+            f" {microbatches * groups} feeds (microbatches times hosts that hold different rows)"
+            " each feed runs on one of these hosts.",
+            stacklevel=2,
+        )
 
 
 def _loaded(position: bytes) -> FeedsPosition:

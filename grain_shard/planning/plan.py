@@ -33,6 +33,7 @@ def plan(
     num_records: int,
     record_bytes: int | None = None,
     remainder: Remainder = "pad",
+    microbatches: int | None = None,
     read: Literal["auto", "needed", "once"] = "auto",
     hardware: HardwareType | None = None,
 ) -> Plan:
@@ -48,6 +49,7 @@ def plan(
         num_records: Records of an epoch.
         record_bytes: Bytes of one record, as it is in the batch.
         remainder: As for `shard_to`.
+        microbatches: As for `shard_to`.
         read: As for `shard_to`.
         hardware: The chip, for the advice on the batch size; None finds it by the devices.
 
@@ -68,7 +70,7 @@ def plan(
     if record_bytes is not None:
         require_int("record_bytes", record_bytes, 1)
     check_read(read)
-    target = ShardingTree.of(mesh_or_sharding, spec)
+    target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
     read = target.way_to_read(read, global_batch_size)
     size = next(iter(target.layouts().values())).padded(global_batch_size)  # the same for any host
     steps = _num_batches(num_records, global_batch_size, target, remainder)
@@ -112,7 +114,8 @@ def plan(
         steps_per_epoch=steps,
         padded_rows_per_epoch=steps * size - held_records,
         dropped_records_per_epoch=num_records - held_records,
-        rows_per_device=size // max(blocks),
+        microbatches=microbatches,
+        rows_per_device=size // (microbatches or 1) // max(blocks),
         device_bytes=None if record_bytes is None else size // min(blocks) * record_bytes,
         read=read,
         needed=needed,
@@ -132,10 +135,12 @@ def _num_batches(
     Raises:
         ShardingError: There is none, or the shards do not divide it and have to.
     """
-    divisor = next(iter(target.layouts().values())).divisor
-    divide = ValidateBatchSize(divisor, must_divide=remainder != "pad")
+    layout = next(iter(target.layouts().values()))
+    divide = ValidateBatchSize(
+        layout.divisor, must_divide=remainder != "pad", microbatches=layout.microbatches
+    )
     ds = grain.MapDataset.range(num_records).map(lambda i: {"record": i}).batch(global_batch_size)
     try:
-        return len(ds.pipe(divide).pipe(PadToDivisible(divisor, remainder=remainder)))
+        return len(ds.pipe(divide).pipe(PadToDivisible(layout.multiple, remainder=remainder)))
     except ShardingError as error:
         raise error.with_mesh(target.mesh_axes) from None
