@@ -671,8 +671,36 @@ def test_microbatches_make_hosts_share_feeds_if_there_are_too_few(recwarn):
     )
 
 
-def test_a_map_after_batch_makes_an_ordinary_stream_of_all_feeds():
-    ds = numbers([2, 2]).batch(4).map(lambda batch: {"id": batch["id"] * 2})
+AFTER_BATCH = {
+    "map": lambda ds: ds.map(lambda batch: {"id": batch["id"] * 2}),
+    "filter": lambda ds: ds.filter(lambda batch: True),
+    "seed, random_map": lambda ds: ds.seed(1).random_map(lambda batch, rng: batch),
+    "prefetch": lambda ds: grain.experimental.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=1),
+    "mix": lambda ds: grain.IterDataset.mix([ds, ds]),
+}
+
+
+@pytest.mark.parametrize("follow", AFTER_BATCH.values(), ids=AFTER_BATCH)
+@pytest.mark.parametrize("rows", [None, "global", "local"])
+def test_what_follows_the_batch_of_feeds_is_refused_with_what_to_do(follow, rows):
+    ds = follow(numbers([2, 2]).batch(4))
+    with pytest.raises(grain_shard.ShardingError) as refusal:
+        ds.shard_to(data_mesh(2), rows=rows)
+    assert str(refusal.value) == (
+        f"{ds} follows the .batch of feeds, where a host has the rows of its own feeds alone.\n"
+        "  mesh:   data=2\n"
+        "  remedy: put it into make_feed, before it returns the stream of a feed, where it is given"
+        " each row: return ds.map(...). Then .batch(B).shard_to(mesh), with nothing between them."
+    )
+
+
+def test_a_map_of_rows_goes_into_make_feed():
+    def make_feed(feed):
+        start = 100 * feed.shard_index
+        ds = grain.MapDataset.range(start, start + 2).map(lambda i: {"id": i})
+        return ds.to_iter_dataset(OPTIONS).map(lambda row: {"id": row["id"] * 2})
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(4)
     assert ids(ds.shard_to(data_mesh(2))) == [[0, 2, 200, 202]]
 
 

@@ -132,8 +132,8 @@ class FeedBatches(grain.IterDataset):
     it runs all of them, one after the other, without padding: a feed that has ended gives no more
     rows, so that batches shrink, down to the one in which the last feed ends.
 
-    A transformation that follows makes an ordinary stream of it, of which every host runs all
-    feeds: put what is to be done to a row into `make_feed`.
+    No transformation may stand between the two, on one host as on many: put what is to be done to a
+    row into `make_feed`.
 
     Example:
         >>> import grain, jax

@@ -147,11 +147,11 @@ class ShardingTree:
         if size % spread.multiple:
             parts = describe_parts(spread.divisor, spread.microbatches)
             raise ShardingError(
-                f'read="once" reads a part of each batch for every device, and a batch of {size}'
-                f" rows does not split into {parts}.",
+                f'read="once" cuts each batch over all devices, and {size} rows do not split into'
+                f" {parts}.",
                 mesh_axes=self.mesh_axes,
-                remedy=f"use a batch size of {round_up(size, spread.multiple)}, or another `read`:"
-                ' "auto" takes "once" wherever that is possible.',
+                remedy=f"use a batch size of {round_up(size, spread.multiple)}, or"
+                ' read="auto", which takes "once" where that is possible.',
             )
         return read
 
