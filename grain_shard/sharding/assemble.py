@@ -141,15 +141,23 @@ class Assembler:
         start = self._layout.host_row(first, global_shape[dim])
         return (*index[:dim], slice(start, start + stop - first), *index[dim + 1 :])
 
+    def _leaf(
+        self, path: str, sharding: Sharding | None, array: np.ndarray, host_rows: int
+    ) -> _Leaf:
+        """How a leaf like this one is placed, in a batch of so many rows of this host."""
+        given_shape = (host_rows, *array.shape[1:]) if array.ndim else ()
+        host_shape = self._shape(host_rows, array)
+        global_shape = self._shape(self._layout.global_batch_size(host_rows), array)
+        return _Leaf(path, sharding, given_shape, host_shape, global_shape, array.dtype)
+
     def _shape(self, num_rows: int, array: np.ndarray) -> tuple[int, ...]:
-        """The shape of a leaf of so many rows, this host's or all."""
+        """The shape that a leaf of so many rows, this host's or all, is handed out in."""
         count = self._shardings.microbatches
         rows = (num_rows,) if count is None else (count, num_rows // count)
         return (*rows, *array.shape[1:]) if array.ndim else ()
 
     def _learn(self, batch: Batch) -> None:
         flat = FlatBatch.of(batch)
-        global_rows = self._layout.global_batch_size(flat.rows)
         if flat.rows % (len(self._layout.shards) * self._layout.microbatches):
             parts = describe_parts(len(self._layout.shards), self._layout.microbatches)
             flat.refuse(
@@ -158,13 +166,10 @@ class Assembler:
             )
         arrays = [array.reshape(self._shape(flat.rows, array)) for array in flat.arrays]
         shardings = self._shardings.match(flat.structure.unflatten(arrays))
-        for path, given, array, sharding in zip(
-            flat.paths, flat.arrays, arrays, shardings, strict=True
-        ):
-            shape = self._shape(global_rows, given)
+        for path, array, sharding in zip(flat.paths, flat.arrays, shardings, strict=True):
+            leaf = self._leaf(path, sharding, array, flat.rows)
             if sharding is not None:
-                check_fits(path, array, sharding, shape)
-            leaf = _Leaf(path, sharding, given.shape, array.shape, shape, array.dtype)
+                check_fits(path, array, sharding, leaf.global_shape)
             self._leaves.append(leaf)
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = flat.digest()

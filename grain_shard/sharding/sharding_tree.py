@@ -123,7 +123,7 @@ class ShardingTree:
         """The hosts that have a device in the mesh, ascending."""
         return list(self.layouts())
 
-    def way_to_read(self, read: Read, global_batch_size: int) -> Literal["needed", "once"]:
+    def way_to_read(self, read: Read, *global_batch_sizes: int) -> Literal["needed", "once"]:
         """What `read` of `shard_to` comes to.
 
         "auto" is "once", see `spread`, where rows would be read more than once and the devices
@@ -132,19 +132,20 @@ class ShardingTree:
 
         Args:
             read: As for `shard_to`.
-            global_batch_size: Rows of a batch before padding.
+            *global_batch_sizes: Rows of a batch before padding; of several sizes, all of them.
 
         Raises:
-            ShardingError: It is "once", and the devices do not divide the padded batch.
+            ShardingError: It is "once", and the devices do not divide a padded batch.
         """
         if read == "needed":
             return read
         layout = next(iter(self.layouts().values()))  # of any host: they share these figures
         spread = next(iter(self.spread().layouts().values()))
-        size = layout.padded(global_batch_size)
+        sizes = map(layout.padded, global_batch_sizes)
+        size = next((size for size in sizes if size % spread.multiple), None)  # not divided
         if read == "auto":
-            return "once" if layout.amplification > 1 and not size % spread.multiple else "needed"
-        if size % spread.multiple:
+            return "once" if layout.amplification > 1 and size is None else "needed"
+        if size is not None:
             parts = describe_parts(spread.divisor, spread.microbatches)
             raise ShardingError(
                 f'read="once" cuts each batch over all devices, and {size} rows do not split into'
