@@ -152,7 +152,8 @@ class _Chain(Stage):
             return self(
                 ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
             )
-        return self._reading(ds, self.read, ds.reader.global_batch_size)
+        padded = self._padded(ds, self.put.shardings.layout().divisor)
+        return self._reading(padded, self.read, padded.reader.global_batch_size)
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
         if self.read == "once":
@@ -174,7 +175,7 @@ class _Chain(Stage):
             )
         if rows == "local":  # what it yields are this host's rows already
             return self._padded(ds, len(layout.shards)).pipe(self.put)
-        return self._padded(ds, layout.divisor).pipe(ShardBatch(layout)).pipe(self.put)
+        return self._reading(self._padded(ds, layout.divisor), "needed")
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
         if self.put.rows is not None:
@@ -183,16 +184,17 @@ class _Chain(Stage):
                 remedy="leave rows out: a host runs the feeds whose rows it holds.",
             )
         self._refuse_workers()
+        target = self.put.shardings
         # With fewer feeds than hosts, some hosts would have no feed to run.
-        too_few = ds.num_feeds < len(self.put.shardings.hosts())
+        too_few = ds.num_feeds < len(target.hosts())
         read = "needed" if too_few and self.read == "auto" else self.read
-        return self._reading(ds, read, ds.global_batch_size)
+        padded = self._padded(ds, target.layout().divisor)
+        return self._reading(padded, read, ds.global_batch_size)
 
-    def _reading(self, ds: Any, read: Read, global_batch_size: int) -> ShardedDataset:
+    def _reading(self, padded: Any, read: Read, *global_batch_sizes: int) -> ShardedDataset:
         """The chain, with every row read where it is needed, or once and moved by the devices."""
         target, put = self.put.shardings, self.put
-        padded = self._padded(ds, target.layout().divisor)
-        if target.way_to_read(read, global_batch_size) == "once":
+        if target.way_to_read(read, *global_batch_sizes) == "once":
             put = replace(put, shardings=target.spread(), final_shardings=target)
         return padded.pipe(ShardBatch(put.shardings.layout())).pipe(put)
 
