@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, get_args
 
 import grain
 
@@ -15,15 +15,13 @@ from grain_shard.reading.iterable import Rows, agreed_rows
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.stream_dataset import StreamDataset
-from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.sharding.sharding_tree import Read, ShardingTree
 from grain_shard.transforms.device_put import DevicePut
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
 from grain_shard.transforms.stage import Stage
 from grain_shard.transforms.validate import ValidateBatchSize
 from grain_shard.trees import MASK_KEY
-
-Read = Literal["auto", "needed", "once"]
 
 
 def shard_to(
@@ -34,6 +32,7 @@ def shard_to(
     remainder: Remainder = "pad",
     mask_key: str | None = MASK_KEY,
     pad_value: Any = 0,
+    microbatches: int | None = None,
     cpu_buffer_size: int = 4,
     device_buffer_size: int = 2,
     num_threads: int | None = None,
@@ -70,6 +69,10 @@ def shard_to(
             real rows; None for no mask.
         pad_value: What rows of padding hold, besides False in the mask: a number, or a tree prefix
             of them, e.g. ``{"tokens": tokenizer.pad_id}``. A leaf that it leaves out gets 0.
+        microbatches: To accumulate gradients by `jax.lax.scan`: leaves, and the mask, are then
+            ``[microbatches, rows, ...]``, with specs that hold from the dim of the rows on. It is
+            the batch reshaped: microbatch 0 has its first rows, and so on. With ``rows="local"``
+            it is the rows of each host that are reshaped.
         cpu_buffer_size: Batches that may wait on the host or be in the making there. With
             `num_workers` there may be four for each worker, if that is more: Grain keeps them.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
@@ -83,14 +86,15 @@ def shard_to(
         read: With several hosts and a mesh axis other than the batch's across them (`MapDataset`
             only): "needed" reads on each host what its devices hold, so some rows on several
             hosts; "once" reads each row on one host, and has the devices exchange them as the
-            batch is handed out. "auto" takes "once" where rows would be read more than once and
-            the devices divide the batch.
+            batch is handed out, which takes a batch that all devices divide. "auto" takes "once"
+            where that is so and rows would be read more than once.
         timeout_s: How long one host waits for another, in seconds, before it raises.
 
     Returns:
         A dataset of batches whose leaves are global `jax.Array`s, padded to a multiple of the
-        shards; text stays on the host. Its iterators have a state of under 200 bytes that any
-        number of hosts, workers and devices can restore.
+        shards, or of `microbatches` times the shards; text stays on the host. Its iterators have a
+        state of under 200 bytes that any number of hosts, workers and devices can restore, and
+        with any number of microbatches.
 
     Raises:
         ShardingError: Dataset, mesh, spec or batch size do not fit together.
@@ -109,7 +113,8 @@ def shard_to(
         if read_options is not None:
             num_threads = num_threads or max(1, read_options[0])
             cpu_buffer_size = max(1, read_options[1])
-    target = ShardingTree.of(mesh_or_sharding, spec).with_mask(mask_key)
+    target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
+    target = target.with_mask(mask_key)
     put = DevicePut(
         target,
         cpu_buffer_size=cpu_buffer_size,
@@ -147,10 +152,8 @@ class _Chain(Stage):
             return self(
                 ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
             )
-        target, read = self.put.shardings, self.read
-        if read == "auto":
-            read = target.cheaper_read(ds.reader.global_batch_size)
-        return self._reading(ds, read)
+        padded = self._padded(ds, self.put.shardings.layout().divisor)
+        return self._reading(padded, self.read, padded.reader.global_batch_size)
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
         if self.read == "once":
@@ -172,7 +175,7 @@ class _Chain(Stage):
             )
         if rows == "local":  # what it yields are this host's rows already
             return self._padded(ds, len(layout.shards)).pipe(self.put)
-        return self._reading(ds, "needed")
+        return self._reading(self._padded(ds, layout.divisor), "needed")
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
         if self.put.rows is not None:
@@ -181,23 +184,34 @@ class _Chain(Stage):
                 remedy="leave rows out: a host runs the feeds whose rows it holds.",
             )
         self._refuse_workers()
-        target, read = self.put.shardings, self.read
-        if read == "auto":
-            # With fewer feeds than hosts, some hosts would have no feed to run.
-            enough = ds.num_feeds >= len(target.hosts())
-            read = target.cheaper_read(ds.global_batch_size) if enough else "needed"
-        return self._reading(ds, read)
+        target = self.put.shardings
+        # With fewer feeds than hosts, some hosts would have no feed to run.
+        too_few = ds.num_feeds < len(target.hosts())
+        read = "needed" if too_few and self.read == "auto" else self.read
+        padded = self._padded(ds, target.layout().divisor)
+        return self._reading(padded, read, ds.global_batch_size)
 
-    def _reading(self, ds: Any, read: Read) -> ShardedDataset:
+    def _reading(self, padded: Any, read: Read, *global_batch_sizes: int) -> ShardedDataset:
         """The chain, with every row read where it is needed, or once and moved by the devices."""
         target, put = self.put.shardings, self.put
-        if read == "once":
+        if target.way_to_read(read, *global_batch_sizes) == "once":
             put = replace(put, shardings=target.spread(), final_shardings=target)
-        layout = put.shardings.layout()
-        return self._padded(ds, layout.divisor).pipe(ShardBatch(layout)).pipe(put)
+        return padded.pipe(ShardBatch(put.shardings.layout())).pipe(put)
 
-    def _padded(self, ds: Any, divisor: int) -> Any:
-        return padded(ds, divisor, self.put.remainder, self.mask_key, self.pad_value)
+    def _padded(self, ds: Any, num_shards: int) -> Any:
+        """The dataset with batches of one size; the start of the chain."""
+        microbatches, remainder = self.put.shardings.microbatches or 1, self.put.remainder
+        divide = ValidateBatchSize(
+            num_shards, must_divide=remainder != "pad", microbatches=microbatches
+        )
+        return ds.pipe(divide).pipe(
+            PadToDivisible(
+                num_shards * microbatches,
+                remainder=remainder,
+                mask_key=self.mask_key,
+                pad_value=self.pad_value,
+            )
+        )
 
     def _refuse_workers(self) -> None:
         if self.put.num_workers:
@@ -208,22 +222,13 @@ class _Chain(Stage):
             )
 
 
-def padded(
-    ds: Any, divisor: int, remainder: Remainder, mask_key: str | None, pad_value: Any = 0
-) -> Any:
-    """The dataset with batches of one size, which `divisor` divides; the start of the chain."""
-    return ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad")).pipe(
-        PadToDivisible(divisor, remainder=remainder, mask_key=mask_key, pad_value=pad_value)
-    )
-
-
 def check_read(read: str) -> None:
     """Refuses what is no way to read.
 
     Raises:
         ShardingError: It is none of "auto", "needed", "once".
     """
-    if read not in ("auto", "needed", "once"):
+    if read not in get_args(Read):
         raise ShardingError(
             f"read={read!r} is not one of auto, needed, once.", remedy="choose one of them."
         )

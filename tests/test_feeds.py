@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard.feeding.feed_reader import FeedReader
-from grain_shard.feeding.host_feeds import HostFeeds, check_feeds
+from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids
@@ -643,22 +643,64 @@ def test_an_error_in_make_feed_is_found_when_the_pipeline_is_built():
     assert error.value.__notes__ == ["grain_shard: in feed 0 of 4"]
 
 
-def test_hosts_are_refused_that_feeds_cannot_serve(monkeypatch):
-    """Eight devices of as many hosts, as `shards_by_host` would see them."""
-    from grain_shard.feeding import host_feeds
-
-    by_host = {host: (host,) for host in range(8)}
-    monkeypatch.setattr(host_feeds, "shards_by_host", lambda shardings: (8, by_host))
-    shardings = [jax.sharding.NamedSharding(data_mesh(8), P("data"))]
-    check_feeds(numbers([9] * 8).batch(8), shardings, "pad")
+def test_hosts_are_refused_that_feeds_cannot_serve():
+    """Eight devices of as many hosts."""
+    layouts = {host: grain_shard.BatchLayout(8, (host,), num_hosts=8) for host in range(8)}
+    check_feeds(numbers([9] * 8).batch(8), layouts, "pad")
     with pytest.raises(grain_shard.ShardingError, match="4 feeds are too few for 8 hosts"):
-        check_feeds(numbers([9] * 4).batch(8), shardings, "pad")
+        check_feeds(numbers([9] * 4).batch(8), layouts, "pad")
     with pytest.raises(grain_shard.ShardingError, match="host 5 would hold nothing but padding"):
-        check_feeds(numbers([9] * 10).batch(10), shardings, "pad")
+        check_feeds(numbers([9] * 10).batch(10), layouts, "pad")
 
 
-def test_a_map_after_batch_makes_an_ordinary_stream_of_all_feeds():
-    ds = numbers([2, 2]).batch(4).map(lambda batch: {"id": batch["id"] * 2})
+def test_microbatches_make_hosts_share_feeds_if_there_are_too_few(recwarn):
+    layouts = {host: grain_shard.BatchLayout(2, (host,), microbatches=4) for host in range(2)}
+
+    def of_host_1(num_feeds):
+        ds = numbers([9] * num_feeds).batch(16)
+        return ds.of_host(layouts[1])
+
+    warn_of_shared_feeds(of_host_1(8), layouts)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="keeps 8 of the 16 rows") as warned:
+        warn_of_shared_feeds(of_host_1(4), layouts)
+    assert str(warned[0].message) == (
+        "this host runs 4 of 4 feeds, and keeps 8 of the 16 rows that these give to a batch: in"
+        " each of 4 microbatches other feeds have its rows. With a multiple of 8 feeds"
+        " (microbatches times hosts that hold different rows) each feed runs on one of these hosts."
+    )
+
+
+AFTER_BATCH = {
+    "map": lambda ds: ds.map(lambda batch: {"id": batch["id"] * 2}),
+    "filter": lambda ds: ds.filter(lambda batch: True),
+    "seed, random_map": lambda ds: ds.seed(1).random_map(lambda batch, rng: batch),
+    "prefetch": lambda ds: grain.experimental.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=1),
+    "mix": lambda ds: grain.IterDataset.mix([ds, ds]),
+}
+
+
+@pytest.mark.parametrize("follow", AFTER_BATCH.values(), ids=AFTER_BATCH)
+@pytest.mark.parametrize("rows", [None, "global", "local"])
+def test_what_follows_the_batch_of_feeds_is_refused_with_what_to_do(follow, rows):
+    ds = follow(numbers([2, 2]).batch(4))
+    with pytest.raises(grain_shard.ShardingError) as refusal:
+        ds.shard_to(data_mesh(2), rows=rows)
+    assert str(refusal.value) == (
+        f"{ds} follows the .batch of feeds, where a host has the rows of its own feeds alone.\n"
+        "  mesh:   data=2\n"
+        "  remedy: put it into make_feed, before it returns the stream of a feed, where it is given"
+        " each row: return ds.map(...). Then .batch(B).shard_to(mesh), with nothing between them."
+    )
+
+
+def test_a_map_of_rows_goes_into_make_feed():
+    def make_feed(feed):
+        start = 100 * feed.shard_index
+        ds = grain.MapDataset.range(start, start + 2).map(lambda i: {"id": i})
+        return ds.to_iter_dataset(OPTIONS).map(lambda row: {"id": row["id"] * 2})
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(4)
     assert ids(ds.shard_to(data_mesh(2))) == [[0, 2, 200, 202]]
 
 

@@ -45,6 +45,7 @@ class Case:
     records: int = 22
     remainder: str = "pad"
     read: str = "auto"
+    microbatches: int | None = None
 
 
 NUM_DEVICES = 8
@@ -62,8 +63,8 @@ CASES = {
     "model over hosts, the devices do not divide the batch": Case(
         lambda d: Mesh(d.reshape(2, 4), ("model", "data")), batch=12
     ),
-    "once, padded to all devices": Case(
-        lambda d: Mesh(d.reshape(2, 4), ("model", "data")), batch=12, read="once"
+    "once, padded to the shards": Case(
+        lambda d: Mesh(d.reshape(2, 4), ("model", "data")), batch=14, read="once"
     ),
     "two axes on the rows": Case(
         lambda d: Mesh(d.reshape(2, 2, 2), ("data", "model", "fsdp")), P(("fsdp", "data"))
@@ -77,6 +78,11 @@ CASES = {
     "most hosts hold padding": Case(lambda d: Mesh(d, ("data",)), batch=16, records=3),
     "drop": Case(lambda d: Mesh(d, ("data",)), remainder="drop"),
     "no remainder": Case(lambda d: Mesh(d, ("data",)), records=24, remainder="error"),
+    "microbatches": Case(lambda d: Mesh(d, ("data",)), batch=16, microbatches=2),
+    "microbatches that take padding": Case(lambda d: Mesh(d, ("data",)), batch=20, microbatches=2),
+    "microbatches, model over hosts, once": Case(
+        lambda d: Mesh(d.reshape(2, 4), ("model", "data")), batch=32, records=80, microbatches=4
+    ),
     "half of the devices": Case(lambda d: Mesh(d[::2], ("data",)), batch=4),
 }
 
@@ -105,11 +111,14 @@ def test_hosts_read_what_the_plan_says(jobs, name):
         global_batch_size=case.batch,
         num_records=case.records,
         remainder=case.remainder,
+        microbatches=case.microbatches,
         read=case.read,
     )
+    size, microbatches = plan.reads.padded_batch_size, case.microbatches
+    shape = (size,) if microbatches is None else (microbatches, size // microbatches)
     for host, of_host in enumerate(result[name] for result in results):
         assert of_host["batches"] == plan.steps_per_epoch
-        assert of_host["shapes"] == {(plan.reads.padded_batch_size,)}
+        assert of_host["shapes"] == {shape}
         steps = [plan.records(host, step).tolist() for step in range(plan.steps_per_epoch)]
         expected, read = Counter(itertools.chain(*steps)), Counter(of_host["read"])
         if not all(steps):  # a host with padding alone looks at one record, once
@@ -147,7 +156,12 @@ def run_case(case, devices):
     source = CountingSource(case.records)
     ds = grain.MapDataset.source(source).map(lambda i: {"id": i, "tokens": i})
     sharded = ds.batch(case.batch).shard_to(
-        case.mesh(devices), case.spec, remainder=case.remainder, read=case.read, timeout_s=20
+        case.mesh(devices),
+        case.spec,
+        remainder=case.remainder,
+        microbatches=case.microbatches,
+        read=case.read,
+        timeout_s=20,
     )
     source.read.clear()
     with iter(sharded) as batches:
@@ -157,7 +171,7 @@ def run_case(case, devices):
     return {
         "batches": len(got),
         "shapes": {leaf.shape for leaf in leaves},
-        "rows_per_device": min(leaf.addressable_shards[0].data.shape[0] for leaf in leaves),
+        "rows_per_device": min(leaf.addressable_shards[0].data.shape[-1] for leaf in leaves),
         "read": source.read,
     }
 
@@ -342,7 +356,7 @@ class TestFigures:
             (64, {}, "once"),
             (60, {}, "needed"),  # sixteen devices do not divide 60 rows
             (64, {"read": "needed"}, "needed"),
-            (60, {"read": "once"}, "once"),
+            (64, {"read": "once"}, "once"),
         ],
     )
     def test_how_rows_are_read(self, batch, options, read):
@@ -353,15 +367,8 @@ class TestFigures:
         assert plan.needed.amplification == 2
         assert plan.hosts_with_the_same_rows == ((0, 1), (2, 3), (4, 5), (6, 7))
 
-    def test_a_way_that_remainder_forbids_is_none(self):
-        plan = planned(
-            {"data": 4, "model": 4},
-            8,
-            2,
-            global_batch_size=60,
-            num_records=600,
-            remainder="error",
-        )
+    def test_once_is_none_where_the_devices_do_not_divide_the_batch(self):
+        plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=60, num_records=600)
         assert plan.once is None
         assert plan.to_dict()["once"] is None
         assert 'read="once"' not in str(plan)
@@ -374,8 +381,13 @@ class TestFigures:
             ({"num_records": 0}, "no batch"),
             ({"record_bytes": 0}, "record_bytes=0"),
             ({"read": "twice"}, "read='twice'"),
+            ({"microbatches": 0}, "microbatches=0"),
             ({"spec": P("model")}, "'model', which does not exist"),
             ({"global_batch_size": 6, "remainder": "drop"}, "6 rows does not split into 8 shards"),
+            (
+                {"microbatches": 2, "remainder": "drop"},
+                "8 rows does not split into 2 microbatches of 8 shards each",
+            ),
             ({"num_records": 5, "remainder": "drop"}, "no batch is left"),
             ({"num_records": 9, "remainder": "error"}, "do not fill the last batch"),
         ],
@@ -433,6 +445,21 @@ class TestWarnings:
                 {"data": 16},
                 {"global_batch_size": 63, "num_records": 6300},
                 ["1 rows of padding.*16 shards do not divide 63.*64 rows"],
+            ),
+            (
+                {"data": 16},
+                {"microbatches": 3, "num_records": 6400},
+                ["32 rows of padding.*3 microbatches of 16 shards each do not divide 64.*96 rows"],
+            ),
+            (
+                {"data": 4, "model": 4},
+                {"microbatches": 5, "global_batch_size": 80, "num_records": 8000},
+                ["would read each row 2 times"],
+            ),
+            (
+                {"data": 4, "model": 4},
+                {"microbatches": 5, "global_batch_size": 60, "num_records": 6000},
+                ["each row is read 2 times.* global batch of 80 rows"],
             ),
             (
                 {"data": 16},

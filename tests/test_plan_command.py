@@ -54,6 +54,10 @@ class TestCommand:
         assert {field.name for field in dataclasses.fields(plan)} == set(shown)
         assert shown["mesh"] == {"data": 4, "model": 4}
 
+    def test_microbatches(self, capsys):
+        assert main([*self.ARGUMENTS.split(), "--microbatches", "4"]) == 0
+        assert "64 rows; 4 of each of 4 microbatches on each device" in capsys.readouterr().out
+
     @pytest.mark.parametrize(
         ("text", "spec"),
         [
@@ -138,6 +142,7 @@ class TestPicture:
         "--hosts 2 --devices-per-host 4 --mesh model=8 --spec -",
         "--hosts 64 --devices-per-host 4 --mesh data=128,model=2",
         "--hosts 4 --devices-per-host 2 --mesh data=4,seq=2 --spec data,seq",
+        "--hosts 4 --devices-per-host 2 --mesh data=8 --microbatches 4",
     )
 
     @pytest.mark.parametrize("words", MESHES)

@@ -32,6 +32,11 @@ def replicated_batch(mesh):
     shardings = (state["w"].sharding, replicated)
     return jax.jit(step, in_shardings=shardings), state, record
 
+def accumulating(mesh):
+    def scanned(state, batch):
+        return jax.lax.scan(lambda state, part: (step(state, part), None), state, batch)[0]
+    return scanned, *build(mesh)[1:]
+
 def broken(mesh):
     def step(state, batch):
         raise ValueError("a step with a fault of its own")
@@ -72,6 +77,13 @@ def test_the_memory_of_one_device(compiled):
     assert figures["alias_bytes"] == 0
     donating = json.loads(compiled("donating", "--json")[1])["compiled"]
     assert donating["alias_bytes"] == pytest.approx(weights, rel=0.01)
+
+
+def test_a_step_over_microbatches(compiled):
+    options = "--json", "--microbatches", "4"
+    figures = json.loads(compiled("accumulating", *options)[1])["compiled"]
+    weights, rows = 1024 * 4096 // 2 * 4, 256 // 8 * (1024 * 4 + 1)
+    assert figures["argument_bytes"] == pytest.approx(weights + rows, rel=0.01)
 
 
 def test_text(compiled):

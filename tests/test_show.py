@@ -162,6 +162,19 @@ class TestInATerminal:
         ]:
             assert line in shown
 
+    def test_microbatches(self, capsys):
+        ds = grain.MapDataset.range(100).map(record).batch(32)
+        grain_shard.show(ds.shard_to(mesh_2d(), SPECS, microbatches=2))
+        shown = lines(capsys)
+        for line in [
+            ["microbatches", "2", "of", "16", "rows;", "one", "is", "drawn"],
+            ["rows", "of", "this", "host", "32", "of", "32:", "0:32"],
+            ["batch['tokens']", "i32[2,16@data,64@seq]", "8", "1.0", "kB"],
+            ["batch['valid_mask']", "bool[2,16@(data,seq)]", "4", "4", "bytes"],
+            ["rows", "dim", "1:", "0:32", "dim", "1:", "32:64"],
+        ]:
+            assert line in shown
+
     def test_a_stream(self, capsys):
         stream = grain.MapDataset.range(10).to_iter_dataset().map(lambda i: {"x": i}).batch(4)
         grain_shard.show(stream.shard_to(data_mesh(2)))

@@ -199,6 +199,11 @@ class TestMeasureThroughput:
 
         assert_finite(measure_throughput(numbered(9, 4).shard_to(data_mesh(2)), step=step))
 
+    @pytest.mark.parametrize(("mask_key", "examples"), [("valid_mask", 10), (None, 16)])
+    def test_rows_of_all_microbatches_are_counted(self, mesh, mask_key, examples):
+        ds = numbered(10, 8).shard_to(data_mesh(2), microbatches=4, mask_key=mask_key)
+        assert measure_throughput(ds, 2, warmup=0).num_examples == examples
+
     def test_an_error_in_the_step_leaves_no_thread(self, mesh):
         with pytest.raises(ZeroDivisionError):
             measure_throughput(numbered(80, 8).shard_to(mesh), step=lambda batch: 1 / 0)

@@ -132,8 +132,8 @@ class FeedBatches(grain.IterDataset):
     it runs all of them, one after the other, without padding: a feed that has ended gives no more
     rows, so that batches shrink, down to the one in which the last feed ends.
 
-    A transformation that follows makes an ordinary stream of it, of which every host runs all
-    feeds: put what is to be done to a row into `make_feed`.
+    No transformation may stand between the two, on one host as on many: put what is to be done to a
+    row into `make_feed`.
 
     Example:
         >>> import grain, jax
@@ -182,9 +182,9 @@ class FeedBatches(grain.IterDataset):
         """The rows of one host, from the feeds that they belong to and no others.
 
         Args:
-            layout: Which rows the host holds. Its divisor has to divide the padded batch.
+            layout: Which rows the host holds. The padded batch has to be its `multiple`.
         """
-        padding = self.padding or Padding(divisor=layout.divisor)
+        padding = self.padding or Padding(divisor=layout.multiple)
         return FeedBatches(self._feeds, self._global_batch_size, padding, layout)
 
     @property

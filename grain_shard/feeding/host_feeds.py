@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping
 from typing import Any
-
-from jax.sharding import Sharding
 
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import (
@@ -21,7 +20,7 @@ from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.host_batches import Stream
 from grain_shard.reading.pad_batch import Remainder
-from grain_shard.sharding.layout import mesh_axes_of, round_up, shards_by_host
+from grain_shard.sharding.layout import BatchLayout, describe_parts
 from grain_shard.trees import Batch
 
 
@@ -81,28 +80,50 @@ class HostFeeds(Stream):
         return pickle.dumps(self._ds.from_state(state))
 
 
+def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
+    """Warns if this host runs feeds for a part of their rows, which microbatches have made so.
+
+    Args:
+        ds: The batches of the feeds that this host runs.
+        layouts: Which rows each host holds.
+    """
+    run, kept = len(ds.rows_by_feed), sum(map(len, ds.rows_by_feed.values()))
+    microbatches = next(iter(layouts.values())).microbatches
+    if microbatches > 1 and kept < run * ds.feed_batch_size:
+        groups = len({of_host.shards for of_host in layouts.values()})
+        warnings.warn(
+            f"this host runs {run} of {ds.num_feeds} feeds, and keeps {kept} of the"
+            f" {run * ds.feed_batch_size} rows that these give to a batch: in each of"
+            f" {microbatches} microbatches other feeds have its rows. With a multiple of"
+            f" {microbatches * groups} feeds (microbatches times hosts that hold different rows)"
+            " each feed runs on one of these hosts.",
+            stacklevel=2,
+        )
+
+
 def _loaded(position: bytes) -> FeedsPosition:
     return pickle.loads(position)
 
 
-def check_feeds(ds: FeedBatches, shardings: Sequence[Sharding], remainder: Remainder) -> None:
+def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout], remainder: Remainder) -> None:
     """Refuses what the hosts of a mesh cannot share among them.
 
     Args:
         ds: The batches of all feeds.
-        shardings: Of their leaves.
+        layouts: Which rows each host holds.
         remainder: Whether rows of padding may be added to each batch ("pad").
 
     Raises:
         ShardingError: There are fewer feeds than hosts that hold different rows, a host has no row
             but padding, or the shards do not divide the batch and it must not be padded.
     """
-    divisor, held = shards_by_host(shardings)
-    mesh_axes = mesh_axes_of(shardings)
-    groups, up = len(set(held.values())), round_up(ds.global_batch_size, divisor)
+    layout = next(iter(layouts.values()))  # of any host
+    groups = len({of_host.shards for of_host in layouts.values()})
+    mesh_axes, up = layout.mesh_axes, layout.padded(ds.global_batch_size)
+    parts = describe_parts(layout.divisor, layout.microbatches)
     if remainder != "pad" and up != ds.global_batch_size:
         raise ShardingError(
-            f"a batch of {ds.global_batch_size} rows does not split into {divisor} shards.",
+            f"a batch of {ds.global_batch_size} rows does not split into {parts}.",
             mesh_axes=mesh_axes,
             remedy=f'use a batch size of {up}, or remainder="pad".',
         )
@@ -113,11 +134,11 @@ def check_feeds(ds: FeedBatches, shardings: Sequence[Sharding], remainder: Remai
             remedy="start with as many feeds as the most hosts that the run will ever see; their"
             " number is fixed for the life of a run.",
         )
-    for host, shards in held.items():
-        if min(shards) * (up // divisor) >= ds.global_batch_size:
+    for host, of_host in layouts.items():
+        if of_host.ranges(up)[0][0] >= ds.global_batch_size:
             raise ShardingError(
-                f"host {host} would hold nothing but padding: {divisor} shards of a batch of"
+                f"host {host} would hold nothing but padding: {parts} of a batch of"
                 f" {ds.global_batch_size} rows.",
                 mesh_axes=mesh_axes,
-                remedy=f"use a batch size that is a multiple of {divisor}.",
+                remedy=f"use a batch size that is a multiple of {layout.multiple}.",
             )

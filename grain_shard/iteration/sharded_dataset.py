@@ -89,6 +89,11 @@ class ShardedDataset(grain.IterDataset):
         return self._final or self._read_by
 
     @property
+    def row_dims(self) -> int:
+        """How many dims of a leaf count rows: two where there are microbatches, otherwise one."""
+        return 1 if self.shardings.microbatches is None else 2
+
+    @property
     def layout(self) -> BatchLayout:
         """The rows that this host reads."""
         return self._layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class Measurement:
         require_int("num_batches", num_batches, 1)
         require_int("warmup", warmup, 0)
         batches: list[_Batch] = []
+        pipeline = sharded(ds)
+        row_dims = 1 if pipeline is None else pipeline.row_dims
         with recorded() as spans, _opened(ds) as iterator:
             while len(batches) < warmup + num_batches:
                 try:
@@ -69,7 +72,7 @@ class Measurement:
                         batch = jax.block_until_ready(next(iterator))
                 except StopIteration:
                     break
-                batches.append(_Batch.of(batch))
+                batches.append(_Batch.of(batch, row_dims))
                 if step is not None:
                     with span(STEP):
                         result = jax.block_until_ready(step(batch))
@@ -98,7 +101,7 @@ class Measurement:
                 s._replace(start=s.start - loop_start, end=s.end - loop_start)
                 for s in sorted(spans, key=lambda s: s.start)
             ),
-            pipeline=None if (of := sharded(ds)) is None else of.settings,
+            pipeline=None if pipeline is None else pipeline.settings,
             num_examples=sum(batch.examples() for batch in measured),
             num_bytes=sum(batch.num_bytes for batch in measured),
             read_threads=read_threads,
@@ -185,11 +188,11 @@ class _Batch(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, batch: Any) -> _Batch:
+    def of(cls, batch: Any, row_dims: int) -> _Batch:
         leaves = jax.tree.leaves(batch)
         return cls(
             mask=batch.get(MASK_KEY) if isinstance(batch, Mapping) else None,
-            num_rows=next((leaf.shape[0] for leaf in leaves if np.ndim(leaf)), 1),
+            num_rows=next((math.prod(x.shape[:row_dims]) for x in leaves if np.ndim(x)), 1),
             num_bytes=sum(getattr(leaf, "nbytes", 0) for leaf in leaves),
         )
 

@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--records", type=positive_integer, required=True, metavar="N", help="records of an epoch")
     add("--record-bytes", type=positive_integer, metavar="N", help="bytes of one in the batch")
     add("--remainder", choices=("pad", "drop", "error"), default="pad", help="default: pad")
+    add("--microbatches", type=positive_integer, metavar="N", help="of each batch; default: none")
     add("--read", choices=("auto", "needed", "once"), default="auto", help="default: auto")
     add(
         "--hardware",
@@ -81,6 +82,7 @@ def main(args: argparse.Namespace) -> int:
         num_records=args.records,
         record_bytes=args.record_bytes,
         remainder=args.remainder,
+        microbatches=args.microbatches,
         read=args.read,
         hardware=None if args.hardware is None else HardwareType(args.hardware),
     )
@@ -94,9 +96,12 @@ def main(args: argparse.Namespace) -> int:
         # What the script makes at its import is made here; it must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
         step = load_step(args.compile)
-        memory = compile_step(step, mesh, args.spec, planned.reads.padded_batch_size)
+        size = planned.reads.padded_batch_size
+        memory = compile_step(step, mesh, args.spec, size, args.microbatches)
     if args.picture is not None:
-        draw_mesh(mesh, args.spec, planned.reads.padded_batch_size, args.picture)
+        rows_of = "a batch" if args.microbatches is None else "a microbatch"
+        num_rows = planned.reads.padded_batch_size // (args.microbatches or 1)
+        draw_mesh(mesh, args.spec, num_rows, args.picture, rows_of=rows_of)
         print(f"drawn: {args.picture}", file=sys.stderr)
     if args.json:
         more = {} if memory is None else {"compiled": dataclasses.asdict(memory)}

@@ -51,7 +51,11 @@ def load_step(reference: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
 
 
 def compile_step(
-    build: Callable[[Mesh], tuple[Any, Any, Any]], mesh: Mesh, spec: Any, global_batch_size: int
+    build: Callable[[Mesh], tuple[Any, Any, Any]],
+    mesh: Mesh,
+    spec: Any,
+    global_batch_size: int,
+    microbatches: int | None = None,
 ) -> StepMemory:
     """Compiles a step for the devices of a mesh, and says what each holds; nothing runs.
 
@@ -64,13 +68,15 @@ def compile_step(
         spec: As for `shard_to`.
         global_batch_size: Rows of the batch, its padding included. If it is a dict, the batch has
             a "valid_mask" too.
+        microbatches: As for `shard_to`.
 
     Raises:
         ShardingError: The batch does not fit its spec; or the step was jitted for batches in other
             shardings, so that each would have to be moved.
     """
     step, state, record = build(mesh)
-    batch = _batch(record, ShardingTree.of(mesh, spec), global_batch_size)
+    shardings = ShardingTree.of(mesh, spec, microbatches=microbatches)
+    batch = _batch(record, shardings, global_batch_size)
     try:
         lowered = lower(step, state, batch)
     except ValueError as error:

@@ -17,7 +17,9 @@ _MAX_LINES = 32  # shards of the rows
 _MAX_DEVICES = 32  # in a line
 
 
-def draw_mesh(mesh: Mesh, spec: Any, global_batch_size: int, path: str | Path) -> None:
+def draw_mesh(
+    mesh: Mesh, spec: Any, num_rows: int, path: str | Path, *, rows_of: str = "a batch"
+) -> None:
     """Draws a line for each shard of the rows, with a box for each host that holds it.
 
     A box is as wide as the devices of its host that hold the shard. Where there are several boxes
@@ -26,8 +28,9 @@ def draw_mesh(mesh: Mesh, spec: Any, global_batch_size: int, path: str | Path) -
     Args:
         mesh: The mesh.
         spec: As for `shard_to`; of several specs, the one that cuts the batch most.
-        global_batch_size: Rows of a batch, padding included.
+        num_rows: Rows of a batch, or of a microbatch, padding included.
         path: The file; its suffix says what it becomes: ".png", ".svg", ".pdf".
+        rows_of: Which of the two, for the title.
 
     Raises:
         GrainShardError: matplotlib is not installed, knows no such suffix, or cannot write there.
@@ -42,10 +45,10 @@ def draw_mesh(mesh: Mesh, spec: Any, global_batch_size: int, path: str | Path) -
         ) from None
     named = [s for s in ShardingTree.of(mesh, spec).shardings() if isinstance(s, NamedSharding)]
     rows_spec = PartitionSpec(*max(named, key=num_shards).spec[:1])
-    indices = NamedSharding(mesh, rows_spec).devices_indices_map((global_batch_size,))
+    indices = NamedSharding(mesh, rows_spec).devices_indices_map((num_rows,))
     held: dict[tuple[int, int], list[int]] = {}  # by rows, the host of each device
     for device, (rows,) in indices.items():
-        start, stop, _ = rows.indices(global_batch_size)
+        start, stop, _ = rows.indices(num_rows)
         held.setdefault((start, stop), []).append(device.process_index)
     lines = sorted(held.items())[:_MAX_LINES]
     width = min(len(lines[0][1]), _MAX_DEVICES)
@@ -69,7 +72,7 @@ def draw_mesh(mesh: Mesh, spec: Any, global_batch_size: int, path: str | Path) -
     )
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
-    title = f"{describe_mesh(mesh.shape.items())}: rows of a batch, and who holds them"
+    title = f"{describe_mesh(mesh.shape.items())}: rows of {rows_of}, and who holds them"
     if len(lines) < len(held) or width < len(lines[0][1]):
         title += (
             f"\nthe first {len(lines)} of {len(held)} shards,"

@@ -19,7 +19,6 @@ from grain_shard.hardware import HardwareType, detect_hardware
 from grain_shard.planning.result import HostReads, Plan, Reads
 from grain_shard.planning.warnings import find_warnings
 from grain_shard.reading.pad_batch import Remainder
-from grain_shard.sharding.layout import round_up
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
 from grain_shard.transforms.pad import PadToDivisible
@@ -34,6 +33,7 @@ def plan(
     num_records: int,
     record_bytes: int | None = None,
     remainder: Remainder = "pad",
+    microbatches: int | None = None,
     read: Literal["auto", "needed", "once"] = "auto",
     hardware: HardwareType | None = None,
 ) -> Plan:
@@ -49,6 +49,7 @@ def plan(
         num_records: Records of an epoch.
         record_bytes: Bytes of one record, as it is in the batch.
         remainder: As for `shard_to`.
+        microbatches: As for `shard_to`.
         read: As for `shard_to`.
         hardware: The chip, for the advice on the batch size; None finds it by the devices.
 
@@ -69,38 +70,32 @@ def plan(
     if record_bytes is not None:
         require_int("record_bytes", record_bytes, 1)
     check_read(read)
-    target = ShardingTree.of(mesh_or_sharding, spec)
-    read = target.cheaper_read(global_batch_size) if read == "auto" else read
+    target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
+    read = target.way_to_read(read, global_batch_size)
+    size = next(iter(target.layouts().values())).padded(global_batch_size)  # the same for any host
+    steps = _num_batches(num_records, global_batch_size, target, remainder)
+    held_records = min(num_records, steps * global_batch_size)
 
     def reads(mode: Literal["needed", "once"], shardings: ShardingTree) -> Reads:
         layouts = shardings.layouts()
         first = next(iter(layouts.values()))
-        steps = _num_batches(num_records, global_batch_size, first.divisor, remainder)
-        full, rest = divmod(min(num_records, steps * global_batch_size), global_batch_size)
-        padded_size = round_up(global_batch_size, first.divisor)
+        full, rest = divmod(held_records, global_batch_size)
         hosts = []
         for host, layout in layouts.items():
             # The rows of a batch that hold a record are its first ones.
-            held = np.searchsorted(layout.rows(padded_size), [global_batch_size, rest])
+            held = np.searchsorted(layout.rows(size), [global_batch_size, rest])
             of_full, of_last = held.tolist()
             of_bytes = None if record_bytes is None else of_full * record_bytes
-            ranges = tuple(layout.ranges(padded_size))
+            ranges = tuple(layout.ranges(size))
             hosts.append(HostReads(host, ranges, of_full, full * of_full + of_last, of_bytes))
-        return Reads(mode, first.divisor, padded_size, first.amplification, tuple(hosts))
+        return Reads(mode, first.divisor, size, first.amplification, tuple(hosts))
 
-    needed = once = None
+    needed = reads("needed", target)
     try:
-        needed = reads("needed", target)
+        target.way_to_read("once", global_batch_size)
         once = reads("once", target.spread())
-    except ShardingError as error:
-        if needed is None or read == "once":
-            raise error.with_mesh(target.mesh_axes) from None
-    chosen = once if read == "once" else needed
-    assert needed is not None
-    assert chosen is not None
-    steps = _num_batches(num_records, global_batch_size, chosen.divisor, remainder)
-    held_records = min(num_records, steps * global_batch_size)
-    size = chosen.padded_batch_size
+    except ShardingError:
+        once = None
     named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
     blocks = [num_shards(sharding) for sharding in named] or [1]
     devices = set[Any]().union(*(s.device_set for s in target.shardings()))
@@ -119,7 +114,8 @@ def plan(
         steps_per_epoch=steps,
         padded_rows_per_epoch=steps * size - held_records,
         dropped_records_per_epoch=num_records - held_records,
-        rows_per_device=size // max(blocks),
+        microbatches=microbatches,
+        rows_per_device=size // (microbatches or 1) // max(blocks),
         device_bytes=None if record_bytes is None else size // min(blocks) * record_bytes,
         read=read,
         needed=needed,
@@ -132,13 +128,19 @@ def plan(
 
 
 def _num_batches(
-    num_records: int, global_batch_size: int, divisor: int, remainder: Remainder
+    num_records: int, global_batch_size: int, target: ShardingTree, remainder: Remainder
 ) -> int:
     """The number of batches, which the stages of `shard_to` tell.
 
     Raises:
         ShardingError: There is none, or the shards do not divide it and have to.
     """
+    layout = next(iter(target.layouts().values()))
+    divide = ValidateBatchSize(
+        layout.divisor, must_divide=remainder != "pad", microbatches=layout.microbatches
+    )
     ds = grain.MapDataset.range(num_records).map(lambda i: {"record": i}).batch(global_batch_size)
-    ds = ds.pipe(ValidateBatchSize(divisor, must_divide=remainder != "pad"))
-    return len(ds.pipe(PadToDivisible(divisor, remainder=remainder)))
+    try:
+        return len(ds.pipe(divide).pipe(PadToDivisible(layout.multiple, remainder=remainder)))
+    except ShardingError as error:
+        raise error.with_mesh(target.mesh_axes) from None

@@ -52,7 +52,7 @@ class Reads:
 
     Attributes:
         read: "needed" or "once".
-        divisor: Shards along the rows of a batch.
+        divisor: Shards along the rows of a batch, or of a microbatch.
         padded_batch_size: Rows of a batch with its padding.
         amplification: How many hosts read a row, on average: the rows that all hosts read for a
             batch, over the rows of the batch.
@@ -98,17 +98,17 @@ class Plan(JupyterMixin):
         record_bytes: Bytes of one record in the batch; None if not said.
         global_batch_size: Rows of a batch before padding.
         remainder: As for `shard_to`.
+        microbatches: As for `shard_to`.
         steps_per_epoch: Batches of an epoch.
         padded_rows_per_epoch: Rows of an epoch that hold no record.
         dropped_records_per_epoch: Records that come in no batch.
         rows_per_device: Rows of one shard, padding included; of several specs, under the one that
-            cuts the rows most.
+            cuts the rows most. With microbatches, of one of them.
         device_bytes: Bytes of a batch on one device, at most: where a spec cuts other dims than
             the rows too, there are fewer. None without `record_bytes`.
         read: What `shard_to` does.
         needed: What hosts read with ``read="needed"``.
-        once: What they read with ``read="once"``. None if `remainder` forbids that: its shards,
-            more than those of "needed", do not divide the batch.
+        once: What they read with ``read="once"``. None if the devices do not divide the batch.
         hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows.
         warnings: What to think over, in sentences.
     """
@@ -123,6 +123,7 @@ class Plan(JupyterMixin):
     record_bytes: int | None
     global_batch_size: int
     remainder: Remainder
+    microbatches: int | None
     steps_per_epoch: int
     padded_rows_per_epoch: int
     dropped_records_per_epoch: int
@@ -208,7 +209,8 @@ class Plan(JupyterMixin):
         yield "mesh", f"{axes}; batch {', '.join(self.specs) or 'on one device'}"
         rows, size = self.global_batch_size, self.reads.padded_batch_size
         padding = f", padded to {size:,}" if size > rows else ""
-        yield "batch", f"{rows:,} rows{padding}; {self.rows_per_device:,} on each device"
+        cut = "" if self.microbatches is None else f" of each of {self.microbatches} microbatches"
+        yield "batch", f"{rows:,} rows{padding}; {self.rows_per_device:,}{cut} on each device"
         if self.device_bytes is not None:
             # Two is the default of shard_to's device_buffer_size.
             one, two = map(describe_bytes, (self.device_bytes, 2 * self.device_bytes))

@@ -11,7 +11,7 @@ from grain_shard.hardware import (
     validate_batch_size,
 )
 from grain_shard.planning.result import Plan
-from grain_shard.sharding.layout import round_up
+from grain_shard.sharding.layout import describe_parts, round_up
 
 # Where a smaller share of an epoch is padding or is dropped, a change gains next to nothing.
 _NOTABLE = 0.01
@@ -19,7 +19,8 @@ _NOTABLE = 0.01
 
 def find_warnings(plan: Plan) -> Iterator[str]:
     """The warnings of a plan; none if all is well."""
-    size, divisor = plan.reads.padded_batch_size, plan.reads.divisor
+    size, microbatches = plan.reads.padded_batch_size, plan.microbatches or 1
+    parts = describe_parts(plan.reads.divisor, microbatches)
     if plan.needed.amplification > 1:
         times = f"{plan.needed.amplification:.3g} times"
         why = "as a mesh axis other than the batch's spans hosts"
@@ -30,7 +31,8 @@ def find_warnings(plan: Plan) -> Iterator[str]:
             )
         else:
             yield (
-                f"each row is read {times}, {why}. Use {_larger_batch(plan, plan.num_devices)},"
+                f"each row is read {times}, {why}. Use"
+                f" {_larger_batch(plan, plan.num_devices * microbatches)},"
                 ' which all devices divide, and read="auto": each row is then read once, and'
                 " exchanged by the devices."
             )
@@ -41,8 +43,9 @@ def find_warnings(plan: Plan) -> Iterator[str]:
             yield f"rows per device: {message} (For a row of many tokens, count those.)"
     if size > plan.global_batch_size:
         yield (
-            f"every batch has {size - plan.global_batch_size} rows of padding, as {divisor} shards"
-            f" do not divide {plan.global_batch_size}. Use {_larger_batch(plan, divisor)}."
+            f"every batch has {size - plan.global_batch_size} rows of padding, as {parts}"
+            f" do not divide {plan.global_batch_size}. Use"
+            f" {_larger_batch(plan, plan.reads.divisor * microbatches)}."
         )
     # Every batch has its own padding; what is beyond that is in the short last batch alone.
     of_last = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
@@ -70,5 +73,5 @@ def find_warnings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _larger_batch(plan: Plan, divisor: int) -> str:
-    return f"a global batch of {round_up(plan.global_batch_size, divisor)} rows"
+def _larger_batch(plan: Plan, multiple: int) -> str:
+    return f"a global batch of {round_up(plan.global_batch_size, multiple)} rows"

@@ -15,24 +15,34 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.sharding.layout import BatchLayout
+from grain_shard.sharding.layout import BatchLayout, describe_parts
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits
 from grain_shard.trees import Batch, FlatBatch
 
 
 class _Leaf(NamedTuple):
-    """How one leaf is placed; its sharding is None if it stays on the host."""
+    """How one leaf is placed.
+
+    Attributes:
+        path: Where it is in the batch.
+        sharding: None if it stays on the host.
+        given_shape: In a host's batch, ``[host_batch_size, ...]``.
+        host_shape: The same with an axis for the microbatches, if there are any.
+        global_shape: Of the rows of all hosts.
+        dtype: As it is given.
+    """
 
     path: str
     sharding: Sharding | None
+    given_shape: tuple[int, ...]
     host_shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     dtype: np.dtype
 
     def alike(self, array: np.ndarray) -> bool:
         same_dtype = self.sharding is None or array.dtype == self.dtype  # text has its own widths
-        return same_dtype and array.shape == self.host_shape
+        return same_dtype and array.shape == self.given_shape
 
 
 class Assembler:
@@ -68,7 +78,8 @@ class Assembler:
                 ``may_alias=False`` does not keep it from that (jax#38086).
 
         Returns:
-            The tree with `jax.Array` leaves ``[global_batch_size, ...]``; text stays as it is.
+            The tree with `jax.Array` leaves ``[global_batch_size, ...]``; text stays on the host.
+            With microbatches, leaves are ``[microbatches, rows of one, ...]``.
 
         Raises:
             ShardingError: The batch does not fit its shardings, or is unlike the first one.
@@ -82,7 +93,7 @@ class Assembler:
         ):
             self._refuse(batch)
         placed = [
-            array if leaf.sharding is None else self._place(array, leaf.global_shape, leaf.sharding)
+            self._place(array.reshape(leaf.host_shape), leaf)
             for array, leaf in zip(arrays, self._leaves, strict=True)
         ]
         return structure.unflatten(placed)
@@ -101,7 +112,7 @@ class Assembler:
         values, structure = jax.tree.flatten(batch)
         return structure.unflatten(
             [
-                value
+                np.reshape(value, leaf.host_shape)
                 if leaf.sharding is None
                 else jax.ShapeDtypeStruct(
                     leaf.global_shape,
@@ -112,37 +123,54 @@ class Assembler:
             ]
         )
 
-    def _place(
-        self, array: np.ndarray, global_shape: tuple[int, ...], sharding: Sharding
-    ) -> jax.Array:
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            return array[self._host_index(index, global_shape)]
+    def _place(self, array: np.ndarray, leaf: _Leaf) -> jax.Array | np.ndarray:
+        if leaf.sharding is None:
+            return array
 
-        return jax.make_array_from_callback(global_shape, sharding, shard)
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            return array[self._host_index(index, leaf.global_shape)]
+
+        return jax.make_array_from_callback(leaf.global_shape, leaf.sharding, shard)
 
     def _host_index(self, index: Any, global_shape: tuple[int, ...]) -> Any:
         """Where a shard of the global array lies in what this host holds."""
         if self._layout.holds_all or not global_shape:
             return index
-        first, stop, _ = index[0].indices(global_shape[0])
-        start = self._layout.host_row(first, global_shape[0])
-        return (slice(start, start + stop - first), *index[1:])
+        dim = 0 if self._shardings.microbatches is None else 1  # of the rows
+        first, stop, _ = index[dim].indices(global_shape[dim])
+        start = self._layout.host_row(first, global_shape[dim])
+        return (*index[:dim], slice(start, start + stop - first), *index[dim + 1 :])
+
+    def _leaf(
+        self, path: str, sharding: Sharding | None, array: np.ndarray, host_rows: int
+    ) -> _Leaf:
+        """How a leaf like this one is placed, in a batch of so many rows of this host."""
+        given_shape = (host_rows, *array.shape[1:]) if array.ndim else ()
+        host_shape = self._shape(host_rows, array)
+        global_shape = self._shape(self._layout.global_batch_size(host_rows), array)
+        return _Leaf(path, sharding, given_shape, host_shape, global_shape, array.dtype)
+
+    def _shape(self, num_rows: int, array: np.ndarray) -> tuple[int, ...]:
+        """The shape that a leaf of so many rows, this host's or all, is handed out in."""
+        count = self._shardings.microbatches
+        rows = (num_rows,) if count is None else (count, num_rows // count)
+        return (*rows, *array.shape[1:]) if array.ndim else ()
 
     def _learn(self, batch: Batch) -> None:
         flat = FlatBatch.of(batch)
-        global_rows = self._layout.global_batch_size(flat.rows)
-        shardings = self._shardings.match(flat.structure.unflatten(flat.arrays))
-        if len(self._layout.rows(global_rows)) != flat.rows:
+        if flat.rows % (len(self._layout.shards) * self._layout.microbatches):
+            parts = describe_parts(len(self._layout.shards), self._layout.microbatches)
             flat.refuse(
-                f"the host's {flat.rows} rows do not split into its"
-                f" {len(self._layout.shards)} shards.",
-                remedy=f"put PadToDivisible({self._layout.divisor}) and ShardBatch before it.",
+                f"the host's {flat.rows} rows do not split into its {parts}.",
+                remedy=f"put PadToDivisible({self._layout.multiple}) and ShardBatch before it.",
             )
+        arrays = [array.reshape(self._shape(flat.rows, array)) for array in flat.arrays]
+        shardings = self._shardings.match(flat.structure.unflatten(arrays))
         for path, array, sharding in zip(flat.paths, flat.arrays, shardings, strict=True):
-            shape = (global_rows, *array.shape[1:]) if array.ndim else ()
+            leaf = self._leaf(path, sharding, array, flat.rows)
             if sharding is not None:
-                check_fits(path, array, sharding, shape)
-            self._leaves.append(_Leaf(path, sharding, array.shape, shape, array.dtype))
+                check_fits(path, array, sharding, leaf.global_shape)
+            self._leaves.append(leaf)
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = flat.digest()
         self._structure = flat.structure
@@ -171,7 +199,7 @@ class Assembler:
         for leaf, array in zip(self._leaves, flat.arrays, strict=True):
             if not leaf.alike(array):
                 raise ShardingError(
-                    f"the first batch had {leaf.dtype}[{', '.join(map(str, leaf.host_shape))}]"
+                    f"the first batch had {leaf.dtype}[{', '.join(map(str, leaf.given_shape))}]"
                     " here, on this host.",
                     path=leaf.path,
                     leaf=describe_leaf(array),

@@ -2,8 +2,9 @@
 
 The batch axis is cut into `divisor` equal shards, one for each step along the mesh axes that shard
 it. A device holds one shard or, where the batch axis is replicated, all of them; a host holds the
-shards of its devices. The layout of a host is therefore a few integers. It pickles
-to worker processes, which must not know a device, and it does not change with the batch size.
+shards of its devices. If gradients are to be accumulated, the batch is cut into microbatches first,
+and then each of these into shards. The layout of a host is therefore a few integers. It pickles to
+worker processes, which must not know a device, and it does not change with the batch size.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ class BatchLayout:
         >>> layout = BatchLayout(divisor=4, shards=(1, 3))
         >>> layout.rows(8)
         array([2, 3, 6, 7])
+        >>> BatchLayout(divisor=2, shards=(1,), microbatches=2).rows(8)
+        array([2, 3, 6, 7])
 
     Attributes:
-        divisor: Number of equal shards that the batch axis is cut into.
+        divisor: Number of equal shards that the batch axis is cut into: that of a microbatch, if
+            there are several.
         shards: Those of this host, ascending.
         mesh_axes: (name, size) of every mesh axis; for messages only.
         num_hosts: Hosts that have a device in the mesh.
         shards_of_all_hosts: How many shards the hosts hold, added up over the hosts. It is
             `divisor` when every row is on exactly one host; 0 if it is not known.
+        microbatches: Number of equal parts that a batch is cut into, one after the other, before
+            each of them is cut into shards.
     """
 
     divisor: int
@@ -43,27 +49,30 @@ class BatchLayout:
     mesh_axes: tuple[tuple[str, int], ...] = ()
     num_hosts: int = 1
     shards_of_all_hosts: int = 0
+    microbatches: int = 1
 
     def __repr__(self) -> str:
         # A host of a large mesh may hold thousands of shards.
         shards = repr(self.shards) if len(self.shards) <= 8 else f"<{len(self.shards)}>"
+        microbatches = f", microbatches={self.microbatches}" if self.microbatches > 1 else ""
         return (
             f"BatchLayout(divisor={self.divisor}, shards={shards},"
             f" mesh=({describe_mesh(self.mesh_axes)}),"
-            f" num_hosts={self.num_hosts}, amplification={self.amplification:g})"
+            f" num_hosts={self.num_hosts}, amplification={self.amplification:g}{microbatches})"
         )
 
     @classmethod
-    def from_shardings(cls, shardings: Sequence[Sharding]) -> BatchLayout:
+    def from_shardings(cls, shardings: Sequence[Sharding], microbatches: int = 1) -> BatchLayout:
         """The layout of this process, for leaves that are sharded in these ways.
 
         Args:
             shardings: The shardings of the leaves; a host holds the union of their rows.
+            microbatches: How many a batch is cut into.
 
         Raises:
             ShardingError: This process has no device in the mesh.
         """
-        host, layouts = jax.process_index(), cls.of_hosts(shardings)
+        host, layouts = jax.process_index(), cls.of_hosts(shardings, microbatches)
         if host not in layouts:
             raise ShardingError(
                 f"host {host} has no device in the mesh; its hosts are {list(layouts)}.",
@@ -73,16 +82,19 @@ class BatchLayout:
         return layouts[host]
 
     @classmethod
-    def of_hosts(cls, shardings: Sequence[Sharding]) -> dict[int, BatchLayout]:
+    def of_hosts(
+        cls, shardings: Sequence[Sharding], microbatches: int = 1
+    ) -> dict[int, BatchLayout]:
         """The layout of every host that has a device in the mesh, ascending by host.
 
         Args:
             shardings: As for `from_shardings`.
+            microbatches: As for `from_shardings`.
         """
         divisor, held = shards_by_host(shardings)
         mesh_axes, of_all = mesh_axes_of(shardings), sum(map(len, held.values()))
         return {
-            host: cls(divisor, shards, mesh_axes, num_hosts=len(held), shards_of_all_hosts=of_all)
+            host: cls(divisor, shards, mesh_axes, len(held), of_all, microbatches)
             for host, shards in held.items()
         }
 
@@ -92,46 +104,62 @@ class BatchLayout:
         return (self.shards_of_all_hosts or len(self.shards)) / self.divisor
 
     @property
+    def multiple(self) -> int:
+        """What the rows of a batch have to be a multiple of."""
+        return self.microbatches * self.divisor
+
+    @property
     def holds_all(self) -> bool:
         """Whether this host holds every row."""
         return len(self.shards) == self.divisor
 
     def padded(self, global_batch_size: int) -> int:
-        """The batch size rounded up to a multiple of `divisor`, in rows."""
-        return round_up(global_batch_size, self.divisor)
+        """The batch size rounded up to what the batch may have, in rows."""
+        return round_up(global_batch_size, self.multiple)
 
     def rows(self, global_batch_size: int) -> np.ndarray:
         """This host's rows of a batch, ascending: int64[host_batch_size].
 
         Args:
-            global_batch_size: Rows of the whole batch; a multiple of `divisor`.
+            global_batch_size: Rows of the whole batch, of all its microbatches together; a
+                `multiple`.
 
         Raises:
-            ShardingError: `divisor` does not divide the batch size.
+            ShardingError: The batch size is no multiple of that.
         """
-        if global_batch_size % self.divisor:
+        if global_batch_size % self.multiple:
+            parts = describe_parts(self.divisor, self.microbatches)
             raise ShardingError(
-                f"a batch of {global_batch_size} rows does not split into {self.divisor} shards.",
+                f"a batch of {global_batch_size} rows does not split into {parts}.",
                 mesh_axes=self.mesh_axes,
                 remedy=f"use a batch size of {self.padded(global_batch_size)}, or put"
-                f" PadToDivisible({self.divisor}) before ShardBatch.",
+                f" PadToDivisible({self.multiple}) before ShardBatch.",
             )
-        size = global_batch_size // self.divisor
-        starts = np.asarray(self.shards, np.int64) * size
-        return (starts[:, None] + np.arange(size)).reshape(-1)
+        size = global_batch_size // self.multiple
+        return (self._parts()[:, None] * size + np.arange(size)).reshape(-1)
+
+    def _parts(self) -> np.ndarray:
+        """Of the `multiple` equal parts of a batch, those of this host, ascending: int64[n]."""
+        microbatches = np.arange(self.microbatches, dtype=np.int64)[:, None]
+        return (microbatches * self.divisor + np.asarray(self.shards)).reshape(-1)
 
     def ranges(self, global_batch_size: int) -> list[tuple[int, int]]:
         """This host's rows of a batch as (start, stop), ascending and not touching each other."""
-        size = global_batch_size // self.divisor
+        size = global_batch_size // self.multiple
         found: list[tuple[int, int]] = []
-        for shard in self.shards:
-            start = found.pop()[0] if found and found[-1][1] == shard * size else shard * size
-            found.append((start, (shard + 1) * size))
+        for part in self._parts().tolist():
+            start = found.pop()[0] if found and found[-1][1] == part * size else part * size
+            found.append((start, (part + 1) * size))
         return found
 
-    def host_row(self, row: int, global_batch_size: int) -> int:
-        """Where a row of the batch, the first of a shard of this host, lies among its rows."""
-        size = global_batch_size // self.divisor
+    def host_row(self, row: int, num_rows: int) -> int:
+        """Where a row, the first of a shard of this host, lies among its rows of a microbatch.
+
+        Args:
+            row: Of the microbatch; of the batch, if that is all one.
+            num_rows: Of that.
+        """
+        size = num_rows // self.divisor
         return self.shards.index(row // size) * size + row % size
 
     def global_batch_size(self, host_batch_size: int) -> int:
@@ -159,6 +187,12 @@ def shards_by_host(shardings: Iterable[Sharding]) -> tuple[int, dict[int, tuple[
 def round_up(count: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not less than `count`."""
     return -(-count // multiple) * multiple
+
+
+def describe_parts(divisor: int, microbatches: int) -> str:
+    """What a batch has to split into, in words."""
+    shards = f"{divisor} shards"
+    return shards if microbatches == 1 else f"{microbatches} microbatches of {shards} each"
 
 
 def batch_axes(spec: PartitionSpec) -> tuple[str, ...]:

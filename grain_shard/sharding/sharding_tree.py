@@ -7,17 +7,24 @@ several leaves is trimmed to the rank of each; one that stands for a single leaf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from grain_shard.digest import digest
-from grain_shard.errors import ShardingError, describe_leaf, describe_mesh
-from grain_shard.sharding.layout import BatchLayout, batch_axes, mesh_axes_of
+from grain_shard.errors import ShardingError, describe_leaf, describe_mesh, require_int
+from grain_shard.sharding.layout import (
+    BatchLayout,
+    batch_axes,
+    describe_parts,
+    mesh_axes_of,
+    round_up,
+)
 from grain_shard.sharding.specs import (
     as_sharding,
+    behind_microbatches,
     default_spec,
     mesh_in_use,
     named_sharding,
@@ -26,6 +33,8 @@ from grain_shard.sharding.specs import (
     trimmed,
 )
 from grain_shard.trees import ROOT, Batch, child, is_text
+
+Read = Literal["auto", "needed", "once"]
 
 
 @dataclass(frozen=True)
@@ -43,17 +52,24 @@ class ShardingTree:
         (4, (0, 1, 2, 3))
 
     Attributes:
-        prefix: A `Sharding`, or a tree of them that is a prefix of the batch's tree.
+        prefix: A `Sharding`, or a tree of them that is a prefix of the batch's tree. Their dim 0 is
+            that of the rows, also where there are microbatches.
+        microbatches: How many each batch is cut into, so that its leaves are ``[microbatches, rows,
+            ...]``; None for leaves ``[rows, ...]``.
     """
 
     prefix: Any
+    microbatches: int | None = None
 
     def __repr__(self) -> str:
         specs = _map_prefix(self.prefix, lambda leaf: getattr(leaf, "spec", leaf))
-        return f"ShardingTree(mesh=({describe_mesh(self.mesh_axes)}), {specs})"
+        cut = "" if self.microbatches is None else f", microbatches={self.microbatches}"
+        return f"ShardingTree(mesh=({describe_mesh(self.mesh_axes)}), {specs}{cut})"
 
     @classmethod
-    def of(cls, mesh_or_sharding: Any = None, spec: Any = None) -> ShardingTree:
+    def of(
+        cls, mesh_or_sharding: Any = None, spec: Any = None, *, microbatches: int | None = None
+    ) -> ShardingTree:
         """Resolves what the user passes to `shard_to`.
 
         Args:
@@ -61,25 +77,30 @@ class ShardingTree:
                 None, or specs in its place: the mesh in use, that of `jax.set_mesh`.
             spec: With a mesh, a `PartitionSpec` or a tree prefix of them. By default dim 0 is
                 sharded over the mesh's axis "data", or over its only axis.
+            microbatches: As for `shard_to`.
 
         Raises:
             ShardingError: The spec names an axis that the mesh does not have, or none is given and
-                the mesh has several axes, none of them "data". Or no mesh is in use.
+                the mesh has several axes, none of them "data". Or no mesh is in use. Or
+                `microbatches` is no positive integer.
         """
+        if microbatches is not None:
+            require_int("microbatches", microbatches, 1)
         if spec is None and _holds_specs(mesh_or_sharding):
             mesh_or_sharding, spec = None, mesh_or_sharding
         if mesh_or_sharding is None:
             mesh_or_sharding = mesh_in_use()
         if isinstance(mesh_or_sharding, Mesh):
             spec = default_spec(mesh_or_sharding) if spec is None else spec
-            return cls(_map_prefix(spec, lambda leaf: named_sharding(mesh_or_sharding, leaf)))
+            named = _map_prefix(spec, lambda leaf: named_sharding(mesh_or_sharding, leaf))
+            return cls(named, microbatches)
         if spec is not None:
             raise ShardingError(
                 "a spec is given, and so is a sharding, which holds its own.",
                 spec=spec if isinstance(spec, PartitionSpec) else None,
                 remedy="pass a Mesh with the spec, or the sharding alone.",
             )
-        return cls(_map_prefix(mesh_or_sharding, as_sharding))
+        return cls(_map_prefix(mesh_or_sharding, as_sharding), microbatches)
 
     def shardings(self) -> list[Sharding]:
         """The distinct shardings of the tree, in its order."""
@@ -92,30 +113,48 @@ class ShardingTree:
 
     def layout(self) -> BatchLayout:
         """The rows that this host holds."""
-        return BatchLayout.from_shardings(self.shardings())
+        return BatchLayout.from_shardings(self.shardings(), self.microbatches or 1)
 
     def layouts(self) -> dict[int, BatchLayout]:
         """The rows that each host holds, for every host with a device in the mesh, ascending."""
-        return BatchLayout.of_hosts(self.shardings())
+        return BatchLayout.of_hosts(self.shardings(), self.microbatches or 1)
 
     def hosts(self) -> list[int]:
         """The hosts that have a device in the mesh, ascending."""
         return list(self.layouts())
 
-    def cheaper_read(self, global_batch_size: int) -> Literal["needed", "once"]:
-        """What ``read="auto"`` comes to.
+    def way_to_read(self, read: Read, *global_batch_sizes: int) -> Literal["needed", "once"]:
+        """What `read` of `shard_to` comes to.
 
-        "once", see `spread`, where rows would be read more than once and the devices divide the
-        padded batch.
+        "auto" is "once", see `spread`, where rows would be read more than once and the devices
+        divide the padded batch. A batch is never padded any further to be read once: its shape
+        follows from its size, the spec, the mesh and the microbatches.
 
         Args:
-            global_batch_size: Rows of a batch before padding.
+            read: As for `shard_to`.
+            *global_batch_sizes: Rows of a batch before padding; of several sizes, all of them.
+
+        Raises:
+            ShardingError: It is "once", and the devices do not divide a padded batch.
         """
+        if read == "needed":
+            return read
         layout = next(iter(self.layouts().values()))  # of any host: they share these figures
-        if layout.amplification <= 1:
-            return "needed"
         spread = next(iter(self.spread().layouts().values()))
-        return "needed" if layout.padded(global_batch_size) % spread.divisor else "once"
+        sizes = map(layout.padded, global_batch_sizes)
+        size = next((size for size in sizes if size % spread.multiple), None)  # not divided
+        if read == "auto":
+            return "once" if layout.amplification > 1 and size is None else "needed"
+        if size is not None:
+            parts = describe_parts(spread.divisor, spread.microbatches)
+            raise ShardingError(
+                f'read="once" cuts each batch over all devices, and {size} rows do not split into'
+                f" {parts}.",
+                mesh_axes=self.mesh_axes,
+                remedy=f"use a batch size of {round_up(size, spread.multiple)}, or"
+                ' read="auto", which takes "once" where that is possible.',
+            )
+        return read
 
     def describe(self) -> dict[str, Any]:
         """What hosts compare of it: mesh axes, the order of the devices, and specs. Plain JSON."""
@@ -124,6 +163,7 @@ class ShardingTree:
             "mesh": list(self.mesh_axes),
             "devices": digest([d.id for s in named for d in cast(Mesh, s.mesh).devices.flat]),
             "specs": [str(s.spec) for s in named],
+            "microbatches": self.microbatches,
         }
 
     def spread(self) -> ShardingTree:
@@ -142,7 +182,7 @@ class ShardingTree:
             spec = PartitionSpec((*axes, *others))
             return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
-        return ShardingTree(jax.tree.map(spread_one, self.prefix, is_leaf=_is_sharding))
+        return replace(self, prefix=jax.tree.map(spread_one, self.prefix, is_leaf=_is_sharding))
 
     def with_mask(self, key: str | None) -> ShardingTree:
         """The tree with a sharding for the mask, which is sharded like the rows."""
@@ -150,13 +190,13 @@ class ShardingTree:
             return self
         by_rows = [s for s in self.shardings() if isinstance(s, NamedSharding)]
         first = max(by_rows, key=num_shards, default=self.shardings()[0])
-        return ShardingTree({**self.prefix, key: trimmed(first, 1)})
+        return replace(self, prefix={**self.prefix, key: trimmed(first, 1)})
 
     def match(self, batch: Batch) -> list[Sharding | None]:
         """The sharding of every leaf of a batch; None for text, which stays on the host.
 
         Args:
-            batch: A tree of numpy arrays.
+            batch: A tree of arrays ``[rows, ...]``, or ``[microbatches, rows, ...]``.
 
         Raises:
             ShardingError: The tree is no prefix of the batch's, or a spec does not fit its leaf.
@@ -166,17 +206,26 @@ class ShardingTree:
         for keys, leaf in pairs:
             sharding, depth = self._walk(keys, leaf)
             path = jax.tree_util.keystr(keys[:depth])
-            fits = spec_rank(sharding) <= leaf.ndim
+            fits = spec_rank(sharding) <= self._rank(leaf)
             used[path] = used.get(path, False) or fits or is_text(leaf)
             if not fits and depth == len(keys) and leaf.ndim:
                 self._refuse_rank(keys, leaf, sharding)
-            found.append(None if is_text(leaf) else trimmed(sharding, leaf.ndim))
+            found.append(None if is_text(leaf) else self._fitted(sharding, leaf))
         for keys, leaf in pairs:
             sharding, depth = self._walk(keys, leaf)
             if not used[jax.tree_util.keystr(keys[:depth])] and leaf.ndim:
                 self._refuse_rank(keys, leaf, sharding)
         self._refuse_unused(used)
         return found
+
+    def _rank(self, leaf: Any) -> int:
+        """The dims that a spec may name: all from that of the rows on."""
+        return leaf.ndim if self.microbatches is None else max(0, leaf.ndim - 1)
+
+    def _fitted(self, sharding: Sharding, leaf: Any) -> Sharding:
+        fitted = trimmed(sharding, self._rank(leaf))
+        has_microbatches = self.microbatches is not None and leaf.ndim
+        return behind_microbatches(fitted) if has_microbatches else fitted
 
     def _walk(self, keys: Sequence[Any], leaf: Any) -> tuple[Sharding, int]:
         node = self.prefix
@@ -206,13 +255,15 @@ class ShardingTree:
 
     def _refuse_rank(self, keys: Sequence[Any], leaf: Any, sharding: Sharding) -> None:
         assert isinstance(sharding, NamedSharding)
+        rank = self._rank(leaf)
+        cut = "" if self.microbatches is None else " besides that of the microbatches"
         raise ShardingError(
-            f"the spec names {spec_rank(sharding)} dims, the leaf has {leaf.ndim}.",
+            f"the spec names {spec_rank(sharding)} dims, the leaf has {rank}{cut}.",
             path=ROOT + jax.tree_util.keystr(tuple(keys)),
             leaf=describe_leaf(leaf),
             spec=sharding.spec,
             mesh_axes=self.mesh_axes,
-            remedy=f"shorten the spec to {leaf.ndim} entries, the first for the batch axis.",
+            remedy=f"shorten the spec to {rank} entries, the first for the batch axis.",
         )
 
     def _refuse_unused(self, used: Mapping[str, bool]) -> None:

@@ -139,6 +139,17 @@ def num_shards(sharding: NamedSharding) -> int:
     return math.prod(sharding.mesh.shape[axis] for axis in batch_axes(sharding.spec))
 
 
+def behind_microbatches(sharding: Sharding) -> Sharding:
+    """The sharding of a leaf with one more dim before its rows, that of the microbatches.
+
+    Every device has its rows of each microbatch: the new dim is not sharded.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = PartitionSpec(None, *sharding.spec)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
 def trimmed(sharding: Sharding, rank: int) -> Sharding:
     """The sharding with its spec cut to a leaf's rank."""
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import grain
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Group
 
 from grain_shard.errors import ShardingError, describe_mesh
@@ -60,10 +62,10 @@ def show(batch_or_dataset: Any) -> None:
           6:8    devices 6, 7
         <BLANKLINE>
     """
-    batch, tables = batch_or_dataset, []
+    batch, tables, row_dims = batch_or_dataset, [], 1
     if (ds := sharded(batch_or_dataset)) is not None:
-        batch = ds.abstract_batch()
-        facts = _facts(ds, _global_batch_size(batch))
+        batch, row_dims = ds.abstract_batch(), ds.row_dims
+        facts = _facts(ds, _global_batch_size(batch, row_dims))
         tables.append(table(["dataset", ""], facts, left=2))
     elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
         raise ShardingError(
@@ -71,19 +73,29 @@ def show(batch_or_dataset: Any) -> None:
             remedy="show one of its batches, or the dataset that .shard_to(mesh) returned.",
         )
     columns = ["leaf", "global array", "rows a device", "bytes a device"]
-    tables.append(table(columns, _lines(batch), left=2))
-    to_screen(Group(*tables, *draw_batch(batch)))
+    tables.append(table(columns, _lines(batch, row_dims), left=2))
+    drawn = jax.tree.map(_of_one_microbatch, batch) if row_dims > 1 else batch
+    to_screen(Group(*tables, *draw_batch(drawn)))
 
 
-def _global_batch_size(batch: Any) -> int | None:
+def _of_one_microbatch(leaf: Any) -> Any:
+    if not (isinstance(leaf, jax.ShapeDtypeStruct) and leaf.shape):
+        return leaf
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+
+
+def _global_batch_size(batch: Any, row_dims: int) -> int | None:
     """The rows of a global batch. Text does not tell: a host has only its own rows of it."""
     structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    return next((struct.shape[0] for struct in structs if struct.shape), None)
+    return next((math.prod(s.shape[:row_dims]) for s in structs if s.shape), None)
 
 
-def _lines(batch: Any) -> Iterator[tuple[str, ...]]:
+def _lines(batch: Any, row_dims: int) -> Iterator[tuple[str, ...]]:
     paths, leaves, _ = flatten(batch)
-    described = [LeafText.of(leaf) for leaf in leaves]
+    described = [LeafText.of(leaf, row_dims) for leaf in leaves]
     for path, leaf in zip(paths, described, strict=True):
         rows = "" if leaf.rows_per_device is None else f"{leaf.rows_per_device:,}"
         on_device = leaf.bytes_per_device is not None
@@ -102,6 +114,8 @@ def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[
         ranges = layout.ranges(global_batch_size)
         rows = sum(stop - start for start, stop in ranges)
         yield "rows of this host", f"{rows:,} of {global_batch_size:,}: {describe_ranges(ranges)}"
+        if (count := ds.shardings.microbatches) is not None:
+            yield "microbatches", f"{count:,} of {global_batch_size // count:,} rows; one is drawn"
     if layout.num_hosts > 1:
         once = settings.reads_once
         yield "read", "once, then moved by the devices" if once else "what each host needs"

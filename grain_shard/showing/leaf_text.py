@@ -23,8 +23,13 @@ class LeafText(NamedTuple):
     bytes_per_device: int | None = None
 
     @classmethod
-    def of(cls, leaf: Any) -> LeafText:
-        """The text of a `jax.Array`, a `jax.ShapeDtypeStruct` or a numpy array."""
+    def of(cls, leaf: Any, row_dims: int = 1) -> LeafText:
+        """The text of a `jax.Array`, a `jax.ShapeDtypeStruct` or a numpy array.
+
+        Args:
+            leaf: The array.
+            row_dims: How many of its dims, from the first on, count rows.
+        """
         if not hasattr(leaf, "dtype"):
             return cls(f"{type(leaf).__name__} on the host")
         sharding = getattr(leaf, "sharding", None)
@@ -33,7 +38,8 @@ class LeafText(NamedTuple):
         if sharding is None:
             return cls(f"{text} on the host")
         shard = sharding.shard_shape(leaf.shape)
-        return cls(text, shard[0] if shard else None, math.prod(shard) * leaf.dtype.itemsize)
+        rows = math.prod(shard[:row_dims]) if shard else None
+        return cls(text, rows, math.prod(shard) * leaf.dtype.itemsize)
 
 
 def _dtype(dtype: np.dtype) -> str:

@@ -8,7 +8,7 @@ import grain
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.feeding.host_feeds import HostFeeds, check_feeds
+from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.iteration.host_batches import HostBatches, RandomAccess, Stream
 from grain_shard.iteration.sharded_dataset import Settings, ShardedDataset
@@ -105,7 +105,9 @@ class DevicePut(Stage):
         """
         if ds.layout is None:
             ds = ds.of_host(self.shardings.layout())
-        check_feeds(ds, self.shardings.shardings(), self.remainder)
+        layouts = self.shardings.layouts()
+        check_feeds(ds, layouts, self.remainder)
+        warn_of_shared_feeds(ds, layouts)
         host = HostFeeds(ds, buffer_size=self.cpu_buffer_size, num_threads=self.num_threads)
         return self._sharded(ds, host, is_stream=True)
 

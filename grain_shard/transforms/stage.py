@@ -10,6 +10,7 @@ import grain
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
+from grain_shard.grain_inside.after_batch import all_below, pads_batches
 from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.rows import row_reader
@@ -38,12 +39,15 @@ class Stage(ABC):
             )
         if isinstance(ds, FeedBatches):
             return self.of_feeds(ds)
+        if isinstance(ds, RowMapDataset):
+            return self.of_random_access(ds)
+        if isinstance(ds, StreamDataset):
+            return self.of_stream(ds)
+        if isinstance(ds, grain.MapDataset | grain.IterDataset):
+            _refuse_after_batch(ds)
         if isinstance(ds, grain.MapDataset):
-            known = isinstance(ds, RowMapDataset)
-            return self.of_random_access(ds if known else RowMapDataset(ds, row_reader(ds)))
+            return self.of_random_access(RowMapDataset(ds, row_reader(ds)))
         if isinstance(ds, grain.IterDataset):
-            if isinstance(ds, StreamDataset):
-                return self.of_stream(ds)
             size = nodes.iter_batch_size(ds)
             return self.of_stream(StreamDataset.of(ds, global_batch_size=size))
         raise ShardingError(
@@ -63,3 +67,21 @@ class Stage(ABC):
     @abstractmethod
     def of_feeds(self, ds: FeedBatches) -> grain.IterDataset:
         """What comes of batches of feeds."""
+
+
+def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
+    """Refuses what no stage could undo: what follows the batches of feeds, and Grain's padding."""
+    if any(isinstance(below, FeedBatches) for below in all_below(ds)):
+        raise ShardingError(
+            f"{ds} follows the .batch of feeds, where a host has the rows of its own feeds alone.",
+            remedy="put it into make_feed, before it returns the stream of a feed, where it is"
+            " given each row: return ds.map(...). Then .batch(B).shard_to(mesh), with nothing"
+            " between them.",
+        )
+    if pads_batches(ds):
+        raise ShardingError(
+            "batch_fn pads the last batch (grain.experimental.batch_and_pad), so that nothing tells"
+            " its padding from records.",
+            remedy="leave it out: .shard_to pads the last batch itself, with zeros or what"
+            " pad_value says, and adds a mask.",
+        )

@@ -19,7 +19,7 @@ from grain_shard.hardware import (
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.rows import whole_batches
 from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
-from grain_shard.sharding.layout import round_up
+from grain_shard.sharding.layout import describe_parts, round_up
 from grain_shard.transforms.stage import Stage
 from grain_shard.trees import Batch, FlatBatch
 
@@ -44,16 +44,20 @@ class ValidateBatchSize(Stage):
             it.
         hardware: Also compare the rows of one shard with what is recommended for this chip
             (`grain_shard.training.get_batch_size_recommendation`), and warn where they are too few.
+            With microbatches these are the rows of one, that a device has at a time.
         mesh_axes: (name, size) of every mesh axis; for messages only.
+        microbatches: Into how many parts the batch is cut before each is cut into `divisor` shards.
     """
 
     divisor: int
     must_divide: bool = False
     hardware: HardwareType | None = None
     mesh_axes: tuple[tuple[str, int], ...] = ()
+    microbatches: int = 1
 
     def __post_init__(self):
         require_int("divisor", self.divisor, 1)
+        require_int("microbatches", self.microbatches, 1)
 
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
         """The checked dataset.
@@ -103,17 +107,19 @@ class ValidateBatchSize(Stage):
         """Checks one batch size, in rows.
 
         Raises:
-            ShardingError: `divisor` does not divide it, and has to.
+            ShardingError: Its shards do not divide it, and have to.
         """
-        if self.must_divide and global_batch_size % self.divisor:
-            up = round_up(global_batch_size, self.divisor)
+        multiple = self.divisor * self.microbatches
+        if self.must_divide and global_batch_size % multiple:
+            up = round_up(global_batch_size, multiple)
+            parts = describe_parts(self.divisor, self.microbatches)
             raise ShardingError(
-                f"a batch of {global_batch_size} rows does not split into {self.divisor} shards.",
+                f"a batch of {global_batch_size} rows does not split into {parts}.",
                 mesh_axes=self.mesh_axes,
                 remedy=f'use a batch size of {up}, or remainder="pad".',
             )
         if self.hardware is not None:
-            shard_batch_size = -(-global_batch_size // self.divisor)
+            shard_batch_size = -(-global_batch_size // multiple)
             rating = rate_batch_size(shard_batch_size, self.hardware)
             if rating in (BatchSizeRating.TOO_SMALL, BatchSizeRating.BELOW_CRITICAL):
                 _, message = validate_batch_size(shard_batch_size, self.hardware)

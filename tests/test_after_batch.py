@@ -1,0 +1,134 @@
+"""What stands between `.batch` and `.shard_to`, and what a batch looks like in the end."""
+
+import functools
+import math
+
+import grain
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import PadToDivisible, ShardingError, ShardingTree
+from grain_shard.planning.topology import hosts_mesh
+from tests.conftest import data_mesh, ids, numbered
+
+# Grain's padding of the last batch.
+
+PAD = functools.partial(grain.experimental.batch_and_pad, batch_size=8, pad_value=-1)
+PADDED_BY_GRAIN = {
+    "random access": lambda ds: ds.batch(8, batch_fn=PAD),
+    "to_iter_dataset()": lambda ds: ds.batch(8, batch_fn=PAD).to_iter_dataset(),
+    "a map after it": lambda ds: ds.batch(8, batch_fn=PAD).map(lambda batch: batch),
+    "a stream": lambda ds: ds.to_iter_dataset().batch(8, batch_fn=PAD),
+    "a stream, and a map": lambda ds: ds.to_iter_dataset().batch(8, batch_fn=PAD).map(dict),
+    "a mixture": lambda ds: grain.MapDataset.mix([ds.batch(8), ds.batch(8, batch_fn=PAD)]),
+}
+
+
+@pytest.mark.parametrize("batched", PADDED_BY_GRAIN.values(), ids=PADDED_BY_GRAIN)
+@pytest.mark.parametrize("end", [lambda ds: ds.shard_to(data_mesh(2)), PadToDivisible(2)])
+def test_grains_padding_is_refused_when_it_is_built(batched, end):
+    records = grain.MapDataset.range(20).map(lambda i: {"x": i})
+    with pytest.raises(ShardingError) as refusal:
+        end(batched(records))
+    assert refusal.value.problem == (
+        "batch_fn pads the last batch (grain.experimental.batch_and_pad), so that nothing tells"
+        " its padding from records."
+    )
+    assert refusal.value.remedy == (
+        "leave it out: .shard_to pads the last batch itself, with zeros or what pad_value says,"
+        " and adds a mask."
+    )
+
+
+def test_what_the_remedy_says_gives_the_same_rows_and_a_mask():
+    records = grain.MapDataset.range(20).map(lambda i: {"x": i})
+    ours = records.batch(8).shard_to(data_mesh(2), pad_value=-1)
+    for batch, grains in zip(ours, records.batch(8, batch_fn=PAD), strict=True):
+        np.testing.assert_array_equal(batch["x"], grains["x"])
+        np.testing.assert_array_equal(batch["valid_mask"], grains["x"] >= 0)
+
+
+def test_it_may_make_records_of_what_is_batched_again():
+    """Groups of three, the last one padded: these are the records."""
+    group = functools.partial(grain.experimental.batch_and_pad, batch_size=3)
+    groups = grain.MapDataset.range(10).map(lambda i: {"x": i + 1}).batch(3, batch_fn=group)
+    (batch,) = groups.batch(4).shard_to(data_mesh(2))
+    assert batch["x"].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 0, 0]]
+
+
+# How a batch looks.
+
+
+def numbered_feeds(num_records, global_batch_size):
+    def make_feed(feed):
+        part = slice(feed.shard_index, None, feed.shard_count)
+        records = grain.MapDataset.range(num_records).map(lambda i: {"id": i})
+        return records[part].to_iter_dataset(grain.ReadOptions(0, 0))
+
+    return grain_shard.feeds(make_feed, num_feeds=1).batch(global_batch_size)
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(data=st.data())
+def test_its_shape_follows_from_its_size_the_spec_the_mesh_and_the_microbatches_alone(data):
+    kind = data.draw(st.sampled_from([numbered, numbered_feeds]), label="kind")
+    size = data.draw(st.integers(1, 40), label="B")
+    shape = data.draw(st.sampled_from([(8, 1), (4, 2), (2, 4), (1, 8), (2, 2)]), label="mesh")
+    axes = data.draw(st.sampled_from([("data",), ("model",), ("data", "model"), ()]), label="axes")
+    microbatches = data.draw(st.sampled_from([None, 1, 2, 3]), label="microbatches")
+    read = data.draw(st.sampled_from(["auto", "needed", "once"]), label="read")
+    devices = np.array(jax.devices())[: math.prod(shape)]
+    mesh, spec = Mesh(devices.reshape(shape), ("data", "model")), P(axes)
+    multiple = (microbatches or 1) * math.prod(mesh.shape[axis] for axis in axes)
+    rows = -(-size // multiple) * multiple
+    if read == "once" and rows % ((microbatches or 1) * mesh.size):
+        with pytest.raises(ShardingError, match="do not split into"):
+            kind(50, size).shard_to(mesh, spec, read=read, microbatches=microbatches)
+        return
+    ds = kind(50, size).shard_to(mesh, spec, read=read, microbatches=microbatches)
+    expected = (rows,) if microbatches is None else (microbatches, rows // microbatches)
+    assert ds.abstract_batch()["id"].shape == expected
+    assert sorted(row for batch in ids(ds) for row in batch) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("axes", "microbatches", "global_batch_size", "expected"),
+    [
+        # No row is needed on two hosts.
+        ({"data": 16}, None, 16, "needed"),
+        ({"data": 4, "model": 4}, None, 16, "once"),
+        ({"data": 4, "model": 4}, None, 15, "once"),  # padded to 16 anyway
+        ({"data": 4, "model": 4}, None, 12, "needed"),
+        ({"data": 4, "model": 4}, 2, 32, "once"),
+        ({"data": 4, "model": 4}, 2, 16, "needed"),
+        ({"data": 4, "model": 4}, 2, 25, "once"),
+    ],
+)
+def test_auto_reads_once_where_the_devices_divide_the_batch_as_it_is(
+    axes, microbatches, global_batch_size, expected
+):
+    """On 8 hosts of two devices."""
+    mesh = hosts_mesh(axes, hosts=8, devices_per_host=2)
+    shardings = ShardingTree.of(mesh, P("data"), microbatches=microbatches)
+    assert shardings.way_to_read("auto", global_batch_size) == expected
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop", "error"])
+def test_once_is_refused_where_it_would_take_more_padding(remainder):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    with pytest.raises(ShardingError) as refusal:
+        numbered(24, 12).shard_to(mesh, read="once", remainder=remainder)
+    assert str(refusal.value) == (
+        'read="once" cuts each batch over all devices, and 12 rows do not split into 8 shards.\n'
+        "  mesh:   data=4, model=2\n"
+        '  remedy: use a batch size of 16, or read="auto", which takes "once" where that is'
+        " possible."
+    )
+    ds = numbered(32, 16).shard_to(mesh, read="once", remainder=remainder)
+    assert ids(ds) == [list(range(16)), list(range(16, 32))]

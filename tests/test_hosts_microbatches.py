@@ -1,0 +1,263 @@
+"""Microbatches on 1, 2 and 4 hosts: the same batch, reshaped, of which a host reads its own rows.
+
+Every case runs twice in real processes, on 8 devices: with microbatches and without.
+"""
+
+import json
+import traceback
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import rehearse
+
+pytestmark = pytest.mark.slow
+
+HOSTS = (1, 2, 4)
+NUM_DEVICES = 8
+MICROBATCHES = 2
+NUM_RECORDS, GLOBAL_BATCH_SIZE = 44, 16
+NO_READ_AHEAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
+# On the hosts.
+
+
+def data_mesh():
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def permuted():
+    return Mesh(np.array(jax.devices())[[7, 0, 5, 2, 3, 4, 1, 6]], ("data",))
+
+
+def model_over_hosts():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("model", "data"))
+
+
+def records(read, part=slice(None)):
+    def record(i):
+        read.append(i)
+        return {"id": np.int32(i), "x": np.arange(4, dtype=np.float32) + i}
+
+    return grain.MapDataset.range(NUM_RECORDS)[part].map(record)
+
+
+def random_access(mesh, read):
+    return records(read).batch(GLOBAL_BATCH_SIZE)
+
+
+def stream(mesh, read, part=slice(None), hosts=1):
+    return records(read, part).to_iter_dataset(NO_READ_AHEAD).batch(GLOBAL_BATCH_SIZE // hosts)
+
+
+def part_of_a_stream(mesh, read):
+    options = grain_shard.ShardByMesh(mesh)
+    part = slice(options.shard_index, None, options.shard_count)
+    return stream(mesh, read, part, options.shard_count)
+
+
+def feeds(mesh, read):
+    def make_feed(feed):
+        part = slice(feed.shard_index, None, feed.shard_count)
+        return records(read, part).to_iter_dataset(NO_READ_AHEAD)
+
+    return grain_shard.feeds(make_feed, num_feeds=8).batch(GLOBAL_BATCH_SIZE)
+
+
+CASES = {
+    "random access": (random_access, data_mesh, {}),
+    "random access, permuted": (random_access, permuted, {}),
+    "random access, model over hosts": (random_access, model_over_hosts, {"read": "needed"}),
+    "random access, once": (random_access, model_over_hosts, {"read": "once"}),
+    "stream": (stream, data_mesh, {"rows": "global"}),
+    "stream, model over hosts": (stream, model_over_hosts, {"rows": "global"}),
+    "local stream": (part_of_a_stream, data_mesh, {"rows": "local"}),
+    "feeds": (feeds, data_mesh, {}),
+    "feeds, model over hosts": (feeds, model_over_hosts, {"read": "needed"}),
+    "feeds, once": (feeds, model_over_hosts, {"read": "once"}),
+}
+SPEC = {"id": P("data"), "x": P("data")}
+
+
+def run_cases():
+    """What this host got in each case; the traceback of one that failed."""
+    results = {}
+    for name, case in CASES.items():
+        try:
+            results[name] = run_case(*case)
+        except Exception:
+            results[name] = traceback.format_exc()
+    return {**results, "gradients": gradients(), "disagreement": disagreement()}
+
+
+def run_case(build, mesh, options):
+    found = {}
+    for microbatches in (None, MICROBATCHES):
+        read = []
+        ds = build(mesh(), read).shard_to(
+            mesh(), SPEC, microbatches=microbatches, timeout_s=20, **options
+        )
+        read.clear()  # what was looked at when the pipeline was built
+        with iter(ds) as batches:
+            parts, states = [], []
+            for batch in batches:
+                parts.append({name: own_parts(leaf) for name, leaf in batch.items()})
+                states.append(json.dumps(batches.get_state()))
+        found[microbatches] = {"batches": parts, "read": sorted(read), "states": states}
+    return found
+
+
+def own_parts(leaf):
+    shards = [(shard.index, np.asarray(shard.data)) for shard in leaf.addressable_shards]
+    return leaf.shape, shards
+
+
+def gradients():
+    """Of the last, short batch: accumulated over microbatches, and of the whole."""
+    mesh = jax.make_mesh((NUM_DEVICES,), ("data",), (AxisType.Explicit,))
+
+    def loss(w, batch):
+        return jnp.sum((batch["x"] @ w - batch["id"]) ** 2 * batch["valid_mask"])
+
+    @jax.jit
+    def accumulated(w, batch):
+        def add(total, microbatch):
+            return total + jax.grad(loss)(w, microbatch), None
+
+        return jax.lax.scan(add, jnp.zeros_like(w), batch)[0]
+
+    with jax.set_mesh(mesh):
+        w = jnp.ones(4)
+        (*_, batch) = random_access(mesh, []).shard_to(microbatches=MICROBATCHES)
+        (*_, whole) = random_access(mesh, []).shard_to()
+        gradients = accumulated(w, batch), jax.jit(jax.grad(loss))(w, whole)
+        return [np.asarray(gradient) for gradient in gradients]
+
+
+def disagreement():
+    """The error where the last host has another number of microbatches."""
+    mesh = data_mesh()
+    microbatches = 2 if jax.process_index() == jax.process_count() - 1 else 1
+    ds = random_access(mesh, []).shard_to(mesh, microbatches=microbatches, timeout_s=20)
+    try:
+        with iter(ds) as batches:
+            next(batches)
+    except grain_shard.AgreementError as error:
+        return str(error)
+    return None
+
+
+# In the test's process.
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def runs(request):
+    """The number of hosts, and what each of them returned."""
+    hosts = request.param
+    devices = NUM_DEVICES // hosts
+    return hosts, rehearse.run(run_cases, hosts=hosts, devices_per_host=devices, timeout_s=120)
+
+
+def assembled(of_hosts):
+    """The global array of what the hosts hold; what several hold has to be the same."""
+    shape, first = of_hosts[0]
+    array, written = np.zeros(shape, first[0][1].dtype), np.zeros(shape, bool)
+    for of_host_shape, shards in of_hosts:
+        assert of_host_shape == shape
+        for index, data in shards:
+            np.testing.assert_array_equal(data[written[index]], array[index][written[index]])
+            array[index], written[index] = data, True
+    assert written.all(), "some rows are on no device"
+    return array
+
+
+def batches_of(results, name, microbatches):
+    for of_hosts in zip(
+        *(result[name][microbatches]["batches"] for result in results), strict=True
+    ):
+        yield {leaf: assembled([of_host[leaf] for of_host in of_hosts]) for leaf in of_hosts[0]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_same_batch_reshaped(runs, name):
+    hosts, results = runs
+    assert [result[name] for result in results if isinstance(result[name], str)] == []
+    found = list(batches_of(results, name, MICROBATCHES))
+    expected = list(batches_of(results, name, None))
+    assert len(found) == len(expected) == 3
+    # Of a stream that yields each host's own rows, these are reshaped.
+    groups = hosts if name == "local stream" else 1
+    for batch, whole in zip(found, expected, strict=True):
+        assert batch.keys() == whole.keys() == {"id", "x", "valid_mask"}
+        for leaf, array in whole.items():
+            reshaped = array.reshape(groups, MICROBATCHES, -1, *array.shape[1:]).swapaxes(0, 1)
+            reshaped = reshaped.reshape(MICROBATCHES, -1, *array.shape[1:])
+            np.testing.assert_array_equal(batch[leaf], reshaped)
+
+
+@pytest.mark.parametrize("name", ["random access", "random access, permuted"])
+def test_a_host_reads_the_rows_of_its_devices_and_no_others(runs, name):
+    _, results = runs
+    for result in results:
+        of_host = result[name][MICROBATCHES]
+        held = set()
+        for batch in of_host["batches"]:
+            for (_, ids), (_, mask) in zip(batch["id"][1], batch["valid_mask"][1], strict=True):
+                held |= set(ids[mask].tolist())
+        assert held <= set(of_host["read"]) <= held | {0}, "record 0 tells what padding looks like"
+
+
+def test_read_once_each_record_is_read_on_one_host(runs):
+    _, results = runs
+    read = [i for result in results for i in result["random access, once"][MICROBATCHES]["read"]]
+    assert set(read) == set(range(NUM_RECORDS))
+    assert len(set(read) - {0}) == len([i for i in read if i])
+
+
+def test_a_feed_runs_on_one_host_if_there_are_enough(runs):
+    """Eight feeds: as many as microbatches times hosts."""
+    _, results = runs
+    read = [i for result in results for i in result["feeds"][MICROBATCHES]["read"]]
+    assert sorted(read) == list(range(NUM_RECORDS))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "feeds" not in name])
+def test_the_state_knows_nothing_of_microbatches(runs, name):
+    _, results = runs
+    for result in results:
+        assert result[name][MICROBATCHES]["states"] == result[name][None]["states"]
+
+
+def test_the_states_of_feeds_together_are_those_without_microbatches(runs):
+    _, results = runs
+
+    def joined(microbatches):
+        states = [map(json.loads, r["feeds"][microbatches]["states"]) for r in results]
+        for of_hosts in zip(*states, strict=True):
+            feeds = {feed: entry for state in of_hosts for feed, entry in state["feeds"].items()}
+            yield {**of_hosts[0], "feeds": feeds}
+
+    assert list(joined(MICROBATCHES)) == list(joined(None))
+
+
+def test_gradients_accumulated_by_a_scan_are_those_of_the_whole_batch(runs):
+    _, results = runs
+    for result in results:
+        np.testing.assert_allclose(*result["gradients"], rtol=1e-5)
+
+
+def test_hosts_that_disagree_on_microbatches_are_told_so(runs):
+    hosts, results = runs
+    if hosts == 1:
+        assert results[0]["disagreement"] is None
+        return
+    for result in results:
+        assert f"microbatches: 1 on host{'s' * (hosts > 2)} 0" in result["disagreement"]
+        assert f"2 on host {hosts - 1}" in result["disagreement"]

@@ -1,0 +1,380 @@
+"""`.shard_to(mesh, microbatches=A)`: the same batch, reshaped, to accumulate gradients over."""
+
+import json
+import math
+
+import grain
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import BatchLayout, ShardingError, ShardingTree
+from grain_shard.planning.topology import hosts_mesh
+from tests.conftest import data_mesh, numbered, to_numpy
+
+NO_READ_AHEAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
+# Who holds which rows.
+
+
+@pytest.mark.parametrize(
+    ("divisor", "shards", "microbatches", "global_batch_size", "rows", "ranges"),
+    [
+        # One microbatch is the batch.
+        (2, (1,), 1, 8, [4, 5, 6, 7], [(4, 8)]),
+        # Of each microbatch a host has the rows of its shards.
+        (2, (0,), 2, 8, [0, 1, 4, 5], [(0, 2), (4, 6)]),
+        (2, (1,), 2, 8, [2, 3, 6, 7], [(2, 4), (6, 8)]),
+        (2, (1,), 4, 8, [1, 3, 5, 7], [(1, 2), (3, 4), (5, 6), (7, 8)]),
+        (4, (1, 2), 2, 8, [1, 2, 5, 6], [(1, 3), (5, 7)]),
+        (4, (0, 3), 2, 16, [0, 1, 6, 7, 8, 9, 14, 15], [(0, 2), (6, 10), (14, 16)]),
+        # A host that has all shards has all rows, in their order.
+        (2, (0, 1), 2, 8, [0, 1, 2, 3, 4, 5, 6, 7], [(0, 8)]),
+        (1, (0,), 3, 6, [0, 1, 2, 3, 4, 5], [(0, 6)]),
+    ],
+)
+def test_the_rows_of_a_host(divisor, shards, microbatches, global_batch_size, rows, ranges):
+    layout = BatchLayout(divisor, shards, microbatches=microbatches)
+    assert layout.rows(global_batch_size).tolist() == rows
+    assert layout.ranges(global_batch_size) == ranges
+    assert layout.multiple == microbatches * divisor
+    assert layout.global_batch_size(len(rows)) == global_batch_size
+
+
+def test_rows_that_the_shards_of_the_microbatches_do_not_divide():
+    layout = BatchLayout(divisor=4, shards=(0,), microbatches=3)
+    assert layout.padded(13) == 24
+    with pytest.raises(ShardingError) as refusal:
+        layout.rows(16)
+    assert str(refusal.value) == (
+        "a batch of 16 rows does not split into 3 microbatches of 4 shards each.\n"
+        "  remedy: use a batch size of 24, or put PadToDivisible(12) before ShardBatch."
+    )
+
+
+SPECS = [P("data"), P(("data", "model")), P(("model", "data")), P("model"), P(None, "model"), P()]
+
+
+def shifted(spec):
+    return P(None, *spec)
+
+
+@hypothesis.settings(deadline=None, max_examples=100)
+@hypothesis.given(data=st.data())
+def test_the_rows_of_every_host_are_those_that_jax_says_its_devices_hold(data):
+    devices_per_host = data.draw(st.sampled_from([1, 2, 4, 8]), label="devices per host")
+    order = data.draw(st.permutations(range(8)), label="device order")
+    shape = data.draw(st.sampled_from([(8, 1), (4, 2), (2, 4), (1, 8)]), label="mesh")
+    spec = data.draw(st.sampled_from(SPECS), label="spec")
+    microbatches = data.draw(st.integers(1, 5), label="microbatches")
+    hosts = 8 // devices_per_host
+    devices = hosts_mesh({"x": 8}, hosts=hosts, devices_per_host=devices_per_host).devices
+    mesh = Mesh(devices[list(order)].reshape(shape), ("data", "model"))
+    layouts = ShardingTree.of(mesh, spec, microbatches=microbatches).layouts()
+    of_one = layouts[0].divisor * data.draw(st.integers(1, 3), label="rows of a shard")
+    size = microbatches * of_one
+    expected = {host: set() for host in range(hosts)}
+    whole = (microbatches, of_one, 8)
+    for device, index in NamedSharding(mesh, shifted(spec)).devices_indices_map(whole).items():
+        rows = np.arange(size).reshape(microbatches, of_one)[index[:2]]
+        expected[device.process_index] |= set(rows.reshape(-1).tolist())
+    for host, layout in layouts.items():
+        rows = layout.rows(size).tolist()
+        assert rows == sorted(expected[host])
+        assert [row for start, stop in layout.ranges(size) for row in range(start, stop)] == rows
+        assert layout.amplification == pytest.approx(sum(map(len, expected.values())) / size)
+
+
+# The batches.
+
+
+def as_lists(ds, *keys):
+    return [tuple(np.asarray(batch[key]).tolist() for key in keys) for batch in ds]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_records", "global_batch_size", "microbatches", "expected"),
+    [
+        (1, 6, 6, 3, [[[0, 1], [2, 3], [4, 5]]]),
+        (2, 8, 4, 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        (2, 8, 4, 1, [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]),
+        # A short last batch is padded at its end, so that its last microbatches may be padding.
+        (2, 6, 4, 2, [[[0, 1], [2, 3]], [[4, 5], [None, None]]]),
+        # Two shards of three microbatches take a multiple of 6.
+        (2, 5, 4, 3, [[[0, 1], [2, 3], [None, None]], [[4, None], [None, None], [None, None]]]),
+    ],
+)
+def test_table(num_devices, num_records, global_batch_size, microbatches, expected):
+    ds = numbered(num_records, global_batch_size).shard_to(
+        data_mesh(num_devices), microbatches=microbatches, pad_value=-1
+    )
+    valid = [[[i is not None for i in row] for row in batch] for batch in expected]
+    padded = [[[-1 if i is None else i for i in row] for row in batch] for batch in expected]
+    assert as_lists(ds, "id", "valid_mask") == list(zip(padded, valid, strict=True))
+
+
+def record(i):
+    return {
+        "id": np.int32(i),
+        "tokens": np.arange(8, dtype=np.float32) + i,
+        "name": f"record {i}",
+    }
+
+
+def random_access(num_records, global_batch_size):
+    return (
+        grain.MapDataset.range(num_records).seed(1).shuffle().map(record).batch(global_batch_size)
+    )
+
+
+def stream(num_records, global_batch_size):
+    records = random_access(num_records, 1).map(lambda batch: jax.tree.map(lambda x: x[0], batch))
+    return records.to_iter_dataset().batch(global_batch_size)
+
+
+def feeds(num_records, global_batch_size, num_feeds=2):
+    def make_feed(feed):
+        part = slice(feed.shard_index, None, feed.shard_count)
+        return grain.MapDataset.range(num_records)[part].map(record).to_iter_dataset(NO_READ_AHEAD)
+
+    return grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(2 * global_batch_size)
+
+
+def loader(num_records, global_batch_size):
+    return grain_shard.from_iterable(
+        list(random_access(num_records, global_batch_size)), rows="global"
+    )
+
+
+KINDS = [random_access, stream, feeds, loader]
+
+
+def reshaped(batch, microbatches, multiple):
+    """A batch without microbatches, padded to what these need and reshaped."""
+
+    def of_leaf(leaf):
+        leaf = np.asarray(leaf)
+        missing = -len(leaf) % multiple
+        padding = np.zeros((missing, *leaf.shape[1:]), leaf.dtype)
+        leaf = np.concatenate([leaf, padding])
+        return leaf.reshape(microbatches, -1, *leaf.shape[1:])
+
+    return {name: of_leaf(leaf) for name, leaf in batch.items()}
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(data=st.data())
+def test_it_is_the_same_batch_reshaped(data):
+    kind = data.draw(st.sampled_from(KINDS), label="kind")
+    num_records = data.draw(st.integers(1, 40), label="records")
+    global_batch_size = data.draw(st.integers(1, 20), label="B")
+    microbatches = data.draw(st.integers(1, 6), label="microbatches")
+    shape = data.draw(
+        st.sampled_from([(1, 1), (2, 1), (8, 1), (4, 2), (2, 2), (2, 4), (1, 8)]), label="mesh"
+    )
+    names = data.draw(st.permutations(["data", "model"]), label="axes")
+    spec = data.draw(st.sampled_from(SPECS), label="spec")
+    read = "needed" if kind in (stream, loader) else data.draw(st.sampled_from(["needed", "once"]))
+    axis_type = data.draw(st.sampled_from([AxisType.Auto, AxisType.Explicit]), label="axes are")
+    devices = np.array(jax.devices())[: math.prod(shape)].reshape(shape)
+    mesh = Mesh(devices, tuple(names), axis_types=(axis_type,) * 2)
+    specs = {"id": P(*spec[:1]), "tokens": spec, "name": P(*spec[:1])}
+
+    def batches(**options):
+        return kind(num_records, global_batch_size).shard_to(mesh, specs, **options)
+
+    expected = [to_numpy(batch) for batch in batches()]
+    layout = ShardingTree.of(mesh, spec, microbatches=microbatches).layout()
+    multiple, size = layout.multiple, layout.padded(len(expected[0]["id"]))
+    if read == "once" and size % (microbatches * mesh.size):
+        with pytest.raises(ShardingError, match='read="once" cuts each batch over all'):
+            batches(microbatches=microbatches, read=read)
+        return
+    ds = batches(microbatches=microbatches, read=read)
+    found = list(ds)
+    assert len(found) == len(expected)
+    for batch, whole in zip(found, expected, strict=True):
+        want = reshaped(whole, microbatches, multiple)
+        assert set(batch) == set(want)
+        for name, leaf in batch.items():
+            np.testing.assert_array_equal(np.asarray(leaf), want[name], name)
+            if name != "name":
+                assert leaf.dtype == want[name].dtype
+                of_leaf = spec if name == "tokens" else P(*spec[:1])
+                assert leaf.sharding.is_equivalent_to(
+                    NamedSharding(mesh, shifted(of_leaf)), leaf.ndim
+                )
+    for leaf, struct in zip(
+        jax.tree.leaves(found[0]), jax.tree.leaves(ds.abstract_batch()), strict=True
+    ):
+        assert leaf.shape == struct.shape
+        if isinstance(leaf, jax.Array):
+            assert (leaf.dtype, leaf.sharding) == (struct.dtype, struct.sharding)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_has_no_rows_is_as_it_was(microbatches):
+    def collate(records):
+        return {"x": np.array(records), "step": np.float32(7)}
+
+    ds = grain.MapDataset.range(8).batch(4, batch_fn=collate)
+    batch = next(iter(ds.shard_to(data_mesh(2), microbatches=microbatches)))
+    assert batch["x"].shape == (microbatches, 4 // microbatches)
+    assert batch["step"].shape == ()
+    assert batch["step"].is_fully_replicated
+
+
+def test_without_a_mask_any_tree_will_do():
+    ds = grain.MapDataset.range(8).map(lambda i: (i, np.ones(3))).batch(8)
+    (first, second), *_ = ds.shard_to(data_mesh(2), mask_key=None, microbatches=4)
+    assert np.asarray(first).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert second.shape == (4, 2, 3)
+
+
+@pytest.mark.parametrize("target", [lambda: jax.devices()[1], lambda: data_mesh(1)])
+def test_on_one_device(target):
+    (batch,) = numbered(4, 4).shard_to(target(), microbatches=2)
+    assert np.asarray(batch["id"]).tolist() == [[0, 1], [2, 3]]
+
+
+def test_the_stages_may_be_chained_by_hand(mesh):
+    shardings = ShardingTree.of(mesh, P("data"), microbatches=2)
+    layout = shardings.layout()
+    ds = (
+        numbered(20, 8)
+        .pipe(grain_shard.ValidateBatchSize(layout.multiple))
+        .pipe(grain_shard.PadToDivisible(layout.multiple))
+        .pipe(grain_shard.ShardBatch(layout))
+        .pipe(grain_shard.DevicePut(shardings))
+    )
+    by_hand, by_option = list(ds), list(numbered(20, 8).shard_to(mesh, microbatches=2))
+    jax.tree.map(np.testing.assert_array_equal, by_hand, by_option)
+
+
+@pytest.mark.slow
+def test_workers_make_them_too(mesh):
+    ds = numbered(20, 8).shard_to(mesh, microbatches=2, num_workers=1)
+    expected = numbered(20, 8).shard_to(mesh, microbatches=2)
+    assert as_lists(ds, "id", "valid_mask") == as_lists(expected, "id", "valid_mask")
+
+
+# What they are for.
+
+
+def loss(w, batch):
+    """The sum over rows, and their number: sums add up, means do not."""
+    errors = (batch["tokens"] @ w - batch["id"]) ** 2
+    return jnp.sum(errors * batch["valid_mask"])
+
+
+def whole_gradient(w, batch):
+    return jax.grad(loss)(w, batch) / jnp.sum(batch["valid_mask"])
+
+
+def accumulated_gradient(w, batch):
+    def add(total, microbatch):
+        return total + jax.grad(loss)(w, microbatch), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros_like(w), batch)
+    return total / jnp.sum(batch["valid_mask"])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model")])
+def test_gradients_accumulated_by_a_scan_are_those_of_the_whole_batch(axis_type, spec):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2)
+    w = jnp.linspace(-1, 1, 8)
+    specs = {"id": P("data"), "tokens": spec}
+
+    def batches(**options):
+        ds = random_access(44, 16).map(lambda b: {k: b[k] for k in ("id", "tokens")})
+        return ds.shard_to(mesh, specs, **options)
+
+    traces = []
+
+    @jax.jit
+    def step(w, batch):
+        traces.append(batch)
+        return accumulated_gradient(w, batch)
+
+    with jax.set_mesh(mesh):
+        pairs = zip(batches(microbatches=4), batches(), strict=True)
+        for batch, whole in pairs:  # 16, 16 and 12 records
+            expected = jax.jit(whole_gradient)(w, whole)
+            np.testing.assert_allclose(step(w, batch), expected, rtol=1e-4)
+    assert len(traces) == 1
+
+
+# The state.
+
+
+@pytest.mark.parametrize("kind", [random_access, stream, feeds])
+@pytest.mark.parametrize(("before", "after"), [(None, 2), (2, None), (2, 4), (4, 1)])
+def test_a_run_may_go_on_with_other_microbatches(kind, before, after):
+    mesh = data_mesh(2)
+
+    def batches(microbatches):
+        return iter(kind(22, 8).shard_to(mesh, microbatches=microbatches))
+
+    def rows(batch):
+        mask = np.asarray(batch["valid_mask"]).reshape(-1)
+        return np.asarray(batch["id"]).reshape(-1)[mask].tolist()
+
+    with batches(before) as saved, batches(after) as restored, batches(after) as uninterrupted:
+        next(saved), next(uninterrupted)
+        state = json.loads(json.dumps(saved.get_state()))
+        restored.set_state(state)
+        assert [rows(b) for b in restored] == [rows(b) for b in saved]
+        restored.set_state(state)
+        assert restored.get_state() == uninterrupted.get_state() == state
+
+
+# What cannot work.
+
+
+@pytest.mark.parametrize("microbatches", [0, -2, 2.0, True, "4", (2,)])
+def test_what_is_no_number_of_microbatches_is_refused(microbatches, mesh):
+    with pytest.raises(ShardingError, match="is not an integer of at least 1") as refusal:
+        numbered(8, 8).shard_to(mesh, microbatches=microbatches)
+    assert str(refusal.value).startswith(f"microbatches={microbatches!r}")
+
+
+@pytest.mark.parametrize("remainder", ["drop", "error"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_padding_they_have_to_divide_the_batch(kind, remainder):
+    with pytest.raises(ShardingError) as refusal:
+        list(kind(48, 8).shard_to(data_mesh(2), microbatches=3, remainder=remainder))
+    size, works = (16, 18) if kind is feeds else (8, 12)
+    assert str(refusal.value) == (
+        f"a batch of {size} rows does not split into 3 microbatches of 2 shards each.\n"
+        "  mesh:   data=2\n"
+        f'  remedy: use a batch size of {works}, or remainder="pad".'
+    )
+    list(kind(4 * works, works).shard_to(data_mesh(2), microbatches=3, remainder=remainder))
+
+
+def test_a_spec_is_counted_from_the_rows_on(mesh):
+    with pytest.raises(ShardingError) as refusal:
+        list(numbered(8, 8).shard_to(mesh, {"id": P(None, "data"), "image": P()}, microbatches=2))
+    assert "the spec names 2 dims, the leaf has 1 besides that of the microbatches" in str(
+        refusal.value
+    )
+    assert "int32[2, 4]   spec: P(None, 'data')" in str(refusal.value)
+    assert "shorten the spec to 1 entries" in str(refusal.value)
+
+
+def test_a_dim_that_its_axis_does_not_divide(mesh):
+    with pytest.raises(ShardingError, match="dim 3 has size 3, which mesh axis 'data'") as refusal:
+        list(
+            numbered(8, 8).shard_to(
+                mesh, {"id": P(), "image": P(None, None, "data")}, microbatches=2
+            )
+        )
+    assert "spec: P(None, None, None, 'data')" in str(refusal.value)
