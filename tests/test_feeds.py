@@ -607,10 +607,6 @@ REFUSED = {
         lambda: numbers([9] * 4).batch(8).shard_to(data_mesh(4), rows="local"),
         "leave rows out",
     ),
-    "workers": (
-        lambda: numbers([9] * 4).batch(8).shard_to(data_mesh(4), num_workers=2),
-        "of feeds: in make_feed",
-    ),
     "shards": (
         lambda: numbers([9] * 3).batch(6).shard_to(data_mesh(4), remainder="drop"),
         'use a batch size of 8, or remainder="pad"',
@@ -623,7 +619,7 @@ REFUSED = {
         lambda: list(grain_shard.feeds(lambda f: grain.MapDataset.range(3), num_feeds=1).batch(1)),
         "make_feed returned a RangeMapDataset",
     ),
-    "slices": (lambda: numbers([9] * 3).batch(6).set_slice(slice(1)), "call .mp_prefetch in make"),
+    "slices": (lambda: numbers([9] * 3).batch(6).set_slice(slice(1)), "pass num_workers to .sh"),
 }
 
 
