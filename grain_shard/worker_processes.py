@@ -19,6 +19,7 @@ import os
 import pickle
 import signal
 import threading
+import traceback
 from typing import Any
 
 import grain
@@ -45,19 +46,24 @@ class WorkerProcesses(Producer[Any]):
         # of this process, one that the worker makes and one that is on its way.
         per_worker = max(1, buffer_size // (2 * num_workers) - 1)
         options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
-        self._elements: Any = iter(_SendableErrors(ds).mp_prefetch(options, _begin_worker))
+        elements = iter(_SendableErrors(ds).mp_prefetch(options, _begin_worker))
+        self._elements: grain.DatasetIterator | None = elements
 
     def __next__(self) -> Any:
         """The next element. Its arrays may lie in shared memory, which is freed with them."""
+        if self._elements is None:
+            raise StopIteration
         return next(self._elements)
 
     def close(self) -> None:
-        elements, self._elements = self._elements, iter(())
-        elements.close()
-        # Grain's iterators are in reference cycles, with the semaphores of their processes. If the
-        # collector comes upon those while others are being made, they leak.
-        del elements
-        gc.collect()
+        """Ends the processes as soon as what they are in returns; after 25 seconds in any case."""
+        elements, self._elements = self._elements, None
+        if elements is not None:
+            elements.close()
+            # Grain's iterators are in reference cycles, with the semaphores of their processes. If
+            # the collector comes upon those while others are being made, they leak.
+            del elements
+            gc.collect()
 
 
 def _begin_worker(index: int, count: int) -> None:
@@ -92,8 +98,11 @@ class _SendableErrorsIterator(grain.DatasetIterator):
     def __next__(self) -> Any:
         try:
             return next(self._source)
+        except StopIteration:
+            raise
         except BaseException as error:
-            if isinstance(error, StopIteration) or _can_be_sent(error):
+            _note_cause(error)
+            if _can_be_sent(error):
                 raise
             raise _told(error) from None
 
@@ -102,6 +111,14 @@ class _SendableErrorsIterator(grain.DatasetIterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._source.set_state(state)
+
+
+def _note_cause(error: BaseException) -> None:
+    """Says what the error was raised from, which is not sent along."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        told = "".join(traceback.format_exception(cause)).rstrip()
+        error.add_note(f"grain_shard: it was raised from, in a worker process:\n{told}")
 
 
 def _can_be_sent(error: BaseException) -> bool:

@@ -384,7 +384,7 @@ BLOCKED_THREADS_ARE_LEFT_SOON = """
         """
 
 
-def start(code, path):
+def start(code, path, **options):
     path.write_text(code)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
@@ -395,6 +395,7 @@ def start(code, path):
         text=True,
         env=environment,
         cwd=path.parent,
+        **options,
     )
 
 
