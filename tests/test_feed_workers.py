@@ -27,7 +27,7 @@ from grain_shard.feeding.host_feeds import HostFeeds
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import background_threads, data_mesh, eventually, ids, to_numpy
-from tests.test_feeds import OPTIONS, Odd, numbers, valid
+from tests.test_feeds import OPTIONS, Odd, Unclosable, numbers, valid
 from tests.test_lifecycle import start
 from tests.test_workers import Locked, assert_no_child_is_left, children, raising
 
@@ -364,34 +364,11 @@ def test_no_more_batches_are_made_ahead_than_the_documentation_says(tmp_path):
 
 @slow
 def test_in_a_worker_a_feed_that_cannot_be_closed_keeps_no_other_from_being_closed(tmp_path):
-    class Closing(grain.IterDataset):
-        def __init__(self, feed):
-            super().__init__()
-            self.feed = feed
+    def make_feed(feed):
+        number = feed.shard_index
+        return Unclosable(number < 2, (tmp_path / str(number)).touch)
 
-        def __iter__(self):
-            return ClosingIterator(self.feed)
-
-    class ClosingIterator(grain.DatasetIterator):
-        def __init__(self, feed):
-            super().__init__()
-            self.feed = feed
-
-        def __next__(self):
-            return {"id": np.int32(self.feed)}
-
-        def get_state(self):
-            return {}
-
-        def set_state(self, state):
-            pass
-
-        def close(self):
-            (tmp_path / str(self.feed)).touch()
-            if self.feed < 2:
-                raise OSError("cannot close")
-
-    ds = grain_shard.feeds(lambda feed: Closing(feed.shard_index), num_feeds=6).batch(6)
+    ds = grain_shard.feeds(make_feed, num_feeds=6).batch(6)
     with iter(ds.shard_to(data_mesh(2), num_workers=2)) as batches:
         next(batches)
     assert_no_child_is_left()

@@ -492,6 +492,30 @@ EXITS = {
             next(iterator)
         print("end")
         """,
+    "while a source that nobody refers to any more is being closed": """
+        class Source(grain.IterDataset):
+            def __iter__(self):
+                return SourceIterator()
+        class SourceIterator(grain.DatasetIterator):
+            is_open = True
+            def __next__(self):
+                return {"id": np.arange(8)}
+            def get_state(self):
+                return {}
+            def set_state(self, state):
+                pass
+            def close(self):
+                if self.is_open:  # Grain closes it again when it is collected
+                    self.is_open = False
+                    closing.set()
+                    time.sleep(0.5)
+                    print("end", flush=True)
+        closing = threading.Event()
+        iterator = iter(Source().shard_to(jax.make_mesh((2,), ("data",))))
+        next(iterator)
+        del iterator
+        closing.wait()
+        """,
     "with two workers": """
         if __name__ == "__main__":
             iterator = iter(pipeline(num_workers=2))

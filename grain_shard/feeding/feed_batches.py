@@ -410,9 +410,10 @@ class FeedIterator(BatchIterator):
         return open_turns(entries)
 
     def _move(self, position: FeedsPosition) -> None:
-        self._turns.close()
-        self._turns, self._position, self._ended = self._turns_from(position), position, False
-        self._failure = None
+        # Moved also if closing what was open fails: a closed feed would begin anew.
+        before, self._turns = self._turns, self._turns_from(position)
+        self._position, self._ended, self._failure = position, False, None
+        before.close()
 
     def __next__(self) -> Batch:
         self._require_open()
