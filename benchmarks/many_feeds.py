@@ -1,11 +1,14 @@
-"""P17: many feeds on one host with nothing set, and packed text as feeds and as one stream."""
+"""P17: many feeds on one host with nothing set; packed text as feeds, as one stream, in workers."""
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import grain
 import jax
@@ -13,7 +16,7 @@ import numpy as np
 
 import grain_shard
 from benchmarks import feeds, peers
-from benchmarks.measure import Comparison, Goal, Group, Round, Run, interleave
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interleave
 
 NUM_FEEDS, GLOBAL_BATCH_SIZE = 64, 256
 BEST = "the best ReadOptions"
@@ -21,6 +24,8 @@ BEST = "the best ReadOptions"
 OPTIONS = ((0, 0), (1, 2), (1, 8), (4, 16))
 
 TEXT_FEEDS, TEXT_BATCH_SIZE, TOKENS = 16, 32, 512
+NUM_WORKERS, SHARED_MEMORY = 2, Path("/dev/shm")
+MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
 WARM_UP = 8  # batches
 
 
@@ -72,6 +77,49 @@ def measure_many(run: Run) -> Iterator[Round]:
         yield {**ours, BEST: min(fixed)}
 
 
+def named_packed(feed: grain.sharding.ShardOptions, prefix: str, make: MakeFeed) -> Any:
+    """A feed that names its worker's shared memory: other programs have some, too."""
+    from multiprocessing import shared_memory
+
+    shared_memory._SHM_NAME_PREFIX = f"/{prefix}"  # pyright: ignore[reportAttributeAccessIssue]
+    return make(feed)
+
+
+def started_workers() -> dict[str, float]:
+    """Seconds to the first batch, the processes that run then, and the shared memory left at last.
+
+    Of packed text in 16 feeds.
+    """
+    prefix = f"b{os.getpid() % 10**6}_"
+    make = functools.partial(feeds.packed, sources=feeds.documents(), length=TOKENS, counted=[])
+    before, start = child_processes(), time.perf_counter()
+    ds = grain_shard.feeds(
+        functools.partial(named_packed, prefix=prefix, make=make), num_feeds=TEXT_FEEDS
+    ).batch(TEXT_BATCH_SIZE)
+    with iter(grain_shard.shard_to(ds, peers.data_mesh(), num_workers=NUM_WORKERS)) as batches:
+        jax.block_until_ready(next(batches))
+        first = time.perf_counter() - start
+        for _ in range(WARM_UP):
+            next(batches)
+        children = len(child_processes() - before)
+    time.sleep(1)  # Grain frees the last of it in a thread
+    left = sum(name.startswith(prefix) for name in os.listdir(SHARED_MEMORY))
+    return {"first": first, "children": float(children), "left": float(left)}
+
+
+def child_processes() -> set[int]:
+    """The processes that this one has started, multiprocessing's resource tracker among them."""
+    of_threads = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for children in of_threads for pid in children.read_text().split()}
+
+
+def measure_workers(run: Run) -> Iterator[Round]:
+    if not SHARED_MEMORY.exists():
+        raise Skip("needs Linux's /dev/shm")
+    for _ in range(run.rounds(quick=3, full=7)):
+        yield started_workers()
+
+
 def packed_text(kind: str) -> grain.IterDataset:
     make = functools.partial(feeds.packed, sources=feeds.documents(), length=TOKENS, counted=[])
     if kind == "one stream":
@@ -101,30 +149,32 @@ def measure_text(run: Run) -> Iterable[Round]:
     return interleave(sides, run.rounds(quick=15, full=45))
 
 
-def _of_64_feeds(what: str, unit: str, ours: str, most: float) -> Comparison:
+def _alone(what: str, unit: str, ours: str, goal: Goal) -> Comparison:
     return Comparison(
         "P17",
-        what=f"{NUM_FEEDS} feeds with Grain's default ReadOptions: {what}",
+        what=what,
         against="nothing",
         unit=unit,
         ours=ours,
         theirs=ours,
         compared="ours",
         compared_unit=unit,
-        goal=Goal("at most", most),
+        goal=goal,
     )
 
 
+OF_MANY = f"{NUM_FEEDS} feeds with Grain's default ReadOptions"
+OF_WORKERS = f"{TEXT_FEEDS} feeds with {NUM_WORKERS} worker processes"
 GROUPS = [
     Group(
         "many_feeds",
         measure_many,
         [
-            _of_64_feeds("threads", "threads", "threads", 80),
-            _of_64_feeds("first batch", "s", "first", 0.5),
+            _alone(f"{OF_MANY}: threads", "threads", "threads", Goal("at most", 80)),
+            _alone(f"{OF_MANY}: first batch", "s", "first", Goal("at most", 0.5)),
             Comparison(
                 "P17",
-                what=f"{NUM_FEEDS} feeds with Grain's default ReadOptions: a batch",
+                what=f"{OF_MANY}: a batch",
                 against=f"{BEST}, read by Grain",
                 unit="ms",
                 ours="ms",
@@ -148,6 +198,15 @@ GROUPS = [
                 compared="ours / theirs",
                 goal=Goal("at least", 1.6),
             )
+        ],
+    ),
+    Group(
+        "feed_workers",
+        measure_workers,
+        [
+            _alone(f"{OF_WORKERS}: first batch", "s", "first", Goal("at most", 4)),
+            _alone(f"{OF_WORKERS}: children", "processes", "children", Goal("at most", 4)),
+            _alone(f"{OF_WORKERS}: shared memory left", "objects", "left", Goal("exactly", 0)),
         ],
     ),
 ]

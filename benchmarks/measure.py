@@ -60,7 +60,8 @@ class Goal:
     def margin(self, measured: float) -> float:
         """1 where the measured figure is the goal, more where it is better."""
         if self.relation == "exactly":
-            return 1.0 if self.met(measured) else min(measured, self.value) / self.value
+            low, high = sorted((measured, self.value))
+            return 1.0 if self.met(measured) else low / high
         better, worse = (
             (measured, self.value) if self.relation == "at least" else (self.value, measured)
         )

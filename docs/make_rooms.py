@@ -15,6 +15,7 @@ PACKAGE = ROOT / "grain_shard"
 FLOORS = [
     ["errors", "digest", "spans", "host_arrays", "pace", "grain_inside"],
     ["trees", "background", "hardware", "step_memory", "arguments"],
+    ["worker_processes"],
     ["sharding", "reading", "hosts"],
     ["iteration"],
     ["feeding", "checkpoint", "placement", "measuring", "showing"],
@@ -32,6 +33,7 @@ WORDS = {
     "spans": "who is at work when",
     "host_arrays": "aligned host memory",
     "background": "threads that work ahead",
+    "worker_processes": "Grain's processes",
     "pace": "how many work side by side",
     "grain_inside": "what Grain keeps private",
     "trees": "batches as trees",

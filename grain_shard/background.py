@@ -515,8 +515,10 @@ class _Shared(Generic[T]):
             self._running -= 1
             last = self._running == 0
         if last:
-            atexit.unregister(self._at_exit)
-            self._tasks.close()
+            try:
+                self._tasks.close()
+            finally:  # not before: the interpreter's exit has to wait for this, too
+                atexit.unregister(self._at_exit)
 
     def _room(self) -> int:
         return self._buffer_size - (self._begun - self._taken)

@@ -74,11 +74,14 @@ def shard_to(
             the batch reshaped: microbatch 0 has its first rows, and so on. With ``rows="local"``
             it is the rows of each host that are reshaped.
         cpu_buffer_size: Batches that may wait on the host or be in the making there. With
-            `num_workers` there may be four for each worker, if that is more: Grain keeps them.
+            `num_workers` there may be four for each worker, of feeds four in all, if that is more:
+            Grain keeps them.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         num_threads: Threads that read side by side (`MapDataset`), or that run feeds side by side.
             None finds out while it runs how many reads help, and runs feeds one after the other.
-        num_workers: Grain worker processes that make the batches instead (`MapDataset` only).
+        num_workers: Grain worker processes that make the batches instead (`MapDataset`), or that
+            run this host's feeds, some of them each (`feeds`; no more start than there are feeds,
+            and `num_threads` is of each worker).
         rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
             say, unless it is one of `from_iterable`. "global": every host the same whole batches.
             "local": each host the rows of its own devices, from its own slice of the source (see
@@ -162,7 +165,12 @@ class _Chain(Stage):
                 remedy="keep a MapDataset down to .batch, or shard the source by"
                 ' grain_shard.ShardByMesh and pass rows="local".',
             )
-        self._refuse_workers()
+        if self.put.num_workers:
+            raise ShardingError(
+                "num_workers needs random access or feeds, and the dataset is a stream.",
+                remedy="call .mp_prefetch before .shard_to, cut the stream into grain_shard.feeds,"
+                " or keep a MapDataset down to .batch.",
+            )
         layout = self.put.shardings.layout()
         rows = agreed_rows(ds, self.put.rows)
         if rows is None and layout.num_hosts > 1:
@@ -183,7 +191,6 @@ class _Chain(Stage):
                 f"rows={self.put.rows!r} is given, and the rows of feeds are known.",
                 remedy="leave rows out: a host runs the feeds whose rows it holds.",
             )
-        self._refuse_workers()
         target = self.put.shardings
         # With fewer feeds than hosts, some hosts would have no feed to run.
         too_few = ds.num_feeds < len(target.hosts())
@@ -212,14 +219,6 @@ class _Chain(Stage):
                 pad_value=self.pad_value,
             )
         )
-
-    def _refuse_workers(self) -> None:
-        if self.put.num_workers:
-            raise ShardingError(
-                "num_workers needs random access, and the dataset is a stream.",
-                remedy="call .mp_prefetch before .shard_to (of feeds: in make_feed), or keep a"
-                " MapDataset down to .batch.",
-            )
 
 
 def check_read(read: str) -> None:

@@ -516,45 +516,67 @@ def test_a_readers_pipeline_is_closed_when_its_feed_ends_and_when_the_iterator_i
     assert set(closed) == {0, 1}
 
 
+class Unclosable(grain.IterDataset):
+    """Numbers without end; says that it is closed, which may fail."""
+
+    def __init__(self, fails, on_close):
+        super().__init__()
+        self.fails, self.on_close = fails, on_close
+
+    def __iter__(self):
+        return UnclosableIterator(self)
+
+
+class UnclosableIterator(grain.DatasetIterator):
+    def __init__(self, ds):
+        super().__init__()
+        self.ds, self.given = ds, 0
+
+    def __next__(self):
+        self.given += 1
+        return {"id": np.int32(self.given - 1)}
+
+    def get_state(self):
+        return {"given": self.given}
+
+    def set_state(self, state):
+        self.given = state["given"]
+
+    def close(self):
+        self.ds.on_close()
+        if self.ds.fails:
+            self.ds.fails = False  # Grain closes it again when it is collected
+            raise OSError("cannot close")
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_feed_that_cannot_be_closed_keeps_no_other_from_being_closed(num_threads):
     closed = []
 
-    class Closing(grain.IterDataset):
-        def __init__(self, feed):
-            super().__init__()
-            self.feed = feed
+    def make_feed(feed):
+        number = feed.shard_index
+        return Unclosable(number == 1, lambda: closed.append(number))
 
-        def __iter__(self):
-            return ClosingIterator(self.feed)
-
-    class ClosingIterator(grain.DatasetIterator):
-        def __init__(self, feed):
-            super().__init__()
-            self.feed = feed
-
-        def __next__(self):
-            return {"id": np.int32(self.feed)}
-
-        def get_state(self):
-            return {}
-
-        def set_state(self, state):
-            pass
-
-        def close(self):
-            if self.feed == 1 and self.feed not in closed:
-                closed.append(self.feed)
-                raise OSError("cannot close")
-            closed.append(self.feed)
-
-    ds = grain_shard.feeds(lambda feed: Closing(feed.shard_index), num_feeds=3).batch(3)
-    batches = ds.iterate(num_threads)
+    batches = grain_shard.feeds(make_feed, num_feeds=3).batch(3).iterate(num_threads)
     next(batches)
     with contextlib.suppress(OSError):
         batches.close()
     eventually(lambda: {0, 1, 2} <= set(closed))
+
+
+def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
+    ds = grain_shard.feeds(lambda feed: Unclosable(True, lambda: None), num_feeds=2).batch(2)
+    batches = ds.iterate()
+    for _ in range(3):
+        next(batches)
+    state = batches.get_state()
+    next(batches)
+    with pytest.raises(OSError, match="cannot close"):
+        batches.set_state(state)
+    assert next(batches)["id"].tolist() == [3, 3]
+    with contextlib.suppress(OSError):
+        batches.close()
 
 
 def test_a_reader_takes_what_there_is_and_says_where_it_stands():
@@ -607,10 +629,6 @@ REFUSED = {
         lambda: numbers([9] * 4).batch(8).shard_to(data_mesh(4), rows="local"),
         "leave rows out",
     ),
-    "workers": (
-        lambda: numbers([9] * 4).batch(8).shard_to(data_mesh(4), num_workers=2),
-        "of feeds: in make_feed",
-    ),
     "shards": (
         lambda: numbers([9] * 3).batch(6).shard_to(data_mesh(4), remainder="drop"),
         'use a batch size of 8, or remainder="pad"',
@@ -623,7 +641,7 @@ REFUSED = {
         lambda: list(grain_shard.feeds(lambda f: grain.MapDataset.range(3), num_feeds=1).batch(1)),
         "make_feed returned a RangeMapDataset",
     ),
-    "slices": (lambda: numbers([9] * 3).batch(6).set_slice(slice(1)), "call .mp_prefetch in make"),
+    "slices": (lambda: numbers([9] * 3).batch(6).set_slice(slice(1)), "pass num_workers to .sh"),
 }
 
 

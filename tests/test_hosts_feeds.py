@@ -148,24 +148,25 @@ def test_the_global_batches_are_the_same_on_any_hosts_and_mesh(hosts, expected):
 # From 4 hosts to 2, to 1, to 4.
 
 APIS = ("manager", "v1")
-# Hosts, and the batches until the save. No number of them is one at which a feed's bins, of which
-# there are 6, are all used up: a feed gives 2 rows to a batch.
-JOBS = [(4, 7), (2, 4), (1, 8), (4, None)]
+# Hosts, the batches until the save, and the worker processes of each host. No number of batches is
+# one at which a feed's bins, of which there are 6, are all used up: a feed gives 2 rows to a batch.
+JOBS = [(4, 7, 0), (2, 4, 2), (1, 8, 3), (4, None, 0)]
 
 
 def run_job(job, directory):
     """Goes on from the checkpoint of the job before, by each of Orbax's interfaces."""
-    reports = {}
+    reports, (_, num_batches, num_workers) = {}, JOBS[job]
     for api in APIS:
-        with iter(sharded(**(SEQ if job == 1 else DATA))) as batches:
+        ds = sharded(**(SEQ if job == 1 else DATA), num_workers=num_workers)
+        with iter(ds) as batches:
             if job % 2:
                 next(batches)  # restore into one that is in use
             if job:
                 restore(api, Path(directory), job - 1, batches)
             restored = batches.get_state()
-            taken = [own_parts(batch) for batch in itertools.islice(batches, JOBS[job][1])]
+            taken = [own_parts(batch) for batch in itertools.islice(batches, num_batches)]
             saved = batches.get_state()
-            if JOBS[job][1] is not None:
+            if num_batches is not None:
                 save(api, Path(directory), job, batches)
         reports[api] = taken, restored, saved
     return reports
@@ -193,7 +194,7 @@ def jobs(tmp_path_factory):
     """Of each job, by API: its global batches, and what each host restored and saved."""
     directory = str(tmp_path_factory.mktemp("checkpoints"))
     jobs = []
-    for job, (hosts, _) in enumerate(JOBS):
+    for job, (hosts, *_) in enumerate(JOBS):
         of_hosts = rehearse.run(
             run_job, job, directory, hosts=hosts, devices_per_host=8 // hosts, timeout_s=120
         )
@@ -230,7 +231,7 @@ def test_each_token_of_each_document_is_trained_on_exactly_once(jobs, api):
 
 @pytest.mark.parametrize("api", APIS)
 def test_a_checkpoint_holds_one_entry_for_each_feed_saved_by_a_host_that_runs_it(jobs, api):
-    for (hosts, _), job in zip(JOBS[:-1], jobs, strict=False):
+    for (hosts, *_), job in zip(JOBS[:-1], jobs, strict=False):
         saved = [state["feeds"] for state in job[api][2]]
         assert len(saved) == hosts
         feeds_of_host = 8 // hosts

@@ -384,7 +384,7 @@ BLOCKED_THREADS_ARE_LEFT_SOON = """
         """
 
 
-def start(code, path):
+def start(code, path, **options):
     path.write_text(code)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
@@ -395,6 +395,7 @@ def start(code, path):
         text=True,
         env=environment,
         cwd=path.parent,
+        **options,
     )
 
 
@@ -490,6 +491,30 @@ EXITS = {
         for _ in range(3):
             next(iterator)
         print("end")
+        """,
+    "while a source that nobody refers to any more is being closed": """
+        class Source(grain.IterDataset):
+            def __iter__(self):
+                return SourceIterator()
+        class SourceIterator(grain.DatasetIterator):
+            is_open = True
+            def __next__(self):
+                return {"id": np.arange(8)}
+            def get_state(self):
+                return {}
+            def set_state(self, state):
+                pass
+            def close(self):
+                if self.is_open:  # Grain closes it again when it is collected
+                    self.is_open = False
+                    closing.set()
+                    time.sleep(0.5)
+                    print("end", flush=True)
+        closing = threading.Event()
+        iterator = iter(Source().shard_to(jax.make_mesh((2,), ("data",))))
+        next(iterator)
+        del iterator
+        closing.wait()
         """,
     "with two workers": """
         if __name__ == "__main__":

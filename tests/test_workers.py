@@ -135,16 +135,30 @@ class TestMemory:
             assert batch["t"].tolist() == [f"{i:05d}" * 1000 for i in (2 * k, 2 * k + 1)]
 
 
+class Locked(Exception):
+    """An error that does not survive the way to another process."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def raising(error):
+    raise error
+
+
 @slow
 class TestErrors:
     @pytest.mark.parametrize(
         ("fail", "error", "match"),
         [
             (lambda: 1 // 0, ZeroDivisionError, "division"),
+            # Of this one, Grain alone would say nothing, and hang.
+            (lambda: raising(Locked("five")), RuntimeError, "^Locked: five\n"),
             # Grain's worker dies of what is no Exception. That is an error, and no hang.
             (lambda: os._exit(3), RuntimeError, "terminated unexpectedly with exit code 3"),
         ],
-        ids=["an exception", "the death of a worker"],
+        ids=["an exception", "one that cannot be sent", "the death of a worker"],
     )
     def test_in_a_worker_comes_in_its_place_and_stays(self, fail, error, match):
         def decode(i):
@@ -154,7 +168,7 @@ class TestErrors:
 
         ds = grain.MapDataset.range(40).map(decode).batch(8)
         iterator = iter(ds.shard_to(data_mesh(2), num_workers=2))
-        if error is ZeroDivisionError:  # a worker that dies may take its last batch with it
+        if "terminated" not in match:  # a worker that dies may take its last batch with it
             assert ids([next(iterator), next(iterator)]) == [list(range(8)), list(range(8, 16))]
         for _ in range(2):
             with pytest.raises(error, match=match):

@@ -18,7 +18,8 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.feeding.feed_reader import ENDED, Entry, FeedReader, is_entry, naming_feed
-from grain_shard.feeding.feed_turns import FeedTurns, Piece
+from grain_shard.feeding.feed_turns import FeedTurns, Piece, row_stacker
+from grain_shard.feeding.feed_workers import FeedWorkers
 from grain_shard.feeding.record_stream import RecordStream
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
@@ -249,9 +250,33 @@ class FeedBatches(grain.IterDataset):
 
         return FeedReader(lambda: replace_read_ahead(self._make(feed), record_stream), entry)
 
-    def iterate(self, num_threads: int = 1) -> FeedIterator:
-        """An iterator over the batches; several threads run feeds side by side."""
-        return FeedIterator(self, num_threads)
+    def open_turns(self, entries: Mapping[int, Entry], num_threads: int) -> FeedTurns:
+        """What takes from feeds, in this process, what they give to each batch.
+
+        Args:
+            entries: Of each feed to run, where it is to start.
+            num_threads: Threads that run feeds side by side.
+        """
+        reads = SharedReads()
+        return FeedTurns(
+            {feed: self.open_feed(feed, entry, reads) for feed, entry in entries.items()},
+            reads,
+            num_feeds=self.num_feeds,
+            rows_per_feed=self.feed_batch_size,
+            num_threads=num_threads,
+        )
+
+    def iterate(
+        self, num_threads: int = 1, num_workers: int = 0, buffer_size: int = 1
+    ) -> FeedIterator:
+        """An iterator over the batches.
+
+        Args:
+            num_threads: Threads that run feeds side by side, of each worker if there are some.
+            num_workers: Worker processes that run the feeds; 0 for none.
+            buffer_size: Batches that these make ahead. Grain lets them make four at least.
+        """
+        return FeedIterator(self, num_threads, num_workers, buffer_size)
 
     def __iter__(self) -> FeedIterator:
         return self.iterate()
@@ -329,8 +354,8 @@ class FeedBatches(grain.IterDataset):
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
         """Refused; Grain calls it to divide a dataset among its workers."""
         raise ShardingError(
-            "feeds cannot be divided among worker processes.",
-            remedy="call .mp_prefetch in make_feed, on the stream of one feed.",
+            "batches of feeds cannot be divided among worker processes.",
+            remedy="pass num_workers to .shard_to: each worker then runs some of the feeds.",
         )
 
     def _make(self, feed: int) -> grain.IterDataset:
@@ -362,33 +387,33 @@ class FeedIterator(BatchIterator):
 
     Args:
         ds: The dataset.
-        num_threads: Threads that run feeds side by side.
+        num_threads: As for `FeedBatches.iterate`.
+        num_workers: As for `FeedBatches.iterate`.
+        buffer_size: As for `FeedBatches.iterate`.
     """
 
-    def __init__(self, ds: FeedBatches, num_threads: int):
+    def __init__(self, ds: FeedBatches, num_threads: int, num_workers: int, buffer_size: int):
         super().__init__()
         self._ds, self._num_threads = ds, num_threads
+        self._num_workers, self._buffer_size = num_workers, buffer_size
         self._stacker: RowStacker | None = None
         self._is_closed = self._ended = False
         self._failure: BaseException | None = None
         self._position = FeedsPosition(0, dict.fromkeys(ds.rows_by_feed, pickle.dumps({})))
         self._turns = self._turns_from(self._position)
 
-    def _turns_from(self, position: FeedsPosition) -> FeedTurns:
+    def _turns_from(self, position: FeedsPosition) -> FeedTurns | FeedWorkers:
         entries = {feed: pickle.loads(entry) for feed, entry in position.entries.items()}
-        reads = SharedReads()
-        return FeedTurns(
-            {feed: self._ds.open_feed(feed, entry, reads) for feed, entry in entries.items()},
-            reads,
-            num_feeds=self._ds.num_feeds,
-            rows_per_feed=self._ds.feed_batch_size,
-            num_threads=self._num_threads,
-        )
+        open_turns = functools.partial(self._ds.open_turns, num_threads=self._num_threads)
+        if self._num_workers:
+            return FeedWorkers(open_turns, entries, self._num_workers, self._buffer_size)
+        return open_turns(entries)
 
     def _move(self, position: FeedsPosition) -> None:
-        self._turns.close()
-        self._turns, self._position, self._ended = self._turns_from(position), position, False
-        self._failure = None
+        # Moved also if closing what was open fails: a closed feed would begin anew.
+        before, self._turns = self._turns, self._turns_from(position)
+        self._position, self._ended, self._failure = position, False, None
+        before.close()
 
     def __next__(self) -> Batch:
         self._require_open()
@@ -455,12 +480,3 @@ class FeedIterator(BatchIterator):
     def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError("this is a closed iterator; make another by iter(ds).")
-
-
-def row_stacker(row: Any) -> RowStacker:
-    """Stacks rows that look like this one.
-
-    Raises:
-        ShardingError: It cannot be a row.
-    """
-    return RowStacker(row, "a row of feed {}")

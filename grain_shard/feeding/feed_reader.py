@@ -67,16 +67,25 @@ class FeedReader:
             iterator.close()
 
     def _open(self) -> grain.DatasetIterator:
-        iterator = iter(self._make())
-        if "state" in self._entry:
-            try:
-                iterator.set_state(self._entry["state"])
-            except (KeyError, TypeError, IndexError) as error:
-                raise StateError(
-                    f"the feed cannot take this state: {type(error).__name__}: {error}.\n"
-                    "  remedy: restore with the pipeline that saved it."
-                ) from error
+        try:
+            iterator = iter(self._make())
+            if "state" in self._entry:
+                self._restore(iterator)
+        except StopIteration as error:  # which would pass for the end
+            raise RuntimeError(
+                "the feed raised StopIteration before its first row: look for a bare next() in"
+                " make_feed."
+            ) from error
         return iterator
+
+    def _restore(self, iterator: grain.DatasetIterator) -> None:
+        try:
+            iterator.set_state(self._entry["state"])
+        except (KeyError, TypeError, IndexError) as error:
+            raise StateError(
+                f"the feed cannot take this state: {type(error).__name__}: {error}.\n"
+                "  remedy: restore with the pipeline that saved it."
+            ) from error
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from grain_shard.background import Background, Producer
 from grain_shard.feeding.feed_reader import FeedReader, naming_feed
 from grain_shard.feeding.shared_reads import SharedReads
+from grain_shard.reading.stack import RowStacker
 from grain_shard.spans import READ, span
 
 
@@ -21,6 +22,15 @@ class Piece(NamedTuple):
     feed: int
     rows: list[Any]
     entry: bytes
+
+
+def row_stacker(row: Any) -> RowStacker:
+    """Stacks rows that look like this one.
+
+    Raises:
+        ShardingError: It cannot be a row.
+    """
+    return RowStacker(row, "a row of feed {}")
 
 
 class FeedTurns:

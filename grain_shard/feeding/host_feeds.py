@@ -13,9 +13,9 @@ from grain_shard.feeding.feed_batches import (
     FeedBatches,
     FeedIterator,
     FeedsPosition,
-    row_stacker,
 )
 from grain_shard.feeding.feed_reader import naming_feed
+from grain_shard.feeding.feed_turns import row_stacker
 from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.host_batches import Stream
@@ -35,18 +35,25 @@ class HostFeeds(Stream):
         buffer_size: Batches that may wait on the host or be in the making.
         num_threads: Threads that run feeds side by side; None for one, as Python's interpreter runs
             one at a time, and switching between them costs a tenth of what packing takes.
+        num_workers: Worker processes that run the feeds, if not 0. Grain keeps four batches ahead
+            at least, whatever their number, so that many may be on the host.
     """
 
     kind, rows = FEEDS, OF_FEEDS
 
-    def __init__(self, ds: FeedBatches, *, buffer_size: int, num_threads: int | None):
-        self._ds, self._buffer_size, self._num_threads = ds, buffer_size, num_threads or 1
+    def __init__(
+        self, ds: FeedBatches, *, buffer_size: int, num_threads: int | None, num_workers: int = 0
+    ):
+        self._ds, self._num_threads, self._num_workers = ds, num_threads or 1, num_workers
+        # Of batches that workers make, one waits here, out of their shared memory.
+        self._buffer_size = 1 if num_workers else buffer_size
+        self._buffer_of_workers = buffer_size
         self.fingerprint = ds.fingerprint
         if ds.padding is not None:
             self.padding = ds.padding.rows
 
     def _iterate(self) -> FeedIterator:
-        return self._ds.iterate(self._num_threads)
+        return self._ds.iterate(self._num_threads, self._num_workers, self._buffer_of_workers)
 
     def first(self) -> Batch:
         """A batch of padding, for a host of which no feed has had a row yet.

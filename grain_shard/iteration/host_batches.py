@@ -9,7 +9,6 @@ after that batch. `HostFeeds`, in a room of its own, is a stream whose state can
 from __future__ import annotations
 
 import contextlib
-import gc
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ from grain_shard.reading.row_dataset import BatchMapDataset
 from grain_shard.reading.state_json import from_json, to_json
 from grain_shard.reading.stream_dataset import BatchIterator, StreamDataset
 from grain_shard.trees import Batch
+from grain_shard.worker_processes import WorkerProcesses
 
 Position = Any
 _THREAD = "grain-shard-host"
@@ -169,19 +169,15 @@ class RandomAccess(HostBatches):
 
     def _from_workers(self, start: int) -> Background[Any, tuple[Batch, int]]:
         """Batches that worker processes make; one waits here, out of their shared memory."""
-        mark_flags_as_parsed()
-        # Grain keeps 2 * per_worker + 2 batches for each worker: in its queue and in another one of
-        # this process, one that the worker makes and one that is on its way.
-        per_worker = max(1, self._buffer_size // (2 * self._num_workers) - 1)
         ds: grain.MapDataset = self._ds[start:]
-        from_workers = ds.to_iter_dataset(
-            grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        ).mp_prefetch(
-            grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=per_worker)
+        workers = WorkerProcesses(
+            ds.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+            self._num_workers,
+            buffer_size=self._buffer_size,
         )
         return Background(
             lambda item: (owned(item[1]), item[0] + 1),
-            _Numbered(from_workers.__iter__(), start, len(self._ds)),
+            _Numbered(workers, start, len(self._ds)),
             buffer_size=1,
             name=_THREAD,
         )
@@ -222,8 +218,8 @@ class _Numbered(Producer[tuple[int, Batch]]):
         stop: That after the last one.
     """
 
-    def __init__(self, batches: grain.DatasetIterator, start: int, stop: int):
-        self._batches: Any = batches
+    def __init__(self, batches: WorkerProcesses, start: int, stop: int):
+        self._batches = batches
         self._next, self._stop = start, stop
 
     def __next__(self) -> tuple[int, Batch]:
@@ -241,12 +237,7 @@ class _Numbered(Producer[tuple[int, Batch]]):
         return self._next - 1, batch
 
     def close(self) -> None:
-        batches, self._batches = self._batches, iter(())
-        batches.close()
-        # Grain's iterators are in reference cycles, with the semaphores of their processes. If the
-        # collector comes upon those while others are being made, they leak.
-        del batches
-        gc.collect()
+        self._batches.close()
 
 
 class Stream(HostBatches):

@@ -114,8 +114,8 @@ def _faster_making(stage: str, pipeline: Settings) -> tuple[str, ...]:
         advice.append(f'pass read="once": the hosts read every row {times} times now.')
     if stage == READ and pipeline.is_stream:
         advice.append(
-            "one thread reads a stream: give it (more) workers by .mp_prefetch before .shard_to, or"
-            " keep a MapDataset down to .batch."
+            "one thread reads a stream: give it (more) workers by .mp_prefetch before .shard_to"
+            " (feeds: by num_workers), or keep a MapDataset down to .batch."
         )
     if stage == BATCH:
         advice.append("make records smaller before .batch: crop, or keep uint8 until the step.")

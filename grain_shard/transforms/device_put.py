@@ -42,7 +42,8 @@ class DevicePut(Stage):
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         num_threads: Threads that read side by side (`MapDataset`; None finds how many help), or
             that run feeds side by side (`FeedBatches`; None for one).
-        num_workers: Grain worker processes that make the batches, if not 0. `MapDataset` only.
+        num_workers: Grain worker processes that make the batches (`MapDataset`) or run this host's
+            feeds (`FeedBatches`), if not 0.
         final_shardings: If not None, the shardings to which the devices move each batch as it is
             handed out; `shardings` are then those by which it is read.
         rows: What a stream yields on several hosts: "global" batches, the same on each, or the
@@ -108,7 +109,12 @@ class DevicePut(Stage):
         layouts = self.shardings.layouts()
         check_feeds(ds, layouts, self.remainder)
         warn_of_shared_feeds(ds, layouts)
-        host = HostFeeds(ds, buffer_size=self.cpu_buffer_size, num_threads=self.num_threads)
+        host = HostFeeds(
+            ds,
+            buffer_size=self.cpu_buffer_size,
+            num_threads=self.num_threads,
+            num_workers=self.num_workers,
+        )
         return self._sharded(ds, host, is_stream=True)
 
     def _sharded(

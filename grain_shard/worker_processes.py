@@ -1,0 +1,139 @@
+"""Grain's worker processes, with an end, an interrupt and errors that arrive.
+
+Grain's ``.mp_prefetch`` starts the processes, hands their arrays over in shared memory, and frees
+both. Three things are added here:
+
+* An error reaches the loop whatever its class. One that cannot be pickled (its class stands in the
+  program itself, say, or it holds a lock) would be lost on the way, and the loop would hang. Of one
+  that is no Exception the worker would die, and only its log would say why.
+* Ctrl-C is the loop's alone. A terminal sends it to the workers, too, each of which would die with
+  a traceback of its own, although the loop may catch it and go on.
+* A worker ends with the process that started it, also if that is killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from typing import Any
+
+import grain
+
+from grain_shard.background import Producer
+from grain_shard.grain_inside.flags import mark_flags_as_parsed
+
+
+class WorkerProcesses(Producer[Any]):
+    """What worker processes make of a dataset: the next element of each of them in turn.
+
+    They start with the first ``next``, by ``spawn``.
+
+    Args:
+        ds: The dataset. With several workers, Grain gives each its share of it by ``set_slice``.
+        num_workers: How many processes.
+        buffer_size: Elements that may wait or be in the making, of all workers together. Grain
+            keeps four for each of them at least.
+    """
+
+    def __init__(self, ds: grain.IterDataset, num_workers: int, *, buffer_size: int):
+        mark_flags_as_parsed()
+        # Grain keeps 2 * per_worker + 2 elements for each worker: in its queue and in another one
+        # of this process, one that the worker makes and one that is on its way.
+        per_worker = max(1, buffer_size // (2 * num_workers) - 1)
+        options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
+        elements = iter(_SendableErrors(ds).mp_prefetch(options, _begin_worker))
+        self._elements: grain.DatasetIterator | None = elements
+
+    def __next__(self) -> Any:
+        """The next element. Its arrays may lie in shared memory, which is freed with them."""
+        if self._elements is None:
+            raise StopIteration
+        return next(self._elements)
+
+    def close(self) -> None:
+        """Ends the processes as soon as what they are in returns; after 25 seconds in any case."""
+        elements, self._elements = self._elements, None
+        if elements is not None:
+            elements.close()
+            # Grain's iterators are in reference cycles, with the semaphores of their processes. If
+            # the collector comes upon those while others are being made, they leak.
+            del elements
+            gc.collect()
+
+
+def _begin_worker(index: int, count: int) -> None:
+    """Called by Grain in each worker, before anything else."""
+    mark_flags_as_parsed()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="grain-shard-parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)  # nobody is left to put anything in order for
+
+
+class _SendableErrors(grain.IterDataset):
+    """The same elements; what they raise can be sent to another process."""
+
+    def __init__(self, parent: grain.IterDataset):
+        super().__init__(parent)
+
+    def __iter__(self) -> grain.DatasetIterator:
+        (parent,) = self.parents
+        return _SendableErrorsIterator(iter(parent))
+
+
+class _SendableErrorsIterator(grain.DatasetIterator):
+    def __init__(self, source: grain.DatasetIterator):
+        super().__init__(source)
+        self._source = source
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._source)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            _note_cause(error)
+            if _can_be_sent(error):
+                raise
+            raise _told(error) from None
+
+    def get_state(self) -> dict[str, Any]:
+        return self._source.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._source.set_state(state)
+
+
+def _note_cause(error: BaseException) -> None:
+    """Says what the error was raised from, which is not sent along."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        told = "".join(traceback.format_exception(cause)).rstrip()
+        error.add_note(f"grain_shard: it was raised from, in a worker process:\n{told}")
+
+
+def _can_be_sent(error: BaseException) -> bool:
+    if not isinstance(error, Exception):  # Grain's worker dies of it
+        return False
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True
+
+
+def _told(error: BaseException) -> RuntimeError:
+    """An error that says the same, from the same place."""
+    told = RuntimeError(f"{type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        told.add_note(note)
+    return told.with_traceback(error.__traceback__)

@@ -1,0 +1,462 @@
+"""`num_workers` for feeds: the batches and states of one process, from as many as it says.
+
+Most of these start processes, a second or two each; hence few and long tests.
+"""
+
+import functools
+import gc
+import itertools
+import json
+import os
+import signal
+import textwrap
+import threading
+import uuid
+from pathlib import Path
+
+import cloudpickle
+import grain
+import jax
+import numpy as np
+import pytest
+from jax._src import xla_bridge
+
+import grain_shard
+from grain_shard.feeding import feed_workers
+from grain_shard.feeding.host_feeds import HostFeeds
+from grain_shard.sharding.layout import BatchLayout
+from tests import text
+from tests.conftest import background_threads, data_mesh, eventually, ids, to_numpy
+from tests.test_feeds import OPTIONS, Odd, Unclosable, numbers, valid
+from tests.test_lifecycle import start
+from tests.test_workers import Locked, assert_no_child_is_left, children, raising
+
+slow = pytest.mark.slow
+SHARED_MEMORY = Path("/dev/shm")
+needs_shared_memory = pytest.mark.skipif(
+    not SHARED_MEMORY.exists(), reason="shared memory has no folder here"
+)
+
+
+def with_states(ds, state=None, count=None):
+    """The next batches, each with the state after it."""
+    found = []
+    with iter(ds) as batches:
+        if state is not None:
+            batches.set_state(state)
+        for batch in itertools.islice(batches, count):
+            found.append((to_numpy(batch), json.loads(json.dumps(batches.get_state()))))
+    return found
+
+
+def assert_same(found, expected):
+    for (batch, state), (expected_batch, expected_state) in zip(found, expected, strict=True):
+        assert jax.tree.structure(batch) == jax.tree.structure(expected_batch)
+        for leaf, expected_leaf in zip(
+            jax.tree.leaves(batch), jax.tree.leaves(expected_batch), strict=True
+        ):
+            assert leaf.dtype == expected_leaf.dtype
+            np.testing.assert_array_equal(leaf, expected_leaf)
+        assert state == expected_state
+        assert list(state["feeds"]) == list(expected_state["feeds"])
+
+
+def packed(**options):
+    return grain_shard.feeds(text.packed, num_feeds=4).batch(16).shard_to(data_mesh(4), **options)
+
+
+def described(feed):
+    """Rows of every kind of leaf, in a number that differs from feed to feed; feed 1 has none."""
+    count = [5, 0, 2, 7][feed.shard_index]
+    return (
+        grain.MapDataset.range(100)
+        .map(
+            lambda i: {
+                "id": np.int32(100 * feed.shard_index + i),
+                "image": (np.full((2, 3), i, np.float32), i % 2 == 0),
+                "text": "x" * (i + feed.shard_index),
+            }
+        )
+        .to_iter_dataset()
+        .filter(lambda row: row["id"] % 100 < count)
+    )
+
+
+# The same as without.
+
+
+@slow
+@pytest.mark.parametrize("num_workers", [1, 2, 9])
+def test_packed_text_is_bit_for_bit_the_same_and_so_is_each_state(num_workers):
+    assert_same(with_states(packed(num_workers=num_workers)), with_states(packed()))
+    assert_no_child_is_left()
+
+
+@slow
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_feeds_that_end_apart_end_the_same_way_with_every_kind_of_leaf(remainder):
+    def batches(**options):
+        ds = grain_shard.feeds(described, num_feeds=4).batch(8)
+        return ds.shard_to(data_mesh(2), remainder=remainder, pad_value={"id": -1}, **options)
+
+    expected = with_states(batches())
+    assert len(expected) == {"pad": 4, "drop": 0}[remainder]
+    for num_workers in (2, 3):
+        assert_same(with_states(batches(num_workers=num_workers)), expected)
+
+
+@slow
+def test_with_error_a_feed_of_a_worker_that_ends_before_the_others_is_named():
+    ds = numbers([4, 3, 4]).batch(6).shard_to(data_mesh(2), remainder="error", num_workers=2)
+    with iter(ds) as batches:
+        assert ids([next(batches)]) == [[0, 1, 100, 101, 200, 201]]
+        with pytest.raises(grain_shard.ShardingError, match="feed 1 has 1 rows left, of the 2"):
+            next(batches)
+
+
+@slow
+def test_a_state_goes_from_none_to_two_workers_to_one_and_back():
+    expected, got, state = with_states(packed(), count=12), [], None
+    for num_workers, count in [(0, 2), (2, 5), (1, 1), (3, 3), (0, 1)]:
+        got += with_states(packed(num_workers=num_workers), state, count)
+        state = got[-1][1]
+    assert_same(got, expected)
+    assert_no_child_is_left()
+
+
+@slow
+def test_a_state_may_be_set_in_an_iterator_in_use_and_at_the_end():
+    expected = with_states(numbers([6, 5, 7, 4]).batch(8).shard_to(data_mesh(2)))
+    ds = numbers([6, 5, 7, 4]).batch(8).shard_to(data_mesh(2), num_workers=2)
+    with iter(ds) as batches:
+        beginning = batches.get_state()
+        for state, rest in ((beginning, expected), (expected[1][1], expected[2:])):
+            next(batches)
+            batches.set_state(state)
+            assert ids(batches) == ids(batch for batch, _ in rest)
+            batches.set_state(beginning)
+        batches.set_state(expected[-1][1])
+        assert ids(batches) == []
+        assert batches.get_state() == expected[-1][1]
+    assert_no_child_is_left()
+
+
+@slow
+def test_each_of_two_hosts_has_workers_for_its_own_feeds_and_for_parts_of_feeds():
+    def parts(shards, num_workers):
+        ds = grain_shard.feeds(text.packed, num_feeds=4).batch(8)
+        host = HostFeeds(
+            ds.of_host(BatchLayout(divisor=8, shards=shards)),
+            buffer_size=2,
+            num_threads=None,
+            num_workers=num_workers,
+        )
+        batches = host.open(None).batches
+        taken = [(batch, host.to_state(at)) for batch, at in itertools.islice(batches, 5)]
+        batches.close()
+        return taken
+
+    for shards in ((0, 1, 2, 3), (4, 5, 6, 7), (1, 2, 5)):
+        assert_same(parts(shards, num_workers=2), parts(shards, num_workers=0))
+
+
+# Errors.
+
+
+def failing(fail, feed):
+    """Feeds of which the third fails at its sixth row."""
+
+    def row(i):
+        if (feed.shard_index, i) == (2, 5):
+            fail()
+        return {"id": np.int32(100 * feed.shard_index + i)}
+
+    return grain.MapDataset.range(50).map(row).to_iter_dataset(OPTIONS)
+
+
+FAILURES = {
+    "an exception": (lambda: raising(ValueError("five")), ValueError, "^five\n"),
+    "one that cannot be sent": (lambda: raising(Locked("five")), RuntimeError, "^Locked: five\n"),
+    "no Exception": (lambda: raising(Odd("five")), RuntimeError, "^Odd: five\n"),
+    "an end": (lambda: next(iter([])), RuntimeError, "raised StopIteration\n"),
+}
+
+
+@slow
+@pytest.mark.parametrize(("fail", "error", "match"), FAILURES.values(), ids=FAILURES)
+def test_a_feed_that_raises_is_named_after_the_batches_before(fail, error, match):
+    ds = grain_shard.feeds(functools.partial(failing, fail), num_feeds=4).batch(8)
+    with iter(ds.shard_to(data_mesh(4), num_workers=2)) as batches:
+        assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
+        for _ in range(2):
+            with pytest.raises(error, match=match) as raised:
+                next(batches)
+            assert raised.value.__notes__.count("grain_shard: in feed 2 of 4") == 1
+        of_worker = [entry.name for entry in raised.traceback], "".join(raised.value.__notes__)
+        assert "row" in of_worker[0] or "in row\n" in of_worker[1], "the worker's traceback"
+        assert batches.get_state()["step"] == 2
+    assert_no_child_is_left()
+
+
+@slow
+def test_the_death_of_a_worker_is_an_error_and_no_hang():
+    ds = grain_shard.feeds(functools.partial(failing, lambda: os._exit(3)), num_feeds=4).batch(8)
+    with (
+        iter(ds.shard_to(data_mesh(4), num_workers=2)) as batches,
+        pytest.raises(RuntimeError, match="terminated unexpectedly with exit code 3"),
+    ):
+        list(batches)
+    assert_no_child_is_left()
+
+
+@slow
+def test_rows_of_two_workers_that_differ_are_refused_with_the_feeds_name():
+    def make_feed(feed):
+        rows = [[{"id": np.int32(0)}], [{"id": np.int64(0)}]][feed.shard_index]
+        return grain.MapDataset.source(rows).to_iter_dataset(OPTIONS)
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(2).shard_to(data_mesh(2), num_workers=2)
+    with pytest.raises(grain_shard.ShardingError, match=r"a row of feed 1 holds int64\[\], others"):
+        list(ds)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=slow)])
+def test_a_stop_iteration_in_make_feed_is_an_error_and_no_end(num_workers):
+    def make_feed(feed):
+        if feed.shard_index == 1:
+            next(iter([]))
+        return grain.MapDataset.range(50).map(lambda i: {"id": i}).to_iter_dataset(OPTIONS)
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(2)
+    with (
+        iter(ds.shard_to(data_mesh(2), num_workers=num_workers)) as batches,
+        pytest.raises(RuntimeError, match="look for a bare next") as raised,
+    ):
+        next(batches)
+    assert "grain_shard: in feed 1 of 2" in raised.value.__notes__
+
+
+def test_what_cannot_be_sent_to_a_worker_is_refused_before_one_starts():
+    lock = threading.Lock()
+
+    def make_feed(feed):
+        with lock:
+            return grain.MapDataset.range(50).map(lambda i: {"id": i}).to_iter_dataset(OPTIONS)
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(2).shard_to(data_mesh(2), num_workers=2)
+    with iter(ds) as batches:
+        for _ in range(2):
+            with pytest.raises(
+                grain_shard.ShardingError,
+                match=r"make_feed cannot be sent to a worker process: .*pickle.*lock",
+            ):
+                next(batches)
+        assert not children()
+
+
+def test_a_worker_that_ends_is_an_error_and_not_the_end_of_the_feeds(monkeypatch):
+    """Grain would go on with the other workers, whose parts would then be taken for its own."""
+    entries = {feed: {} for feed in range(4)}
+    workers = feed_workers.FeedWorkers(lambda entries: None, entries, 2, 1)
+    of_feeds = [(0, 2), (0, 2)]  # the second worker has ended
+    parts = iter([feed_workers._Part(None, [(feed, 0, b"") for feed in f]) for f in of_feeds])
+    monkeypatch.setattr(feed_workers, "WorkerProcesses", lambda *args, **options: parts)
+    with pytest.raises(RuntimeError, match="a worker process has ended"):
+        workers.of_one_batch()
+
+
+# Life.
+
+
+class Leaving:
+    """Feeds that name what their workers put into shared memory, so that it can be counted."""
+
+    def __init__(self, fail_at=None):
+        self.prefix = f"gs{uuid.uuid4().hex[:5]}"
+        self.fail_at = fail_at
+
+    def make_feed(self, feed):
+        from multiprocessing import shared_memory
+
+        shared_memory._SHM_NAME_PREFIX = f"/{self.prefix}"
+
+        def row(i):
+            if i == self.fail_at:
+                raise ValueError("fails")
+            return {"id": np.int32(i), "x": np.zeros((100, 10))}
+
+        return grain.MapDataset.range(10_000).map(row).to_iter_dataset()
+
+    def batches(self):
+        return iter(
+            grain_shard.feeds(self.make_feed, num_feeds=6)
+            .batch(12)
+            .shard_to(data_mesh(2), num_workers=2)
+        )
+
+    def assert_nothing_is_left(self):
+        assert_no_child_is_left()
+        eventually(lambda: not background_threads())
+        eventually(lambda: not [f for f in os.listdir(SHARED_MEMORY) if self.prefix in f])
+
+
+@slow
+@needs_shared_memory
+@pytest.mark.parametrize("how", ["close", "close twice", "break", "collect", "an error"])
+def test_no_process_and_no_shared_memory_is_left_after(how):
+    leaving = Leaving(fail_at=9 if how == "an error" else None)
+    batches = leaving.batches()
+    next(batches)
+    assert len(children()) == 2
+    if how == "an error":
+        with pytest.raises(ValueError, match="fails"):
+            list(batches)
+    elif how == "break":
+        for _ in batches:
+            break
+    if "close" in how or how == "an error":
+        batches.close()
+    if how == "close twice":
+        batches.close()
+    del batches
+    gc.collect()
+    leaving.assert_nothing_is_left()
+
+
+@slow
+@needs_shared_memory
+@pytest.mark.parametrize("began", [False, True])
+def test_nor_of_one_that_is_closed_before_its_first_batch(began):
+    leaving = Leaving()
+    with leaving.batches() as batches:
+        if began:
+            batches.start_prefetch()
+            eventually(children)
+    leaving.assert_nothing_is_left()
+
+
+@slow
+def test_no_more_batches_are_made_ahead_than_the_documentation_says(tmp_path):
+    def make_feed(feed):
+        def row(i):
+            (tmp_path / f"{feed.shard_index}-{i}").touch()
+            return {"id": np.int32(i)}
+
+        return grain.MapDataset.range(1000).map(row).to_iter_dataset(OPTIONS)
+
+    for num_workers, cpu_buffer_size in [(2, 1), (3, 8)]:
+        for file in tmp_path.iterdir():
+            file.unlink()
+        ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+        ds = ds.shard_to(
+            data_mesh(2),
+            num_workers=num_workers,
+            cpu_buffer_size=cpu_buffer_size,
+            device_buffer_size=1,
+        )
+        on_host = max(cpu_buffer_size, 4) + 1  # + 1: in flight between host and devices
+        with iter(ds) as batches:
+            for k in range(1, 6):
+                next(batches)
+                eventually(lambda: len(list(tmp_path.iterdir())) >= 8 * (k + on_host))
+                assert len(list(tmp_path.iterdir())) <= 8 * (k + on_host + 1)  # + 1: on the devices
+
+
+@slow
+def test_in_a_worker_a_feed_that_cannot_be_closed_keeps_no_other_from_being_closed(tmp_path):
+    def make_feed(feed):
+        number = feed.shard_index
+        return Unclosable(number < 2, (tmp_path / str(number)).touch)
+
+    ds = grain_shard.feeds(make_feed, num_feeds=6).batch(6)
+    with iter(ds.shard_to(data_mesh(2), num_workers=2)) as batches:
+        next(batches)
+    assert_no_child_is_left()
+    assert {file.name for file in tmp_path.iterdir()} == set("012345")
+
+
+# C10: on a TPU machine a second process cannot open the chip.
+
+
+@slow
+def test_no_backend_is_started_in_a_worker():
+    initialized = xla_bridge.backends_are_initialized
+
+    def make_feed(feed):
+        def look(i):
+            return {"pid": np.int32(os.getpid()), "backend": initialized(), "id": np.int32(i)}
+
+        return grain.MapDataset.range(3).map(look).to_iter_dataset()
+
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8).shard_to(data_mesh(2), num_workers=2)
+    batches = [to_numpy(batch) for batch in ds]
+    assert valid(batches) == [[0, 1] * 4, [2, None] * 4]
+    pids = {int(pid) for b in batches for pid in b["pid"][b["valid_mask"]]}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert xla_bridge.backends_are_initialized(), "here there is one"
+    assert not any(b["backend"][b["valid_mask"]].any() for b in batches)
+
+
+def test_what_a_worker_is_given_holds_nothing_of_a_device():
+    ds = grain_shard.feeds(text.packed, num_feeds=4).batch(8)
+    of_host = ds.shard_to(data_mesh(4)).parents[0]
+    pickled = cloudpickle.dumps(functools.partial(of_host.open_turns, num_threads=1))
+    for name in (b"Mesh", b"Device", b"NamedSharding", b"PartitionSpec", b"jaxlib", b"Array"):
+        assert name not in pickled
+
+
+# Programs.
+
+PROGRAM = """\
+    import os, sys, grain, jax, numpy as np
+    import grain_shard
+
+    jax.config.update("jax_num_cpu_devices", 2)
+
+    def make_feed(feed):
+        from multiprocessing import shared_memory
+        shared_memory._SHM_NAME_PREFIX = "/PREFIX"
+        ds = grain.MapDataset.range(10**6).map(lambda i: {"id": np.int32(i), "x": np.zeros(1000)})
+        return ds.to_iter_dataset()
+
+    if __name__ == "__main__":
+        mesh = jax.make_mesh((2,), ("data",))
+        ds = grain_shard.feeds(make_feed, num_feeds=4).batch(4).shard_to(mesh, num_workers=2)
+        for step, batch in enumerate(ds):
+            if step == 3:
+                import multiprocessing
+                pids = [child.pid for child in multiprocessing.active_children()]
+                print(*pids, flush=True)
+    """
+
+
+def is_alive(pid):
+    """Whether a process runs; one that has ended and that nobody has asked after does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@slow
+@needs_shared_memory
+@pytest.mark.parametrize("how", ["Ctrl-C in a terminal", "kill -9"])
+def test_the_end_of_the_program_is_the_end_of_its_workers_and_of_their_memory(how, tmp_path):
+    prefix = f"gs{uuid.uuid4().hex[:5]}"
+    code = textwrap.dedent(PROGRAM).replace("PREFIX", prefix)
+    process = start(code, tmp_path / "program.py", start_new_session=True)
+    try:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        if how == "kill -9":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert err.count("Traceback") == (how != "kill -9")
+    assert err.count("KeyboardInterrupt\n") == (how != "kill -9")
+    eventually(lambda: not any(map(is_alive, pids)))
+    eventually(lambda: not [f for f in os.listdir(SHARED_MEMORY) if prefix in f])
