@@ -142,7 +142,7 @@ def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout], remainder: 
             " number is fixed for the life of a run.",
         )
     for host, of_host in layouts.items():
-        if of_host.ranges(up)[0][0] >= ds.global_batch_size:
+        if of_host.shards[0] * (up // layout.multiple) >= ds.global_batch_size:
             raise ShardingError(
                 f"host {host} would hold nothing but padding: {parts} of a batch of"
                 f" {ds.global_batch_size} rows.",
