@@ -149,7 +149,8 @@ class _Chain(Stage):
             )
         target, read = self.put.shardings, self.read
         if read == "auto":
-            read = target.cheaper_read(ds.reader.global_batch_size)
+            cheaper = [target.cheaper_read(size) for size in ds.reader.global_batch_sizes]
+            read = "needed" if "needed" in cheaper else "once"
         return self._reading(ds, read)
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:

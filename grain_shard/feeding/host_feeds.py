@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Sharding
@@ -43,6 +43,7 @@ class HostFeeds(Stream):
     def __init__(self, ds: FeedBatches, *, buffer_size: int, num_threads: int | None):
         self._ds, self._buffer_size, self._num_threads = ds, buffer_size, num_threads or 1
         self.fingerprint = ds.fingerprint
+        self.compared = {**ds.fingerprint, "global_batch_size": ds.global_batch_size}
         if ds.padding is not None:
             self.padding = ds.padding.rows
 
@@ -68,8 +69,8 @@ class HostFeeds(Stream):
             remedy="check the source, and what make_feed filters out.",
         )
 
-    def next_batch(self, position: bytes) -> int:
-        return _loaded(position).step
+    def next_batch(self, position: bytes) -> Mapping[str, Any]:
+        return {"next batch": _loaded(position).step}
 
     def past_end(self, position: bytes) -> bytes:
         return pickle.dumps(_loaded(position).past_end())

@@ -39,11 +39,14 @@ class Stage(ABC):
         if isinstance(ds, FeedBatches):
             return self.of_feeds(ds)
         if isinstance(ds, grain.MapDataset):
-            known = isinstance(ds, RowMapDataset)
-            return self.of_random_access(ds if known else RowMapDataset(ds, row_reader(ds)))
+            if isinstance(ds, RowMapDataset):
+                return self.of_random_access(ds)
+            _refuse_hidden_sizes(ds)
+            return self.of_random_access(RowMapDataset(ds, row_reader(ds)))
         if isinstance(ds, grain.IterDataset):
             if isinstance(ds, StreamDataset):
                 return self.of_stream(ds)
+            _refuse_hidden_sizes(ds)
             size = nodes.iter_batch_size(ds)
             return self.of_stream(StreamDataset.of(ds, global_batch_size=size))
         raise ShardingError(
@@ -63,3 +66,19 @@ class Stage(ABC):
     @abstractmethod
     def of_feeds(self, ds: FeedBatches) -> grain.IterDataset:
         """What comes of batches of feeds."""
+
+
+def _refuse_hidden_sizes(ds: grain.MapDataset | grain.IterDataset) -> None:
+    """Refuses a dataset of the user's over batches of several sizes, which it does not tell.
+
+    Raises:
+        ShardingError: It is one.
+    """
+    below = (node for node in nodes.walk(ds) if isinstance(node, RowMapDataset))
+    if any(batches.has_several_sizes for batches in below):
+        raise ShardingError(
+            f"{ds} stands above batches whose size changes, so that nobody can tell which of them"
+            " are full.",
+            remedy="put what it does before BatchSchedule, where it is done to records, and let"
+            " nothing but .repeat and .to_iter_dataset() follow.",
+        )
