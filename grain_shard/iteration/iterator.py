@@ -153,9 +153,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if self._failure is not None:
             raise self._failure
         first, self._compared = not self._compared, True
-        self.start_prefetch()
         if first and self._second_pass is not None and self._position == self._beginning:
             self._second_pass.begins()
+        self.start_prefetch()
         with self._wait:
             try:
                 batch, position = next(self._stage)

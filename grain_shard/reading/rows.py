@@ -379,8 +379,7 @@ class WholeBatchRows(RowReader):
                     remedy="change it before .batch; or in a stream, .to_iter_dataset().batch(B)"
                     ".map(...), whose first batch tells the size.",
                 )
-        full = self.global_batch_size_of(index)
-        if kept.rows is not None and batch.rows > full:
+        if kept.rows is not None and batch.rows > (full := self.global_batch_size_of(index)):
             batch.refuse(
                 f"batch {index} has {batch.rows} rows, more than the {full} of a full batch.",
                 remedy="give every batch but the last of an epoch the same number of rows: shuffle,"
