@@ -147,7 +147,7 @@ def check_fingerprint(
     if changed:
         lines = [f"  {n}: saved {state[n]!r}, now {current[n]!r}" for n in changed]
         remedy = "restore with the pipeline that saved it."
-        if changed == ["global_batch_size"]:
+        if "global_batch_size" in changed:
             remedy = (
                 "another size would need batches that can begin at any record, and these are made"
                 f" as a whole. {HOW_TO_COUNT_RECORDS} Or restore with the size that saved it."

@@ -270,7 +270,7 @@ class RowMapDataset(BatchMapDataset):
         self, num_epochs: int | None = None, *, reseed_each_epoch: bool = True
     ) -> grain.MapDataset:
         """As of any `grain.MapDataset`; where sizes change, epochs differ in their batches."""
-        if not self.has_several_sizes:
+        if not self.counts_records or not (reseed_each_epoch or self.has_several_sizes):
             return super().repeat(num_epochs, reseed_each_epoch=reseed_each_epoch)
         if not reseed_each_epoch:
             raise ShardingError(

@@ -90,9 +90,8 @@ class DevicePut(Stage):
             num_workers=self.num_workers,
             fields_before=ds.reader.fields_before,
         )
-        return self._sharded(
-            ds, host, reads_other_rows=ds.reads_other_rows, same_order=nodes.is_shuffled(ds)
-        )
+        same_order = ds.num_epochs == 1 and nodes.is_shuffled(ds)
+        return self._sharded(ds, host, same_order=same_order, reads_other_rows=ds.reads_other_rows)
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
         """Global batches, in the order of the stream."""
