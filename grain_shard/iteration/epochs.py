@@ -30,10 +30,10 @@ class Epochs(Iterator["EpochBatches"]):
         ...     for batches in epochs:
         ...         for batch in batches:
         ...             print(batches.epoch, batch["x"], batch["valid_mask"].sum())
-        0 [3 5 1 4] 4
-        0 [2 0 6 0] 3
-        1 [5 4 1 6] 4
-        1 [3 2 0 0] 3
+        0 [6 5 2 3] 4
+        0 [0 4 1 0] 3
+        1 [2 6 4 3] 4
+        1 [5 0 1 0] 3
 
     Args:
         host: This host's batches, of all epochs.

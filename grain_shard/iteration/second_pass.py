@@ -23,7 +23,7 @@ class SecondPass:
                 "this second pass over a shuffled dataset has the order and the augmentations of"
                 " the first. For others in each epoch: `for batches in ds.epochs(n): for batch in"
                 " batches:`, or .batch(B).repeat(n) before .shard_to.",
-                stacklevel=3,
+                stacklevel=4,  # Grain wraps what calls this
             )
 
     def ends(self) -> None:
