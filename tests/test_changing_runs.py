@@ -23,7 +23,7 @@ from grain_shard import (
     StateError,
 )
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
-from grain_shard.reading.cuts import Place
+from grain_shard.reading.cuts import Progress
 from tests.conftest import data_mesh, eventually, ids, to_numpy
 
 
@@ -613,23 +613,23 @@ def test_the_hosts_of_any_mesh_have_together_the_rows_of_each_batch(data):
     ds = batched(records(num_records), data.draw(sizes(), label="sizes"))
     num_hosts = data.draw(st.sampled_from([1, 2, 3, 4]), label="hosts")
     divisor = 2 * num_hosts
-    place = Place(
+    progress = Progress(
         data.draw(st.integers(0, 9), label="step"),
         data.draw(st.integers(0, 1), label="epoch"),
         data.draw(st.integers(0, num_records - 1), label="record"),
     )
-    whole = ds.repeat(2).pipe(PadToDivisible(divisor)).beginning_at(place)
+    whole = ds.repeat(2).pipe(PadToDivisible(divisor)).beginning_at(progress)
     of_hosts = [
         ds.repeat(2)
         .pipe(PadToDivisible(divisor))
         .pipe(ShardBatch(BatchLayout(divisor, (host, host + num_hosts))))
-        .beginning_at(place)
+        .beginning_at(progress)
         for host in range(num_hosts)
     ]
     seen = []
-    for step in range(place.step, len(whole)):
+    for step in range(progress.step, len(whole)):
         parts = [np.split(of_host[step]["id"], 2) for of_host in of_hosts]
         joined = np.concatenate([part[half] for half in range(2) for part in parts])
         np.testing.assert_array_equal(joined, whole[step]["id"])
         seen += rows([whole[step]])
-    assert seen == in_order(num_records, 2)[place.epoch * num_records + place.record :]
+    assert seen == in_order(num_records, 2)[progress.epoch * num_records + progress.record :]

@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from grain_shard.reading.cuts import Cuts, Place
+from grain_shard.reading.cuts import Cuts, Progress
 
 # (records of an epoch, sizes by step, begin, drop the remainder, epochs) -> the batches of the run,
 # each as (epoch, first record, how many records, size of a full batch).
@@ -68,7 +68,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_cut_like_this(name):
     (records, sizes, begin, drop, epochs), batches = RUNS[name]
-    cuts = Cuts(records, sizes, drop_remainder=drop, begin=Place(*begin))
+    cuts = Cuts(records, sizes, drop_remainder=drop, begin=Progress(*begin))
     first, end = begin[0], begin[0] + len(batches)
     assert cuts.steps_before(epochs) == end
     assert [tuple(cuts.cut(step)) for step in range(first, end)] == batches
@@ -77,7 +77,7 @@ def test_a_run_is_cut_like_this(name):
 
 def test_far_ahead_is_as_near_as_the_next_batch():
     cuts = Cuts(10**9, {0: 256, 10**12: 512})
-    assert cuts.cut(10**15) == cuts.beginning_at(cuts.place(10**15)).cut(10**15)
+    assert cuts.cut(10**15) == cuts.beginning_at(cuts.progress(10**15)).cut(10**15)
     assert cuts.steps_before(10**6) == 10**12 + (10**6 - 256_000) * (10**9 // 512)
 
 
@@ -115,7 +115,7 @@ def test_it_is_what_going_through_the_run_finds(run, drop, epochs):
     for step, (epoch, record, count) in enumerate(batches):
         for within in range(record, record + count):
             assert cuts.step_of(epoch, within) == step
-        again = cuts.beginning_at(cuts.place(step))
+        again = cuts.beginning_at(cuts.progress(step))
         assert again.cut(step) == cuts.cut(step), "a run that begins in the middle is the same"
         assert again.steps_before(epochs) == len(batches)
 
@@ -124,18 +124,18 @@ def test_it_is_what_going_through_the_run_finds(run, drop, epochs):
 def test_whatever_the_sizes_no_record_is_left_out_or_comes_twice(data, drop):
     """A run that is interrupted again and again, and goes on with other sizes each time."""
     records = data.draw(st.integers(1, 40), label="records of an epoch")
-    epochs, place, seen = data.draw(st.integers(1, 4), label="epochs"), Place(0, 0, 0), []
+    epochs, progress, seen = data.draw(st.integers(1, 4), label="epochs"), Progress(0, 0, 0), []
     for _ in range(6):
-        step, size = place.step, data.draw(st.integers(1, records), label="size")
+        step, size = progress.step, data.draw(st.integers(1, records), label="size")
         later = data.draw(st.integers(1, records), label="size three steps later")
-        cuts = Cuts(records, {0: size, step + 3: later}, drop_remainder=drop, begin=place)
+        cuts = Cuts(records, {0: size, step + 3: later}, drop_remainder=drop, begin=progress)
         stop = min(cuts.steps_before(epochs), step + data.draw(st.integers(0, 8), label="steps"))
         for at in range(step, stop):
             cut = cuts.cut(at)
             assert 0 < cut.num_records <= cut.size
             seen += [(cut.epoch, cut.record + i) for i in range(cut.num_records)]
-        place = cuts.place(stop)
-        assert place.step == stop
+        progress = cuts.progress(stop)
+        assert progress.step == stop
     assert seen == sorted(set(seen)), "in order, and nothing twice"
     everything = [(epoch, record) for epoch in range(epochs) for record in range(records)]
     last = everything.index(seen[-1]) + 1 if seen else 0

@@ -36,7 +36,7 @@ RANDOM_MAP = type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0)
 MAP_WITH_INDEX = type(grain.MapDataset.range(1).map_with_index(lambda i, x: x))
 _SHUFFLES = {
     type(grain.MapDataset.range(1).shuffle(seed=0)),
-    grain.experimental.WindowShuffleMapDataset,
+    getattr(grain.experimental, "WindowShuffleMapDataset", None),
 }
 # One element in, one out, at the same index.
 _ELEMENTWISE = (SEED, MAP, RANDOM_MAP, MAP_WITH_INDEX)

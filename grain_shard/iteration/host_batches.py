@@ -26,7 +26,7 @@ from grain_shard.host_arrays import owned
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS, STREAM
 from grain_shard.pace import MOST_THREADS, ReadPace
-from grain_shard.reading.cuts import START, Place
+from grain_shard.reading.cuts import START, Progress
 from grain_shard.reading.fingerprint import (
     HOW_TO_COUNT_RECORDS,
     Fingerprint,
@@ -112,7 +112,7 @@ class HostBatches(ABC):
     def next_batch(self, position: Position) -> Mapping[str, Any]:
         """What tells which batch is the next one, as far as that is the same on every host."""
 
-    def place(self, *, step: int | None, record: int | None) -> Position:
+    def position_at(self, *, step: int | None, record: int | None) -> Position:
         """The position before a step, or before a record.
 
         Args:
@@ -182,7 +182,7 @@ class RandomAccess(HostBatches):
     """
 
     kind = RANDOM_ACCESS
-    _STEP, _EPOCH, _RECORD = "step", "epoch", "record"  # the state's keys, as in `Place`
+    _STEP, _EPOCH, _RECORD = "step", "epoch", "record"  # the state's keys, as in `Progress`
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class RandomAccess(HostBatches):
         buffer_size: int,
         num_threads: int | None,
         num_workers: int,
-        fields_before: Callable[[Place], Fingerprint] = lambda place: {},
+        fields_before: Callable[[Progress], Fingerprint] = lambda progress: {},
         passes: int = 1,
     ):
         self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
@@ -227,7 +227,7 @@ class RandomAccess(HostBatches):
     def _epochs_of_a_pass(self) -> int:
         return self._ds.num_epochs // self._passes
 
-    def pass_of(self, position: Place) -> tuple[int, int]:
+    def pass_of(self, position: Progress) -> tuple[int, int]:
         epochs = self._epochs_of_a_pass
         cuts, number = self._ds.cuts.beginning_at(position), position.epoch // epochs
         while number < self._passes:
@@ -237,11 +237,11 @@ class RandomAccess(HostBatches):
             number += 1  # what is left of this one is dropped
         return number, 0
 
-    def next_pass(self, position: Place) -> Place:
+    def next_pass(self, position: Progress) -> Progress:
         number, left = self.pass_of(position)
-        return Place(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
+        return Progress(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
 
-    def place(self, *, step: int | None, record: int | None) -> Place:
+    def position_at(self, *, step: int | None, record: int | None) -> Progress:
         cuts, batches = self._ds.cuts, len(self._ds)
         if step is not None:
             if type(step) is not int or not 0 <= step <= batches:
@@ -250,7 +250,7 @@ class RandomAccess(HostBatches):
                     remedy=f"seek a step from 0 to {batches:,}; more than that are in"
                     " ds.epochs(n), or after .batch(B).repeat(n).",
                 )
-            return cuts.place(step)
+            return cuts.progress(step)
         if not self._ds.counts_records:
             raise ShardingError(
                 "these batches cannot begin at any record, since they are made as a whole.",
@@ -263,10 +263,10 @@ class RandomAccess(HostBatches):
                 remedy=f"seek a record from 0 to {records:,}.",
             )
         epoch, record = divmod(record, cuts.records)
-        return Place(cuts.step_of(epoch, record), epoch, record)
+        return Progress(cuts.step_of(epoch, record), epoch, record)
 
-    def open(self, position: Place | None) -> Opened:
-        start = self._ds.cuts.place(0) if position is None else position
+    def open(self, position: Progress | None) -> Opened:
+        start = self._ds.cuts.progress(0) if position is None else position
         ds = self._ds.beginning_at(start)
         cuts, indices = ds.cuts, range(start.step, len(ds))
         if self._num_workers and indices:
@@ -274,7 +274,7 @@ class RandomAccess(HostBatches):
         most = min(MOST_THREADS, self._buffer_size * max(1, ds.records_per_batch))
         pace = ReadPace(self._num_threads, most=most)
         batches = TaskStage(
-            Reads(ds, indices, self._buffer_size, pace, lambda index: cuts.place(index + 1)),
+            Reads(ds, indices, self._buffer_size, pace, lambda index: cuts.progress(index + 1)),
             buffer_size=self._buffer_size,
             pace=pace,
             name=_THREAD,
@@ -294,7 +294,7 @@ class RandomAccess(HostBatches):
             grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=per_worker)
         )
         return Background(
-            lambda item: (owned(item[1]), cuts.place(item[0] + 1)),
+            lambda item: (owned(item[1]), cuts.progress(item[0] + 1)),
             _Numbered(from_workers.__iter__(), start, len(ds)),
             buffer_size=1,
             name=_THREAD,
@@ -303,36 +303,37 @@ class RandomAccess(HostBatches):
     def first(self) -> Batch:
         return self._ds[0]
 
-    def next_batch(self, position: Place) -> Mapping[str, Any]:
+    def next_batch(self, position: Progress) -> Mapping[str, Any]:
         step, epoch, record = position
         if not self._ds.counts_records:
             return {"next batch": step}
         return {"next batch": step, "next record": f"{record} of epoch {epoch}"}
 
-    def to_state(self, position: Place) -> dict[str, Any]:
+    def to_state(self, position: Progress) -> dict[str, Any]:
         fingerprint = {**self.fingerprint, **self._fields_before(position)}
         return {KIND: self.kind, **self._counted(position), **fingerprint}
 
-    def _counted(self, place: Place) -> dict[str, int]:
-        """What a state has of a place."""
+    def _counted(self, progress: Progress) -> dict[str, int]:
+        """How far a run has come, as a state says it."""
+        step, epoch, record = progress
         if not self._ds.counts_records:
-            return {self._STEP: place.step}
-        return {self._STEP: place.step, self._EPOCH: place.epoch, self._RECORD: place.record}
+            return {self._STEP: step}
+        return {self._STEP: step, self._EPOCH: epoch, self._RECORD: record}
 
-    def from_state(self, state: dict[str, Any]) -> Place:
-        place = self._place_in(state)
-        current = {**self.fingerprint, **(self._fields_before(place) if place else {})}
+    def from_state(self, state: dict[str, Any]) -> Progress:
+        progress = self._progress_in(state)
+        current = {**self.fingerprint, **(self._fields_before(progress) if progress else {})}
         keys = tuple(self._counted(START))
         check_fingerprint(state, current, kind="a random-access pipeline", keys=keys)
-        if place is None:
+        if progress is None:
             stands = ", ".join(f"{key} {state[key]!r}" for key in keys)
             raise StateError(
                 f"the state stands at {stands}, and there is no such place: the dataset has"
                 f" {len(self._ds):,} batches.\n  remedy: pass what get_state() gave, unchanged."
             )
-        return place
+        return progress
 
-    def _place_in(self, state: Any) -> Place | None:
+    def _progress_in(self, state: Any) -> Progress | None:
         """Where a state stands; None if that is not in this dataset."""
         if not isinstance(state, Mapping):
             return None
@@ -341,9 +342,9 @@ class RandomAccess(HostBatches):
         if not all(type(count) is int and count >= 0 for count in (step, epoch, record)):
             return None
         if not self._ds.counts_records:
-            return cuts.place(step) if step <= len(self._ds) else None
+            return cuts.progress(step) if step <= len(self._ds) else None
         within = epoch < epochs and record <= cuts.records
-        return Place(step, epoch, record) if within or (epoch, record) == (epochs, 0) else None
+        return Progress(step, epoch, record) if within or (epoch, record) == (epochs, 0) else None
 
 
 class _Numbered(Producer[tuple[int, Batch]]):

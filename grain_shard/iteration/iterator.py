@@ -252,7 +252,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 "seek takes a step or a record, and one of them only.",
                 remedy="write seek(step) or seek(record=...).",
             )
-        self.go_to(self._host.place(step=step, record=record))
+        self.go_to(self._host.position_at(step=step, record=record))
 
     @property
     def position(self) -> Position:
@@ -261,6 +261,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def go_to(self, position: Position) -> None:
         """Goes on from a position of an iterator over the same dataset."""
+        self._require_open()
         before = self._position
         self._stage.close()  # first: the next stage may draw from the same source
         with self._enter_context():

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
-    """Where a run stands.
+class Progress(NamedTuple):
+    """How far a run has come.
 
     Attributes:
         step: Batches handed out so far.
@@ -25,7 +25,7 @@ class Place(NamedTuple):
     record: int
 
 
-START = Place(0, 0, 0)
+START = Progress(0, 0, 0)
 
 
 class Cut(NamedTuple):
@@ -69,7 +69,7 @@ class Cuts:
         sizes: Mapping[int, int],
         *,
         drop_remainder: bool = False,
-        begin: Place = START,
+        begin: Progress = START,
     ):
         self.records, self.drop_remainder, self.begin = records, drop_remainder, begin
         self.sizes_by_step = dict(sizes)
@@ -77,17 +77,17 @@ class Cuts:
         self._stages = [_Stage(self, begin, current)]
         for step, size in sizes.items():
             if step > begin.step:
-                self._stages.append(_Stage(self, self.place(step), size))
+                self._stages.append(_Stage(self, self.progress(step), size))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """All sizes of full batches, each once."""
         return tuple(dict.fromkeys(self.sizes_by_step.values()))
 
-    def beginning_at(self, place: Place) -> Cuts:
-        """The same sizes from the same steps on, with the first cut at this place."""
+    def beginning_at(self, progress: Progress) -> Cuts:
+        """The same sizes from the same steps on, with the first cut there."""
         drop_remainder = self.drop_remainder
-        return Cuts(self.records, self.sizes_by_step, drop_remainder=drop_remainder, begin=place)
+        return Cuts(self.records, self.sizes_by_step, drop_remainder=drop_remainder, begin=progress)
 
     def dropping_remainder(self) -> Cuts:
         """The same, with full batches only."""
@@ -97,15 +97,15 @@ class Cuts:
         """What the batch of a step is made of."""
         return self._stage_at(step).cut(step)
 
-    def place(self, step: int) -> Place:
-        """Where a run stands before a step: behind the last record that it handed out."""
+    def progress(self, step: int) -> Progress:
+        """How far a run has come before a step: to the record behind the last one handed out."""
         if step == self.begin.step:
             return self.begin
         last = self.cut(step - 1)
         record = last.record + last.num_records
         if record == self.records:
-            return Place(step, last.epoch + 1, 0)
-        return Place(step, last.epoch, record)
+            return Progress(step, last.epoch + 1, 0)
+        return Progress(step, last.epoch, record)
 
     def step_of(self, epoch: int, record: int) -> int:
         """The step whose batch has a record; if that is dropped, the step after it."""
@@ -145,7 +145,7 @@ class _Stage:
         size: Of a full batch.
     """
 
-    def __init__(self, cuts: Cuts, start: Place, size: int):
+    def __init__(self, cuts: Cuts, start: Progress, size: int):
         self.start, self._size = start, size
         self._records, self._drop = cuts.records, cuts.drop_remainder
         self._first_epoch = self._batches(cuts.records - start.record)

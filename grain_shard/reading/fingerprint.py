@@ -57,18 +57,12 @@ def fingerprint(ds: grain.MapDataset) -> Fingerprint:
     node = nodes.batch_node(ds)
     if node is None:
         return {"records": None, "global_batch_size": None, **pipeline_digests(ds)}
-    of_records = records_fingerprint(
-        node.records, above=node.above, drop_remainder=node.drop_remainder
-    )
+    of_records = records_fingerprint(node.records, node.above, node.drop_remainder)
     return {**of_records, "global_batch_size": node.global_batch_size}
 
 
 def records_fingerprint(
-    records: grain.MapDataset,
-    *,
-    above: Sequence[grain.MapDataset] = (),
-    drop_remainder: bool,
-    until: int | None = None,
+    records: grain.MapDataset, above: Sequence[grain.MapDataset], drop_remainder: bool
 ) -> Fingerprint:
     """The fingerprint of records that are batched, however many make a batch.
 
@@ -76,27 +70,57 @@ def records_fingerprint(
         records: What is batched.
         above: What follows the batching.
         drop_remainder: Whether what does not fill a batch is left out.
-        until: If what follows this record of the first epoch may still change: of a dataset that
-            `ChangesLater`, and whose records these are, only what holds before it is told. The
-            number of records, which follows from the rest, is left out then.
+    """
+    texts = [_text(node) for node in nodes.walk(records)]
+    return {
+        "records": len(records),
+        "source": pipeline_digests(records)["source"],
+        "seeds": digest([nodes.seeds(node) for node in (*above, *nodes.walk(records))]),
+        "transforms": _transforms(records, texts, above, drop_remainder),
+    }
+
+
+def fields_before(
+    records: grain.MapDataset,
+    above: Sequence[grain.MapDataset],
+    drop_remainder: bool,
+    record: int,
+) -> Fingerprint:
+    """The fields of the fingerprint that are others if what follows a record may still change.
+
+    Args:
+        records: As for `records_fingerprint`.
+        above: As for `records_fingerprint`.
+        drop_remainder: As for `records_fingerprint`.
+        record: A state stands before this record of the first epoch.
+
+    Returns:
+        Nothing for most pipelines, of which everything is fixed from the start. If the records are
+        those of a dataset that `ChangesLater`: "transforms" with its text up to there, and
+        "records" without the number of them, which follows from the rest of that text.
     """
     changing: Any = records
     while nodes.keeps_indices(changing):
         (changing,) = changing.parents
-    texts, num_records = {id(node): _text(node) for node in nodes.walk(records)}, len(records)
-    if until is not None and isinstance(changing, ChangesLater):
-        texts[id(changing)], num_records = changing.text_before(until), None
-    batching = f"batch(drop_remainder={drop_remainder})"
+    if not isinstance(changing, ChangesLater):
+        return {}
+    texts = [
+        changing.text_before(record) if node is changing else _text(node)
+        for node in nodes.walk(records)
+    ]
+    return {"records": None, "transforms": _transforms(records, texts, above, drop_remainder)}
+
+
+def _transforms(
+    records: grain.MapDataset,
+    texts: Sequence[str],
+    above: Sequence[grain.MapDataset],
+    drop_remainder: bool,
+) -> str:
+    parameters = [nodes.parameters(node) for node in nodes.walk(records)]
     described = [(_text(node), nodes.parameters(node)) for node in above]
-    described.append((batching, ()))
-    described += [(texts[id(node)], nodes.parameters(node)) for node in nodes.walk(records)]
-    digests = pipeline_digests(records)
-    return {
-        "records": num_records,
-        "source": digests["source"],
-        "seeds": digest([nodes.seeds(node) for node in (*above, *nodes.walk(records))]),
-        "transforms": digest(described),
-    }
+    described.append((f"batch(drop_remainder={drop_remainder})", ()))
+    return digest(described + list(zip(texts, parameters, strict=True)))
 
 
 def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.grain_inside.routes import NEVER
-from grain_shard.reading.cuts import Cuts, Place
+from grain_shard.reading.cuts import Cuts, Progress
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.trees import Batch
 
@@ -122,8 +122,8 @@ class RowReader(ABC):
         """The full batches only."""
 
     @abstractmethod
-    def beginning_at(self, place: Place) -> RowReader:
-        """The same records, with a batch that begins at this place, if it can."""
+    def beginning_at(self, progress: Progress) -> RowReader:
+        """The same records, with a batch that begins there, if it can."""
 
     @abstractmethod
     def repeated(self, times: int) -> RowReader:
@@ -134,7 +134,7 @@ class RowReader(ABC):
         """What a saved state must agree with."""
 
     @abstractmethod
-    def fields_before(self, place: Place) -> Fingerprint:
+    def fields_before(self, progress: Progress) -> Fingerprint:
         """The fields of the fingerprint that are others if what follows a place may change."""
 
     @abstractmethod
@@ -180,7 +180,7 @@ class BatchMapDataset(grain.MapDataset):
         """If full batches are of several sizes, all of them, in rows of this host."""
         return ()
 
-    def beginning_at(self, place: Place) -> BatchMapDataset:
+    def beginning_at(self, progress: Progress) -> BatchMapDataset:
         """As `RowReader.beginning_at`."""
         return self
 
@@ -260,8 +260,8 @@ class RowMapDataset(BatchMapDataset):
     def counts_records(self) -> bool:
         return self.reader.counts_records
 
-    def beginning_at(self, place: Place) -> RowMapDataset:
-        return self.with_reader(self.reader.beginning_at(place))
+    def beginning_at(self, progress: Progress) -> RowMapDataset:
+        return self.with_reader(self.reader.beginning_at(progress))
 
     def repeated(self, times: int) -> RowMapDataset:
         return self.with_reader(self.reader.repeated(times))

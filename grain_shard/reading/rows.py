@@ -20,8 +20,13 @@ import numpy as np
 
 from grain_shard.grain_inside import nodes, routes
 from grain_shard.host_arrays import copied, empty
-from grain_shard.reading.cuts import Cut, Cuts, Place
-from grain_shard.reading.fingerprint import Fingerprint, fingerprint, records_fingerprint
+from grain_shard.reading.cuts import Cut, Cuts, Progress
+from grain_shard.reading.fingerprint import (
+    Fingerprint,
+    fields_before,
+    fingerprint,
+    records_fingerprint,
+)
 from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.spans import BATCH, READ, span
@@ -82,11 +87,11 @@ class Batching:
         return cls(
             records=node.records,
             by_record=Cuts(len(node.records), sizes, drop_remainder=drop),
-            num_epochs=node.num_epochs or 1,
+            num_epochs=1 if node.num_epochs is None else node.num_epochs,
             drop_remainder=drop,
             above=node.above,
             epoch_below=node.epoch_below,
-            sliced=None if node.num_epochs else (num_batches, node.batch_index),
+            sliced=(num_batches, node.batch_index) if node.num_epochs is None else None,
         )
 
     @property
@@ -105,15 +110,15 @@ class Batching:
             epoch = self.epoch_below(epoch)
         return epoch * self.by_record.records + record, count
 
-    def fingerprint(self, place: Place | None = None) -> Fingerprint:
-        """What a state must agree with; if a place is given, in a state that stands there."""
-        in_first_epoch = place is not None and self.sliced is None and place.epoch == 0
-        return records_fingerprint(
-            self.records,
-            above=self.above,
-            drop_remainder=self.drop_remainder,
-            until=place.record if place is not None and in_first_epoch else None,
-        )
+    def fingerprint(self) -> Fingerprint:
+        """What a state must agree with, but for the batch size."""
+        return records_fingerprint(self.records, self.above, self.drop_remainder)
+
+    def fields_before(self, progress: Progress) -> Fingerprint:
+        """As `RowReader.fields_before`."""
+        if self.sliced is not None or progress.epoch:
+            return {}
+        return fields_before(self.records, self.above, self.drop_remainder, progress.record)
 
 
 class RecordRows(RowReader):
@@ -156,10 +161,10 @@ class RecordRows(RowReader):
     def dropping_remainder(self) -> RecordRows:
         return self._with(by_record=self._batching.by_record.dropping_remainder())
 
-    def beginning_at(self, place: Place) -> RecordRows:
+    def beginning_at(self, progress: Progress) -> RecordRows:
         if not self.counts_records:
             return self
-        return self._with(by_record=self._batching.by_record.beginning_at(place))
+        return self._with(by_record=self._batching.by_record.beginning_at(progress))
 
     def repeated(self, times: int) -> RecordRows:
         return self._with(num_epochs=self.num_epochs * times)
@@ -171,8 +176,8 @@ class RecordRows(RowReader):
         (global_batch_size,) = self.global_batch_sizes
         return {**found, "global_batch_size": global_batch_size}
 
-    def fields_before(self, place: Place) -> Fingerprint:
-        return self._batching.fingerprint(place)
+    def fields_before(self, progress: Progress) -> Fingerprint:
+        return self._batching.fields_before(progress)
 
     @property
     def reads_many(self) -> bool:
@@ -345,7 +350,7 @@ class WholeBatchRows(RowReader):
         other._cuts = cuts.dropping_remainder()
         return other
 
-    def beginning_at(self, place: Place) -> WholeBatchRows:
+    def beginning_at(self, progress: Progress) -> WholeBatchRows:
         return self
 
     def repeated(self, times: int) -> WholeBatchRows:
@@ -356,8 +361,8 @@ class WholeBatchRows(RowReader):
     def fingerprint(self) -> Fingerprint:
         return fingerprint(self._ds)
 
-    def fields_before(self, place: Place) -> Fingerprint:
-        return {} if self._batching is None else self._batching.fingerprint(place)
+    def fields_before(self, progress: Progress) -> Fingerprint:
+        return {} if self._batching is None else self._batching.fields_before(progress)
 
     def begin(self, index: int, rows: np.ndarray | None) -> MadeBatch:
         return _KeptBatch(index, rows)

@@ -11,7 +11,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches, Padding
-from grain_shard.reading.cuts import Cuts, Place
+from grain_shard.reading.cuts import Cuts, Progress
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
 from grain_shard.reading.pad_rows import PadRows
@@ -161,8 +161,8 @@ class _PaddedRows(RowReader):
     def dropping_remainder(self) -> RowReader:
         return _PaddedRows(self._inner.dropping_remainder(), self._pad)
 
-    def beginning_at(self, place: Place) -> RowReader:
-        return _PaddedRows(self._inner.beginning_at(place), self._pad)
+    def beginning_at(self, progress: Progress) -> RowReader:
+        return _PaddedRows(self._inner.beginning_at(progress), self._pad)
 
     def repeated(self, times: int) -> RowReader:
         return _PaddedRows(self._inner.repeated(times), self._pad)
@@ -170,8 +170,8 @@ class _PaddedRows(RowReader):
     def fingerprint(self) -> Fingerprint:
         return {**self._inner.fingerprint(), "remainder": self._pad.remainder}
 
-    def fields_before(self, place: Place) -> Fingerprint:
-        return self._inner.fields_before(place)
+    def fields_before(self, progress: Progress) -> Fingerprint:
+        return self._inner.fields_before(progress)
 
     @property
     def reads_many(self) -> bool:
