@@ -176,8 +176,8 @@ class RandomAccess(HostBatches):
         num_threads: Threads that read side by side; None finds how many help.
         num_workers: Grain worker processes that make them instead, if not 0. Grain keeps four
             batches for each of them at least, so that many may be on the host.
-        fields_before: Of a place, the fields of the fingerprint that are others in a state that
-            stands there, since what follows may still change.
+        fields_before: The fields of the fingerprint that are others in a state of a run that has
+            come so far, since what follows may still change.
         passes: How often the dataset is gone through.
     """
 
@@ -329,7 +329,8 @@ class RandomAccess(HostBatches):
             stands = ", ".join(f"{key} {state[key]!r}" for key in keys)
             raise StateError(
                 f"the state stands at {stands}, and there is no such place: the dataset has"
-                f" {len(self._ds):,} batches.\n  remedy: pass what get_state() gave, unchanged."
+                f" {len(self._ds):,} batches.\n  remedy: pass what get_state() gave, unchanged, to"
+                " a pipeline of no fewer epochs."
             )
         return progress
 
