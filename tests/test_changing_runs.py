@@ -112,6 +112,7 @@ class TestAnotherBatchSize:
             next(iterator)
             assert [iterator.get_state()[key] for key in ("step", "epoch", "record")] == [4, 0, 44]
 
+    @pytest.mark.slow
     def test_worker_processes_go_on_there_too(self):
         seen, state = after(sharded(8), 3)
         rest = going_on(sharded(12, num_workers=2), state)
@@ -257,6 +258,7 @@ class TestBatchSchedule:
         with pytest.raises(ShardingError, match="fewer records than one batch of 32 rows"):
             sharded({0: 4, 2: 32}, 24, remainder="drop")
 
+    @pytest.mark.slow
     def test_worker_processes_make_the_same(self):
         schedule = {0: 3, 4: 10, 7: 16}
         assert ids(sharded(schedule, num_workers=2)) == ids(sharded(schedule))

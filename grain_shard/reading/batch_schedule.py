@@ -10,9 +10,10 @@ import grain
 
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import nodes
+from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.rows import Batching, RecordRows
+from grain_shard.reading.rows import RecordRows
 
 
 @dataclass(frozen=True)
