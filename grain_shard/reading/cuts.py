@@ -123,14 +123,15 @@ class Cuts:
     def has_short(self, epochs: int) -> bool:
         """Whether a batch of the first epochs is not full."""
         steps = self.steps_before(epochs)
-        # All epochs within a stage end alike, but for the one in which it begins.
-        return any(
-            cut.num_records < cut.size
-            for stage in self._stages
-            for last in (stage.steps_before(stage.start.epoch + ahead) - 1 for ahead in (1, 2))
-            if stage.start.step <= last < steps and self._stage_at(last) is stage
-            for cut in [stage.cut(last)]
-        )
+        for stage in self._stages:
+            # All epochs that end within a stage end alike, but for the one in which it begins.
+            for following in (stage.start.epoch + 1, stage.start.epoch + 2):
+                last = stage.steps_before(following) - 1
+                if stage.start.step <= last < steps and self._stage_at(last) is stage:
+                    cut = stage.cut(last)
+                    if cut.num_records < cut.size:
+                        return True
+        return False
 
     def _stage_at(self, step: int) -> _Stage:
         return self._stages[bisect_right(self._stages, step, key=lambda s: s.start.step) - 1]
