@@ -134,7 +134,8 @@ def resume(folder, num_batches=8, stop_after=4, global_batch_size=8):
     )  # fmt: skip
     size = len(json.dumps(state))
     axes.text(stop_after + gap / 2, 3.4,
-              f'get_state()\n{{"batch": {state["batch"]},\n  fingerprint}}\n{size} bytes of JSON',
+              f'get_state()\n{{"step": {state["step"]}, "record": {state["record"]},\n'
+              f"  fingerprint}}\n{size} bytes of JSON",
               ha="center", va="center", fontsize=10)  # fmt: skip
     columns = [k if k < stop_after else k + gap for k in range(num_batches)]
     axes.set_xticks(np.array(columns) + 0.5, [f"batch {k}" for k in range(num_batches)], fontsize=8)

@@ -20,6 +20,7 @@ from .placement import prefetch_to_device as prefetch_to_device
 from .planning.plan import plan as plan
 from .planning.topology import hosts_mesh as hosts_mesh
 from .planning.topology import topology_mesh as topology_mesh
+from .reading.batch_schedule import BatchSchedule as BatchSchedule
 from .reading.iterable import from_iterable as from_iterable
 from .reading.mix import mix as mix
 from .reading.sources import ArrayRecordSource as ArrayRecordSource

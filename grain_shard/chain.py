@@ -156,7 +156,7 @@ class _Chain(Stage):
                 ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
             )
         padded = self._padded(ds, self.put.shardings.layout().divisor)
-        return self._reading(padded, self.read, padded.reader.global_batch_size)
+        return self._reading(padded, self.read, *padded.reader.global_batch_sizes)
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
         if self.read == "once":

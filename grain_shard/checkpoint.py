@@ -33,6 +33,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from grain_shard.hosts.state_files import read_state, write_state
+from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.iterator import ShardedIterator
 
 
@@ -43,7 +44,7 @@ class CheckpointHandler(ocp.CheckpointHandler):
         """Writes the state of the last batch that was handed out."""
         write_state(directory, args.iterator.get_state())
 
-    def restore(self, directory: Any, args: CheckpointRestore) -> ShardedIterator:
+    def restore(self, directory: Any, args: CheckpointRestore) -> ShardedIterator | Epochs:
         """Sets the iterator to the saved state, and returns it.
 
         Raises:
@@ -60,10 +61,10 @@ class CheckpointSave(ocp.args.CheckpointArgs):
     """Saves the state of an iterator.
 
     Attributes:
-        iterator: Of a dataset that `shard_to` made.
+        iterator: Of a dataset that `shard_to` made, or over its epochs.
     """
 
-    iterator: ShardedIterator
+    iterator: ShardedIterator | Epochs
 
 
 @ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
@@ -72,7 +73,8 @@ class CheckpointRestore(ocp.args.CheckpointArgs):
     """Restores the state into an iterator, new or in use.
 
     Attributes:
-        iterator: Of the same pipeline, on any hosts and any mesh.
+        iterator: Of the same pipeline, with batches of any size, on any hosts and any mesh; or
+            over its epochs.
     """
 
-    iterator: ShardedIterator
+    iterator: ShardedIterator | Epochs

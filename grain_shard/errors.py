@@ -95,19 +95,19 @@ def _rebuild_sharding_error(cls: type[ShardingError], fields: dict[str, Any]) ->
 
 
 class StateError(GrainShardError, ValueError):
-    """A saved state belongs to another pipeline, batch size or data set.
+    """A saved state belongs to another pipeline or data set.
 
     Example:
         >>> import grain, jax
         >>> mesh = jax.make_mesh((8,), ("data",))
-        >>> def batches(global_batch_size):
-        ...     records = grain.MapDataset.range(32).map(lambda i: {"x": i})
-        ...     return iter(records.batch(global_batch_size).shard_to(mesh))
-        >>> with batches(8) as saved, batches(16) as other:
+        >>> def batches(num_records):
+        ...     records = grain.MapDataset.range(num_records).map(lambda i: {"x": i})
+        ...     return iter(records.batch(8).shard_to(mesh))
+        >>> with batches(32) as saved, batches(40) as other:
         ...     try:
         ...         other.set_state(saved.get_state())
         ...     except StateError as error:
-        ...         print("global_batch_size" in str(error))
+        ...         print("records" in str(error))
         True
     """
 

@@ -169,8 +169,7 @@ def test_an_endless_pipeline_is_read_from_any_batch():
     ds = numbered(5, 4).repeat().shard_to(data_mesh(2))
     iterator = iter(ds)
     assert ids([next(iterator) for _ in range(3)]) == [[0, 1, 2, 3], [4], [0, 1, 2, 3]]
-    state = {**iterator.get_state(), "batch": 1_000_001}
-    iterator.set_state(state)
+    iterator.seek(1_000_001)
     assert ids([next(iterator)]) == [[4]]
     iterator.close()
 
@@ -182,7 +181,7 @@ class TestState:
         with iter(numbered(100, 8).shard_to(mesh)) as iterator:
             for batch in range(5):
                 state = iterator.get_state()
-                assert state["batch"] == batch
+                assert state["step"] == batch
                 assert len(json.dumps(state)) < 200
                 assert json.loads(json.dumps(state)) == state
                 next(iterator)
@@ -220,7 +219,6 @@ class TestState:
         ("change", "named"),
         [
             (lambda: numbered(26, 4).shard_to(data_mesh(2)), "records"),
-            (lambda: numbered(25, 5).shard_to(data_mesh(5)), "global_batch_size"),
             (lambda: numbered(25, 4).shard_to(data_mesh(2), remainder="drop"), "remainder"),
             (lambda: numbered(25, 4).map(lambda b: b).shard_to(data_mesh(2)), "transforms"),
             (
@@ -232,18 +230,33 @@ class TestState:
     def test_a_state_of_another_pipeline_is_refused_and_says_what_changed(
         self, hints, change, named
     ):
-        if hints == "public path only" and named in ("records", "global_batch_size", "seeds"):
+        if hints == "public path only" and named in ("records", "seeds"):
             named = {"records": "source"}.get(named, "transforms")
         state = iter(numbered(25, 4).shard_to(data_mesh(2))).get_state()
         with pytest.raises(StateError, match=rf"\b{named}\b.* changed"):
             iter(change()).set_state(state)
 
     @pytest.mark.parametrize(
-        "state", [{}, {"next_index": 3}, {"batch": -1}, {"batch": 8}, {"batch": "2"}]
+        "state",
+        [
+            {},
+            {"next_index": 3},
+            {"step": -1},
+            {"step": "2"},
+            {"step": 8},
+            {"record": 26},
+            {"record": -1},
+            {"epoch": 1, "record": 1},
+        ],
+        ids=str,
     )
-    def test_what_is_no_state_is_refused(self, state):
+    def test_what_is_no_state_is_refused(self, hints, state):
+        if state == {"step": 8} and hints == "with Grain's hints":
+            pytest.skip("a state counts records: so many steps may have been smaller ones")
+        if "record" in state and hints == "public path only":
+            pytest.skip("only Grain's hints tell records from batches")
         iterator = iter(numbered(25, 4).shard_to(data_mesh(2)))
-        if "batch" in state:
+        if state.keys() & {"step", "record"}:
             state = {**iterator.get_state(), **state}
         with pytest.raises(StateError, match="remedy"):
             iterator.set_state(state)

@@ -305,7 +305,6 @@ def test_a_hosts_state_may_be_joined_by_hand_and_hold_more_than_its_feeds():
     ("other", "field"),
     [
         (numbers([9] * 8).batch(8), "num_feeds"),
-        (numbers([9] * 4).batch(16), "global_batch_size"),
         (grain_shard.feeds(text.packed, num_feeds=4).batch(8), "source, seeds, transforms"),
     ],
 )

@@ -244,7 +244,7 @@ class TestReadAhead:
         for _ in range(3):
             with pytest.raises(OSError, match="once"):
                 next(iterator)
-        assert iterator.get_state()["batch"] == 1
+        assert iterator.get_state()["step"] == 1
         iterator.set_state(iterator.get_state())
         assert ids(iterator) == [[2, 3], [4, 5], [6, 7]]
 
@@ -435,4 +435,4 @@ class TestState:
         with pytest.raises(ValueError, match=r"process_0-of-2\.json"):
             handler.restore(tmp_path / "grains", numbered(24, 8).to_iter_dataset().__iter__())
         state = grain_shard.hosts.state_files.read_state(tmp_path / "ours")
-        assert state["batch"] == 1
+        assert state["step"] == 1

@@ -166,7 +166,7 @@ def test_every_host_of_a_job_trains_on_the_same_global_batches_from_the_same_sta
     for job, of_hosts in enumerate(reports):
         for of_host in of_hosts:
             assert of_host[api] == of_hosts[0][api]
-        assert of_hosts[0][api]["restored"]["batch"] == sum(BATCHES_BY_JOB[:job])
+        assert of_hosts[0][api]["restored"]["step"] == sum(BATCHES_BY_JOB[:job])
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -182,7 +182,7 @@ def test_the_state_is_written_once_by_one_host(reports, directory, api):
         assert len(writers) == 1
         checkpoint = directory / "manager" / str(job) if api == "manager" else directory / saved
         (path,) = (checkpoint / "data").glob("*state*")
-        assert json.loads(path.read_text())["batch"] == sum(BATCHES_BY_JOB[: job + 1])
+        assert json.loads(path.read_text())["step"] == sum(BATCHES_BY_JOB[: job + 1])
 
 
 # A stream has a state of its own on each host.

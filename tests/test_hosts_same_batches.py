@@ -432,7 +432,7 @@ def test_the_state_is_the_same_on_every_host_of_every_run_and_small(runs, name):
     }
     assert len(states) == 1
     for k, state in enumerate(states.pop()):
-        assert json.loads(state)["batch"] == k + 1
+        assert json.loads(state)["step"] == k + 1
         assert len(state) < 200
 
 

@@ -280,10 +280,21 @@ def test_weights_of_the_past_may_not_change(weights):
 def test_what_else_changed_is_refused_as_ever():
     _, state = after(training({0: [3, 1]}), 5)
     with (
-        iter(training({0: [3, 1]}, global_batch_size=8)) as iterator,
-        pytest.raises(StateError, match=r"global_batch_size\b.* changed"),
+        iter(training({0: [3, 1]}, remainder="drop")) as iterator,
+        pytest.raises(StateError, match=r"remainder\b.* changed"),
     ):
         iterator.set_state(state)
+
+
+@pytest.mark.parametrize("size", [3, 8, 20, 64])
+def test_weights_and_the_batch_size_may_change_together(size):
+    seen, state = after(training({0: [3, 1]}), 5)  # 20 records
+    later = {0: [3, 1], 20: [1, 1], 40: [0, 1]}
+    with iter(training(later, global_batch_size=size)) as iterator:
+        iterator.set_state(state)
+        seen += ids(iterator)
+    rows = [row for batch in seen for row in batch]
+    assert rows == [row for batch in ids(training(later)) for row in batch]
 
 
 @pytest.mark.parametrize(
@@ -321,16 +332,22 @@ def test_in_a_second_epoch_all_weights_are_fixed():
 
 
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
-def test_the_end_of_an_epoch_is_as_fixed_as_its_weights(remainder):
-    _, state = after(training({0: [1, 0]}, global_batch_size=16, remainder=remainder), 3)
-    same = training({0: [1, 0]}, global_batch_size=16, remainder=remainder)
-    iter(same).set_state(state)
-    longer = training({0: [1, 0], 48: [1, 1]}, global_batch_size=16, remainder=remainder)
-    if remainder == "drop":  # there the epoch has ended, and the next one would begin elsewhere
-        with pytest.raises(StateError, match="changed"):
-            iter(longer).set_state(state)
-    else:
-        iter(longer).set_state(state)
+def test_weights_that_make_an_epoch_longer_go_on_behind_the_last_record_handed_out(remainder):
+    seen, state = after(training({0: [1, 0]}, global_batch_size=16, remainder=remainder), 3)
+    longer = [
+        training({0: [1, 0], 48: [1, 1]}, global_batch_size=16, remainder=remainder)
+        for _ in range(2)
+    ]
+    with iter(longer[0]) as iterator:
+        iterator.set_state(state)
+        assert seen + ids(iterator) == ids(longer[1])
+
+
+def test_the_end_of_an_epoch_is_as_fixed_as_its_weights():
+    _, state = after(training({0: [1, 0]}, global_batch_size=12), 5)
+    iter(training({0: [1, 0]}, global_batch_size=12)).set_state(state)
+    with pytest.raises(StateError, match="changed"):  # the next epoch would begin elsewhere
+        iter(training({0: [1, 0], 60: [0, 1]}, global_batch_size=12)).set_state(state)
 
 
 def test_in_feeds_each_feed_has_its_part_of_the_mixture():

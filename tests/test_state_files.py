@@ -8,7 +8,7 @@ from grain_shard.hosts.state_files import read_state, write_state
 
 def test_a_state_comes_back_as_it_was_written(tmp_path):
     for state in (
-        {"kind": "random access", "batch": 3, "records": 10},
+        {"kind": "random access", "step": 3, "records": 10},
         {"kind": "stream", "parent": {"next": 5}},
         {"kind": "feeds", "step": 3, "feeds": {"0": {}}},
     ):

@@ -205,12 +205,14 @@ class FeedBatches(grain.IterDataset):
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """What a state must agree with: of the pipeline, what Grain shows of feed 0."""
+        """What a state must agree with: of the pipeline, what Grain shows of feed 0.
+
+        Not the batch size: each feed goes on at its own next row, however many a batch takes.
+        """
         with naming_feed(0, self.num_feeds):
             feed_0 = self._make(0)
         return {
             "num_feeds": self.num_feeds,
-            "global_batch_size": self._global_batch_size,
             **pipeline_digests(feed_0),
         }
 

@@ -49,6 +49,7 @@ class HostFeeds(Stream):
         self._buffer_size = 1 if num_workers else buffer_size
         self._buffer_of_workers = buffer_size
         self.fingerprint = ds.fingerprint
+        self.compared = {**ds.fingerprint, "global_batch_size": ds.global_batch_size}
         if ds.padding is not None:
             self.padding = ds.padding.rows
 
@@ -74,8 +75,8 @@ class HostFeeds(Stream):
             remedy="check the source, and what make_feed filters out.",
         )
 
-    def next_batch(self, position: bytes) -> int:
-        return _loaded(position).step
+    def next_batch(self, position: bytes) -> Mapping[str, Any]:
+        return {"next batch": _loaded(position).step}
 
     def past_end(self, position: bytes) -> bytes:
         return pickle.dumps(_loaded(position).past_end())

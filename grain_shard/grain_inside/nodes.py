@@ -8,9 +8,9 @@ test suite runs its core with all these hints turned off.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import grain
 import numpy as np
@@ -34,15 +34,12 @@ REPEAT = type(grain.MapDataset.range(1).repeat(1))
 MAP = type(grain.MapDataset.range(1).map(str))
 RANDOM_MAP = type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0))
 MAP_WITH_INDEX = type(grain.MapDataset.range(1).map_with_index(lambda i, x: x))
+_SHUFFLES = {
+    type(grain.MapDataset.range(1).shuffle(seed=0)),
+    getattr(grain.experimental, "WindowShuffleMapDataset", None),
+}
 # One element in, one out, at the same index.
 _ELEMENTWISE = (SEED, MAP, RANDOM_MAP, MAP_WITH_INDEX)
-
-
-class Epoch(NamedTuple):
-    """The batches of one epoch, of which all but the last are always full."""
-
-    batches: int
-    full: int
 
 
 @dataclass(frozen=True)
@@ -50,48 +47,46 @@ class BatchNode:
     """What is known of the ``.batch(B)`` below a dataset of batches.
 
     Attributes:
-        records: The dataset that stands above ``.batch``.
+        batches: The node itself.
+        above: What stands above it, from the top down; no ``.repeat`` that only adds epochs.
+        records: The dataset that is batched.
         global_batch_size: B.
         drop_remainder: Whether Grain drops the short batch.
-        batch_index: From an index of the dataset to one of the batch node.
         only_stacks: Whether a row of the batch depends on its record alone: Grain's default batch
             function, and no ``.map`` after it.
-        epochs_in_order: Whether the dataset is whole epochs of the batch node (no slice).
+        num_epochs: How many epochs of the batch node the dataset is made of; None if a slice was
+            taken of the batches.
+        epoch_below: From an epoch of the dataset to that of the records. Not if it is sliced.
+        batch_index: From an index of the dataset to one of the batch node.
     """
 
+    batches: grain.MapDataset
+    above: tuple[grain.MapDataset, ...]
     records: grain.MapDataset
     global_batch_size: int
     drop_remainder: bool
-    batch_index: Callable[[int], int]
     only_stacks: bool
-    epochs_in_order: bool
-
-    def epoch(self) -> Epoch | None:
-        """What becomes of the records; None if a slice was taken of the batches."""
-        if not self.epochs_in_order:
-            return None
-        full, rest = divmod(len(self.records), self.global_batch_size)
-        return Epoch(full + bool(rest and not self.drop_remainder), full)
-
-    def first_record(self, batch: int) -> int | None:
-        """The first record of a batch of the first epoch; None of any other."""
-        epoch = self.epoch()
-        if epoch is None or batch >= epoch.batches:
-            return None
-        return batch * self.global_batch_size
+    num_epochs: int | None
+    epoch_below: Callable[[int], int]
+    batch_index: Callable[[int], int]
 
 
 def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     """Finds the batch node under maps, seeds, slices and repeats; None if there is none."""
-    node, maps, only_stacks, in_order = ds, [], True, True
+    node, above, only_stacks, in_order = ds, [], True, True
+    index_maps, repeated = [], []
     try:
         while type(node) is not _BATCH:
+            above.append(node)
             if type(node) in (SLICE, REINDEX):
-                maps.append(index_below_slice(node))
+                index_maps.append(index_below_slice(node))
                 in_order = False
             elif type(node) is REPEAT:
-                if not node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
-                    maps.append(_FirstEpoch(node.parents[0]))
+                if node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
+                    above.pop()
+                else:
+                    repeated.append(len(node.parents[0]))
+                    index_maps.append(_Modulo(repeated[-1]))
             elif type(node) in _ELEMENTWISE:
                 only_stacks = only_stacks and type(node) is SEED
             else:
@@ -105,13 +100,17 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     batches = len(records) // size if drop else -(-len(records) // size)
     if len(node) != batches:  # this Grain batches in a way that we do not know
         return None
+    each = max(1, batches)
     return BatchNode(
+        batches=node,
+        above=tuple(above),
         records=records,
         global_batch_size=size,
         drop_remainder=drop,
-        batch_index=_Composed(tuple(maps)),
         only_stacks=only_stacks and default_batch_fn,
-        epochs_in_order=in_order,
+        num_epochs=len(ds) // each if in_order else None,
+        epoch_below=_Composed(tuple(_Modulo(length // each) for length in repeated)),
+        batch_index=_Composed(tuple(index_maps)),
     )
 
 
@@ -129,6 +128,18 @@ def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
     if type(ds) is not _ITER_BATCH or getattr(ds, "_batch_fn", None) is not _ITER_BATCH_FN:
         return None
     return getattr(ds, "_batch_size", None)
+
+
+def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
+    """Whether the last ``.batch`` of a pipeline has Grain's `batch_and_pad` for its function.
+
+    Grain has no public way to ask for that. Where it hides it, the answer is no.
+    """
+    batch_fn = getattr(ds, "_batch_fn", None)
+    if batch_fn is None:
+        return any(map(pads_batches, ds.parents))
+    # It comes as a functools.partial, which says how far to pad.
+    return getattr(batch_fn, "func", batch_fn) is grain.experimental.batch_and_pad
 
 
 def below_read_ahead(
@@ -174,6 +185,19 @@ def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:
     return type(ds) is _FILTER or any(map(is_filtered, ds.parents))
 
 
+def is_shuffled(ds: grain.MapDataset | grain.IterDataset) -> bool:
+    """Whether a shuffle stands anywhere, and nothing is repeated: each pass has the same order."""
+    found = {type(node) for node in walk(ds)}
+    return bool(found & _SHUFFLES) and REPEAT not in found
+
+
+def walk(ds: Any) -> Iterator[Any]:
+    """A dataset and all that it is made of, from the top down."""
+    yield ds
+    for parent in ds.parents:
+        yield from walk(parent)
+
+
 def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:
     """The seeds that a node was given: ``.seed``, ``.shuffle`` and ``.random_map``."""
     found = [getattr(ds, name, None) for name in ("_seed_rng_seed", "_seed")]
@@ -214,10 +238,10 @@ class _Composed:
 
 
 @dataclass(frozen=True)
-class _FirstEpoch:
+class _Modulo:
     """The index map of ``repeat(reseed_each_epoch=False)``."""
 
-    parent: grain.MapDataset
+    length: int
 
     def __call__(self, index: int) -> int:
-        return index % len(self.parent)
+        return index % self.length

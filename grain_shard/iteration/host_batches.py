@@ -1,7 +1,8 @@
 """How this host's batches are produced, and which state goes with each.
 
 There are three kinds of pipelines, and this is what an iterator asks of each. `RandomAccess` reads
-batch k of a `MapDataset`: its position is k, whoever reads it, in whatever thread or process.
+batch k of a `MapDataset`: its position is k and the record with which that batch begins, whoever
+reads it, in whatever thread or process.
 `Stream` asks an `IterDataset` for its next batch: its position is whatever Grain's iterator says
 after that batch. `HostFeeds`, in a room of its own, is a stream whose state can be cut into feeds.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -23,7 +25,12 @@ from grain_shard.host_arrays import owned
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS, STREAM
 from grain_shard.pace import MOST_THREADS, ReadPace
-from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
+from grain_shard.reading.cuts import START, Progress
+from grain_shard.reading.fingerprint import (
+    HOW_TO_COUNT_RECORDS,
+    Fingerprint,
+    check_fingerprint,
+)
 from grain_shard.reading.iterable import require_another_pass
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.reads import Reads
@@ -64,15 +71,19 @@ class HostBatches(ABC):
             else tells.
         rows: What it yields on each of several hosts: some rows of batches that are the same
             everywhere ("global"), rows of its own ("local"), or those of its feeds ("feeds").
-        fingerprint: What must be the same on all hosts, and when a state is restored.
+        fingerprint: What must be the same when a state is restored.
+        compared: What must be the same on all hosts.
         padding: What the rows of padding in its batches hold.
+        host_batch_sizes: If full batches are of several sizes, all of them, in rows of this host.
     """
 
     kind: str
     ends_by_vote: bool = False
     rows: str = GLOBAL
     fingerprint: Mapping[str, Any]
+    compared: Mapping[str, Any]
     padding: PadRows = PadRows()
+    host_batch_sizes: tuple[int, ...] = ()
 
     @abstractmethod
     def num_batches(self) -> int | None:
@@ -98,8 +109,45 @@ class HostBatches(ABC):
         """
 
     @abstractmethod
-    def next_batch(self, position: Position) -> int | None:
-        """The index of the next batch, if that is the same on every host; else None."""
+    def next_batch(self, position: Position) -> Mapping[str, Any]:
+        """What tells which batch is the next one, as far as that is the same on every host."""
+
+    def position_at(self, *, step: int | None, record: int | None) -> Position:
+        """The position before a step, or before a record.
+
+        Args:
+            step: Batches that come before it, in a run from the beginning.
+            record: Records that come before it. One of both is given.
+
+        Raises:
+            ShardingError: There is none, or nobody can say where it is.
+        """
+        raise ShardingError(
+            "seek needs random access, and this is a stream: where a record of it is, only reading"
+            " up to it tells.",
+            remedy="go on from a state, by set_state(saved); or keep a MapDataset down to .batch.",
+        )
+
+    def repeated(self, times: int) -> HostBatches:
+        """As many passes in one, each with an order and augmentations of its own.
+
+        Raises:
+            ShardingError: Where an epoch ends cannot be known.
+        """
+        raise ShardingError(
+            "epochs needs random access, and this is a stream: each iter(ds) is a pass, and nobody"
+            " knows its end before it comes.",
+            remedy="call iter(ds) for each epoch, and shuffle by the epoch's number in the source;"
+            " or keep a MapDataset down to .batch.",
+        )
+
+    def pass_of(self, position: Position) -> tuple[int, int]:
+        """Which pass of `repeated` the next batch is of, and how many batches that still has."""
+        raise NotImplementedError
+
+    def next_pass(self, position: Position) -> Position:
+        """The beginning of the pass that follows that of the next batch."""
+        raise NotImplementedError
 
     def past_end(self, position: Position) -> Position:
         """The position after a batch for which this host had no row any more."""
@@ -128,12 +176,13 @@ class RandomAccess(HostBatches):
         num_threads: Threads that read side by side; None finds how many help.
         num_workers: Grain worker processes that make them instead, if not 0. Grain keeps four
             batches for each of them at least, so that many may be on the host.
-        fields_before: Of a batch, the fields of the fingerprint that are others in a state that
-            stands there, since what follows may still change.
+        fields_before: The fields of the fingerprint that are others in a state of a run that has
+            come so far, since what follows may still change.
+        passes: How often the dataset is gone through.
     """
 
     kind = RANDOM_ACCESS
-    _BATCH = "batch"  # the state's key for the index of the next batch
+    _STEP, _EPOCH, _RECORD = "step", "epoch", "record"  # the state's keys, as in `Progress`
 
     def __init__(
         self,
@@ -143,41 +192,106 @@ class RandomAccess(HostBatches):
         buffer_size: int,
         num_threads: int | None,
         num_workers: int,
-        fields_before: Callable[[int], Fingerprint] = lambda batch: {},
+        fields_before: Callable[[Progress], Fingerprint] = lambda progress: {},
+        passes: int = 1,
     ):
         self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
-        self._fields_before = fields_before
+        self._fields_before, self._passes = fields_before, passes
         self._num_threads, self._num_workers = num_threads, num_workers
+        self.host_batch_sizes = ds.host_batch_sizes
+        self.compared = {**fingerprint, "epochs": ds.num_epochs}
+        if ds.counts_records:
+            by_step = ds.cuts.sizes_by_step
+            self.compared["global_batch_size"] = by_step if len(by_step) > 1 else by_step[0]
 
     def num_batches(self) -> int | None:
         return len(self._ds)
 
-    def open(self, position: int | None) -> Opened:
-        start = position or 0
-        indices = range(start, len(self._ds))
+    def repeated(self, times: int) -> RandomAccess:
+        if len(self._ds) * times > sys.maxsize:
+            raise ShardingError(
+                f"{times} epochs of a dataset that is endless already have no border.",
+                remedy="leave out its .repeat().",
+            )
+        return RandomAccess(
+            self._ds.repeated(times),
+            dict(self.fingerprint),
+            buffer_size=self._buffer_size,
+            num_threads=self._num_threads,
+            num_workers=self._num_workers,
+            fields_before=self._fields_before,
+            passes=self._passes * times,
+        )
+
+    @property
+    def _epochs_of_a_pass(self) -> int:
+        return self._ds.num_epochs // self._passes
+
+    def pass_of(self, position: Progress) -> tuple[int, int]:
+        epochs = self._epochs_of_a_pass
+        cuts, number = self._ds.cuts.beginning_at(position), position.epoch // epochs
+        while number < self._passes:
+            left = cuts.steps_before((number + 1) * epochs) - position.step
+            if left:
+                return number, left
+            number += 1  # what is left of this one is dropped
+        return number, 0
+
+    def next_pass(self, position: Progress) -> Progress:
+        number, left = self.pass_of(position)
+        return Progress(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
+
+    def position_at(self, *, step: int | None, record: int | None) -> Progress:
+        cuts, batches = self._ds.cuts, len(self._ds)
+        if step is not None:
+            if type(step) is not int or not 0 <= step <= batches:
+                raise ShardingError(
+                    f"there is no step {step!r}: the dataset has {batches:,} batches.",
+                    remedy=f"seek a step from 0 to {batches:,}; more than that are in"
+                    " ds.epochs(n), or after .batch(B).repeat(n).",
+                )
+            return cuts.progress(step)
+        if not self._ds.counts_records:
+            raise ShardingError(
+                "these batches cannot begin at any record, since they are made as a whole.",
+                remedy=f"seek a step. {HOW_TO_COUNT_RECORDS}",
+            )
+        records = cuts.records * self._ds.num_epochs
+        if type(record) is not int or not 0 <= record <= records:
+            raise ShardingError(
+                f"there is no record {record!r}: all epochs together have {records:,}.",
+                remedy=f"seek a record from 0 to {records:,}.",
+            )
+        epoch, record = divmod(record, cuts.records)
+        return Progress(cuts.step_of(epoch, record), epoch, record)
+
+    def open(self, position: Progress | None) -> Opened:
+        start = self._ds.cuts.progress(0) if position is None else position
+        ds = self._ds.beginning_at(start)
+        cuts, indices = ds.cuts, range(start.step, len(ds))
         if self._num_workers and indices:
-            return Opened(start, self._from_workers(start))
-        most = min(MOST_THREADS, self._buffer_size * max(1, self._ds.records_per_batch))
+            return Opened(start, self._from_workers(ds, start.step))
+        most = min(MOST_THREADS, self._buffer_size * max(1, ds.records_per_batch))
         pace = ReadPace(self._num_threads, most=most)
         batches = TaskStage(
-            Reads(self._ds, indices, self._buffer_size, pace),
+            Reads(ds, indices, self._buffer_size, pace, lambda index: cuts.progress(index + 1)),
             buffer_size=self._buffer_size,
             pace=pace,
             name=_THREAD,
         )
         return Opened(start, batches, threads=lambda: f"{pace.threads} ({pace.count.why})")
 
-    def _from_workers(self, start: int) -> Background[Any, tuple[Batch, int]]:
+    def _from_workers(self, ds: BatchMapDataset, start: int) -> Background[Any, tuple[Batch, Any]]:
         """Batches that worker processes make; one waits here, out of their shared memory."""
-        ds: grain.MapDataset = self._ds[start:]
+        cuts, from_start = ds.cuts, ds[start:]
         workers = WorkerProcesses(
-            ds.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+            from_start.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
             self._num_workers,
             buffer_size=self._buffer_size,
         )
         return Background(
-            lambda item: (owned(item[1]), item[0] + 1),
-            _Numbered(workers, start, len(self._ds)),
+            lambda item: (owned(item[1]), cuts.progress(item[0] + 1)),
+            _Numbered(workers, start, len(ds)),
             buffer_size=1,
             name=_THREAD,
         )
@@ -185,28 +299,49 @@ class RandomAccess(HostBatches):
     def first(self) -> Batch:
         return self._ds[0]
 
-    def next_batch(self, position: int) -> int:
-        return position
+    def next_batch(self, position: Progress) -> Mapping[str, Any]:
+        step, epoch, record = position
+        if not self._ds.counts_records:
+            return {"next batch": step}
+        return {"next batch": step, "next record": f"{record} of epoch {epoch}"}
 
-    def to_state(self, position: int) -> dict[str, Any]:
-        return {KIND: self.kind, self._BATCH: position, **self._fingerprint_at(position)}
+    def to_state(self, position: Progress) -> dict[str, Any]:
+        fingerprint = {**self.fingerprint, **self._fields_before(position)}
+        return {KIND: self.kind, **self._counted(position), **fingerprint}
 
-    def _fingerprint_at(self, position: Any) -> Fingerprint:
-        """The fingerprint in a state that stands there; of no position, that of the whole."""
-        known = type(position) is int and 0 <= position <= len(self._ds)
-        return {**self.fingerprint, **(self._fields_before(position) if known else {})}
+    def _counted(self, progress: Progress) -> dict[str, int]:
+        """How far a run has come, as a state says it."""
+        step, epoch, record = progress
+        if not self._ds.counts_records:
+            return {self._STEP: step}
+        return {self._STEP: step, self._EPOCH: epoch, self._RECORD: record}
 
-    def from_state(self, state: dict[str, Any]) -> int:
-        batch = state.get(self._BATCH) if isinstance(state, Mapping) else None
-        current = self._fingerprint_at(batch)
-        check_fingerprint(state, current, kind="a random-access pipeline", keys=(self._BATCH,))
-        batches = len(self._ds)
-        if type(batch) is not int or not 0 <= batch <= batches:
+    def from_state(self, state: dict[str, Any]) -> Progress:
+        progress = self._progress_in(state)
+        current = {**self.fingerprint, **(self._fields_before(progress) if progress else {})}
+        keys = tuple(self._counted(START))
+        check_fingerprint(state, current, kind="a random-access pipeline", keys=keys)
+        if progress is None:
+            stands = ", ".join(f"{key} {state[key]!r}" for key in keys)
             raise StateError(
-                f"the state stands at batch {batch!r} of {batches}.\n"
-                "  remedy: pass what get_state() gave, unchanged."
+                f"the state stands at {stands}, and there is no such place: the dataset has"
+                f" {len(self._ds):,} batches.\n  remedy: pass what get_state() gave, unchanged, to"
+                " a pipeline of no fewer epochs."
             )
-        return batch
+        return progress
+
+    def _progress_in(self, state: Any) -> Progress | None:
+        """Where a state stands; None if that is not in this dataset."""
+        if not isinstance(state, Mapping):
+            return None
+        cuts, epochs = self._ds.cuts, self._ds.num_epochs
+        step, epoch, record = (state.get(key, 0) for key in (self._STEP, self._EPOCH, self._RECORD))
+        if not all(type(count) is int and count >= 0 for count in (step, epoch, record)):
+            return None
+        if not self._ds.counts_records:
+            return cuts.progress(step) if step <= len(self._ds) else None
+        within = epoch < epochs and record <= cuts.records
+        return Progress(step, epoch, record) if within or (epoch, record) == (epochs, 0) else None
 
 
 class _Numbered(Producer[tuple[int, Batch]]):
@@ -252,7 +387,9 @@ class Stream(HostBatches):
     kind = STREAM
     ends_by_vote = True
     _PARENT = "parent"  # the state's key for that of Grain's iterator
-    fingerprint: Mapping[str, Any] = {}  # nothing can be compared of an arbitrary iterator
+    # Nothing can be compared of an arbitrary iterator.
+    fingerprint: Mapping[str, Any] = {}
+    compared: Mapping[str, Any] = {}
 
     def __init__(self, ds: StreamDataset, *, buffer_size: int, rows: str = GLOBAL):
         self._ds, self._buffer_size, self.rows = ds, buffer_size, rows
@@ -294,8 +431,8 @@ class Stream(HostBatches):
             )
         return batch
 
-    def next_batch(self, position: bytes) -> int | None:
-        return None  # a stream does not count its batches
+    def next_batch(self, position: bytes) -> Mapping[str, Any]:
+        return {}  # a stream does not count its batches
 
     def to_state(self, position: bytes) -> dict[str, Any]:
         return {KIND: self.kind, self._PARENT: to_json(pickle.loads(position))}

@@ -32,6 +32,7 @@ from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds, agree
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.iteration.host_batches import HostBatches, Position
+from grain_shard.iteration.second_pass import SecondPass
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import PLACE, span
 from grain_shard.trees import Batch
@@ -85,6 +86,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
             contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
+        second_pass: Is told where passes begin and end.
 
     Example:
         >>> import jax
@@ -106,12 +108,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         device_buffer_size: int,
         reshard: Resharder | None,
         across: AcrossHosts | None,
+        second_pass: SecondPass | None = None,
     ):
         super().__init__()
         self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard, self._across = device_buffer_size, reshard, across
         self._enter_context = jax_context()  # all its life that of the thread that made it
+        self._second_pass = second_pass
         self._open(None)
+        self._beginning = self._position
 
     def _open(self, position: Position | None) -> None:
         across = self._across
@@ -152,6 +157,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if self._alarm is not None:
             self._alarm.check()
         first, self._compared = not self._compared, True
+        if first and self._second_pass is not None and self._position == self._beginning:
+            self._second_pass.begins()
         self.start_prefetch()
         with self._wait:
             try:
@@ -162,12 +169,18 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
                 self._tell(first, error)
-                if isinstance(error, StopIteration) and self._reshard is not None:
-                    self._reshard.wait()
+                if isinstance(error, StopIteration):
+                    self._at_end()
                 raise
         self._tell(first, None)
         self._position = position
         return batch if self._reshard is None else self._reshard(batch)
+
+    def _at_end(self) -> None:
+        if self._second_pass is not None:
+            self._second_pass.ends()
+        if self._reshard is not None:
+            self._reshard.wait()
 
     def _tell(self, first: bool, error: BaseException | None) -> None:
         """Compares notes with the other hosts at the first batch, and tells them of an error."""
@@ -179,7 +192,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             return
         answer: dict[str, Any] = {
             **self._across.fields,
-            "next batch": self._host.next_batch(self._position),
+            **self._host.next_batch(self._position),
         }
         if isinstance(error, StopIteration):
             answer["batches"] = "none left"
@@ -219,7 +232,53 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             StateError: The state was saved by another pipeline; the message names what changed.
         """
         self._require_open()
-        position, before = self._host.from_state(state), self._position
+        self.go_to(self._host.from_state(state))
+
+    def seek(self, step: int | None = None, *, record: int | None = None) -> None:
+        """Goes to a step, or to a record, of a random-access pipeline, in no time.
+
+        Nothing is read for it: not what lies before, and in a new iterator, whose threads start
+        with the first ``next``, nothing else either.
+
+        Example:
+            >>> import jax
+            >>> mesh = jax.make_mesh((8,), ("data",))
+            >>> ds = grain.MapDataset.range(80).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
+            >>> with iter(ds) as batches:
+            ...     batches.seek(9)
+            ...     print(next(batches)["x"])
+            ...     batches.seek(record=5)
+            ...     print(next(batches)["x"])
+            [72 73 74 75 76 77 78 79]
+            [ 5  6  7  8  9 10 11 12]
+
+        Args:
+            step: How many batches come before the next one, in a run of this pipeline from its
+                beginning; whatever was restored before plays no part.
+            record: How many records come before the next one, those of earlier epochs included.
+                A batch begins with it. The step is that of the batch that it is in otherwise.
+
+        Raises:
+            ShardingError: There is no such step or record; not just one of both is given; or the
+                pipeline is a stream, where only reading on tells what comes.
+        """
+        self._require_open()
+        if (step is None) == (record is None):
+            raise ShardingError(
+                "seek takes a step or a record, and one of them only.",
+                remedy="write seek(step) or seek(record=...).",
+            )
+        self.go_to(self._host.position_at(step=step, record=record))
+
+    @property
+    def position(self) -> Position:
+        """The position after the last batch that ``next`` returned, as it is quick to copy."""
+        return self._position
+
+    def go_to(self, position: Position) -> None:
+        """Goes on from a position of an iterator over the same dataset."""
+        self._require_open()
+        before = self._position
         self._close_stage()  # first: the next stage may draw from the same source
         with self._enter_context():
             try:

@@ -8,10 +8,12 @@ from typing import Any, NoReturn
 import grain
 import jax
 
-from grain_shard.errors import ShardingError, describe_mesh
+from grain_shard.errors import ShardingError, describe_mesh, require_int
 from grain_shard.hosts.compare import GLOBAL
+from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import AcrossHosts, ShardedIterator
+from grain_shard.iteration.second_pass import SecondPass
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.reshard import Resharder
@@ -53,6 +55,7 @@ class ShardedDataset(grain.IterDataset):
         settings: How the pipeline is run.
         remainder: What a stream does that ends before those of other hosts.
         timeout_s: How long one host waits for another, in seconds.
+        same_order: Whether it is known to be shuffled, and to have the same order in each pass.
 
     Example:
         >>> import grain_shard
@@ -72,11 +75,12 @@ class ShardedDataset(grain.IterDataset):
         *,
         remainder: str,
         timeout_s: float,
+        same_order: bool = False,
     ):
         super().__init__(parent)
         self._host, self._read_by, self._final = host, shardings, final_shardings
         self._settings, self._remainder, self._timeout_s = settings, remainder, timeout_s
-        self._layout = shardings.layout()
+        self._layout, self._second_pass = shardings.layout(), SecondPass(same_order)
 
     @property
     def settings(self) -> Settings:
@@ -117,12 +121,37 @@ class ShardedDataset(grain.IterDataset):
         return True  # not by len(), which a stream does not have
 
     def __iter__(self) -> ShardedIterator:
+        return self._iterate(self._host, self._second_pass)
+
+    def epochs(self, n: int) -> Epochs:
+        """The batches of several epochs, each in another order and with other augmentations.
+
+        They are those of ``.batch(B).repeat(n)``, with the epochs kept apart::
+
+            with ds.epochs(30) as epochs:
+                for epoch, batches in enumerate(epochs):
+                    for batch in batches:
+                        ...
+
+        Args:
+            n: How many epochs. One is what ``iter(ds)`` goes over.
+
+        Raises:
+            ShardingError: `n` is no positive integer, or the pipeline is a stream or feeds, whose
+                end nobody knows before it comes.
+        """
+        require_int("n", n, 1)
+        host = self._host.repeated(n)
+        return Epochs(host, self._iterate(host, None), n)
+
+    def _iterate(self, host: HostBatches, second_pass: SecondPass | None) -> ShardedIterator:
         return ShardedIterator(
-            self._host,
+            host,
             self._assembler(),
             device_buffer_size=self._settings.device_buffer_size,
             reshard=self._final and Resharder(self._final),
-            across=self._across_hosts(),
+            across=self._across_hosts(host),
+            second_pass=second_pass,
         )
 
     def abstract_batch(self) -> Batch:
@@ -189,16 +218,21 @@ class ShardedDataset(grain.IterDataset):
     def _assembler(self) -> Assembler:
         compares = self._host.rows != GLOBAL
         is_padding = self._host.padding.are_all_of if compares else None
-        return Assembler(self._read_by, self._layout, is_padding=is_padding)
+        return Assembler(
+            self._read_by,
+            self._layout,
+            is_padding=is_padding,
+            host_batch_sizes=self._host.host_batch_sizes,
+        )
 
-    def _across_hosts(self) -> AcrossHosts | None:
+    def _across_hosts(self, host: HostBatches) -> AcrossHosts | None:
         if self._layout.num_hosts == 1:
             return None
         # All that hosts compare before the first batch is handed out, but for what only the batch
         # tells: its leaves, and the rows that this host read. The iterator adds those.
         fields = {
-            **self._host.fingerprint,
-            "rows": self._host.rows,
+            **host.compared,
+            "rows": host.rows,
             "remainder": self._remainder,
             "read": "once" if self._settings.reads_once else "needed",
             **self.shardings.describe(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import grain
@@ -19,6 +19,11 @@ from grain_shard.errors import StateError
 from grain_shard.grain_inside import nodes
 
 Fingerprint = dict[str, Any]
+
+HOW_TO_COUNT_RECORDS = (
+    "Put what is done to a batch before .batch, where it is done to a record: no batch_fn, no .map"
+    " after .batch, and slices of records."
+)
 
 # Where a function stands in its file, and where an object stands in memory, say nothing of what
 # it does: a comment above it, or another run, changes them.
@@ -50,43 +55,77 @@ def fingerprint(ds: grain.MapDataset) -> Fingerprint:
         transformations. Plain JSON.
     """
     node = nodes.batch_node(ds)
+    if node is None:
+        return {"records": None, "global_batch_size": None, **pipeline_digests(ds)}
+    of_records = records_fingerprint(node.records, node.above, node.drop_remainder)
+    return {**of_records, "global_batch_size": node.global_batch_size}
+
+
+def records_fingerprint(
+    records: grain.MapDataset, above: Sequence[grain.MapDataset], drop_remainder: bool
+) -> Fingerprint:
+    """The fingerprint of records that are batched, however many make a batch.
+
+    Args:
+        records: What is batched.
+        above: What follows the batching.
+        drop_remainder: Whether what does not fill a batch is left out.
+    """
+    texts = [_text(node) for node in nodes.walk(records)]
     return {
-        "records": len(node.records) if node else None,
-        "global_batch_size": node.global_batch_size if node else None,
-        **pipeline_digests(ds),
+        "records": len(records),
+        "source": pipeline_digests(records)["source"],
+        "seeds": digest([nodes.seeds(node) for node in (*above, *nodes.walk(records))]),
+        "transforms": _transforms(records, texts, above, drop_remainder),
     }
 
 
-def fields_before(ds: grain.MapDataset, batch: int) -> Fingerprint:
-    """The fields of the fingerprint that are others if what follows a batch may still change.
+def fields_before(
+    records: grain.MapDataset,
+    above: Sequence[grain.MapDataset],
+    drop_remainder: bool,
+    record: int,
+) -> Fingerprint:
+    """The fields of the fingerprint that are others if what follows a record may still change.
 
     Args:
-        ds: As for `fingerprint`.
-        batch: A state stands before this batch.
+        records: As for `records_fingerprint`.
+        above: As for `records_fingerprint`.
+        drop_remainder: As for `records_fingerprint`.
+        record: A state stands before this record of the first epoch.
 
     Returns:
-        Nothing for most pipelines, of which everything is fixed from the start. If the records
-        that are batched are those of a dataset that `ChangesLater`, and the batch is in the first
-        epoch: "transforms" with its text up to there, and "records" without the number of them,
-        which follows from the rest of that text.
+        Nothing for most pipelines, of which everything is fixed from the start. If the records are
+        those of a dataset that `ChangesLater`: "transforms" with its text up to there, and
+        "records" without the number of them, which follows from the rest of that text.
     """
-    node = nodes.batch_node(ds)
-    record = node.first_record(batch) if node else None
-    if node is None or record is None:
-        return {}
-    changing: Any = node.records
+    changing: Any = records
     while nodes.keeps_indices(changing):
         (changing,) = changing.parents
     if not isinstance(changing, ChangesLater):
         return {}
-    texts = [changing.text_before(record) if n is changing else _text(n) for n in _walk(ds)]
-    parameters = [nodes.parameters(n) for n in _walk(ds)]
-    return {"records": None, "transforms": digest(list(zip(texts, parameters, strict=True)))}
+    texts = [
+        changing.text_before(record) if node is changing else _text(node)
+        for node in nodes.walk(records)
+    ]
+    return {"records": None, "transforms": _transforms(records, texts, above, drop_remainder)}
+
+
+def _transforms(
+    records: grain.MapDataset,
+    texts: Sequence[str],
+    above: Sequence[grain.MapDataset],
+    drop_remainder: bool,
+) -> str:
+    parameters = [nodes.parameters(node) for node in nodes.walk(records)]
+    described = [(_text(node), nodes.parameters(node)) for node in above]
+    described.append((f"batch(drop_remainder={drop_remainder})", ()))
+    return digest(described + list(zip(texts, parameters, strict=True)))
 
 
 def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:
     """A digest each of a dataset's sources, seeds and transformations."""
-    walked = list(_walk(ds))
+    walked = list(nodes.walk(ds))
     sources = [
         (_text(n), _length(n), [os.path.basename(str(p)) for p in _paths(n)])
         for n in walked
@@ -103,8 +142,8 @@ def check_fingerprint(
     state: Mapping[str, Any],
     current: Mapping[str, Any],
     *,
-    kind: str = "a random-access pipeline",
-    keys: Sequence[str] = ("batch",),
+    kind: str,
+    keys: Sequence[str],
 ) -> None:
     """Refuses a state that was saved by something else.
 
@@ -122,27 +161,26 @@ def check_fingerprint(
             f"a state is a dict, not {state!r}.\n  remedy: pass what get_state() gave."
         )
     missing = [name for name in (*keys, *current) if name not in state]
-    if missing:
+    changed = [name for name in current if name in state and state[name] != current[name]]
+    if missing and (not changed or any(key in missing for key in keys)):
         raise StateError(
             f"this is no state of {kind}: it lacks"
             f" {', '.join(map(repr, missing))}."
             f"\n  state:  {dict(state)}\n  remedy: pass what get_state() of such an iterator gave."
         )
-    changed = [name for name in current if state[name] != current[name]]
     if changed:
         lines = [f"  {n}: saved {state[n]!r}, now {current[n]!r}" for n in changed]
+        remedy = "restore with the pipeline that saved it."
+        if "global_batch_size" in changed:
+            remedy = (
+                "another size would need batches that can begin at any record, and these are made"
+                f" as a whole. {HOW_TO_COUNT_RECORDS} Or restore with the size that saved it."
+            )
         raise StateError(
             f"the state was saved by another pipeline: {', '.join(changed)} changed.\n"
             + "\n".join(lines)
-            + "\n  remedy: restore with the pipeline that saved it. If the change is meant, and the"
-            " batches are to go on from the same index, put the new values into the state."
+            + f"\n  remedy: {remedy}"
         )
-
-
-def _walk(ds: Any) -> Iterator[Any]:
-    yield ds
-    for parent in ds.parents:
-        yield from _walk(parent)
 
 
 def _length(node: Any) -> int | None:

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,19 +32,27 @@ _RECORDS_PER_CALL = 1024
 _RECORDS_AHEAD = 1024
 
 
-class Reads(Tasks[tuple[Batch, int]]):
-    """The reads of some batches; results are batches, each with the index of the next one.
+class Reads(Tasks[tuple[Batch, Any]]):
+    """The reads of some batches; results are batches, each with the position after it.
 
     Args:
         reader: Reads them.
         indices: Which batches.
         buffer_size: How many of them may wait or be in the making.
         pace: How many reads go side by side, and how long one record takes.
+        position_after: From the index of a batch to the position after it.
     """
 
-    def __init__(self, reader: BatchMapDataset, indices: range, buffer_size: int, pace: ReadPace):
+    def __init__(
+        self,
+        reader: BatchMapDataset,
+        indices: range,
+        buffer_size: int,
+        pace: ReadPace,
+        position_after: Callable[[int], Any],
+    ):
         self._reader, self._indices, self._buffer_size = reader, indices, buffer_size
-        self._pace = pace
+        self._pace, self._position_after = pace, position_after
         self._reads_many, self._batch_size = reader.reads_many, max(1, reader.records_per_batch)
         self._ahead: deque[MadeBatch] = deque()  # those that come next, found already
         self._begun = 0  # batches
@@ -72,7 +80,7 @@ class Reads(Tasks[tuple[Batch, int]]):
         batches = self._records_at_a_time() // self._batch_size
         return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
-    def draw(self, room: int) -> Task[tuple[Batch, int]]:
+    def draw(self, room: int) -> Task[tuple[Batch, Any]]:
         begun = self._begun
         with self._lock:
             parts = self._draw_left()
@@ -132,7 +140,8 @@ class Reads(Tasks[tuple[Batch, int]]):
             self._ahead.extend(self._found())
         made, number = self._ahead.popleft(), self._begun
         self._at_a_time, self._begun = made.most_at_a_time, number + 1
-        return _Part(_Counted(made, number, self._indices[number] + 1), 0, made.size)
+        position = self._position_after(self._indices[number])
+        return _Part(_Counted(made, number, position), 0, made.size)
 
     def _found(self) -> list[MadeBatch]:
         """The next few batches; if they can't be found, the next one alone, which may be."""
@@ -162,8 +171,8 @@ class Reads(Tasks[tuple[Batch, int]]):
 class _Counted:
     """A batch in the making, and how many of its records are missing."""
 
-    def __init__(self, made: MadeBatch, number: int, next_index: int):
-        self.made, self.number, self.next_index = made, number, next_index
+    def __init__(self, made: MadeBatch, number: int, position: Any):
+        self.made, self.number, self.position = made, number, position
         self._missing, self._lock = made.size, threading.Lock()
 
     def wrote(self, count: int) -> bool:
@@ -198,7 +207,7 @@ class _Part:
         return Piece(self.batch.made, self.start, self.stop)
 
 
-class _Read(Task[tuple[Batch, int]]):
+class _Read(Task[tuple[Batch, Any]]):
     """One read, of one batch or of several.
 
     Attributes:
@@ -209,7 +218,7 @@ class _Read(Task[tuple[Batch, int]]):
         self._reader, self._parts, self.begins, self.size = reader, parts, begins, 0
         self.left: list[_Part] = []
 
-    def run(self) -> Iterator[tuple[int, tuple[Batch, int] | Raised]]:
+    def run(self) -> Iterator[tuple[int, tuple[Batch, Any] | Raised]]:
         until = time.perf_counter() + 2 * _READ_S
         parts, self._parts = self._parts, []
         if len(parts) > 1 and self._reader.reads_many:
@@ -223,7 +232,7 @@ class _Read(Task[tuple[Batch, int]]):
             try:
                 if not self._complete(part, until):
                     continue
-                result = part.batch.made.finish(), part.batch.next_index
+                result = part.batch.made.finish(), part.batch.position
             except BaseException as error:
                 yield part.batch.number, Raised.of(error)
             else:

@@ -7,15 +7,17 @@ pieces of several batches.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
-from grain_shard.grain_inside.nodes import Epoch
+from grain_shard.errors import ShardingError, require_int
 from grain_shard.grain_inside.routes import NEVER
+from grain_shard.reading.cuts import Cuts, Progress
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.trees import Batch
 
@@ -77,34 +79,73 @@ class RowReader(ABC):
 
     @property
     @abstractmethod
-    def global_batch_size(self) -> int:
-        """Rows of a full batch."""
+    def cuts(self) -> Cuts:
+        """How its records are cut into batches.
+
+        Where a batch cannot begin at any record, since batches are read whole, or chosen by a
+        slice, or nothing tells their size: as if each batch were one record.
+        """
+
+    @property
+    @abstractmethod
+    def num_epochs(self) -> int:
+        """How many epochs are one pass, as `cuts` counts them."""
+
+    @property
+    @abstractmethod
+    def counts_records(self) -> bool:
+        """Whether a batch can begin at any record, so that batches may be cut otherwise."""
+
+    @property
+    @abstractmethod
+    def global_batch_sizes(self) -> tuple[int, ...]:
+        """Rows of full batches: all the sizes that there are, each once."""
 
     @abstractmethod
+    def global_batch_size_of(self, index: int) -> int:
+        """Rows of a full batch where this one stands."""
+
     def num_batches(self) -> int:
-        """Batches of one pass. Not cached: Grain's workers slice a source in place."""
+        """Batches of one pass."""
+        return min(sys.maxsize, self.cuts.steps_before(self.num_epochs))
 
     @abstractmethod
-    def epoch(self) -> Epoch | None:
-        """The batches of one epoch; None if this dataset is not made of whole epochs."""
+    def epochs(self) -> Cuts | None:
+        """How the records of its epochs are cut, if need be found out by reading batches.
+
+        Returns:
+            None if a slice was taken of the batches.
+        """
+
+    @abstractmethod
+    def dropping_remainder(self) -> RowReader:
+        """The full batches only."""
+
+    @abstractmethod
+    def beginning_at(self, progress: Progress) -> RowReader:
+        """The same records, with a batch that begins there, if it can."""
+
+    @abstractmethod
+    def repeated(self, times: int) -> RowReader:
+        """As many passes in one; each is an epoch of its own to what stands below."""
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:
         """What a saved state must agree with."""
 
     @abstractmethod
-    def fields_before(self, batch: int) -> Fingerprint:
-        """The fields of the fingerprint that are others if what follows a batch may change."""
+    def fields_before(self, progress: Progress) -> Fingerprint:
+        """The fields of the fingerprint that are others if what follows a place may change."""
 
     @abstractmethod
-    def begin(self, indices: Sequence[int], rows: np.ndarray | None) -> list[MadeBatch]:
+    def begin(self, indices: Sequence[int], rows: Sequence[np.ndarray | None]) -> list[MadeBatch]:
         """New batches of the chosen rows, less those past the end of a short one.
 
         Several at once cost little more than one, as the way to their records is found by NumPy.
 
         Args:
             indices: Which batches; one past `num_batches` is in a later epoch, as in Grain.
-            rows: int64[n], ascending; None for all of them.
+            rows: For each of them int64[n], ascending; None for all rows.
         """
 
     @abstractmethod
@@ -120,6 +161,34 @@ class RowReader(ABC):
 
 class BatchMapDataset(grain.MapDataset):
     """Batches by index, whose records can be read apart."""
+
+    @property
+    def cuts(self) -> Cuts:
+        """As `RowReader.cuts`."""
+        return Cuts(len(self), {0: 1})
+
+    @property
+    def num_epochs(self) -> int:
+        """As `RowReader.num_epochs`."""
+        return 1
+
+    @property
+    def counts_records(self) -> bool:
+        """As `RowReader.counts_records`."""
+        return False
+
+    @property
+    def host_batch_sizes(self) -> tuple[int, ...]:
+        """If full batches are of several sizes, all of them, in rows of this host."""
+        return ()
+
+    def beginning_at(self, progress: Progress) -> BatchMapDataset:
+        """As `RowReader.beginning_at`."""
+        return self
+
+    def repeated(self, times: int) -> BatchMapDataset:
+        """As `RowReader.repeated`."""
+        raise NotImplementedError
 
     @property
     def reads_many(self) -> bool:
@@ -156,7 +225,8 @@ class RowMapDataset(BatchMapDataset):
         parent: The dataset below.
         reader: Reads its batches.
         made_by: The stage that made this dataset, for its text.
-        rows: int64[n], the rows of each batch to keep, ascending; None for all of them.
+        rows: From the size of a batch to int64[n], those of its rows to keep, ascending; None for
+            all of them.
     """
 
     def __init__(
@@ -164,7 +234,7 @@ class RowMapDataset(BatchMapDataset):
         parent: grain.MapDataset,
         reader: RowReader,
         made_by: Any = "RowMapDataset",
-        rows: np.ndarray | None = None,
+        rows: Mapping[int, np.ndarray] | None = None,
     ):
         super().__init__(parent)
         self.reader, self._made_by, self._rows = reader, made_by, rows
@@ -174,6 +244,58 @@ class RowMapDataset(BatchMapDataset):
 
     def __str__(self) -> str:
         return str(self._made_by)
+
+    def with_reader(self, reader: RowReader) -> RowMapDataset:
+        """The same rows of other batches."""
+        (parent,) = self.parents
+        return RowMapDataset(parent, reader, self._made_by, self._rows)
+
+    @property
+    def cuts(self) -> Cuts:
+        return self.reader.cuts
+
+    @property
+    def num_epochs(self) -> int:
+        return self.reader.num_epochs
+
+    @property
+    def counts_records(self) -> bool:
+        return self.reader.counts_records
+
+    def beginning_at(self, progress: Progress) -> RowMapDataset:
+        return self.with_reader(self.reader.beginning_at(progress))
+
+    def repeated(self, times: int) -> RowMapDataset:
+        return self.with_reader(self.reader.repeated(times))
+
+    def repeat(
+        self, num_epochs: int | None = None, *, reseed_each_epoch: bool = True
+    ) -> grain.MapDataset:
+        """As of any `grain.MapDataset`; where sizes change, epochs differ in their batches."""
+        if not self.counts_records or not (reseed_each_epoch or self.has_several_sizes):
+            return super().repeat(num_epochs, reseed_each_epoch=reseed_each_epoch)
+        if not reseed_each_epoch:
+            raise ShardingError(
+                "batches whose size changes cannot be repeated with reseed_each_epoch=False.",
+                remedy="repeat the records, before BatchSchedule; batches then go over the borders"
+                " of epochs.",
+            )
+        if num_epochs is not None:
+            require_int("num_epochs", num_epochs, 1)
+        return self.with_reader(self.reader.repeated(num_epochs or sys.maxsize))
+
+    @property
+    def has_several_sizes(self) -> bool:
+        """Whether full batches are of one size here and of another there."""
+        return self.counts_records and len(self.reader.global_batch_sizes) > 1
+
+    @property
+    def host_batch_sizes(self) -> tuple[int, ...]:
+        if not self.has_several_sizes:
+            return ()
+        if self._rows is None:
+            return self.reader.global_batch_sizes
+        return tuple(len(rows) for rows in self._rows.values())
 
     @property
     def has_all_rows(self) -> bool:
@@ -189,16 +311,20 @@ class RowMapDataset(BatchMapDataset):
         """Whether every row of a batch is evaluated, although only some are kept."""
         if self._rows is None or not self.reader.reads_whole_batches:
             return False
-        return len(self._rows) < self.reader.global_batch_size
+        return any(len(rows) < size for size, rows in self._rows.items())
 
     @property
     def records_per_batch(self) -> int:
         if self.reader.reads_whole_batches:
             return 1
-        return self.reader.global_batch_size if self._rows is None else len(self._rows)
+        if self._rows is None:
+            return max(self.reader.global_batch_sizes)
+        return max(len(rows) for rows in self._rows.values())
 
     def begin(self, indices: Sequence[int]) -> list[MadeBatch]:
-        return self.reader.begin(indices, self._rows)
+        rows, size_of = self._rows, self.reader.global_batch_size_of
+        chosen = [None if rows is None else rows[size_of(index)] for index in indices]
+        return self.reader.begin(indices, chosen)
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         return self.reader.read(pieces, until)

@@ -8,19 +8,22 @@ more and gives the same.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grain
 import numpy as np
 
 from grain_shard.grain_inside import nodes, routes
-from grain_shard.grain_inside.nodes import Epoch
 from grain_shard.host_arrays import copied, empty
-from grain_shard.reading.fingerprint import Fingerprint, fields_before, fingerprint
+from grain_shard.reading.batching import Batching
+from grain_shard.reading.cuts import Cuts, Progress
+from grain_shard.reading.fingerprint import Fingerprint, fingerprint
 from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.spans import BATCH, READ, span
@@ -30,9 +33,10 @@ from grain_shard.trees import Batch, FlatBatch
 def row_reader(ds: grain.MapDataset) -> RowReader:
     """The cheapest reader that gives exactly the rows of this dataset's batches."""
     node = nodes.batch_node(ds)
-    if node is not None and node.only_stacks:
-        return RecordRows(ds, node)
-    return WholeBatchRows(ds, node)
+    batching = None if node is None else Batching.of(node, len(ds))
+    if batching is not None and node is not None and node.only_stacks:
+        return RecordRows(batching)
+    return WholeBatchRows(ds, batching)
 
 
 def whole_batches(ds: RowMapDataset) -> RowMapDataset:
@@ -44,48 +48,81 @@ def whole_batches(ds: RowMapDataset) -> RowMapDataset:
     return ds if ds.has_all_rows else RowMapDataset(ds, row_reader(ds))
 
 
-_NAME = "record {}"
-_UNKNOWN = object()
-# Held while one record is read to learn the structure of all. It belongs to this module and not to
-# a reader, since readers are pickled for worker processes, and a lock cannot be.
-_LEARNING = threading.Lock()
-
-
 class RecordRows(RowReader):
-    """Rows read below ``.batch``: row r of batch k is record k * B + r of what stands above it."""
+    """Rows read below ``.batch``: those of a batch are records that follow each other.
 
-    def __init__(self, ds: grain.MapDataset, node: nodes.BatchNode):
-        self._ds, self._node = ds, node
-        self._stacker: RowStacker | None = None
+    Args:
+        batching: What is batched, and how.
+    """
+
+    def __init__(self, batching: Batching):
+        self._batching, self._rows = batching, _RowsOf(batching.records)
+
+    def _with(self, **changes: Any) -> RecordRows:
+        other = copy.copy(self)  # it goes on to know what rows look like
+        other._batching = replace(self._batching, **changes)
+        return other
 
     @property
-    def global_batch_size(self) -> int:
-        return self._node.global_batch_size
+    def cuts(self) -> Cuts:
+        return self._batching.cuts
 
-    def num_batches(self) -> int:
-        return len(self._ds)
+    @property
+    def num_epochs(self) -> int:
+        return self._batching.num_epochs
 
-    def epoch(self) -> Epoch | None:
-        return self._node.epoch()
+    @property
+    def counts_records(self) -> bool:
+        return self._batching.sliced is None
+
+    @property
+    def global_batch_sizes(self) -> tuple[int, ...]:
+        return self._batching.by_record.sizes
+
+    def global_batch_size_of(self, index: int) -> int:
+        return self._batching.cut(index).size
+
+    def epochs(self) -> Cuts | None:
+        return self._batching.by_record if self.counts_records else None
+
+    def dropping_remainder(self) -> RecordRows:
+        return self._with(by_record=self._batching.by_record.dropping_remainder())
+
+    def beginning_at(self, progress: Progress) -> RecordRows:
+        if not self.counts_records:
+            return self
+        return self._with(by_record=self._batching.by_record.beginning_at(progress))
+
+    def repeated(self, times: int) -> RecordRows:
+        return self._with(num_epochs=self.num_epochs * times)
 
     def fingerprint(self) -> Fingerprint:
-        return fingerprint(self._ds)
+        found = self._batching.fingerprint()
+        if self.counts_records:
+            return found
+        (global_batch_size,) = self.global_batch_sizes
+        return {**found, "global_batch_size": global_batch_size}
 
-    def fields_before(self, batch: int) -> Fingerprint:
-        return fields_before(self._ds, batch)
+    def fields_before(self, progress: Progress) -> Fingerprint:
+        return self._batching.fields_before(progress)
 
     @property
     def reads_many(self) -> bool:
-        return routes.route(self._node.records, np.arange(0)).reads_many
+        return routes.route(self._batching.records, np.arange(0)).reads_many
 
-    def begin(self, indices: Sequence[int], rows: np.ndarray | None) -> list[MadeBatch]:
-        of_batches = [_record_indices(self._node, index, rows) for index in indices]
+    def begin(self, indices: Sequence[int], rows: Sequence[np.ndarray | None]) -> list[MadeBatch]:
+        of_batches = list(map(self._record_indices, indices, rows))
         stops = list(itertools.accumulate(map(len, of_batches)))
-        way = routes.route(self._node.records, np.concatenate(of_batches))
+        way = routes.route(self._batching.records, np.concatenate(of_batches))
         return [
-            _RecordBatch(self, index, records, way.part(stop - len(records), stop))
+            _RecordBatch(self._rows, index, records, way.part(stop - len(records), stop))
             for index, records, stop in zip(indices, of_batches, stops, strict=True)
         ]
+
+    def _record_indices(self, index: int, rows: np.ndarray | None) -> np.ndarray:
+        """The records of the chosen rows that exist, in their order."""
+        start, existing = self._batching.first_and_count(index)
+        return start + (np.arange(existing) if rows is None else rows[rows < existing])
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         with span(READ):
@@ -94,6 +131,21 @@ class RecordRows(RowReader):
             batch, start, stop = piece = pieces[0]
             way = batch.way_of(piece)
             return [batch.named(lambda: way.read(until), start, stop)]
+
+
+_NAME = "record {}"
+_UNKNOWN = object()
+# Held while one record is read to learn the structure of all. It belongs to this module and not to
+# a reader, since readers are pickled for worker processes, and a lock cannot be.
+_LEARNING = threading.Lock()
+
+
+class _RowsOf:
+    """What the rows of some records look like, once one was read."""
+
+    def __init__(self, records: grain.MapDataset):
+        self._records = records
+        self._stacker: RowStacker | None = None
 
     def stack(self, num_rows: int, row: Any = _UNKNOWN) -> Stack:
         """A new stack of rows that look like the first one that was ever read.
@@ -105,7 +157,7 @@ class RecordRows(RowReader):
         if self._stacker is None:
             with _LEARNING:
                 if self._stacker is None:
-                    like = self._node.records[0] if row is _UNKNOWN else row
+                    like = self._records[0] if row is _UNKNOWN else row
                     self._stacker = RowStacker(like, _NAME)
         return Stack(self._stacker, num_rows)
 
@@ -115,21 +167,21 @@ class RecordRows(RowReader):
 
     def evaluate_apart(self, record: int) -> Any:
         """One record by the public way."""
-        return self._node.records[record]
+        return self._records[record]
 
 
 class _RecordBatch(MadeBatch):
     """A batch made of records."""
 
-    def __init__(self, reader: RecordRows, index: int, records: np.ndarray, way: routes.Route):
-        self._reader, self._index, self._records, self._way = reader, index, records, way
+    def __init__(self, like: _RowsOf, index: int, records: np.ndarray, way: routes.Route):
+        self._like, self._index, self._records, self._way = like, index, records, way
         self.size = len(records)
         self._stack: Stack | None = None
         self._stacking = threading.Lock()  # held while that is made
 
     @property
     def most_at_a_time(self) -> int:
-        return self._reader.rows_at_a_time
+        return self._like.rows_at_a_time
 
     def way_of(self, piece: Piece) -> routes.Route:
         return self._way.part(piece.start, piece.stop)
@@ -138,7 +190,7 @@ class _RecordBatch(MadeBatch):
         first = 0
         while first < len(elements) and (not first or time.perf_counter() < until):
             # The very first record comes alone: it tells how many go at a time.
-            stop = min(len(elements), first + self._reader.rows_at_a_time)
+            stop = min(len(elements), first + self._like.rows_at_a_time)
             at, way = start + first, self._way.part(start + first, start + stop)
             some = elements[first:stop]
             with span(READ):
@@ -148,7 +200,7 @@ class _RecordBatch(MadeBatch):
             with span(BATCH):
                 with self._stacking:
                     if self._stack is None:
-                        self._stack = self._reader.stack(self.size, rows[0])
+                        self._stack = self._like.stack(self.size, rows[0])
                 self._stack.write(rows, at, self._records[at : at + len(rows)])
             elements[first : first + len(rows)] = [None] * len(rows)
             first += len(rows)
@@ -156,7 +208,7 @@ class _RecordBatch(MadeBatch):
 
     def finish(self) -> Batch:
         # If it is all padding, one record, once, tells what the rows would look like.
-        return (self._stack or self._reader.stack(0)).batch()
+        return (self._stack or self._like.stack(0)).batch()
 
     def named(self, evaluate: Callable[[], list[Any]], start: int, stop: int) -> list[Any]:
         """What is evaluated of some records; of an error, says which record it was."""
@@ -167,7 +219,7 @@ class _RecordBatch(MadeBatch):
             # Read them again one by one, to be able to say which it was.
             for record in records.tolist():
                 try:
-                    self._reader.evaluate_apart(record)
+                    self._like.evaluate_apart(record)
                 except Exception as one:
                     one.add_note(
                         f"grain_shard: while evaluating record {record} of the dataset above"
@@ -182,54 +234,72 @@ class _RecordBatch(MadeBatch):
             raise
 
 
-def _record_indices(node: nodes.BatchNode, index: int, rows: np.ndarray | None) -> np.ndarray:
-    """The records of the chosen rows that exist, in their order."""
-    start, existing = _first_and_count(node, index)
-    rows = np.arange(existing) if rows is None else rows[rows < existing]
-    return rows + start
-
-
-def _first_and_count(node: nodes.BatchNode, index: int) -> tuple[int, int]:
-    """The first record of a batch, and how many it has."""
-    size, records = node.global_batch_size, len(node.records)
-    per_epoch = records // size if node.drop_remainder else -(-records // size)
-    epoch, batch = divmod(node.batch_index(index), per_epoch)
-    return epoch * records + batch * size, min(size, records - batch * size)
-
-
 class WholeBatchRows(RowReader):
-    """Rows kept from whole batches, where a row cannot be had alone."""
+    """Rows kept from whole batches, where a row cannot be had alone.
+
+    Args:
+        ds: The batches.
+        batching: What they are made of, if that is known.
+    """
 
     reads_whole_batches = True
 
-    def __init__(self, ds: grain.MapDataset, node: nodes.BatchNode | None):
-        self._ds, self._node = ds, node
-        self._size = node.global_batch_size if node else None
+    def __init__(self, ds: grain.MapDataset, batching: Batching | None):
+        self._ds, self._batching, self._times = ds, batching, 1
+        self._cuts = Cuts(len(ds), {0: 1}) if batching is None else batching.cuts
+        # Of an epoch, in the dataset; some of them may be dropped here.
+        self._dataset_batches = self._cuts.steps_before(1)
+        self._size = None if batching is None else batching.by_record.sizes[0]
 
     @property
-    def global_batch_size(self) -> int:
+    def cuts(self) -> Cuts:
+        return self._cuts
+
+    @property
+    def num_epochs(self) -> int:
+        return self._times * (1 if self._batching is None else self._batching.num_epochs)
+
+    @property
+    def counts_records(self) -> bool:
+        return False
+
+    @property
+    def global_batch_sizes(self) -> tuple[int, ...]:
+        return (self.global_batch_size_of(0),)
+
+    def global_batch_size_of(self, index: int) -> int:
         if self._size is None:  # nothing tells it but a batch
             self._size = self._rows_of(0)
         return self._size
 
-    def num_batches(self) -> int:
-        return len(self._ds)
+    def epochs(self) -> Cuts | None:
+        if self._batching is not None:
+            return self._batching.by_record if self._batching.sliced is None else None
+        size, last = self.global_batch_size_of(0), self._dataset_batches - 1
+        return Cuts(last * size + self._rows_of(last), {0: size})
+
+    def dropping_remainder(self) -> WholeBatchRows:
+        cuts, other = self.epochs(), copy.copy(self)
+        assert cuts is not None, "no batch of a slice is dropped"
+        other._cuts = cuts.dropping_remainder()
+        return other
+
+    def beginning_at(self, progress: Progress) -> WholeBatchRows:
+        return self
+
+    def repeated(self, times: int) -> WholeBatchRows:
+        other = copy.copy(self)
+        other._times = self._times * times
+        return other
 
     def fingerprint(self) -> Fingerprint:
         return fingerprint(self._ds)
 
-    def fields_before(self, batch: int) -> Fingerprint:
-        return fields_before(self._ds, batch)
+    def fields_before(self, progress: Progress) -> Fingerprint:
+        return {} if self._batching is None else self._batching.fields_before(progress)
 
-    def epoch(self) -> Epoch | None:
-        if self._node is not None:
-            return self._node.epoch()
-        batches = len(self._ds)
-        short = self._rows_of(batches - 1) < self.global_batch_size
-        return Epoch(batches, batches - short)
-
-    def begin(self, indices: Sequence[int], rows: np.ndarray | None) -> list[MadeBatch]:
-        return [_KeptBatch(index, rows) for index in indices]
+    def begin(self, indices: Sequence[int], rows: Sequence[np.ndarray | None]) -> list[MadeBatch]:
+        return list(map(_KeptBatch, indices, rows))
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         with span(READ):
@@ -237,9 +307,10 @@ class WholeBatchRows(RowReader):
 
     def _whole(self, kept: _KeptBatch) -> FlatBatch:
         index = kept.index
-        batch = FlatBatch.of(self._ds[index])
-        if self._node is not None:
-            existing = _first_and_count(self._node, index)[1]
+        batch = FlatBatch.of(self._ds[self._dataset_index(index)])
+        if self._batching is not None:
+            made_of = self._batching if self._batching.sliced else self._cuts
+            existing = made_of.cut(index).num_records
             if batch.rows != existing:
                 batch.refuse(
                     f"batch {index} has {batch.rows} rows, made of {existing} records: what stands"
@@ -247,14 +318,18 @@ class WholeBatchRows(RowReader):
                     remedy="change it before .batch; or in a stream, .to_iter_dataset().batch(B)"
                     ".map(...), whose first batch tells the size.",
                 )
-        if kept.rows is not None and batch.rows > self.global_batch_size:
+        if kept.rows is not None and batch.rows > (full := self.global_batch_size_of(index)):
             batch.refuse(
-                f"batch {index} has {batch.rows} rows, more than the {self.global_batch_size} of a"
-                " full batch.",
+                f"batch {index} has {batch.rows} rows, more than the {full} of a full batch.",
                 remedy="give every batch but the last of an epoch the same number of rows: shuffle,"
                 " mix or concatenate before .batch, or use .batch(B, drop_remainder=True).",
             )
         return batch
+
+    def _dataset_index(self, index: int) -> int:
+        """Of a batch, in the dataset, which still has those that are dropped."""
+        epoch, record, _, size = self._cuts.cut(index)
+        return epoch * self._dataset_batches + record // size
 
     def _rows_of(self, index: int) -> int:
         return FlatBatch.of(self._ds[index]).rows

@@ -7,7 +7,7 @@ global shape given asks for the shards of this process's devices, one by one, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,13 +46,14 @@ class _Leaf(NamedTuple):
 
 
 class Assembler:
-    """Places one batch after another, all of them like the first.
+    """Places one batch after another, all of them like the first, but for the rows if that is said.
 
     Args:
         shardings: Of the leaves.
         layout: Which rows of the global batch this host passes.
         is_padding: If a digest of the first batch is wanted, to be compared with other hosts':
             whether a batch is all padding, which is the same everywhere.
+        host_batch_sizes: If batches are of several sizes, all of them, in rows of this host.
     """
 
     def __init__(
@@ -61,13 +62,15 @@ class Assembler:
         layout: BatchLayout,
         *,
         is_padding: Callable[[FlatBatch], bool] | None = None,
+        host_batch_sizes: Sequence[int] = (),
     ):
         self._shardings, self._layout = shardings, layout
         self.mesh_axes = shardings.mesh_axes
         self._structure: Any = None
-        self._is_padding = is_padding
+        self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
         self.digest = ""  # of this host's rows of the first batch, if any row is real
-        self._leaves: list[_Leaf] = []
+        self._leaves: list[_Leaf] = []  # of the first batch
+        self._leaves_of_size: dict[int, list[_Leaf]] = {}
 
     def __call__(self, batch: Batch) -> Batch:
         """The global batch.
@@ -88,13 +91,15 @@ class Assembler:
             self._learn(batch)
         values, structure = jax.tree.flatten(batch)
         arrays = [np.asarray(value) for value in values]
+        rows = next((array.shape[0] for array in arrays if array.ndim), 0)
+        leaves = self._leaves_of_size.get(rows, self._leaves)
         if structure != self._structure or not all(
-            leaf.alike(array) for leaf, array in zip(self._leaves, arrays, strict=True)
+            leaf.alike(array) for leaf, array in zip(leaves, arrays, strict=True)
         ):
-            self._refuse(batch)
+            self._refuse(batch, leaves)
         placed = [
             self._place(array.reshape(leaf.host_shape), leaf)
-            for array, leaf in zip(arrays, self._leaves, strict=True)
+            for array, leaf in zip(arrays, leaves, strict=True)
         ]
         return structure.unflatten(placed)
 
@@ -171,6 +176,11 @@ class Assembler:
             if sharding is not None:
                 check_fits(path, array, sharding, leaf.global_shape)
             self._leaves.append(leaf)
+        for rows in self._host_batch_sizes:
+            self._leaves_of_size[rows] = [
+                self._leaf(path, sharding, array, rows)
+                for path, array, sharding in zip(flat.paths, flat.arrays, shardings, strict=True)
+            ]
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = flat.digest()
         self._structure = flat.structure
@@ -184,7 +194,7 @@ class Assembler:
             if leaf.sharding is not None
         }
 
-    def _refuse(self, batch: Batch) -> None:
+    def _refuse(self, batch: Batch, leaves: Sequence[_Leaf]) -> None:
         flat = FlatBatch.of(batch)
         remedy = "give all batches one tree, one shape and one dtype, so that a step compiles once."
         if flat.structure != self._structure:
@@ -196,7 +206,7 @@ class Assembler:
                 mesh_axes=self.mesh_axes,
                 remedy=remedy,
             )
-        for leaf, array in zip(self._leaves, flat.arrays, strict=True):
+        for leaf, array in zip(leaves, flat.arrays, strict=True):
             if not leaf.alike(array):
                 raise ShardingError(
                     f"the first batch had {leaf.dtype}[{', '.join(map(str, leaf.given_shape))}]"

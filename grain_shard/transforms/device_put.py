@@ -9,6 +9,7 @@ import grain
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
+from grain_shard.grain_inside import nodes
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.iteration.host_batches import HostBatches, RandomAccess, Stream
 from grain_shard.iteration.sharded_dataset import Settings, ShardedDataset
@@ -90,7 +91,8 @@ class DevicePut(Stage):
             num_workers=self.num_workers,
             fields_before=ds.reader.fields_before,
         )
-        return self._sharded(ds, host, reads_other_rows=ds.reads_other_rows)
+        same_order = ds.num_epochs == 1 and nodes.is_shuffled(ds)
+        return self._sharded(ds, host, same_order=same_order, reads_other_rows=ds.reads_other_rows)
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
         """Global batches, in the order of the stream."""
@@ -118,7 +120,12 @@ class DevicePut(Stage):
         return self._sharded(ds, host, is_stream=True)
 
     def _sharded(
-        self, ds: grain.MapDataset | grain.IterDataset, host: HostBatches, **found: bool
+        self,
+        ds: grain.MapDataset | grain.IterDataset,
+        host: HostBatches,
+        *,
+        same_order: bool = False,
+        **found: bool,
     ) -> ShardedDataset:
         settings = Settings(
             cpu_buffer_size=self.cpu_buffer_size,
@@ -136,4 +143,5 @@ class DevicePut(Stage):
             settings,
             remainder=self.remainder,
             timeout_s=self.timeout_s,
+            same_order=same_order,
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches, Padding
-from grain_shard.grain_inside.nodes import Epoch
+from grain_shard.reading.cuts import Cuts, Progress
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
 from grain_shard.reading.pad_rows import PadRows
@@ -76,7 +76,7 @@ class PadToDivisible(Stage):
                 cannot be told which batches are short.
         """
         ds = whole_batches(ds)
-        return RowMapDataset(ds, _PaddedRows(ds.reader, self), self)
+        return RowMapDataset(ds, _PaddedRows(_with_remainder(ds.reader, self), self), self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
         """The padded dataset. A batch that is short in the middle is refused when it comes."""
@@ -95,76 +95,99 @@ class PadToDivisible(Stage):
         return ds.padded(Padding(self.divisor, self.remainder, self.padding))
 
 
+def _with_remainder(reader: RowReader, pad: PadToDivisible) -> RowReader:
+    """The batches of which something is to be made.
+
+    Raises:
+        ShardingError: They cannot be had as `PadToDivisible.remainder` says.
+    """
+    if pad.remainder == "pad":
+        return reader
+    cuts, largest = reader.epochs(), max(reader.global_batch_sizes)
+    if cuts is None:
+        raise ShardingError(
+            f"remainder={pad.remainder!r} needs to know which batches are short, and a slice"
+            " stands between .batch and it.",
+            remedy="use .batch(B, drop_remainder=True), or slice the records before .batch.",
+        )
+    if pad.remainder == "drop":
+        if cuts.records < largest:
+            raise ShardingError(
+                "no batch is left: there are fewer records than one batch of"
+                f' {largest} rows, and remainder="drop".',
+                remedy='pass remainder="pad", or make the batch smaller.',
+            )
+        return reader.dropping_remainder()
+    if cuts.has_short(reader.num_epochs):
+        raise ShardingError(
+            f"the records do not fill the last batch of {largest} rows.",
+            remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+        )
+    return reader
+
+
 class _PaddedRows(RowReader):
     """A reader whose batches are all full."""
 
     def __init__(self, inner: RowReader, pad: PadToDivisible):
         self._inner, self._pad = inner, pad
         self.reads_whole_batches = inner.reads_whole_batches
-        if pad.remainder == "pad":
-            return
-        epoch = inner.epoch()
-        if epoch is None:
-            raise ShardingError(
-                f"remainder={pad.remainder!r} needs to know which batches are short, and a slice"
-                " stands between .batch and it.",
-                remedy="use .batch(B, drop_remainder=True), or slice the records before .batch.",
-            )
-        if pad.remainder == "drop" and not epoch.full:
-            raise ShardingError(
-                "no batch is left: there are fewer records than one batch of"
-                f' {inner.global_batch_size} rows, and remainder="drop".',
-                remedy='pass remainder="pad", or make the batch smaller.',
-            )
-        if pad.remainder == "error" and epoch.full < epoch.batches:
-            raise ShardingError(
-                f"the records do not fill the last batch of {inner.global_batch_size} rows.",
-                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
-            )
 
     @property
-    def global_batch_size(self) -> int:
-        size = self._pad.global_batch_size or self._inner.global_batch_size
-        return round_up(size, self._pad.divisor)
+    def cuts(self) -> Cuts:
+        return self._inner.cuts
+
+    @property
+    def num_epochs(self) -> int:
+        return self._inner.num_epochs
+
+    @property
+    def counts_records(self) -> bool:
+        return self._inner.counts_records
+
+    @property
+    def global_batch_sizes(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(map(self._padded, self._inner.global_batch_sizes)))
+
+    def global_batch_size_of(self, index: int) -> int:
+        return self._padded(self._inner.global_batch_size_of(index))
+
+    def _padded(self, global_batch_size: int) -> int:
+        return round_up(self._pad.global_batch_size or global_batch_size, self._pad.divisor)
+
+    def epochs(self) -> Cuts | None:
+        return self._inner.epochs()
+
+    def dropping_remainder(self) -> RowReader:
+        return _PaddedRows(self._inner.dropping_remainder(), self._pad)
+
+    def beginning_at(self, progress: Progress) -> RowReader:
+        return _PaddedRows(self._inner.beginning_at(progress), self._pad)
+
+    def repeated(self, times: int) -> RowReader:
+        return _PaddedRows(self._inner.repeated(times), self._pad)
 
     def fingerprint(self) -> Fingerprint:
         return {**self._inner.fingerprint(), "remainder": self._pad.remainder}
 
-    def fields_before(self, batch: int) -> Fingerprint:
-        return self._inner.fields_before(self._inner_index(batch))
-
-    def epoch(self) -> Epoch | None:
-        epoch = self._inner.epoch()
-        if epoch is not None and self._pad.remainder == "drop":
-            return Epoch(batches=epoch.full, full=epoch.full)
-        return epoch
+    def fields_before(self, progress: Progress) -> Fingerprint:
+        return self._inner.fields_before(progress)
 
     @property
     def reads_many(self) -> bool:
         return self._inner.reads_many
 
-    def num_batches(self) -> int:
-        batches, epoch = self._inner.num_batches(), self._dropping()
-        return batches if epoch is None else batches // epoch.batches * epoch.full
-
-    def begin(self, indices: Sequence[int], rows: np.ndarray | None) -> list[MadeBatch]:
-        size = self.global_batch_size if rows is None else len(rows)
-        begun = self._inner.begin([self._inner_index(index) for index in indices], rows)
-        return [_PaddedBatch(batch, size, self._pad) for batch in begun]
+    def begin(self, indices: Sequence[int], rows: Sequence[np.ndarray | None]) -> list[MadeBatch]:
+        sizes = [
+            self.global_batch_size_of(index) if chosen is None else len(chosen)
+            for index, chosen in zip(indices, rows, strict=True)
+        ]
+        begun = self._inner.begin(indices, rows)
+        return [_PaddedBatch(b, size, self._pad) for b, size in zip(begun, sizes, strict=True)]
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         inner = [piece._replace(batch=piece.batch.inner) for piece in pieces]
         return self._inner.read(inner, until)
-
-    def _inner_index(self, index: int) -> int:
-        """Of a batch, in the dataset that still has the short ones."""
-        epoch = self._dropping()
-        if epoch is None:
-            return index
-        return index // epoch.full * epoch.batches + index % epoch.full
-
-    def _dropping(self) -> Epoch | None:
-        return self._inner.epoch() if self._pad.remainder == "drop" else None
 
 
 class _PaddedBatch(MadeBatch):

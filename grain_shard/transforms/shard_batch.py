@@ -50,7 +50,8 @@ class ShardBatch(Stage):
             ShardingError: The shards do not divide the batch size.
         """
         ds = whole_batches(ds)
-        rows = RowMapDataset(ds, ds.reader, self, self.layout.rows(ds.reader.global_batch_size))
+        rows_by_size = {size: self.layout.rows(size) for size in ds.reader.global_batch_sizes}
+        rows = RowMapDataset(ds, ds.reader, self, rows_by_size)
         if rows.reads_other_rows:
             warnings.warn(
                 f"this host holds {len(self.layout.shards)} of {self.layout.divisor} shards and"

@@ -10,7 +10,6 @@ import grain
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
-from grain_shard.grain_inside.after_batch import all_below, pads_batches
 from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.rows import row_reader
@@ -70,15 +69,28 @@ class Stage(ABC):
 
 
 def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
-    """Refuses what no stage could undo: what follows the batches of feeds, and Grain's padding."""
-    if any(isinstance(below, FeedBatches) for below in all_below(ds)):
+    """Refuses a dataset of the user's above batches of which it does not tell what has to be known.
+
+    Raises:
+        ShardingError: It follows the batches of feeds, or batches of several sizes; or the batches
+            are padded already.
+    """
+    below = list(nodes.walk(ds))
+    if any(isinstance(node, FeedBatches) for node in below):
         raise ShardingError(
             f"{ds} follows the .batch of feeds, where a host has the rows of its own feeds alone.",
             remedy="put it into make_feed, before it returns the stream of a feed, where it is"
             " given each row: return ds.map(...). Then .batch(B).shard_to(mesh), with nothing"
             " between them.",
         )
-    if pads_batches(ds):
+    if any(isinstance(node, RowMapDataset) and node.has_several_sizes for node in below):
+        raise ShardingError(
+            f"{ds} stands above batches whose size changes, so that nobody can tell which of them"
+            " are full.",
+            remedy="put what it does before BatchSchedule, where it is done to records, and let"
+            " nothing but .repeat and .to_iter_dataset() follow.",
+        )
+    if nodes.pads_batches(ds):
         raise ShardingError(
             "batch_fn pads the last batch (grain.experimental.batch_and_pad), so that nothing tells"
             " its padding from records.",

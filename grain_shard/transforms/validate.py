@@ -74,7 +74,8 @@ class ValidateBatchSize(Stage):
                 remedy="check the source; keep a short batch with .batch(B, drop_remainder=False)"
                 ' and remainder="pad".',
             )
-        self.check(ds.reader.global_batch_size)
+        for global_batch_size in ds.reader.global_batch_sizes:
+            self.check(global_batch_size)
         return RowMapDataset(ds, ds.reader, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:

@@ -1,0 +1,649 @@
+"""A run that changes its mind, on one host: another batch size, a schedule, any start, epochs.
+
+What holds throughout: a state counts records, and everything else says how they are cut.
+"""
+
+import json
+
+import grain
+import hypothesis
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import strategies as st
+
+import grain_shard
+from grain_shard import (
+    BatchLayout,
+    BatchSchedule,
+    PadToDivisible,
+    ShardBatch,
+    ShardingError,
+    StateError,
+)
+from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+from grain_shard.reading.cuts import Progress
+from tests.conftest import data_mesh, eventually, ids, to_numpy
+
+
+def records(num_records=58):
+    """Shuffled and augmented, so that a record read twice or elsewhere is seen."""
+    return (
+        grain.MapDataset.range(num_records)
+        .seed(5)
+        .shuffle()
+        .random_map(lambda i, rng: {"id": np.int32(i), "noise": rng.normal(size=2)})
+    )
+
+
+def in_order(num_records=58, epochs=1):
+    """The ids of all epochs, as plain Grain has them."""
+    return [int(record["id"]) for record in records(num_records).repeat(epochs)]
+
+
+def batched(ds, sizes):
+    return ds.batch(sizes) if isinstance(sizes, int) else ds.pipe(BatchSchedule(sizes))
+
+
+def sharded(sizes, num_records=58, epochs=1, devices=4, **options):
+    ds = batched(records(num_records), sizes)
+    ds = ds if epochs == 1 else ds.repeat(epochs)
+    return ds.shard_to(data_mesh(devices), **options)
+
+
+def rows(batches):
+    return [row for batch in ids(batches) for row in batch]
+
+
+def after(ds, num_batches):
+    """The ids of so many batches, and the state then, as JSON."""
+    with iter(ds) as iterator:
+        seen = rows([next(iterator) for _ in range(num_batches)])
+        return seen, json.loads(json.dumps(iterator.get_state()))
+
+
+def going_on(ds, state):
+    with iter(ds) as iterator:
+        iterator.set_state(state)
+        return ids(iterator)
+
+
+class TestAnotherBatchSize:
+    @pytest.mark.parametrize("size", [1, 5, 8, 16, 48, 100])
+    def test_it_goes_on_with_the_next_record(self, size):
+        seen, state = after(sharded(8), 3)
+        rest = going_on(sharded(size), state)
+        assert seen + [row for batch in rest for row in batch] == in_order()
+        assert {len(batch) for batch in rest[:-1]} <= {size}
+
+    def test_epochs_keep_their_borders(self):
+        seen, state = after(sharded(5, 12, epochs=3), 2)  # 10 of 12 records
+        rest = going_on(sharded(4, 12, epochs=3), state)
+        assert [len(batch) for batch in rest] == [2, 4, 4, 4, 4, 4, 4]
+        assert seen + [row for batch in rest for row in batch] == in_order(12, 3)
+
+    def test_what_a_larger_batch_would_have_dropped_a_smaller_one_takes(self):
+        seen, state = after(sharded(8, 20, remainder="drop"), 2)
+        rest = going_on(sharded(4, 20, remainder="drop"), state)
+        assert seen + [row for batch in rest for row in batch] == in_order(20)
+
+        def by_grain(size):
+            return records(22).batch(size, drop_remainder=True).repeat(2).shard_to(data_mesh(4))
+
+        seen, state = after(by_grain(8), 2)
+        rest = going_on(by_grain(4), state)
+        expected = in_order(22, 2)
+        assert seen + [row for batch in rest for row in batch] == expected[:20] + expected[22:42]
+
+    def test_the_state_is_small_and_says_where_it_stands(self):
+        ds = records(10**9).batch(256).repeat(30).shard_to(data_mesh(4))
+        with iter(ds) as iterator:
+            iterator.seek(11_000_000)
+            state = iterator.get_state()
+        assert state["step"] == 11_000_000
+        assert (state["epoch"], state["record"]) == divmod(11_000_000 * 256, 10**9)
+        assert len(json.dumps(state)) < 200
+
+    def test_step_counts_the_batches_that_were_handed_out(self):
+        _, state = after(sharded(8), 3)
+        with iter(sharded(20)) as iterator:
+            iterator.set_state(state)
+            next(iterator)
+            assert [iterator.get_state()[key] for key in ("step", "epoch", "record")] == [4, 0, 44]
+
+    @pytest.mark.slow
+    def test_worker_processes_go_on_there_too(self):
+        seen, state = after(sharded(8), 3)
+        rest = going_on(sharded(12, num_workers=2), state)
+        assert seen + [row for batch in rest for row in batch] == in_order()
+        assert [len(batch) for batch in rest] == [12, 12, 10]
+
+    def test_a_schedule_goes_on_as_a_size_and_a_size_as_a_schedule(self):
+        schedule = {0: 4, 3: 16}
+        seen, state = after(sharded(schedule), 4)
+        assert len(seen) == 3 * 4 + 16
+        rest = going_on(sharded(8), state)
+        assert seen + [row for batch in rest for row in batch] == in_order()
+        seen, state = after(sharded(8), 2)
+        rest = going_on(sharded(schedule), state)  # its third step is of 4, the next ones of 16
+        assert [len(batch) for batch in rest] == [4, 16, 16, 6]
+        assert seen + [row for batch in rest for row in batch] == in_order()
+
+    def test_a_state_of_more_epochs_is_one_of_fewer(self):
+        seen, state = after(sharded(8, 20, epochs=2), 4)
+        assert seen + going_on_rows(sharded(8, 20, epochs=5), state) == in_order(20, 5)
+        with pytest.raises(StateError, match="no such place"):
+            going_on(sharded(8, 20), state)
+
+    def test_feeds_go_on_with_another_size_that_they_divide(self):
+        seen, state = after(in_feeds(32), 2)
+        for size in (48, 20, 4, 96):
+            rest = going_on(in_feeds(size), state)
+            assert sorted(seen + [row for batch in rest for row in batch]) == list(range(200))
+            taken, next_state = after_state(in_feeds(size), state, 1)
+            again = [row for batch in going_on(in_feeds(32), next_state) for row in batch]
+            assert sorted(seen + taken + again) == list(range(200))
+
+
+def going_on_rows(ds, state):
+    return [row for batch in going_on(ds, state) for row in batch]
+
+
+def after_state(ds, state, num_batches):
+    with iter(ds) as iterator:
+        iterator.set_state(state)
+        seen = rows([next(iterator) for _ in range(num_batches)])
+        return seen, json.loads(json.dumps(iterator.get_state()))
+
+
+def in_feeds(size):
+    def make_feed(feed):
+        part = grain.MapDataset.range(200)[feed.shard_index :: feed.shard_count]
+        return part.map(lambda i: {"id": np.int32(i)}).to_iter_dataset()
+
+    return grain_shard.feeds(make_feed, num_feeds=4).batch(size).shard_to(data_mesh(4))
+
+
+class TestWhereNoOtherSizeCanBeHad:
+    @pytest.mark.parametrize(
+        "build",
+        [
+            lambda ds, size: ds.batch(size).map(lambda batch: batch),
+            lambda ds, size: ds.batch(size, batch_fn=stack),
+            lambda ds, size: ds.batch(size)[1:],
+        ],
+        ids=["a map after .batch", "a batch_fn", "a slice of batches"],
+    )
+    def test_it_is_refused_and_says_why_and_what_to_do(self, build):
+        _, state = after(build(records(), 8).shard_to(data_mesh(4)), 2)
+        assert going_on(build(records(), 8).shard_to(data_mesh(4)), state)
+        with pytest.raises(StateError) as refusal:
+            going_on(build(records(), 16).shard_to(data_mesh(4)), state)
+        assert "global_batch_size" in str(refusal.value).splitlines()[0]
+        assert "no .map after .batch, and slices of records" in str(refusal.value)
+
+    def test_what_else_changed_is_refused_as_ever(self):
+        _, state = after(sharded(8), 2)
+        for other, field in [
+            (sharded(16, 59), "records"),
+            (sharded(16, remainder="drop"), "remainder"),
+            (records().map(lambda r: r).batch(16).shard_to(data_mesh(4)), "transforms"),
+            (records().seed(9).shuffle().batch(16).shard_to(data_mesh(4)), "seeds, transforms"),
+        ]:
+            with pytest.raises(StateError, match=rf"another pipeline: .*{field}.* changed"):
+                going_on(other, state)
+
+
+def stack(elements):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *elements)
+
+
+class TestBatchSchedule:
+    def test_alone_it_is_a_dataset_of_batches_like_any_other(self):
+        ds = grain.MapDataset.range(21).map(lambda i: {"id": i}).pipe(BatchSchedule({0: 2, 3: 5}))
+        expected = [
+            [0, 1],
+            [2, 3],
+            [4, 5],
+            [6, 7, 8, 9, 10],
+            [11, 12, 13, 14, 15],
+            [16, 17, 18, 19, 20],
+        ]
+        assert len(ds) == 6
+        assert [ds[i]["id"].tolist() for i in range(6)] == expected
+        assert [batch["id"].tolist() for batch in ds[1:5:2]] == expected[1:5:2]
+        assert [batch["id"].tolist() for batch in ds.to_iter_dataset()] == expected
+        assert [batch["id"].tolist() for batch in ds.map(lambda batch: batch)] == expected
+
+    def test_in_shard_to_each_size_has_one_shape_padded_to_the_shards(self):
+        shapes = []
+
+        @jax.jit
+        def step(batch):
+            shapes.append(batch["noise"].shape)
+            return batch["noise"].sum()
+
+        ds = sharded({0: 3, 4: 10, 7: 16})
+        batches = [to_numpy(batch) for batch in ds if step(batch) is not None]
+        assert shapes == [(4, 2), (12, 2), (16, 2)], "one compilation for each"
+        assert len(ds) == len(batches) == 4 + 3 + 1
+        assert [batch["valid_mask"].sum() for batch in batches] == [3] * 4 + [10] * 3 + [16]
+        assert rows(batches) == in_order()
+
+    def test_steps_are_counted_on_over_epochs(self):
+        ds = records(10).pipe(BatchSchedule({0: 4, 4: 8}))
+        assert [len(ds), len(ds.repeat(3)), len(ds.repeat())] == [3, 7, np.iinfo(np.int64).max]
+        sizes = [len(batch["id"]) for batch in ds.repeat(3)]
+        assert sizes == [4, 4, 2, 4, 6, 8, 2]
+        assert rows(ds.repeat(3).shard_to(data_mesh(2))) == in_order(10, 3)
+        assert ids(ds.to_iter_dataset().shard_to(data_mesh(2))) == ids(ds.shard_to(data_mesh(2)))
+
+    @pytest.mark.parametrize("stop_after", [0, 3, 4, 5, 8])
+    def test_a_state_goes_on_over_a_change_of_size(self, stop_after):
+        schedule = {0: 3, 4: 10, 7: 16}
+        seen, state = after(sharded(schedule), stop_after)
+        assert going_on(sharded(schedule), state) == ids(sharded(schedule))[stop_after:]
+        assert seen == in_order()[: len(seen)]
+
+    def test_without_the_remainder_and_with_an_error_for_it(self):
+        ds = sharded({0: 4, 2: 8}, 20, epochs=2, remainder="drop")
+        assert [len(batch) for batch in ids(ds)] == [4, 4, 8, 8, 8]
+        assert len(ds) == 5
+        assert rows(sharded({0: 4, 2: 8}, 24, remainder="error")) == in_order(24)
+        with pytest.raises(ShardingError, match="do not fill the last batch"):
+            sharded({0: 4, 2: 8, 4: 16}, 24, epochs=2, remainder="error")
+        with pytest.raises(ShardingError, match="a batch of 6 rows does not split into 4 shards"):
+            sharded({0: 4, 2: 6}, 24, remainder="drop")
+        with pytest.raises(ShardingError, match="fewer records than one batch of 32 rows"):
+            sharded({0: 4, 2: 32}, 24, remainder="drop")
+
+    @pytest.mark.slow
+    def test_worker_processes_make_the_same(self):
+        schedule = {0: 3, 4: 10, 7: 16}
+        assert ids(sharded(schedule, num_workers=2)) == ids(sharded(schedule))
+
+    def test_a_host_reads_its_rows_and_no_others(self):
+        seen = []
+
+        def record(i):
+            seen.append(i)
+            return {"id": np.int32(i)}
+
+        ds = grain.MapDataset.range(20).map(record).pipe(BatchSchedule({0: 4, 2: 8}))
+        of_host = ds.pipe(PadToDivisible(4)).pipe(ShardBatch(BatchLayout(4, (1, 3))))
+        assert ids([of_host[k] for k in range(4)]) == [[1, 3], [5, 7], [10, 11, 14, 15], [18, 19]]
+        assert seen == [1, 3, 5, 7, 10, 11, 14, 15, 18, 19]
+
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            ({}, "does not say which batch size holds when"),
+            (256, "256 does not say which batch size holds when"),
+            ([256, 512], "does not say which batch size holds when"),
+            ({5: 256}, "changes at steps [5], which do not ascend from 0"),
+            ({0: 256, -3: 512}, "at steps [0, -3]"),
+            ({0: 256, 9: 512, 5: 1024}, "at steps [0, 9, 5]"),
+            ({0.0: 256}, "at steps [0.0]"),
+            ({"0": 256}, "at steps ['0']"),
+            ({False: 256}, "at steps [False]"),
+            ({0: 0}, "the batch size from step 0 on is 0"),
+            ({0: 256, 5: -1}, "the batch size from step 5 on is -1"),
+            ({0: 2.5}, "the batch size from step 0 on is 2.5"),
+            ({0: None}, "the batch size from step 0 on is None"),
+        ],
+    )
+    def test_a_bad_schedule_is_refused(self, sizes, message):
+        with pytest.raises(ShardingError) as refusal:
+            BatchSchedule(sizes)
+        assert message in str(refusal.value)
+        assert "\n  remedy: " in str(refusal.value)
+
+    @pytest.mark.parametrize(
+        ("build", "message"),
+        [
+            (lambda ds: ds.to_iter_dataset().pipe(SCHEDULE), "Streams and feeds have one size"),
+            (lambda ds: ds.filter(lambda r: True).pipe(SCHEDULE), "a .filter drops records"),
+            (lambda ds: ds[:0].pipe(SCHEDULE), "there are no records to batch"),
+            (lambda ds: ds.pipe(SCHEDULE).map(stack).shard_to(), "put what it does before"),
+            (lambda ds: ds.pipe(SCHEDULE)[1:].shard_to(), "put what it does before"),
+            (lambda ds: ds.pipe(SCHEDULE).to_iter_dataset().map(len).shard_to(), "put what it"),
+            (
+                lambda ds: ds.pipe(SCHEDULE).repeat(2, reseed_each_epoch=False),
+                "repeat the records, before BatchSchedule",
+            ),
+            (lambda ds: ds.pipe(SCHEDULE).repeat(0), "num_epochs=0 is not an integer"),
+        ],
+    )
+    def test_where_it_cannot_stand_it_is_refused(self, build, message):
+        with jax.set_mesh(data_mesh(2)), pytest.raises(ShardingError) as refusal:
+            build(records())
+        assert message in str(refusal.value)
+
+
+SCHEDULE = BatchSchedule({0: 2, 3: 4})
+
+
+class TestSeek:
+    @pytest.mark.parametrize("sizes", [8, {0: 3, 4: 10}])
+    def test_to_a_step_it_is_the_rest_of_the_run(self, sizes):
+        everything = ids(sharded(sizes, epochs=2))
+        with iter(sharded(sizes, epochs=2)) as iterator:
+            for step in (5, 0, len(everything) - 1, 2, len(everything)):
+                iterator.seek(step)
+                assert iterator.get_state()["step"] == step
+                assert ids(iterator) == everything[step:]
+
+    def test_to_a_record_a_batch_begins_with_it(self):
+        everything = in_order(20, 2)
+        with iter(sharded(8, 20, epochs=2)) as iterator:
+            for record in (0, 5, 8, 19, 20, 33, 40):
+                iterator.seek(record=record)
+                assert rows(iterator) == everything[record:]
+            iterator.seek(record=29)  # in the fifth batch: records 28 to 35
+            assert [iterator.get_state()[key] for key in ("step", "epoch", "record")] == [4, 1, 9]
+
+    def test_whatever_was_restored_steps_are_those_of_this_pipeline_from_its_beginning(self):
+        _, state = after(sharded(4), 3)
+        with iter(sharded(8)) as iterator:
+            iterator.set_state(state)
+            iterator.seek(3)
+            assert rows(iterator) == in_order()[24:]
+
+    def test_it_reads_nothing_in_vain(self):
+        read = []
+
+        def record(i):
+            read.append(i)
+            return {"id": np.float32(0)}
+
+        ds = grain.MapDataset.range(10**12).map(record).batch(8).shard_to(data_mesh(4))
+        with iter(ds) as iterator:
+            iterator.seek(10**11)
+            assert read == []
+            next(iterator)
+            assert min(read) == 8 * 10**11
+
+    @pytest.mark.usefixtures("hints")
+    def test_batches_made_as_a_whole_have_steps_and_no_records(self):
+        ds = records().batch(8).map(lambda batch: batch)
+        with iter(ds.shard_to(data_mesh(4))) as iterator:
+            iterator.seek(3)
+            assert rows(iterator) == in_order()[24:]
+            with pytest.raises(ShardingError, match="cannot begin at any record"):
+                iterator.seek(record=24)
+
+    @pytest.mark.parametrize(
+        ("seek", "message"),
+        [
+            (lambda it: it.seek(9), "there is no step 9: the dataset has 8 batches"),
+            (lambda it: it.seek(-1), "there is no step -1"),
+            (lambda it: it.seek("2"), "there is no step '2'"),
+            (lambda it: it.seek(record=59), "there is no record 59: all epochs together have 58"),
+            (lambda it: it.seek(record=-1), "there is no record -1"),
+            (lambda it: it.seek(record=1.0), "there is no record 1.0"),
+            (lambda it: it.seek(), "a step or a record"),
+            (lambda it: it.seek(1, record=8), "a step or a record"),
+        ],
+    )
+    def test_what_is_not_there_is_refused_and_changes_nothing(self, seek, message):
+        with iter(sharded(8)) as iterator:
+            next(iterator)
+            with pytest.raises(ShardingError) as refusal:
+                seek(iterator)
+            assert message in str(refusal.value)
+            assert "\n  remedy: " in str(refusal.value)
+            assert rows(iterator) == in_order()[8:]
+
+    def test_a_stream_and_feeds_say_what_to_do(self):
+        stream = records().to_iter_dataset().map(lambda r: r).batch(8).shard_to(data_mesh(4))
+        for ds in (stream, in_feeds(8)):
+            with iter(ds) as iterator, pytest.raises(ShardingError, match="go on from a state"):
+                iterator.seek(3)
+
+
+class TestEpochs:
+    @pytest.mark.usefixtures("hints")
+    def test_they_are_those_of_repeat_kept_apart(self):
+        expected = [to_numpy(batch) for batch in sharded(8, 20, epochs=3)]
+        with sharded(8, 20).epochs(3) as epochs:
+            assert len(epochs) == 3
+            seen = []
+            for epoch, batches in enumerate(epochs):
+                assert (batches.epoch, len(batches)) == (epoch, 3)
+                seen.append([to_numpy(batch) for batch in batches])
+                assert list(batches) == [], "it has come to its end"
+        assert [len(epoch) for epoch in seen] == [3, 3, 3]
+        for ours, theirs in zip([b for epoch in seen for b in epoch], expected, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        assert ids(seen[0]) != ids(seen[1])
+
+    @pytest.mark.parametrize("remainder", ["pad", "drop"])
+    @pytest.mark.parametrize(
+        "build",
+        [
+            lambda ds: ds.pipe(BatchSchedule({0: 4, 7: 8})),
+            lambda ds: ds.batch(8).map(lambda batch: batch),
+            lambda ds: ds.batch(8).repeat(2),
+        ],
+        ids=["a schedule", "a map after .batch", "two epochs in one"],
+    )
+    def test_of_whatever_is_random_access(self, build, remainder):
+        whole = build(records(20)).repeat(3).shard_to(data_mesh(4), remainder=remainder)
+        expected = ids(whole)
+        with build(records(20)).shard_to(data_mesh(4), remainder=remainder).epochs(3) as epochs:
+            seen = [(len(batches), ids(batches)) for batches in epochs]
+        assert [batch for _, epoch in seen for batch in epoch] == expected
+        assert all(length == len(epoch) for length, epoch in seen)
+        assert len(seen) == 3
+
+    @pytest.mark.usefixtures("hints")
+    def test_one_left_early_is_skipped_and_not_read_any_more(self):
+        everything = ids(sharded(8, 20, epochs=3))
+        with sharded(8, 20).epochs(3) as epochs:
+            first = next(epochs)
+            next(first)
+            second = next(epochs)
+            assert epochs.get_state()["step"] == 3, "it stands at the second epoch"
+            assert list(first) == [], "the first one is over"
+            assert ids(second) == everything[3:6]
+            assert next(epochs).epoch == 2
+            with pytest.raises(StopIteration):
+                next(epochs)
+            with pytest.raises(StopIteration):
+                next(epochs)
+
+    def test_the_next_epochs_first_batch_is_ready_when_an_epoch_ends(self):
+        read = []
+
+        def record(i):
+            read.append(i)
+            return {"id": np.int32(i)}
+
+        ds = grain.MapDataset.range(16).map(record).batch(8)
+        with ds.shard_to(data_mesh(4)).epochs(2) as epochs:
+            assert ids(next(epochs)) == [list(range(8)), list(range(8, 16))]
+            eventually(lambda: len(read) == 32)
+
+    @pytest.mark.usefixtures("hints")
+    @pytest.mark.parametrize("stop_after", [0, 2, 3, 4, 8, 9])
+    def test_there_is_one_state_for_all_of_them(self, stop_after):
+        everything = ids(sharded(8, 20, epochs=3))
+        with sharded(8, 20).epochs(3) as epochs:
+            taken = 0
+            for batches in epochs:
+                while taken < stop_after and next(batches, None) is not None:
+                    taken += 1
+                if taken == stop_after:
+                    break
+            state = json.loads(json.dumps(epochs.get_state()))
+        with sharded(8, 20).epochs(3) as epochs:
+            epochs.set_state(state)
+            rest = [(batches.epoch, ids(batches)) for batches in epochs]
+        assert [batch for _, epoch in rest for batch in epoch] == everything[stop_after:]
+        assert [epoch for epoch, _ in rest] == list(range(stop_after // 3, 3))
+
+    def test_it_is_the_state_of_any_iterator_over_the_dataset_with_batches_of_any_size(self):
+        seen, state = after(sharded(8, 20), 2)
+        with sharded(3, 20).epochs(2) as epochs:
+            epochs.set_state(state)
+            batches = next(epochs)
+            assert (batches.epoch, len(batches)) == (0, 2)
+            seen += rows(batches)
+            batches = next(epochs)
+            assert (batches.epoch, len(batches)) == (1, 7)
+            assert seen + rows(batches) == in_order(20, 2)
+
+    def test_a_restore_in_the_middle_of_an_epoch_ends_the_one_that_was_under_way(self):
+        with sharded(8, 20).epochs(2) as epochs:
+            batches = next(epochs)
+            next(batches)
+            state = epochs.get_state()
+            next(batches)
+            epochs.set_state(state)
+            assert list(batches) == []
+            assert rows(next(epochs)) == in_order(20)[8:]
+            epochs.seek(record=25)
+            assert rows(next(epochs)) == in_order(20, 2)[25:]
+
+    def test_orbax_takes_them_as_it_does_an_iterator(self, tmp_path):
+        with ocp.CheckpointManager(tmp_path) as manager:
+            with sharded(8, 20).epochs(2) as epochs:
+                next(epochs)
+                batches = next(epochs)
+                next(batches)
+                manager.save(1, args=ocp.args.Composite(data=CheckpointSave(epochs)))
+                manager.wait_until_finished()
+                rest = rows(batches)
+            with sharded(8, 20).epochs(2) as epochs:
+                manager.restore(1, args=ocp.args.Composite(data=CheckpointRestore(epochs)))
+                (batches,) = epochs
+                assert batches.epoch == 1
+                assert len(batches) == 2
+
+            with sharded(8, 20).epochs(2) as epochs:
+                manager.restore(1, args=ocp.args.Composite(data=CheckpointRestore(epochs)))
+                assert rows(next(epochs)) == rest
+
+    def test_leaving_it_ends_the_threads(self):
+        with sharded(8).epochs(2) as epochs:
+            next(next(epochs))
+        with pytest.raises(ValueError, match="closed iterator"):
+            next(next(epochs))
+        sharded(8).epochs(2)  # one that is never used
+
+    @pytest.mark.parametrize(
+        ("build", "message"),
+        [
+            (lambda: sharded(8).epochs(0), "n=0 is not an integer of at least 1"),
+            (lambda: sharded(8).epochs(2.0), "n=2.0 is not an integer"),
+            (lambda: in_feeds(8).epochs(2), "call iter(ds) for each epoch"),
+            (
+                lambda: records().to_iter_dataset().map(len).batch(8).shard_to().epochs(2),
+                "call iter(ds) for each epoch",
+            ),
+            (lambda: records().batch(8).repeat().shard_to().epochs(2), "leave out its .repeat()"),
+        ],
+    )
+    def test_misuse_is_refused(self, build, message):
+        with jax.set_mesh(data_mesh(4)), pytest.raises(ShardingError) as refusal:
+            build()
+        assert message in str(refusal.value)
+        assert "\n  remedy: " in str(refusal.value)
+
+
+class TestASecondPass:
+    def test_over_a_shuffled_dataset_it_warns_once_with_the_remedy(self):
+        ds = sharded(8)
+        first = ids(ds)
+        with iter(ds) as iterator:
+            with pytest.warns(UserWarning, match=r"ds\.epochs\(n\).*\.batch\(B\)") as warned:
+                batch = next(iterator)
+            assert warned[0].filename == __file__, "it names the line of the loop"
+            assert ids([batch, *iterator]) == first
+        assert ids(ds) == first, "and once only"
+
+    @pytest.mark.parametrize(
+        "build",
+        [
+            lambda: grain.MapDataset.range(20).map(lambda i: {"id": i}).batch(4),
+            lambda: records().batch(8).repeat(2),
+            lambda: records().repeat(2).batch(8),
+        ],
+        ids=["not shuffled", "repeated batches", "repeated records"],
+    )
+    def test_of_another_dataset_it_says_nothing(self, build):
+        ds = build().shard_to(data_mesh(4))
+        assert ids(ds) == ids(ds)
+
+    def test_a_look_at_the_first_batch_or_a_restore_is_no_pass(self):
+        ds = sharded(8)
+        _, state = after(ds, 1)  # a look at it
+        everything = ids(ds)
+        assert going_on(ds, state) == everything[1:]
+
+    def test_if_warnings_are_errors_it_is_one_and_no_thread_is_left(self):
+        ds = sharded(8)
+        ids(ds)
+        with pytest.raises(UserWarning, match="second pass"):  # they are, in this test suite
+            next(iter(ds))
+
+
+@st.composite
+def sizes(draw):
+    steps = [0, *sorted(draw(st.sets(st.integers(1, 8), max_size=2)))]
+    found = {step: draw(st.integers(1, 20)) for step in steps}
+    return found[0] if len(found) == 1 else found
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(data=st.data(), epochs=st.integers(1, 3))
+def test_valid_rows_are_the_same_records_whatever_the_sizes_meshes_and_interruptions(data, epochs):
+    num_records = data.draw(st.integers(1, 40), label="records")
+    seen, state = [], None
+    for _ in range(4):
+        ds = sharded(
+            data.draw(sizes(), label="sizes"),
+            num_records,
+            epochs,
+            devices=data.draw(st.sampled_from([1, 2, 4, 8]), label="devices"),
+        )
+        with iter(ds) as iterator:
+            if state is not None:
+                iterator.set_state(state)
+            for _ in range(data.draw(st.integers(0, 5), label="steps")):
+                batch = next(iterator, None)
+                seen += rows([batch] if batch is not None else [])
+            state = json.loads(json.dumps(iterator.get_state()))
+    seen += going_on_rows(sharded(7, num_records, epochs), state)
+    assert seen == in_order(num_records, epochs)
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(data=st.data())
+def test_the_hosts_of_any_mesh_have_together_the_rows_of_each_batch(data):
+    """Every host is simulated: it has the batches' rows of its shards, from any place on."""
+    num_records = data.draw(st.integers(1, 40), label="records")
+    ds = batched(records(num_records), data.draw(sizes(), label="sizes"))
+    num_hosts = data.draw(st.sampled_from([1, 2, 3, 4]), label="hosts")
+    divisor = 2 * num_hosts
+    progress = Progress(
+        data.draw(st.integers(0, 9), label="step"),
+        data.draw(st.integers(0, 1), label="epoch"),
+        data.draw(st.integers(0, num_records - 1), label="record"),
+    )
+    whole = ds.repeat(2).pipe(PadToDivisible(divisor)).beginning_at(progress)
+    of_hosts = [
+        ds.repeat(2)
+        .pipe(PadToDivisible(divisor))
+        .pipe(ShardBatch(BatchLayout(divisor, (host, host + num_hosts))))
+        .beginning_at(progress)
+        for host in range(num_hosts)
+    ]
+    seen = []
+    for step in range(progress.step, len(whole)):
+        parts = [np.split(of_host[step]["id"], 2) for of_host in of_hosts]
+        joined = np.concatenate([part[half] for half in range(2) for part in parts])
+        np.testing.assert_array_equal(joined, whole[step]["id"])
+        seen += rows([whole[step]])
+    assert seen == in_order(num_records, 2)[progress.epoch * num_records + progress.record :]

@@ -1,0 +1,340 @@
+"""On real processes: a run goes on with another number of hosts and another batch size at once.
+
+The acceptance run: 4 hosts with batches of 32, killed; 2 with 48, killed; 1 with 20, killed; 3 with
+64. Below it, what else changes in the middle of a run, on 2 and on 4 hosts.
+"""
+
+import itertools
+import json
+import os
+import signal
+import traceback
+from pathlib import Path
+
+import grain
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import BatchSchedule, rehearse
+from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+
+pytestmark = pytest.mark.slow
+
+NUM_RECORDS, NUM_FEEDS = 300, 4
+# Hosts, devices of each, batch size, and the batches until the save.
+JOBS = [(4, 2, 32, 2), (2, 2, 48, 2), (1, 8, 20, 3), (3, 2, 64, None)]
+KINDS = ("random access", "epochs", "feeds")
+
+
+def records(num_records=NUM_RECORDS):
+    return (
+        grain.MapDataset.range(num_records)
+        .seed(5)
+        .shuffle()
+        .random_map(lambda i, rng: {"id": np.int32(i), "noise": rng.normal(size=2)})
+    )
+
+
+def make_feed(feed):
+    """Its part of the records, without the multiples of 7."""
+    part = grain.MapDataset.range(NUM_RECORDS).seed(3).shuffle()
+    ds = part[feed.shard_index :: feed.shard_count].to_iter_dataset()
+    ds = ds.filter(lambda i: i % 7 != 0)
+    return ds.map(lambda i: {"id": np.int32(i), "feed": np.int32(feed.shard_index)})
+
+
+# On the hosts.
+
+
+def data_mesh():
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def valid_rows(batch):
+    """The valid rows of the global batch, by leaf."""
+    batch = {name: multihost_utils.process_allgather(x, tiled=True) for name, x in batch.items()}
+    mask = batch.pop("valid_mask")
+    return {name: x[mask].tolist() for name, x in batch.items()}
+
+
+def run_job(job, directory):
+    """Trains from the checkpoints of the job before; writes what it did, and is killed."""
+    report = {kind: train(kind, job, Path(directory)) for kind in KINDS}
+    Path(directory, f"job {job} host {jax.process_index()}").write_text(json.dumps(report))
+    if job < len(JOBS) - 1:
+        multihost_utils.sync_global_devices("every host has written its report")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(kind, job, directory):
+    _, _, global_batch_size, num_batches = JOBS[job]
+    if kind == "feeds":
+        ds = grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(global_batch_size)
+    else:
+        ds = records().batch(global_batch_size)
+    ds = ds.shard_to(data_mesh(), timeout_s=30)
+    with ds.epochs(2) if kind == "epochs" else iter(ds) as iterator:
+        if job:
+            restore(kind, directory, job - 1, iterator)
+        restored = iterator.get_state()
+        epochs = iterator if kind == "epochs" else [iterator]
+        batches = itertools.chain.from_iterable(epochs)
+        done = [valid_rows(batch) for batch in itertools.islice(batches, num_batches)]
+        if num_batches is not None:
+            save(kind, directory, job, iterator)
+            next(batches)  # lost when the job is killed
+    return {"batches": done, "restored": [restored.get(key) for key in ("step", "record")]}
+
+
+def save(kind, directory, job, iterator):
+    if kind == "epochs":
+        ocp_v1.save_checkpointables(directory / f"v1-{job}", {"data": iterator})
+        return
+    with ocp.CheckpointManager(directory / kind) as manager:
+        manager.save(job, args=ocp.args.Composite(data=CheckpointSave(iterator)))
+        manager.wait_until_finished()
+
+
+def restore(kind, directory, job, iterator):
+    if kind == "epochs":
+        ocp_v1.load_checkpointables(directory / f"v1-{job}", {"data": iterator})
+        return
+    with ocp.CheckpointManager(directory / kind) as manager:
+        manager.restore(job, args=ocp.args.Composite(data=CheckpointRestore(iterator)))
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What each host of each job did."""
+    directory = tmp_path_factory.mktemp("shared")
+    for job, (hosts, devices_per_host, _, num_batches) in enumerate(JOBS):
+        try:
+            rehearse.run(
+                run_job,
+                job,
+                str(directory),
+                hosts=hosts,
+                devices_per_host=devices_per_host,
+                timeout_s=90,
+            )
+            assert num_batches is None, "it was to be killed"
+        except rehearse.RehearsalError as error:
+            written = list(directory.glob(f"job {job} host *"))
+            if num_batches is None or len(written) < hosts:
+                raise AssertionError(f"job {job} failed by itself: {error}") from error
+    return [
+        [json.loads((directory / f"job {job} host {host}").read_text()) for host in range(hosts)]
+        for job, (hosts, *_) in enumerate(JOBS)
+    ]
+
+
+def batches_of(reports, kind):
+    """The batches of all jobs, in the order in which they were trained on."""
+    for of_hosts in reports:
+        for of_host in of_hosts[1:]:
+            assert of_host[kind] == of_hosts[0][kind], "all hosts see the same global batches"
+    return [of_hosts[0][kind]["batches"] for of_hosts in reports]
+
+
+@pytest.mark.parametrize(("kind", "epochs"), [("random access", 1), ("epochs", 2)])
+def test_killed_and_resumed_with_other_hosts_and_sizes_it_is_one_run(reports, kind, epochs):
+    by_job = batches_of(reports, kind)
+    sizes = [[len(batch["id"]) for batch in batches] for batches in by_job]
+    later = [] if epochs == 1 else [64, 64, 64, 64, 44]
+    assert sizes == [[32, 32], [48, 48], [20, 20, 20], [64, 16, *later]]
+    rows = {
+        leaf: [row for batches in by_job for batch in batches for row in batch[leaf]]
+        for leaf in ("id", "noise")
+    }
+    expected = list(records().repeat(epochs))  # plain Grain, in one process
+    assert rows["id"] == [record["id"] for record in expected]
+    assert rows["noise"] == [record["noise"].astype(np.float32).tolist() for record in expected]
+    assert sorted(rows["id"]) == sorted(list(range(NUM_RECORDS)) * epochs)
+    restored = [of_hosts[0][kind]["restored"] for of_hosts in reports]
+    assert restored == [[0, 0], [2, 64], [4, 160], [7, 220]]
+
+
+def test_so_it_is_of_feeds_each_of_which_goes_on_at_its_own_record(reports):
+    by_job = batches_of(reports, "feeds")
+    assert [len(batch["id"]) for batch in by_job[2]] == [20, 20, 20]
+    rows = [
+        (feed, i)
+        for batches in by_job
+        for batch in batches
+        for feed, i in zip(batch["feed"], batch["id"], strict=True)
+    ]
+    for feed in range(NUM_FEEDS):
+        options = grain.sharding.ShardOptions(feed, NUM_FEEDS)
+        alone = [int(row["id"]) for row in make_feed(options)]
+        assert [i for of, i in rows if of == feed] == alone
+    assert sorted(i for _, i in rows) == [i for i in range(NUM_RECORDS) if i % 7]
+
+
+# The functions named case_... run on 2 and then on 4 hosts, and return what the tests look at.
+
+HOSTS = (2, 4)
+SCHEDULE = {0: 12, 3: 32, 5: 20}
+
+
+def run_cases(states):
+    """What this host returned in each case; the traceback of one that failed."""
+    results = {}
+    for name, case in globals().items():
+        if name.startswith("case_"):
+            try:
+                results[name] = case(states)
+            except Exception:
+                results[name] = traceback.format_exc()
+    return results
+
+
+def mesh_with_models():
+    """Rows over four devices; each is held by two, which may be of two hosts."""
+    return Mesh(np.array(jax.devices()).reshape(2, 4).T, ("data", "model"))
+
+
+def ids_of(batches):
+    return [valid_rows({k: b[k] for k in ("id", "valid_mask")})["id"] for b in batches]
+
+
+def refusal(call):
+    with pytest.raises(grain_shard.GrainShardError) as caught:
+        call()
+    return str(caught.value)
+
+
+def scheduled(num_records=130, epochs=2):
+    return records(num_records).pipe(BatchSchedule(SCHEDULE)).repeat(epochs)
+
+
+def case_schedule(_):
+    found = {}
+    for name, mesh in {"data": data_mesh(), "model": mesh_with_models()}.items():
+        for read in ("needed", "once"):
+            with iter(scheduled().shard_to(mesh, P("data"), read=read, timeout_s=20)) as iterator:
+                found[f"{name} {read}"] = ids_of(iterator)
+    return found
+
+
+def case_a_state_goes_on_with_another_size(states):
+    """Saved on the hosts of the run before; in the first run, the state."""
+    if states:
+        with iter(records().batch(20).shard_to(data_mesh(), timeout_s=20)) as iterator:
+            iterator.set_state(states["case_a_state_goes_on_with_another_size"])
+            return ids_of(iterator)
+    with iter(records().batch(48).shard_to(data_mesh(), timeout_s=20)) as iterator:
+        next(iterator), next(iterator)
+        return json.loads(json.dumps(iterator.get_state()))
+
+
+def case_seek(_):
+    with iter(scheduled().shard_to(data_mesh(), timeout_s=20)) as iterator:
+        iterator.seek(6)
+        rest = ids_of(iterator)
+        iterator.seek(record=133)
+        return rest, ids_of(iterator)
+
+
+def case_epochs_of_which_one_is_left_early(_):
+    with records(50).batch(16).shard_to(data_mesh(), timeout_s=20).epochs(3) as epochs:
+        seen = []
+        for batches in epochs:
+            some = itertools.islice(batches, 1 if batches.epoch == 1 else None)
+            seen.append((batches.epoch, len(batches), ids_of(some)))
+        return seen
+
+
+def case_hosts_at_different_records_of_one_step(_):
+    iterator = iter(records(50).batch(16).shard_to(data_mesh(), timeout_s=20))
+    with iterator:
+        iterator.seek(record=16 + jax.process_index() % 2)
+        return refusal(lambda: next(iterator))
+
+
+def case_hosts_with_different_schedules(_):
+    sizes = {0: 16, 100: 32 if jax.process_index() else 64}
+    with iter(records(50).pipe(BatchSchedule(sizes)).shard_to(data_mesh(), timeout_s=20)) as it:
+        return refusal(lambda: next(it))
+
+
+def case_hosts_with_different_numbers_of_epochs(_):
+    ds = records(50).batch(16).shard_to(data_mesh(), timeout_s=20)
+    with ds.epochs(2 + jax.process_index()) as epochs:
+        return refusal(lambda: next(next(epochs)))
+
+
+@pytest.fixture(scope="module")
+def runs():
+    found, states = {}, {}
+    for hosts in HOSTS:
+        found[hosts] = rehearse.run(
+            run_cases, states, hosts=hosts, devices_per_host=8 // hosts, timeout_s=150
+        )
+        states = found[hosts][0]
+    return found
+
+
+@pytest.fixture(params=HOSTS, ids=lambda hosts: f"{hosts} hosts")
+def case(runs, request):
+    """From a case's name, what every host returned; all of them the same."""
+
+    def result(name):
+        first, *others = [of_host[f"case_{name}"] for of_host in runs[request.param]]
+        assert "Traceback" not in str(first), first
+        assert all(other == first for other in others)
+        return first
+
+    return result
+
+
+def in_order(num_records, epochs=1):
+    return [int(record["id"]) for record in records(num_records).repeat(epochs)]
+
+
+def test_a_schedule_has_the_same_batches_on_any_hosts_and_mesh(case):
+    expected = [batch["id"].tolist() for batch in scheduled()]
+    assert [len(batch) for batch in expected[:7]] == [12, 12, 12, 32, 32, 20, 10]
+    assert case("schedule") == dict.fromkeys(
+        ["data needed", "data once", "model needed", "model once"], expected
+    )
+
+
+def test_a_state_of_other_hosts_goes_on_with_another_size(runs):
+    for of_host in runs[HOSTS[1]]:
+        batches = of_host["case_a_state_goes_on_with_another_size"]
+        assert [row for batch in batches for row in batch] == in_order(NUM_RECORDS)[96:]
+        assert {len(batch) for batch in batches[:-1]} == {20}
+
+
+def test_any_step_and_any_record_can_be_sought(case):
+    from_step, from_record = case("seek")
+    assert from_step == [batch["id"].tolist() for batch in scheduled()][6:]
+    assert [row for batch in from_record for row in batch] == in_order(130, 2)[133:]
+
+
+def test_epochs_are_the_same_on_all_hosts(case):
+    whole = [batch["id"].tolist() for batch in records(50).batch(16).repeat(3)]
+    seen = [tuple(of_epoch) for of_epoch in case("epochs_of_which_one_is_left_early")]
+    assert seen == [(0, 4, whole[:4]), (1, 4, whole[4:5]), (2, 4, whole[8:])]
+
+
+def test_hosts_that_do_not_stand_at_one_record_are_told_so(case):
+    error = case("hosts_at_different_records_of_one_step")
+    assert "next record: " in error
+    assert '"16 of epoch 0" on host' in error
+    assert "next batch: " not in error
+
+
+def test_hosts_whose_sizes_differ_later_are_told_so_at_once(case):
+    assert "global_batch_size: " in case("hosts_with_different_schedules")
+
+
+def test_hosts_that_differ_in_their_epochs_are_told_so(case):
+    assert "epochs: 2 on host 0" in case("hosts_with_different_numbers_of_epochs")
