@@ -38,6 +38,7 @@ def shard_to(
     device_buffer_size: int = 2,
     num_threads: int | None = None,
     num_workers: int = 0,
+    reread_slow: bool = True,
     rows: Rows | None = None,
     read: Read = "auto",
     timeout_s: float = 60.0,
@@ -76,6 +77,9 @@ def shard_to(
         num_threads: Threads that read side by side (`MapDataset`), or that run feeds side by side.
             None finds out while it runs how many reads help, and runs feeds one after the other.
         num_workers: Grain worker processes that make the batches instead (`MapDataset` only).
+        reread_slow: Whether a source may be asked again for a read that takes far longer than
+            others, as a bucket does now and then ("backup requests"): the first answer counts.
+            At most one read in twenty is. False for a source that must not be asked twice.
         rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
             say, unless it is one of `from_iterable`. "global": every host the same whole batches.
             "local": each host the rows of its own devices, from its own slice of the source (see
@@ -116,6 +120,7 @@ def shard_to(
         device_buffer_size=device_buffer_size,
         num_threads=num_threads,
         num_workers=num_workers,
+        reread_slow=reread_slow,
         rows=rows,
         remainder=remainder,
         timeout_s=timeout_s,

@@ -128,6 +128,7 @@ class RandomAccess(HostBatches):
         num_threads: Threads that read side by side; None finds how many help.
         num_workers: Grain worker processes that make them instead, if not 0. Grain keeps four
             batches for each of them at least, so that many may be on the host.
+        reread_slow: Whether threads may ask a source a second time for what comes late.
         fields_before: Of a batch, the fields of the fingerprint that are others in a state that
             stands there, since what follows may still change.
     """
@@ -143,11 +144,13 @@ class RandomAccess(HostBatches):
         buffer_size: int,
         num_threads: int | None,
         num_workers: int,
+        reread_slow: bool,
         fields_before: Callable[[int], Fingerprint] = lambda batch: {},
     ):
         self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
         self._fields_before = fields_before
         self._num_threads, self._num_workers = num_threads, num_workers
+        self._reread_slow = reread_slow
 
     def num_batches(self) -> int | None:
         return len(self._ds)
@@ -159,12 +162,8 @@ class RandomAccess(HostBatches):
             return Opened(start, self._from_workers(start))
         most = min(MOST_THREADS, self._buffer_size * max(1, self._ds.records_per_batch))
         pace = ReadPace(self._num_threads, most=most)
-        batches = TaskStage(
-            Reads(self._ds, indices, self._buffer_size, pace),
-            buffer_size=self._buffer_size,
-            pace=pace,
-            name=_THREAD,
-        )
+        reads = Reads(self._ds, indices, self._buffer_size, pace, reread_slow=self._reread_slow)
+        batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=_THREAD)
         return Opened(start, batches, threads=lambda: f"{pace.threads} ({pace.count.why})")
 
     def _from_workers(self, start: int) -> Background[Any, tuple[Batch, int]]:

@@ -76,6 +76,11 @@ class RowReader(ABC):
         return False
 
     @property
+    def only_asks_sources(self) -> bool:
+        """Whether `read` runs nothing of the user's but sources."""
+        return False
+
+    @property
     @abstractmethod
     def global_batch_size(self) -> int:
         """Rows of a full batch."""
@@ -122,6 +127,11 @@ class BatchMapDataset(grain.MapDataset):
     @property
     def reads_many(self) -> bool:
         """Whether one call reads many records for less than as many calls would."""
+        return False
+
+    @property
+    def only_asks_sources(self) -> bool:
+        """Whether `read` runs nothing of the user's but sources."""
         return False
 
     @property
@@ -181,6 +191,10 @@ class RowMapDataset(BatchMapDataset):
     @property
     def reads_many(self) -> bool:
         return self.reader.reads_many
+
+    @property
+    def only_asks_sources(self) -> bool:
+        return self.reader.only_asks_sources
 
     @property
     def reads_other_rows(self) -> bool:

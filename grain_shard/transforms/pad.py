@@ -143,6 +143,10 @@ class _PaddedRows(RowReader):
     def reads_many(self) -> bool:
         return self._inner.reads_many
 
+    @property
+    def only_asks_sources(self) -> bool:
+        return self._inner.only_asks_sources
+
     def num_batches(self) -> int:
         batches, epoch = self._inner.num_batches(), self._dropping()
         return batches if epoch is None else batches // epoch.batches * epoch.full
