@@ -127,8 +127,8 @@ class Reads(Tasks[tuple[Batch, int]]):
             return
         patience_s = self.lateness.patience_s
         with self._lock:
-            asked = [read.request for read in self._under_way if read.request is not None]
-        asked = [request for request in asked if request.can_ask_again]
+            requests = [read.request for read in self._under_way]
+        asked = [request for request in requests if request is not None and request.can_ask_again]
         late = [request for request in asked if self.lateness.is_late(request.start, now)]
         if late:
             # The one that the loop waits for first.
@@ -283,7 +283,7 @@ class _Read(Task[tuple[Batch, int]]):
         again: A request that this read makes a second time.
 
     Attributes:
-        request: What it asks the source for now, or has asked last.
+        request: What it asks the source for now, if anything.
         answers: After the run, of each answer of the source: when it was asked for, when it came,
             and for how long a processor was busy with it.
         left: After the run, what it has left to others.
@@ -304,7 +304,8 @@ class _Read(Task[tuple[Batch, int]]):
     @property
     def has_lost(self) -> bool:
         """Whether another read goes on with what this one had."""
-        return self.request is not None and self.request.winner not in (None, self)
+        request = self.request
+        return request is not None and request.winner not in (None, self)
 
     def run(self) -> Iterator[tuple[int, tuple[Batch, int] | Raised]]:
         until = time.perf_counter() + 2 * _READ_S
@@ -360,8 +361,12 @@ class _Read(Task[tuple[Batch, int]]):
         try:
             elements = self._reader.read([part.piece for part in parts[:count]], until)
         except BaseException:
-            if request.answer(self, failed=True):
-                raise
-            return None
+            if not request.answer(self, failed=True):
+                return None
+            self.request = None
+            raise
         self.answers.append((start, time.perf_counter(), time.thread_time() - processor_start))
-        return elements if request.answer(self, failed=False) else None
+        if not request.answer(self, failed=False):
+            return None
+        self.request = None
+        return elements
