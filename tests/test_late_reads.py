@@ -6,6 +6,7 @@ anything is: without that request it would hang.
 
 import collections
 import gc
+import re
 import threading
 import time
 import weakref
@@ -144,7 +145,10 @@ class TestTheFirstAnswerWins:
                 wait(second) if number == 1 else second.set()
 
         source = kind(200, first_waits_for_the_second)
-        assert ids(sharded(source)) == in_order(200, 8)
+        with iter(sharded(source)) as iterator:
+            assert ids(iterator) == in_order(200, 8)
+            said = r"4 \(as asked for\); \d+ of \d+ reads were late and asked for again"
+            assert re.fullmatch(said, iterator.read_threads)
         assert source.requests[17] == 2
 
     @pytest.mark.parametrize("num_records", [24, 200], ids=["near the end", "in the middle"])

@@ -45,8 +45,8 @@ class Opened(NamedTuple):
         batches: (batch, position after it), made in the background.
         first_digest: Of the first whole batch once that was read, where every host reads the same
             whole batches; "" elsewhere.
-        threads: How many threads read side by side now, and why, in words; "" where that is not
-            found while it runs.
+        threads: How many threads read side by side now, and why, in words, and how many reads were
+            asked for again; "" where that is not found while it runs.
     """
 
     position: Position
@@ -164,7 +164,7 @@ class RandomAccess(HostBatches):
         pace = ReadPace(self._num_threads, most=most)
         reads = Reads(self._ds, indices, self._buffer_size, pace, reread_slow=self._reread_slow)
         batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=_THREAD)
-        return Opened(start, batches, threads=lambda: f"{pace.threads} ({pace.count.why})")
+        return Opened(start, batches, threads=lambda: f"{pace}{reads.lateness}")
 
     def _from_workers(self, start: int) -> Background[Any, tuple[Batch, int]]:
         """Batches that worker processes make; one waits here, out of their shared memory."""

@@ -239,7 +239,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def read_threads(self) -> str:
         """How many threads read side by side now, and why: ``64 (reads wait)``.
 
-        Empty where that is not found while it runs: of streams, feeds and worker processes.
+        Also how many reads came late and were asked for again, if any were. Empty where that is not
+        found while it runs: of streams, feeds and worker processes.
         """
         return self._threads()
 
