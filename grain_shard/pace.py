@@ -53,8 +53,9 @@ class ThreadCount:
 
     It begins with one. Where the reads wait, it goes at once to as many as would keep a processor
     busy. Otherwise it tries twice as many or half as many. It keeps what helped, steps back from
-    what did not, and then rests before it tries again, the longer the more often nothing helped. It
-    does nothing while the consumer has what it needs.
+    what did not, and then rests before it tries the other way, the longer the more often nothing
+    helped. If the source becomes slow it tries more first, if it becomes fast, fewer. It does
+    nothing while the consumer has what it needs.
 
     Args:
         most: How many threads there can be.
@@ -113,6 +114,7 @@ class ThreadCount:
             if not was_other:
                 self._is_other = True  # once may be chance
                 return
+            self._up = rate < self._rate
             self._rate, self._spread = rate, 0.0
             self._rest, self._next_rest = 0, _REST
         self._spread = (3 * self._spread + abs(rate - self._rate)) / 4
@@ -120,13 +122,15 @@ class ThreadCount:
 
     def _try(self, window: Window) -> None:
         """Tries another number of threads, if there is one to be tried."""
+        # Or it is other processes that leave it no more. So this does not mean that more will help.
         waits = window.process_cores < 0.5
-        if waits or window.thread_cores < 0.5:
-            self._up = True
-        elif window.thread_cores > 0.9 * self._cores:
+        if window.thread_cores > 0.9 * self._cores:
             self._up = False  # no processor is left
         if self._up and self.threads == self.most:
-            self._up = waits  # then fewer are no better
+            self._up = False
+            if waits:
+                self._rest = _LONGEST_REST  # fewer will hardly do
+                return
         elif not self._up and self.threads == 1:
             self._up = True
         step = min(_LARGEST_STEP, int(1 / max(window.process_cores, 0.01))) if waits else 2
