@@ -22,6 +22,9 @@ _WINDOW_S, _WINDOW_TASKS = 0.1, 8
 _FED = 0.1
 # As long as fewer processors than this are busy, nothing is computed: everybody waits.
 _IDLE_CORES = 0.25
+# Where a process has less than this, its reads wait; where it has more, but not all that it could
+# use, it may also be other processes that leave it no more.
+_SURELY_WAITS = 0.1
 # The largest step: what was measured of one read may not be true of a hundred.
 _LARGEST_STEP = 16
 # More threads are kept if they bring so much more, fewer if they lose no more than that.
@@ -122,12 +125,13 @@ class ThreadCount:
 
     def _try(self, window: Window) -> None:
         """Tries another number of threads, if there is one to be tried."""
-        # Or it is other processes that leave it no more. So this does not mean that more will help.
-        waits = window.process_cores < 0.5
-        if window.thread_cores > 0.9 * self._cores:
+        waits, surely = window.process_cores < 0.5, window.process_cores < _SURELY_WAITS
+        if surely:
+            self._up = True
+        elif window.thread_cores > 0.9 * self._cores:
             self._up = False  # no processor is left
         if self._up and self.threads == self.most:
-            self._up = False
+            self._up = surely  # then fewer are no better
             if waits:
                 self._rest = _LONGEST_REST  # fewer will hardly do
                 return

@@ -78,12 +78,16 @@ TABLE = {
         [computing(50), *REST, computing(100), computing(190, thread_cores=1.9)],
         [1, 1, 1, 1, 1, 2, 1],
     ),
-    "where more were no better, fewer are tried, even if hardly a processor is busy": (
-        [waiting(10), *[waiting(160)] * 7],
-        [1, 16, 128, 16, 16, 16, 16, 8, 4],
+    "where reads surely wait, fewer are not tried": (
+        [waiting(10), *[waiting(160)] * 11],
+        [1, 16, 128, 16, 16, 16, 16, 128, 16, 16, 16, 16, 16],
     ),
-    "where there can be no more, fewer are tried after a long rest": (
-        [waiting(10), waiting(160), *[waiting(1280)] * 67],
+    "where it may be that other processes have the processors, they are": (
+        [waiting(10), *[waiting(160, process_cores=0.2)] * 7],
+        [1, 16, 80, 16, 16, 16, 16, 8, 4],
+    ),
+    "where there can be no more, only after a long rest": (
+        [waiting(10), waiting(160), *[waiting(1280, process_cores=0.2)] * 67],
         [1, 16, *[128] * 66, 64, 32],
     ),
     "nothing is tried while the consumer has what it needs": (
