@@ -34,7 +34,7 @@ def shard_to(
     remainder: Remainder = "pad",
     mask_key: str | None = MASK_KEY,
     pad_value: Any = 0,
-    cpu_buffer_size: int = 4,
+    cpu_buffer_size: int | None = None,
     device_buffer_size: int = 2,
     num_threads: int | None = None,
     num_workers: int = 0,
@@ -71,11 +71,13 @@ def shard_to(
             real rows; None for no mask.
         pad_value: What rows of padding hold, besides False in the mask: a number, or a tree prefix
             of them, e.g. ``{"tokens": tokenizer.pad_id}``. A leaf that it leaves out gets 0.
-        cpu_buffer_size: Batches that may wait on the host or be in the making there. With
-            `num_workers` there may be four for each worker, if that is more: Grain keeps them.
+        cpu_buffer_size: Batches that may wait on the host or be in the making there; by default 4.
+            With `num_workers` there may be four for each worker, if that is more: Grain keeps them.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         num_threads: Threads that read side by side (`MapDataset`), or that run feeds side by side.
             None finds out while it runs how many reads help, and runs feeds one after the other.
+            Of a `MapDataset` with ``.to_iter_dataset(ReadOptions(...))``, these give the number of
+            threads and `cpu_buffer_size` where the arguments do not.
         num_workers: Grain worker processes that make the batches instead (`MapDataset` only).
         reread_slow: Whether a source may be asked again for a read that takes far longer than
             others, as a bucket does now and then ("backup requests"): the first answer counts.
@@ -111,8 +113,11 @@ def shard_to(
     if rows != "local" and isinstance(ds, grain.MapDataset | grain.IterDataset):
         ds, read_options = _random_access(ds)
         if read_options is not None:
-            num_threads = num_threads or max(1, read_options[0])
-            cpu_buffer_size = max(1, read_options[1])
+            threads, buffer_size = (max(1, option) for option in read_options)
+            num_threads = threads if num_threads is None else num_threads
+            cpu_buffer_size = buffer_size if cpu_buffer_size is None else cpu_buffer_size
+    if cpu_buffer_size is None:
+        cpu_buffer_size = DevicePut.cpu_buffer_size
     target = ShardingTree.of(mesh_or_sharding, spec).with_mask(mask_key)
     put = DevicePut(
         target,

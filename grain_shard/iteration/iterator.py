@@ -84,6 +84,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
             contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
+        dataset: What it iterates over, if `shard_to` made that.
 
     Example:
         >>> import jax
@@ -105,8 +106,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         device_buffer_size: int,
         reshard: Resharder | None,
         across: AcrossHosts | None,
+        dataset: grain.IterDataset | None = None,
     ):
         super().__init__()
+        self.dataset = dataset
         self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard, self._across = device_buffer_size, reshard, across
         self._enter_context = jax_context()  # all its life that of the thread that made it

@@ -118,6 +118,7 @@ class ShardedDataset(grain.IterDataset):
             device_buffer_size=self._settings.device_buffer_size,
             reshard=self._final and Resharder(self._final),
             across=self._across_hosts(),
+            dataset=self,
         )
 
     def abstract_batch(self) -> Batch:
@@ -208,5 +209,6 @@ class ShardedDataset(grain.IterDataset):
 
 
 def sharded(ds: Any) -> ShardedDataset | None:
-    """The dataset itself, if `shard_to` made it."""
+    """The dataset, or that of an iterator, if `shard_to` made it."""
+    ds = ds.dataset if isinstance(ds, ShardedIterator) else ds
     return ds if isinstance(ds, ShardedDataset) else None
