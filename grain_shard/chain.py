@@ -81,7 +81,8 @@ def shard_to(
         num_workers: Grain worker processes that make the batches instead (`MapDataset` only).
         reread_slow: Whether a source may be asked again for a read that takes far longer than
             others, as a bucket does now and then ("backup requests"): the first answer counts.
-            At most one read in twenty is. False for a source that must not be asked twice.
+            At most one read in twenty is. False for a source that must not be asked twice. Of a
+            `MapDataset` that threads read; others are asked once.
         rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
             say, unless it is one of `from_iterable`. "global": every host the same whole batches.
             "local": each host the rows of its own devices, from its own slice of the source (see

@@ -125,18 +125,18 @@ class Reads(Tasks[tuple[Batch, int]]):
         now = time.perf_counter()
         if now < self._look_at or self._late is not None:
             return
-        patience_s = self.lateness.patience_s
         with self._lock:
             requests = [read.request for read in self._under_way]
-        asked = [request for request in requests if request is not None and request.can_ask_again]
-        late = [request for request in asked if self.lateness.is_late(request.start, now)]
-        if late:
-            # The one that the loop waits for first.
-            self._late = min(late, key=lambda r: (r.parts[0].batch.number, r.parts[0].start))
-            self.lateness.asks_again()
-        else:
-            earliest = min((request.start for request in asked), default=now) + patience_s
-            self._look_at = max(earliest, now + patience_s / 4)
+            asked = [r for r in requests if r is not None and r.can_ask_again]
+            late = [r for r in asked if self.lateness.is_late(r.start, now)]
+            if late:
+                # The one that the loop waits for first.
+                self._late = min(late, key=lambda r: (r.parts[0].batch.number, r.parts[0].start))
+                self.lateness.asks_again()
+            else:
+                patience_s = self.lateness.patience_s
+                earliest = min((r.start for r in asked), default=now) + patience_s
+                self._look_at = max(earliest, now + patience_s / 4)
 
     def end(self) -> None:
         self._ended = True
