@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import grain_shard
 from grain_shard.reading import late, reads, rows
 from grain_shard.reading.late import Lateness
-from tests.conftest import background_threads, data_mesh, ids, wait
+from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
 from tests.test_reads import in_order
 
 MS = 1e-3
@@ -170,13 +170,13 @@ class TestTheFirstAnswerWins:
 
         def all_wait(index, number):
             if index == 9:
-                both.wait()
+                both.wait(HANG_S)
                 wait(release)
 
         source = Source(800, all_wait)
         with iter(sharded(source)) as iterator:
             assert ids([next(iterator)]) == [list(range(8))]
-            both.wait()
+            both.wait(HANG_S)
             release.set()
             assert ids(iterator) == in_order(800, 8)[1:]
         assert source.requests[9] == 2
