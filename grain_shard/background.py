@@ -120,6 +120,14 @@ class Tasks(ABC, Generic[T]):
         """
         return 1
 
+    @property
+    def look_again_s(self) -> float | None:
+        """For how long `room_wanted` stays what it is if neither room comes nor a task is done.
+
+        None for ever.
+        """
+        return None
+
     @abstractmethod
     def draw(self, room: int) -> Task[T]:
         """The next task, which begins no more than `room` results.
@@ -467,7 +475,7 @@ class _Shared(Generic[T]):
         with self._one_draws:
             with self._lock:
                 while not self._over() and self._room() < self._tasks.room_wanted:
-                    self._room_came.wait()
+                    self._room_came.wait(self._tasks.look_again_s)
                 if self._over():
                     return False
                 if rank >= self._pace.threads:

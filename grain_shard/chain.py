@@ -33,10 +33,11 @@ def shard_to(
     mask_key: str | None = MASK_KEY,
     pad_value: Any = 0,
     microbatches: int | None = None,
-    cpu_buffer_size: int = 4,
+    cpu_buffer_size: int | None = None,
     device_buffer_size: int = 2,
     num_threads: int | None = None,
     num_workers: int = 0,
+    reread_slow: bool = True,
     rows: Rows | None = None,
     read: Read = "auto",
     timeout_s: float = 60.0,
@@ -73,15 +74,21 @@ def shard_to(
             ``[microbatches, rows, ...]``, with specs that hold from the dim of the rows on. It is
             the batch reshaped: microbatch 0 has its first rows, and so on. With ``rows="local"``
             it is the rows of each host that are reshaped.
-        cpu_buffer_size: Batches that may wait on the host or be in the making there. With
-            `num_workers` there may be four for each worker, of feeds four in all, if that is more:
-            Grain keeps them.
+        cpu_buffer_size: Batches that may wait on the host or be in the making there; by default 4.
+            With `num_workers` there may be four for each worker, of feeds four in all, if that is
+            more: Grain keeps them.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         num_threads: Threads that read side by side (`MapDataset`), or that run feeds side by side.
             None finds out while it runs how many reads help, and runs feeds one after the other.
+            Of a `MapDataset` with ``.to_iter_dataset(ReadOptions(...))``, these give the number of
+            threads and `cpu_buffer_size` where the arguments do not.
         num_workers: Grain worker processes that make the batches instead (`MapDataset`), or that
             run this host's feeds, some of them each (`feeds`; no more start than there are feeds,
             and `num_threads` is of each worker).
+        reread_slow: Whether a source may be asked again for a read that takes far longer than
+            others, as a bucket does now and then ("backup requests"): the first answer counts.
+            At most one read in twenty is. False for a source that must not be asked twice. Of a
+            `MapDataset` that threads read; others are asked once.
         rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
             say, unless it is one of `from_iterable`. "global": every host the same whole batches.
             "local": each host the rows of its own devices, from its own slice of the source (see
@@ -114,8 +121,11 @@ def shard_to(
     if rows != "local" and isinstance(ds, grain.MapDataset | grain.IterDataset):
         ds, read_options = _random_access(ds)
         if read_options is not None:
-            num_threads = num_threads or max(1, read_options[0])
-            cpu_buffer_size = max(1, read_options[1])
+            threads, buffer_size = (max(1, option) for option in read_options)
+            num_threads = threads if num_threads is None else num_threads
+            cpu_buffer_size = buffer_size if cpu_buffer_size is None else cpu_buffer_size
+    if cpu_buffer_size is None:
+        cpu_buffer_size = DevicePut.cpu_buffer_size
     target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
     target = target.with_mask(mask_key)
     put = DevicePut(
@@ -124,6 +134,7 @@ def shard_to(
         device_buffer_size=device_buffer_size,
         num_threads=num_threads,
         num_workers=num_workers,
+        reread_slow=reread_slow,
         rows=rows,
         remainder=remainder,
         timeout_s=timeout_s,

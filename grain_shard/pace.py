@@ -22,6 +22,9 @@ _WINDOW_S, _WINDOW_TASKS = 0.1, 8
 _FED = 0.1
 # As long as fewer processors than this are busy, nothing is computed: everybody waits.
 _IDLE_CORES = 0.25
+# Where a process has less than this, its reads wait; where it has more, but not all that it could
+# use, it may also be other processes that leave it no more.
+_SURELY_WAITS = 0.1
 # The largest step: what was measured of one read may not be true of a hundred.
 _LARGEST_STEP = 16
 # More threads are kept if they bring so much more, fewer if they lose no more than that.
@@ -53,8 +56,9 @@ class ThreadCount:
 
     It begins with one. Where the reads wait, it goes at once to as many as would keep a processor
     busy. Otherwise it tries twice as many or half as many. It keeps what helped, steps back from
-    what did not, and then rests before it tries again, the longer the more often nothing helped. It
-    does nothing while the consumer has what it needs.
+    what did not, and then rests before it tries the other way, the longer the more often nothing
+    helped. If the source becomes slow it tries more first, if it becomes fast, fewer. It does
+    nothing while the consumer has what it needs.
 
     Args:
         most: How many threads there can be.
@@ -113,6 +117,7 @@ class ThreadCount:
             if not was_other:
                 self._is_other = True  # once may be chance
                 return
+            self._up = rate < self._rate
             self._rate, self._spread = rate, 0.0
             self._rest, self._next_rest = 0, _REST
         self._spread = (3 * self._spread + abs(rate - self._rate)) / 4
@@ -120,13 +125,16 @@ class ThreadCount:
 
     def _try(self, window: Window) -> None:
         """Tries another number of threads, if there is one to be tried."""
-        waits = window.process_cores < 0.5
-        if waits or window.thread_cores < 0.5:
+        waits, surely = window.process_cores < 0.5, window.process_cores < _SURELY_WAITS
+        if surely:
             self._up = True
         elif window.thread_cores > 0.9 * self._cores:
             self._up = False  # no processor is left
         if self._up and self.threads == self.most:
-            self._up = waits  # then fewer are no better
+            self._up = surely  # then fewer are no better
+            if waits:
+                self._rest = _LONGEST_REST  # fewer will hardly do
+                return
         elif not self._up and self.threads == 1:
             self._up = True
         step = min(_LARGEST_STEP, int(1 / max(window.process_cores, 0.01))) if waits else 2
@@ -209,6 +217,9 @@ class ReadPace(Pace):
     @property
     def threads(self) -> int:
         return self.count.threads
+
+    def __str__(self) -> str:
+        return f"{self.threads} ({self.count.why})"
 
     def limit(self, most: int) -> None:
         self.count.most = most

@@ -269,6 +269,7 @@ class TestReadAhead:
             other = batches.to_iter_dataset(grain.ReadOptions(threads, buffer))
             assert nodes.below_read_ahead(other)[1] == (threads, buffer)
             assert other.shard_to(mesh).settings.cpu_buffer_size == buffer
+            assert other.shard_to(mesh, cpu_buffer_size=4).settings.cpu_buffer_size == 4
 
 
 class TestBatch:

@@ -78,6 +78,18 @@ TABLE = {
         [computing(50), *REST, computing(100), computing(190, thread_cores=1.9)],
         [1, 1, 1, 1, 1, 2, 1],
     ),
+    "where reads surely wait, fewer are not tried": (
+        [waiting(10), *[waiting(160)] * 11],
+        [1, 16, 128, 16, 16, 16, 16, 128, 16, 16, 16, 16, 16],
+    ),
+    "where it may be that other processes have the processors, they are": (
+        [waiting(10), *[waiting(160, process_cores=0.2)] * 7],
+        [1, 16, 80, 16, 16, 16, 16, 8, 4],
+    ),
+    "where there can be no more, only after a long rest": (
+        [waiting(10), waiting(160), *[waiting(1280, process_cores=0.2)] * 67],
+        [1, 16, *[128] * 66, 64, 32],
+    ),
     "nothing is tried while the consumer has what it needs": (
         [waiting(10), *[fed(160)] * 5],
         [1, 16, 16, 16, 16, 16, 16],
@@ -93,6 +105,10 @@ TABLE = {
     "and one that has become fast": (
         [waiting(10), waiting(160), waiting(1280), *[computing(9000)] * 4],
         [1, 16, 128, 128, 128, 64, 32, 16],
+    ),
+    "and one that has become fast while other processes have the processors": (
+        [waiting(10), waiting(160), waiting(1280), *[waiting(9000, process_cores=0.4)] * 5],
+        [1, 16, 128, 128, 128, 64, 32, 16, 8],
     ),
 }
 

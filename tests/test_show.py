@@ -188,11 +188,23 @@ class TestInATerminal:
         with pytest.raises(ShardingError, match="no batch"):
             grain_shard.show(stream.map(lambda x: {"x": x}).shard_to(data_mesh(2)))
 
+    def test_an_iterator_says_how_many_reads_go_side_by_side_and_why(self, capsys, mesh):
+        ds = grain.MapDataset.range(800).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
+        grain_shard.show(ds)
+        of_dataset = lines(capsys)
+        with iter(ds) as iterator:
+            grain_shard.show(iterator)
+        added = [line for line in lines(capsys) if line not in of_dataset and len(line) > 1]
+        assert [" ".join(line) for line in added] == [
+            "reads side by side 1 (the first read comes alone)"
+        ]
+
     @pytest.mark.parametrize("kind", ["unsharded", "mapped", "iterator"])
     def test_what_is_neither_batch_nor_sharded(self, kind, mesh):
         ds = grain.MapDataset.range(8).map(lambda i: {"x": i}).batch(8)
         sharded = ds.shard_to(mesh)
-        shown = {"unsharded": ds, "mapped": sharded.map(dict), "iterator": iter(sharded)}[kind]
+        iterator = iter(ds.to_iter_dataset())
+        shown = {"unsharded": ds, "mapped": sharded.map(dict), "iterator": iterator}[kind]
         with pytest.raises(ShardingError, match=r"the dataset that \.shard_to\(mesh\) returned"):
             grain_shard.show(shown)
 

@@ -103,6 +103,11 @@ class Route:
         """Whether one call reads several elements for less than as many calls would."""
         return self.origin.reads_many
 
+    @property
+    def only_asks_sources(self) -> bool:
+        """Whether `read` runs nothing of the user's but sources."""
+        return self.origin.only_asks_sources
+
     def read(self, until: float = NEVER) -> list[Any]:
         """What is at the lower end.
 
@@ -160,6 +165,10 @@ class _Origin:
     @property
     def reads_many(self) -> bool:
         return _batched_read(self.ds) is not None
+
+    @property
+    def only_asks_sources(self) -> bool:
+        return type(self.ds) is _SOURCE
 
     def read(self, until: float) -> list[Any]:
         indices = self.indices.tolist()
@@ -240,6 +249,10 @@ class _Fork:
     @property
     def reads_many(self) -> bool:
         return any(way.reads_many for way in self.routes)
+
+    @property
+    def only_asks_sources(self) -> bool:
+        return all(way.only_asks_sources for way in self.routes)
 
     def read(self, until: float) -> list[Any]:
         # All of them: those that there was no time for might stand before others that were read.

@@ -52,8 +52,8 @@ class Opened(NamedTuple):
         batches: (batch, position after it), made in the background.
         first_digest: Of the first whole batch once that was read, where every host reads the same
             whole batches; "" elsewhere.
-        threads: How many threads read side by side now, and why, in words; "" where that is not
-            found while it runs.
+        threads: How many threads read side by side now, and why, in words, and how many reads were
+            asked for again; "" where that is not found while it runs.
     """
 
     position: Position
@@ -176,6 +176,7 @@ class RandomAccess(HostBatches):
         num_threads: Threads that read side by side; None finds how many help.
         num_workers: Grain worker processes that make them instead, if not 0. Grain keeps four
             batches for each of them at least, so that many may be on the host.
+        reread_slow: Whether threads may ask a source a second time for what comes late.
         fields_before: The fields of the fingerprint that are others in a state of a run that has
             come so far, since what follows may still change.
         passes: How often the dataset is gone through.
@@ -192,12 +193,14 @@ class RandomAccess(HostBatches):
         buffer_size: int,
         num_threads: int | None,
         num_workers: int,
+        reread_slow: bool,
         fields_before: Callable[[Progress], Fingerprint] = lambda progress: {},
         passes: int = 1,
     ):
         self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
         self._fields_before, self._passes = fields_before, passes
         self._num_threads, self._num_workers = num_threads, num_workers
+        self._reread_slow = reread_slow
         self.host_batch_sizes = ds.host_batch_sizes
         self.compared = {**fingerprint, "epochs": ds.num_epochs}
         if ds.counts_records:
@@ -219,6 +222,7 @@ class RandomAccess(HostBatches):
             buffer_size=self._buffer_size,
             num_threads=self._num_threads,
             num_workers=self._num_workers,
+            reread_slow=self._reread_slow,
             fields_before=self._fields_before,
             passes=self._passes * times,
         )
@@ -273,13 +277,16 @@ class RandomAccess(HostBatches):
             return Opened(start, self._from_workers(ds, start.step))
         most = min(MOST_THREADS, self._buffer_size * max(1, ds.records_per_batch))
         pace = ReadPace(self._num_threads, most=most)
-        batches = TaskStage(
-            Reads(ds, indices, self._buffer_size, pace, lambda index: cuts.progress(index + 1)),
-            buffer_size=self._buffer_size,
-            pace=pace,
-            name=_THREAD,
+        reads = Reads(
+            ds,
+            indices,
+            self._buffer_size,
+            pace,
+            lambda index: cuts.progress(index + 1),
+            reread_slow=self._reread_slow,
         )
-        return Opened(start, batches, threads=lambda: f"{pace.threads} ({pace.count.why})")
+        batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=_THREAD)
+        return Opened(start, batches, threads=lambda: f"{pace}{reads.lateness}")
 
     def _from_workers(self, ds: BatchMapDataset, start: int) -> Background[Any, tuple[Batch, Any]]:
         """Batches that worker processes make; one waits here, out of their shared memory."""

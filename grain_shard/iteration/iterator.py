@@ -87,6 +87,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
         second_pass: Is told where passes begin and end.
+        dataset: What it iterates over, if `shard_to` made that.
 
     Example:
         >>> import jax
@@ -109,8 +110,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         reshard: Resharder | None,
         across: AcrossHosts | None,
         second_pass: SecondPass | None = None,
+        dataset: grain.IterDataset | None = None,
     ):
         super().__init__()
+        self.dataset = dataset
         self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard, self._across = device_buffer_size, reshard, across
         self._enter_context = jax_context()  # all its life that of the thread that made it
@@ -314,7 +317,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def read_threads(self) -> str:
         """How many threads read side by side now, and why: ``64 (reads wait)``.
 
-        Empty where that is not found while it runs: of streams, feeds and worker processes.
+        Also how many reads came late and were asked for again, if any were. Empty where that is not
+        found while it runs: of streams, feeds and worker processes.
         """
         return self._threads()
 

@@ -52,6 +52,7 @@ def prefetch(
             buffer_size=cpu_buffer_size,
             num_threads=None,
             num_workers=0,
+            reread_slow=False,  # each batch is read as a whole, with all that the user does
         )
     else:
         if not isinstance(source, grain.IterDataset):

@@ -152,6 +152,7 @@ class ShardedDataset(grain.IterDataset):
             reshard=self._final and Resharder(self._final),
             across=self._across_hosts(host),
             second_pass=second_pass,
+            dataset=self,
         )
 
     def abstract_batch(self) -> Batch:
@@ -247,5 +248,6 @@ class ShardedDataset(grain.IterDataset):
 
 
 def sharded(ds: Any) -> ShardedDataset | None:
-    """The dataset itself, if `shard_to` made it."""
+    """The dataset, or that of an iterator, if `shard_to` made it."""
+    ds = ds.dataset if isinstance(ds, ShardedIterator) else ds
     return ds if isinstance(ds, ShardedDataset) else None

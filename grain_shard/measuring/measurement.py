@@ -38,7 +38,8 @@ class Measurement:
         num_examples: Rows of the measured global batches; where these have a "valid_mask", only
             those for which it is True, unless the step donated it.
         num_bytes: Of the measured global batches, padding included.
-        read_threads: How many threads read side by side in the end, and why; "" if not known.
+        read_threads: How many threads read side by side in the end, and why, and how many reads
+            were asked for again; "" if not known.
     """
 
     num_batches: int

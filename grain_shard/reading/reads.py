@@ -12,12 +12,13 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grain_shard.background import Raised, Task, Tasks
 from grain_shard.pace import ReadPace
+from grain_shard.reading.late import Lateness
 from grain_shard.reading.row_dataset import BatchMapDataset, MadeBatch, Piece
 from grain_shard.trees import Batch
 
@@ -41,6 +42,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
         buffer_size: How many of them may wait or be in the making.
         pace: How many reads go side by side, and how long one record takes.
         position_after: From the index of a batch to the position after it.
+        reread_slow: Whether a source may be asked a second time for what comes late.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class Reads(Tasks[tuple[Batch, Any]]):
         buffer_size: int,
         pace: ReadPace,
         position_after: Callable[[int], Any],
+        *,
+        reread_slow: bool,
     ):
         self._reader, self._indices, self._buffer_size = reader, indices, buffer_size
         self._pace, self._position_after = pace, position_after
@@ -63,16 +67,24 @@ class Reads(Tasks[tuple[Batch, Any]]):
         self._ended = False
         self._lock = threading.Lock()
         self._left: list[_Part] = []  # what reads have left to others
-        self._under_way = 0  # reads
+        self._under_way: set[_Read] = set()
+        self.lateness = Lateness()
+        self._asks_again = reread_slow and reader.only_asks_sources
+        self._look_at = 0.0  # when one of those that are under way may be late, at the earliest
+        self._late: _Request | None = None  # to be asked for again by whoever draws next
 
     @property
     def room_wanted(self) -> int:
+        if self._asks_again:
+            self._look_for_late()
+        if self._late is not None:
+            return 0
         batches_left = len(self._indices) - self._begun
         if self._left or (self._next is not None and not self._ended):
             return 0
         if self._ended or self._failure is not None or not batches_left:
             # The end, unless a read that is under way leaves something.
-            return self._buffer_size + 1 if self._under_way else 0
+            return self._buffer_size + 1 if self._is_under_way() else 0
         if not self._reads_many:
             return 1
         # A large call is worth waiting for, until three quarters of the buffer are free for it. The
@@ -80,22 +92,58 @@ class Reads(Tasks[tuple[Batch, Any]]):
         batches = self._records_at_a_time() // self._batch_size
         return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
+    @property
+    def look_again_s(self) -> float | None:
+        if not (self._asks_again and self._under_way):
+            return None
+        return max(0.0, self._look_at - time.perf_counter())
+
     def draw(self, room: int) -> Task[tuple[Batch, Any]]:
         begun = self._begun
+        late, self._late = self._late, None
+        if late is not None:
+            # Of one that has been answered in the meantime there is nothing to do.
+            task = _Read(self._reader, late.parts if late.ask_again() else [], 0, late)
+        else:
+            with self._lock:
+                parts = self._draw_left()
+            parts = parts or self._draw_next(room)
+            if not parts:
+                raise self._failure or StopIteration
+            task = _Read(self._reader, parts, self._begun - begun)
         with self._lock:
-            parts = self._draw_left()
-        parts = parts or self._draw_next(room)
-        if not parts:
-            raise self._failure or StopIteration
-        with self._lock:
-            self._under_way += 1
-        return _Read(self._reader, parts, self._begun - begun)
+            self._under_way.add(task)
+        return task
 
     def done(self, task: _Read) -> bool:
         with self._lock:
             self._left += task.left
-            self._under_way -= 1
-            return bool(task.left) or not self._under_way
+            self._under_way.remove(task)
+            for answer in task.answers:
+                self.lateness.took(*answer)
+            return bool(task.left) or not self._is_under_way()
+
+    def _is_under_way(self) -> bool:
+        """Whether a read may still give something."""
+        return any(not read.has_lost for read in self._under_way)
+
+    def _look_for_late(self) -> None:
+        """Looks whether a read has taken too long, and so should be asked for again."""
+        now = time.perf_counter()
+        if now < self._look_at or self._late is not None:
+            return
+        with self._lock:
+            requests = [read.request for read in self._under_way]
+            asked = [r for r in requests if r is not None and r.can_ask_again]
+            late = [r for r in asked if self.lateness.is_late(r.start, now)]
+            if late:
+                # The one that the loop waits for first.
+                self._late = min(late, key=lambda r: (r.parts[0].batch.number, r.parts[0].start))
+                self.lateness.asks_again()
+            else:
+                patience_s = self.lateness.patience_s
+                earliest = min((r.start for r in asked), default=now) + patience_s
+                self._look_at = max(earliest, now + patience_s / 4)
 
     def end(self) -> None:
         self._ended = True
@@ -207,16 +255,74 @@ class _Part:
         return Piece(self.batch.made, self.start, self.stop)
 
 
+class _Request:
+    """Some parts, of which the first are asked for. A second read may ask for them again.
+
+    One of the two goes on with all of the parts: the one that is answered first. An error counts
+    as an answer only if the other has failed, too.
+    """
+
+    def __init__(self, parts: Sequence[_Part]):
+        self.parts, self.start = list(parts), time.perf_counter()
+        self.winner: _Read | None = None
+        self._asking, self._was_asked_again = 1, False
+        self._lock = threading.Lock()
+
+    @property
+    def can_ask_again(self) -> bool:
+        return self.winner is None and self._asking == 1 and not self._was_asked_again
+
+    def ask_again(self) -> bool:
+        """A second read asks from now on; False if it need not, or must not."""
+        with self._lock:
+            if not self.can_ask_again:
+                return False
+            self._asking, self._was_asked_again = 2, True
+            return True
+
+    def answer(self, read: _Read, failed: bool) -> bool:
+        """A read has its answer; whether it goes on with the parts."""
+        with self._lock:
+            self._asking -= 1
+            if self.winner is not None or (failed and self._asking):
+                return False
+            self.winner = read
+            return True
+
+
 class _Read(Task[tuple[Batch, Any]]):
     """One read, of one batch or of several.
 
+    Args:
+        reader: Reads them.
+        parts: What to read.
+        begins: How many batches it is the first to work on.
+        again: A request that this read makes a second time.
+
     Attributes:
+        request: What it asks the source for now, if anything.
+        answers: After the run, of each answer of the source: when it was asked for, when it came,
+            and for how long a processor was busy with it.
         left: After the run, what it has left to others.
     """
 
-    def __init__(self, reader: BatchMapDataset, parts: list[_Part], begins: int):
-        self._reader, self._parts, self.begins, self.size = reader, parts, begins, 0
+    def __init__(
+        self,
+        reader: BatchMapDataset,
+        parts: list[_Part],
+        begins: int,
+        again: _Request | None = None,
+    ):
+        self._reader, self._parts, self.begins, self.size = reader, list(parts), begins, 0
+        self.request, self._again = again, again
+        self.answers: list[tuple[float, float, float]] = []
         self.left: list[_Part] = []
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether another read goes on with what this one had."""
+        request = self.request
+        return request is not None and request.winner not in (None, self)
 
     def run(self) -> Iterator[tuple[int, tuple[Batch, Any] | Raised]]:
         until = time.perf_counter() + 2 * _READ_S
@@ -224,13 +330,14 @@ class _Read(Task[tuple[Batch, Any]]):
         if len(parts) > 1 and self._reader.reads_many:
             # If it fails, each is read alone, so that the error comes with the batch that has it.
             with contextlib.suppress(BaseException):
-                read = self._reader.read([part.piece for part in parts], until)
+                if (read := self._ask(parts, len(parts), until)) is None:
+                    return
                 parts = [replace(p, elements=e) for p, e in zip(parts, read, strict=True)]
                 until = time.perf_counter() + 2 * _READ_S
         while parts:
             part = parts.pop(0)
             try:
-                if not self._complete(part, until):
+                if not self._complete(part, parts, until):
                     continue
                 result = part.batch.made.finish(), part.batch.position
             except BaseException as error:
@@ -239,7 +346,7 @@ class _Read(Task[tuple[Batch, Any]]):
                 yield part.batch.number, result
                 del result
 
-    def _complete(self, part: _Part, until: float) -> bool:
+    def _complete(self, part: _Part, others: list[_Part], until: float) -> bool:
         """Reads and writes what there is time for; whether that was the last of the batch."""
         if part.start == part.stop:
             return True  # all padding
@@ -248,10 +355,35 @@ class _Read(Task[tuple[Batch, Any]]):
             return False
         elements = part.elements
         if elements is None:
-            (elements,) = self._reader.read([part.piece], until)
+            if (read := self._ask([part, *others], 1, until)) is None:
+                others.clear()
+                return False
+            (elements,) = read
             until = time.perf_counter() + 2 * _READ_S
         read, unread = part.cut(len(elements))
         count = part.batch.made.write(elements, part.start, until)
         self.size += count
         self.left += [*replace(read, elements=elements).cut(count)[1], *unread]
         return part.batch.wrote(count)
+
+    def _ask(self, parts: list[_Part], count: int, until: float) -> list[list[Any]] | None:
+        """What the source gives for the first few of some parts.
+
+        Returns:
+            The elements of each; None if another read goes on with all of the parts.
+        """
+        request, self._again = self._again or _Request(parts), None
+        self.request = request
+        start, processor_start = time.perf_counter(), time.thread_time()
+        try:
+            elements = self._reader.read([part.piece for part in parts[:count]], until)
+        except BaseException:
+            if not request.answer(self, failed=True):
+                return None
+            self.request = None
+            raise
+        self.answers.append((start, time.perf_counter(), time.thread_time() - processor_start))
+        if not request.answer(self, failed=False):
+            return None
+        self.request = None
+        return elements

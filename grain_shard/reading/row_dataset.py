@@ -78,6 +78,11 @@ class RowReader(ABC):
         return False
 
     @property
+    def only_asks_sources(self) -> bool:
+        """Whether `read` runs nothing of the user's but sources."""
+        return False
+
+    @property
     @abstractmethod
     def cuts(self) -> Cuts:
         """How its records are cut into batches.
@@ -196,6 +201,11 @@ class BatchMapDataset(grain.MapDataset):
         return False
 
     @property
+    def only_asks_sources(self) -> bool:
+        """Whether `read` runs nothing of the user's but sources."""
+        return False
+
+    @property
     def records_per_batch(self) -> int:
         """`MadeBatch.size` of a full batch."""
         return 1
@@ -305,6 +315,10 @@ class RowMapDataset(BatchMapDataset):
     @property
     def reads_many(self) -> bool:
         return self.reader.reads_many
+
+    @property
+    def only_asks_sources(self) -> bool:
+        return self.reader.only_asks_sources
 
     @property
     def reads_other_rows(self) -> bool:

@@ -110,6 +110,10 @@ class RecordRows(RowReader):
     def reads_many(self) -> bool:
         return routes.route(self._batching.records, np.arange(0)).reads_many
 
+    @property
+    def only_asks_sources(self) -> bool:
+        return routes.route(self._batching.records, np.arange(0)).only_asks_sources
+
     def begin(self, indices: Sequence[int], rows: Sequence[np.ndarray | None]) -> list[MadeBatch]:
         of_batches = list(map(self._record_indices, indices, rows))
         stops = list(itertools.accumulate(map(len, of_batches)))
@@ -207,8 +211,10 @@ class _RecordBatch(MadeBatch):
         return first
 
     def finish(self) -> Batch:
+        # Let go of: a read whose answer has come otherwise may still refer to this.
+        stack, self._stack = self._stack, None
         # If it is all padding, one record, once, tells what the rows would look like.
-        return (self._stack or self._like.stack(0)).batch()
+        return (stack or self._like.stack(0)).batch()
 
     def named(self, evaluate: Callable[[], list[Any]], start: int, stop: int) -> list[Any]:
         """What is evaluated of some records; of an error, says which record it was."""

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Group
 
 from grain_shard.errors import ShardingError, describe_mesh
+from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
 from grain_shard.showing.drawing import draw_batch
 from grain_shard.showing.leaf_text import LeafText
@@ -32,8 +33,9 @@ def show(batch_or_dataset: Any) -> None:
 
     Args:
         batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.
-            Or what `shard_to` returns; this host's rows of its first batch are then read, to learn
-            the shapes, and its batches, buffers and rows are shown as well.
+            Or what `shard_to` returns, or its iterator; this host's rows of its first batch are
+            then read, to learn the shapes, and its batches, buffers and rows are shown as well. Of
+            an iterator also how many threads read side by side now, and why.
 
     Raises:
         ShardingError: The dataset has no batch, or one that does not fit its shardings; or it is no
@@ -65,7 +67,9 @@ def show(batch_or_dataset: Any) -> None:
     batch, tables, row_dims = batch_or_dataset, [], 1
     if (ds := sharded(batch_or_dataset)) is not None:
         batch, row_dims = ds.abstract_batch(), ds.row_dims
-        facts = _facts(ds, _global_batch_size(batch, row_dims))
+        facts = list(_facts(ds, _global_batch_size(batch, row_dims)))
+        if isinstance(batch_or_dataset, ShardedIterator) and batch_or_dataset.read_threads:
+            facts.append(("reads side by side", batch_or_dataset.read_threads))
         tables.append(table(["dataset", ""], facts, left=2))
     elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
         raise ShardingError(

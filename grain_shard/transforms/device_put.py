@@ -52,6 +52,7 @@ class DevicePut(Stage):
         remainder: Whether a stream that ends before those of other hosts, or a feed that ends
             before others, goes on with padding ("pad") or ends them all.
         timeout_s: How long one host waits for another, in seconds.
+        reread_slow: Whether a source may be asked a second time for what comes late.
     """
 
     shardings: ShardingTree
@@ -63,6 +64,7 @@ class DevicePut(Stage):
     rows: Rows | None = None
     remainder: Remainder = "pad"
     timeout_s: float = 60.0
+    reread_slow: bool = True
 
     def __post_init__(self):
         require_int("cpu_buffer_size", self.cpu_buffer_size, 1)
@@ -89,6 +91,7 @@ class DevicePut(Stage):
             buffer_size=self.cpu_buffer_size,
             num_threads=self.num_threads,
             num_workers=self.num_workers,
+            reread_slow=self.reread_slow,
             fields_before=ds.reader.fields_before,
         )
         same_order = ds.num_epochs == 1 and nodes.is_shuffled(ds)

@@ -177,6 +177,10 @@ class _PaddedRows(RowReader):
     def reads_many(self) -> bool:
         return self._inner.reads_many
 
+    @property
+    def only_asks_sources(self) -> bool:
+        return self._inner.only_asks_sources
+
     def begin(self, indices: Sequence[int], rows: Sequence[np.ndarray | None]) -> list[MadeBatch]:
         sizes = [
             self.global_batch_size_of(index) if chosen is None else len(chosen)
