@@ -3,6 +3,7 @@
 What holds throughout: a state counts records, and everything else says how they are cut.
 """
 
+import gc
 import json
 
 import grain
@@ -24,7 +25,7 @@ from grain_shard import (
 )
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.reading.cuts import Progress
-from tests.conftest import data_mesh, eventually, ids, to_numpy
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, to_numpy
 
 
 def records(num_records=58):
@@ -500,6 +501,11 @@ class TestEpochs:
             next(batches)
             state = epochs.get_state()
             next(batches)
+            with pytest.raises(StateError):
+                epochs.set_state({**state, "records": 21})
+            with pytest.raises(ShardingError):
+                epochs.seek(100)
+            next(batches)  # what is refused changes nothing
             epochs.set_state(state)
             assert list(batches) == []
             assert rows(next(epochs)) == in_order(20)[8:]
@@ -531,6 +537,21 @@ class TestEpochs:
         with pytest.raises(ValueError, match="closed iterator"):
             next(next(epochs))
         sharded(8).epochs(2)  # one that is never used
+
+    def test_one_that_nobody_refers_to_any_more_ends_without_the_garbage_collector(self):
+        before = background_threads()
+        gc.disable()
+        try:
+            batches = next(sharded(8).epochs(2))
+            next(batches)
+            threads = background_threads() - before
+            assert threads
+            del batches
+            for thread in threads:
+                thread.join(HANG_S)
+                assert not thread.is_alive()
+        finally:
+            gc.enable()
 
     @pytest.mark.parametrize(
         ("build", "message"),

@@ -43,7 +43,11 @@ class Epochs(Iterator["EpochBatches"]):
 
     def __init__(self, host: HostBatches, iterator: ShardedIterator, num_epochs: int):
         self._host, self._iterator, self._num_epochs = host, iterator, num_epochs
-        self._current: EpochBatches | None = None
+        # The epoch under way, and how often another was begun or sought. Not its `EpochBatches`:
+        # with a reference each way, only the garbage collector would end the threads of a run that
+        # nobody refers to any more.
+        self._under_way: int | None = None
+        self._begun = 0
 
     def __len__(self) -> int:
         """The number of epochs; each of them has its number of batches."""
@@ -54,14 +58,18 @@ class Epochs(Iterator["EpochBatches"]):
 
     def __next__(self) -> EpochBatches:
         epoch, left = self._host.pass_of(self._iterator.position)
-        if self._current is not None and self._current.epoch == epoch:
+        if epoch == self._under_way:
             self._iterator.go_to(self._host.next_pass(self._iterator.position))
             epoch, left = self._host.pass_of(self._iterator.position)
-        self._current = None
+        self._leave()
         if not left:
             next(self._iterator)  # ends, too, and waits for what is under way
-        self._current = EpochBatches(self, epoch, left)
-        return self._current
+        self._under_way = epoch
+        return EpochBatches(self, self._begun, epoch, left)
+
+    def _leave(self) -> None:
+        """The batches of the epoch under way are not handed out any more."""
+        self._under_way, self._begun = None, self._begun + 1
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch of any epoch, as plain JSON."""
@@ -73,13 +81,13 @@ class Epochs(Iterator["EpochBatches"]):
         Raises:
             StateError: The state was saved by another pipeline; the message names what changed.
         """
-        self._current = None
         self._iterator.set_state(state)
+        self._leave()
 
     def seek(self, step: int | None = None, *, record: int | None = None) -> None:
         """Goes to a step, or to a record, counted over all epochs; see `ShardedIterator.seek`."""
-        self._current = None
         self._iterator.seek(step, record=record)
+        self._leave()
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: writes the state while the loop goes on."""
@@ -87,8 +95,9 @@ class Epochs(Iterator["EpochBatches"]):
 
     async def load(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: restores what `save` wrote."""
-        self._current = None
-        return await self._iterator.load(directory)
+        done = await self._iterator.load(directory)
+        self._leave()
+        return done
 
     def close(self) -> None:
         """Stops the background threads and waits for them; a second call does nothing."""
@@ -100,9 +109,9 @@ class Epochs(Iterator["EpochBatches"]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def next_batch_of(self, batches: EpochBatches) -> Batch:
-        """The next batch, unless another epoch has begun meanwhile."""
-        if batches is not self._current:
+    def next_batch(self, begun: int) -> Batch:
+        """The next batch, unless another epoch was begun or sought meanwhile."""
+        if begun != self._begun:
             raise StopIteration
         return next(self._iterator)
 
@@ -114,8 +123,8 @@ class EpochBatches(Iterator[Batch]):
         epoch: Which epoch, from 0 on; the right one after a restore, too, which `enumerate` is not.
     """
 
-    def __init__(self, epochs: Epochs, epoch: int, num_batches: int):
-        self._epochs, self.epoch = epochs, epoch
+    def __init__(self, epochs: Epochs, begun: int, epoch: int, num_batches: int):
+        self._epochs, self._begun, self.epoch = epochs, begun, epoch
         self._num_batches = self._left = num_batches
 
     def __len__(self) -> int:
@@ -128,6 +137,6 @@ class EpochBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         if not self._left:
             raise StopIteration
-        batch = self._epochs.next_batch_of(self)
+        batch = self._epochs.next_batch(self._begun)
         self._left -= 1
         return batch
