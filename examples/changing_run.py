@@ -1,7 +1,8 @@
-"""A run that changes: its mixture, its hosts, and every batch in four microbatches.
+"""A run that changes: its mixture, its batch size, its hosts; every batch in four microbatches.
 
 A small decoder learns to predict the bytes of Python's documentation and of Python's own source.
-From record 200 on it reads as much of one as of the other. On one host, eight virtual CPU devices:
+From record 200 on it reads as much of one as of the other, and from step 8 on batches are twice as
+large. On one host, eight virtual CPU devices:
 
     python examples/changing_run.py --checkpoint-dir /tmp/uninterrupted
 
@@ -42,7 +43,8 @@ from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 64, 4, 3
 WEIGHTS = {0: [3, 1], 200: [1, 1]}  # of prose and code, from these records on
-GLOBAL_BATCH_SIZE, MICROBATCHES = 32, 4
+GLOBAL_BATCH_SIZES = {0: 32, 8: 64}  # from these steps on
+MICROBATCHES = 4
 
 
 def pieces(text):
@@ -64,7 +66,8 @@ def make_batches(mesh):
         for seed, source in enumerate((prose, code))
     ]
     records = grain_shard.mix(sources, WEIGHTS)
-    return records.batch(GLOBAL_BATCH_SIZE).shard_to(mesh, microbatches=MICROBATCHES)
+    batches = records.pipe(grain_shard.BatchSchedule(GLOBAL_BATCH_SIZES))
+    return batches.shard_to(mesh, microbatches=MICROBATCHES)
 
 
 class Layer(nnx.Module):

@@ -12,7 +12,7 @@ from grain_shard import rehearse
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "changing_run.py"
-STEPS = 10  # of 32 records, so that the mixture changes in the seventh batch
+STEPS = 10  # the mixture changes in the seventh batch, and the ninth is twice as large
 
 
 @pytest.fixture(scope="module")
