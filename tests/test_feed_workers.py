@@ -23,6 +23,7 @@ from jax._src import xla_bridge
 
 import grain_shard
 from grain_shard.feeding import feed_workers
+from grain_shard.feeding.feed_turns import Piece
 from grain_shard.feeding.host_feeds import HostFeeds
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
@@ -258,8 +259,8 @@ def test_a_worker_that_ends_is_an_error_and_not_the_end_of_the_feeds(monkeypatch
     """Grain would go on with the other workers, whose parts would then be taken for its own."""
     entries = {feed: {} for feed in range(4)}
     workers = feed_workers.FeedWorkers(lambda entries: None, entries, 2, 1)
-    of_feeds = [(0, 2), (0, 2)]  # the second worker has ended
-    parts = iter([feed_workers._Part(None, [(feed, 0, b"") for feed in f]) for f in of_feeds])
+    pieces = [Piece(feed, [], b"") for feed in (0, 2)]
+    parts = itertools.repeat(feed_workers._Part.of(pieces, None))  # the second worker has ended
     monkeypatch.setattr(feed_workers, "WorkerProcesses", lambda *args, **options: parts)
     with pytest.raises(RuntimeError, match="a worker process has ended"):
         workers.of_one_batch()
@@ -321,6 +322,40 @@ def test_no_process_and_no_shared_memory_is_left_after(how):
     del batches
     gc.collect()
     leaving.assert_nothing_is_left()
+
+
+class Heavy(grain.IterDataset):
+    """Rows whose state is larger than a pipe holds."""
+
+    def __iter__(self):
+        return HeavyIterator()
+
+
+class HeavyIterator(grain.DatasetIterator):
+    def __init__(self):
+        super().__init__()
+        self.state = {"given": 0, "text": "x" * 200_000}
+
+    def __next__(self):
+        self.state["given"] += 1
+        return {"id": np.int32(self.state["given"])}
+
+    def get_state(self):
+        return dict(self.state)
+
+    def set_state(self, state):
+        self.state = dict(state)
+
+
+@slow
+def test_a_worker_whose_states_are_large_ends_when_it_is_told_and_need_not_be_killed():
+    ds = grain_shard.feeds(lambda feed: Heavy(), num_feeds=4).batch(4)
+    batches = iter(ds.shard_to(data_mesh(2), num_workers=2))
+    assert ids([next(batches), next(batches)]) == [[1] * 4, [2] * 4]
+    workers = children()
+    batches.close()
+    assert_no_child_is_left()
+    assert [worker.exitcode for worker in workers] == [0, 0]
 
 
 @slow

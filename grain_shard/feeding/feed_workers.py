@@ -91,16 +91,18 @@ class _Part(NamedTuple):
     Attributes:
         rows: Of all of them, one feed after the other, stacked; None if there is none.
         shares: Of each feed: which it is, how many of the rows are its, and where it stands after
-            them, pickled.
+            them. Pickled, as ``uint8[n]``: an array travels in shared memory, while a worker that
+            is to end waits until what it has put into a pipe is read, and a state may be large.
     """
 
     rows: Batch | None
-    shares: list[tuple[int, int, bytes]]
+    shares: np.ndarray
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], stacker: RowStacker | None) -> _Part:
         """Puts pieces together; the stacker is needed if they have a row."""
-        shares = [(piece.feed, len(piece.rows), piece.entry) for piece in pieces]
+        counted = [(piece.feed, len(piece.rows), piece.entry) for piece in pieces]
+        shares = np.frombuffer(pickle.dumps(counted), np.uint8)
         rows = [row for piece in pieces for row in piece.rows]
         if stacker is None or not rows:
             return cls(None, shares)
@@ -113,7 +115,7 @@ class _Part(NamedTuple):
         leaves, structure = jax.tree.flatten(self.rows)
         columns = [np.asarray(leaf) for leaf in leaves]
         start = 0
-        for feed, count, entry in self.shares:
+        for feed, count, entry in pickle.loads(self.shares.tobytes()):
             rows = range(start, start + count)
             yield Piece(feed, [structure.unflatten(c[i] for c in columns) for i in rows], entry)
             start += count
