@@ -35,18 +35,16 @@ def run(tmp_path_factory):
     return on
 
 
-def test_stopped_on_4_hosts_and_continued_on_2_the_losses_are_those_of_1_without_a_stop(run):
+def test_stopped_on_4_hosts_and_continued_on_2_the_losses_are_those_of_1_without_a_stop(
+    run, tmp_path
+):
+    pytest.importorskip("matplotlib")
     uninterrupted = run(1, "uninterrupted", "--steps", STEPS)
     assert uninterrupted[-1] < uninterrupted[0] - 1, "it learns"
     first = run(4, "changing", "--steps", 5)
     assert len(first) == 5
-    both = run(2, "changing", "--steps", STEPS)
+    picture = tmp_path / "losses.png"
+    both = run(2, "changing", "--steps", STEPS, "--picture", picture, "--against", tmp_path)
     assert both[:5] == first
     np.testing.assert_allclose(both, uninterrupted, rtol=1e-4)
-
-
-def test_the_picture(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "losses.png"
-    run(1, "drawn", "--steps", 1, "--picture", picture, "--against", tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")

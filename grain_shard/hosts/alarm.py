@@ -36,8 +36,7 @@ _MESSAGE = "grain_shard/messages/{}/{}"  # the host that it is for, and its numb
 _LISTEN_MS = 60_000
 # How long the training loop has to come to its iterator once another host has failed.
 _LEAVE_S = 10.0
-# How long a host that has failed stays until the others have heard of it. The store ends with the
-# first host.
+# How long the first process stays until the others have heard of a failure.
 _HEARD_S = 5.0
 
 
@@ -65,9 +64,24 @@ class Alarm:
 
     def sound(self, error: BaseException) -> None:
         """Tells the other hosts that the iterator raises an error of this host's."""
-        self._over.put(None)
         self._listener.tell(self._series, self._hosts, describe_error(error))
-        self._leave_by(error)
+        self.raised(error)
+
+    def raised(self, error: BaseException) -> None:
+        """The iterator raises an error of which the other hosts know.
+
+        If nobody handles it, this process does not wait for the others when it ends.
+        """
+        self._over.put(None)
+
+        def leave() -> None:
+            if error in _chain(getattr(sys, "last_value", None)):
+                if jax.process_index() == 0:  # the store ends with it
+                    self._all_heard.wait(_HEARD_S)
+                _end()
+
+        # Hooks run last in, first out: before that of JAX, which waits.
+        atexit.register(leave)
 
     def check(self) -> None:
         """Raises the failure of another host if there is one.
@@ -76,8 +90,7 @@ class Alarm:
             AgreementError: That failure, in the name of its host.
         """
         if self.failure is not None:
-            self._over.put(None)
-            self._leave_by(self.failure)
+            self.raised(self.failure)
             raise self.failure
 
     def close(self) -> None:
@@ -107,17 +120,6 @@ class Alarm:
             )
             faulthandler.dump_traceback()
             _end()
-
-    def _leave_by(self, error: BaseException) -> None:
-        """If nobody handles the error, this process does not wait for others when it ends."""
-
-        def leave() -> None:
-            if error in _chain(getattr(sys, "last_value", None)):
-                self._all_heard.wait(_HEARD_S)
-                _end()
-
-        # Hooks run last in, first out: before that of JAX, which waits.
-        atexit.register(leave)
 
 
 class _Listener:

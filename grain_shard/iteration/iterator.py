@@ -221,7 +221,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         alarm.check()  # it ended because another host failed
         if isinstance(error, StopIteration):
             alarm.close()
-        elif not isinstance(error, AgreementError | KeyboardInterrupt):
+        elif isinstance(error, AgreementError):
+            alarm.raised(error)  # all hosts do
+        elif not isinstance(error, KeyboardInterrupt):
             alarm.sound(error)
 
     def get_state(self) -> dict[str, Any]:
