@@ -22,6 +22,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,12 +33,15 @@ from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.rounds import runtime_client
 
 _MESSAGE = "grain_shard/messages/{}/{}"  # the host that it is for, and its number
+_HEARD = "grain_shard/heard/{}/{}"  # the series that has failed, and a host that knows
 # The store answers a thread that listens as soon as there is something; this often it asks anew.
 _LISTEN_MS = 60_000
 # How long the training loop has to come to its iterator once another host has failed.
 _LEAVE_S = 10.0
 # How long the first process stays until the others have heard of a failure.
-_HEARD_S = 5.0
+_HEARD_S, _LOOK_AGAIN_S = 5.0, 0.05
+# How long this process waits at its end for the thread that listens, which it has woken.
+_JOIN_S = 30.0
 
 
 class Alarm:
@@ -58,7 +62,6 @@ class Alarm:
         # Gets something when the loop knows, or has no use for the iterator any more. No Event,
         # since the garbage collector may close an iterator in any thread at any place.
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._all_heard = threading.Event()
         self._listener = _listener_of(runtime_client())
         self._listener.alarms[series] = self
 
@@ -77,7 +80,7 @@ class Alarm:
         def leave() -> None:
             if error in _chain(getattr(sys, "last_value", None)):
                 if jax.process_index() == 0:  # the store ends with it
-                    self._all_heard.wait(_HEARD_S)
+                    self._listener.wait_for(self._series, self._hosts)
                 _end()
 
         # Hooks run last in, first out: before that of JAX, which waits.
@@ -99,14 +102,11 @@ class Alarm:
         self._listener.alarms.pop(self._series, None)
 
     def hear(self, host: int, text: str) -> None:
-        """A host has failed, maybe this one; the thread that listens says so."""
-        if host != jax.process_index():
-            text = f"host {host} failed, and this host cannot go on without it.\n  {text}"
-            logging.error("grain_shard: %s", text)
-            self.failure = AgreementError(text)
-            self._stop()
-        self._listener.meet(f"{self._series}/heard", self._hosts)
-        self._all_heard.set()
+        """Another host has failed; the thread that listens says so."""
+        text = f"host {host} failed, and this host cannot go on without it.\n  {text}"
+        logging.error("grain_shard: %s", text)
+        self.failure = AgreementError(text)
+        self._stop()
         try:
             self._over.get(timeout=_LEAVE_S)
         except queue.Empty:
@@ -141,18 +141,25 @@ class _Listener:
         atexit.register(self._end)
 
     def tell(self, series: str, hosts: Sequence[int], text: str) -> None:
-        """Tells some hosts, maybe this one among them, that this one has failed."""
-        message = {"series": series, "host": jax.process_index(), "text": text}
+        """Tells the others among these hosts that this one has failed."""
+        this_host = jax.process_index()
+        message = {"series": series, "host": this_host, "text": text}
         try:
             for host in hosts:
-                self._write(host, message)
+                if host != this_host:
+                    self._write(host, message)
         except jax.errors.JaxRuntimeError as error:
             logging.error("grain_shard: the other hosts could not be told: %s", error)
 
-    def meet(self, barrier: str, hosts: Sequence[int]) -> None:
-        """Waits for the listeners of the other hosts, if they come soon."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # one may have ended already
-            self._client.wait_at_barrier(barrier, int(_HEARD_S * 1000), hosts)
+    def wait_for(self, series: str, hosts: Sequence[int]) -> None:
+        """Waits until all of these hosts have heard of a failure, but not for long."""
+        until = time.monotonic() + _HEARD_S
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            while time.monotonic() < until:
+                heard = self._client.key_value_dir_get(_HEARD.format(series, ""))
+                if len(heard) >= len(hosts) - 1:  # all but the one that failed
+                    return
+                time.sleep(_LOOK_AGAIN_S)
 
     def _write(self, host: int, message: Any) -> None:
         for number in itertools.count():
@@ -169,7 +176,11 @@ class _Listener:
             message = self._message(number)
             if message is None:
                 return
-            if (alarm := self.alarms.pop(message["series"], None)) is not None:
+            series = message["series"]
+            heard = _HEARD.format(series, jax.process_index())
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._client.key_value_set(heard, "", allow_overwrite=True)
+            if (alarm := self.alarms.pop(series, None)) is not None:
                 alarm.hear(message["host"], message["text"])
 
     def _message(self, number: int) -> dict[str, Any] | None:
@@ -185,7 +196,7 @@ class _Listener:
     def _end(self) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._write(jax.process_index(), None)
-        self._thread.join(_HEARD_S)
+        self._thread.join(_JOIN_S)
 
 
 @functools.lru_cache(maxsize=1)  # the runtime may be shut down and begun anew

@@ -36,6 +36,7 @@ class Rounds:
     Attributes:
         hosts: As given.
         name: Of the series, the same on all of them; "" until it begins.
+        has_failed: Whether this host has said in a round that it failed.
     """
 
     # How many series were begun by each set of hosts: a series of some of the hosts must not shift
@@ -46,7 +47,7 @@ class Rounds:
         self._client = runtime_client()
         self.hosts, self._timeout_s = list(hosts), timeout_s
         self._host, self._leader = jax.process_index(), self.hosts[0]
-        self.name = ""
+        self.name, self.has_failed = "", False
 
     def begin(self, kind: str) -> None:
         """Gives the series its name. All hosts begin their series in the same order.
@@ -69,7 +70,7 @@ class Rounds:
             text: The error.
             decide: As for `verdict`.
         """
-        answer = {"failed": text}
+        answer, self.has_failed = {"failed": text}, True
         self.post(round_, answer)
         if self._host == self._leader:
             self._settle(f"{self.name}/{round_}/verdict", decide({self._host: answer}))

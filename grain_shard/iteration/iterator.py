@@ -191,7 +191,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             return
         if not first:
             if error is not None:
-                self._tell_error(self._alarm, error)
+                self._tell_error(self._alarm, self._rounds, error)
             return
         answer: dict[str, Any] = {
             **self._across.fields,
@@ -216,13 +216,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             self._stage.stop()
             raise
 
-    def _tell_error(self, alarm: Alarm, error: BaseException) -> None:
+    def _tell_error(self, alarm: Alarm, rounds: Rounds, error: BaseException) -> None:
         """Of what ``next`` raises after the first batch."""
         alarm.check()  # it ended because another host failed
         if isinstance(error, StopIteration):
             alarm.close()
-        elif isinstance(error, AgreementError):
-            alarm.raised(error)  # all hosts do
+        elif isinstance(error, AgreementError) or rounds.has_failed:
+            alarm.raised(error)  # the others know
         elif not isinstance(error, KeyboardInterrupt):
             alarm.sound(error)
 
