@@ -166,6 +166,10 @@ def in_feeds(size):
     return grain_shard.feeds(make_feed, num_feeds=4).batch(size).shard_to(data_mesh(4))
 
 
+def stack(elements):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *elements)
+
+
 class TestWhereNoOtherSizeCanBeHad:
     @pytest.mark.parametrize(
         "build",
@@ -195,12 +199,64 @@ class TestWhereNoOtherSizeCanBeHad:
             with pytest.raises(StateError, match=rf"another pipeline: .*{field}.* changed"):
                 going_on(other, state)
 
+    @pytest.mark.parametrize(
+        "then",
+        [
+            lambda ds: ds.map(lambda batch: batch),
+            lambda ds: ds.filter(lambda batch: True),
+            lambda ds: ds.mp_prefetch(grain.MultiprocessingOptions(2)),
+        ],
+        ids=["map", "filter", "mp_prefetch"],
+    )
+    def test_a_stream_of_batches_counts_them_and_says_so(self, then):
+        def stream(size):
+            batches = then(records(40).batch(size).to_iter_dataset())
+            return batches.shard_to(data_mesh(4))
 
-def stack(elements):
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *elements)
+        saved, other = iter(stream(8)), iter(stream(16))
+        with saved, other, pytest.raises(StateError) as refusal:
+            other.set_state(saved.get_state())
+        assert ".batch([8])" in str(refusal.value)
+        assert ".batch([16])" in str(refusal.value)
+        assert "MapDataset down to .batch" in str(refusal.value)
+
+    def test_where_batches_are_made_as_a_whole_now_and_were_not_it_says_that(self):
+        by_record = sharded(8)
+        whole = records().batch(8, batch_fn=stack).shard_to(data_mesh(4))
+        with iter(by_record) as one, iter(whole) as other:
+            with pytest.raises(StateError, match="now batches are made as a whole"):
+                other.set_state(one.get_state())
+            with pytest.raises(StateError, match="when it was saved batches are made as a whole"):
+                one.set_state(other.get_state())
+
+
+class TestNoShortBatch:
+    """``remainder="error"`` holds of every batch, wherever a run goes on."""
+
+    def test_a_state_behind_which_batches_would_be_short_is_refused(self):
+        _, state = after(sharded(8, 24, remainder="error"), 1)
+        with iter(sharded(12, 24, remainder="error")) as iterator:
+            with pytest.raises(ShardingError, match="from record 8 of epoch 0 on"):
+                iterator.set_state(state)
+            assert rows(iterator) == in_order(24), "it goes on as if nothing had been"
+        assert going_on(sharded(4, 24, remainder="error"), state)[0] == in_order(24)[8:12]
+
+    def test_seek_and_epochs_look_at_that_too(self):
+        iterator = iter(sharded(8, 24, remainder="error"))
+        with iterator, pytest.raises(ShardingError, match="from record 5 of epoch 0 on"):
+            iterator.seek(record=5)
+        with pytest.raises(ShardingError, match="do not fill the last batch of 12 or 16 rows"):
+            sharded({0: 12, 2: 16}, 24, remainder="error").epochs(2)
 
 
 class TestBatchSchedule:
+    def test_from_the_end_it_is_counted_as_in_a_list(self):
+        ds = records(10).pipe(BatchSchedule({0: 4, 2: 2}))
+        assert [ds[-1]["id"].tolist(), ds[-3]["id"].tolist()] == [
+            ds[2]["id"].tolist(),
+            ds[0]["id"].tolist(),
+        ]
+
     def test_alone_it_is_a_dataset_of_batches_like_any_other(self):
         ds = grain.MapDataset.range(21).map(lambda i: {"id": i}).pipe(BatchSchedule({0: 2, 3: 5}))
         expected = [
@@ -383,6 +439,7 @@ class TestSeek:
             (lambda it: it.seek(record=59), "there is no record 59: all epochs together have 58"),
             (lambda it: it.seek(record=-1), "there is no record -1"),
             (lambda it: it.seek(record=1.0), "there is no record 1.0"),
+            (lambda it: it.seek(True), "there is no step True"),
             (lambda it: it.seek(), "a step or a record"),
             (lambda it: it.seek(1, record=8), "a step or a record"),
         ],
@@ -395,6 +452,12 @@ class TestSeek:
             assert message in str(refusal.value)
             assert "\n  remedy: " in str(refusal.value)
             assert rows(iterator) == in_order()[8:]
+
+    def test_the_step_of_a_training_state_will_do(self):
+        for step in (np.int64(2), jax.numpy.asarray(2)):
+            with iter(sharded(8)) as iterator:
+                iterator.seek(step)
+                assert rows(iterator) == in_order()[16:]
 
     def test_a_stream_and_feeds_say_what_to_do(self):
         stream = records().to_iter_dataset().map(lambda r: r).batch(8).shard_to(data_mesh(4))
@@ -668,3 +731,12 @@ def test_the_hosts_of_any_mesh_have_together_the_rows_of_each_batch(data):
         np.testing.assert_array_equal(joined, whole[step]["id"])
         seen += rows([whole[step]])
     assert seen == in_order(num_records, 2)[progress.epoch * num_records + progress.record :]
+
+
+@pytest.mark.parametrize("size", [3, 12, 100, 768])
+def test_records_without_an_end_are_cut_by_records_whatever_the_size(size):
+    ds = grain.MapDataset.range(20).map(lambda i: {"id": np.int32(i)}).repeat().batch(size)
+    with iter(ds.shard_to(data_mesh(4))) as iterator:
+        assert iterator.get_state()["record"] == 0, "batches of a slice or a batch_fn have none"
+        ids = np.asarray(next(iterator)["id"])[:size]
+    np.testing.assert_array_equal(ids, np.arange(size) % 20)

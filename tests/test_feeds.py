@@ -752,3 +752,15 @@ def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row(num_thr
     batches.set_state(state)
     assert [batch["id"].tolist() for batch in batches] == [[1, 11], [2, 12], [3, 13]]
     batches.close()
+
+
+def test_a_row_that_does_not_fit_is_an_error_that_stands():
+    def make_feed(options):
+        ds = grain.MapDataset.range(20)[options.shard_index :: options.shard_count]
+        return ds.map(lambda i: {"id": np.zeros(2 if i == 6 else 1)}).to_iter_dataset()
+
+    with contextlib.closing(iter(grain_shard.feeds(make_feed, num_feeds=2).batch(4))) as batches:
+        next(batches)
+        for _ in range(2):  # what the feeds have given is gone, so nothing may follow
+            with pytest.raises(grain_shard.ShardingError, match="others hold"):
+                next(batches)

@@ -425,20 +425,23 @@ class FeedIterator(BatchIterator):
             raise self._failure
         try:
             pieces = self._turns.of_one_batch()
+            self._ended = self._ends_with(pieces)
+            batch = None if self._ended else self._joined(pieces)
         except Exception as error:
-            # Other feeds have given their rows already: a next batch would lack them.
+            # The feeds have given their rows already: a next batch would lack them.
             self._failure = error
             raise
-        if self._ends_with(pieces):
-            self._ended = True
+        if self._ended:
             raise StopIteration
-        with span(BATCH):
-            rows = (row for piece in pieces for row in piece.rows)
-            self._stacker = self._stacker or row_stacker(next(rows))
-            batch = self._ds.join(pieces, self._stacker)
         entries = {piece.feed: piece.entry for piece in pieces}
         self._position = FeedsPosition(self._position.step + 1, entries)
         return batch
+
+    def _joined(self, pieces: Sequence[Piece]) -> Batch:
+        with span(BATCH):
+            rows = (row for piece in pieces for row in piece.rows)
+            self._stacker = self._stacker or row_stacker(next(rows))
+            return self._ds.join(pieces, self._stacker)
 
     def _ends_with(self, pieces: Sequence[Piece]) -> bool:
         """Whether there is no batch to make of what the feeds gave.

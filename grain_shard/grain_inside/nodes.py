@@ -98,9 +98,11 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         return None
     records = node.parents[0]
     batches = len(records) // size if drop else -(-len(records) // size)
-    if len(node) != batches:  # this Grain batches in a way that we do not know
+    # Grain divides floats, which are not exact where records are repeated without an end. If it is
+    # farther off than that, it batches in a way that we do not know.
+    if abs(len(node) - batches) > batches >> 50:
         return None
-    each = max(1, batches)
+    each = max(1, len(node))
     return BatchNode(
         batches=node,
         above=tuple(above),
@@ -128,6 +130,12 @@ def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
     if type(ds) is not _ITER_BATCH or getattr(ds, "_batch_fn", None) is not _ITER_BATCH_FN:
         return None
     return getattr(ds, "_batch_size", None)
+
+
+def batch_sizes(ds: grain.MapDataset | grain.IterDataset) -> list[int]:
+    """The sizes that are seen of all ``.batch`` in a pipeline, from the last one up, each once."""
+    sizes = [getattr(n, "_batch_size", None) for n in walk(ds) if type(n) in (_BATCH, _ITER_BATCH)]
+    return [size for size in dict.fromkeys(sizes) if size is not None]
 
 
 def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
@@ -194,8 +202,10 @@ def is_shuffled(ds: grain.MapDataset | grain.IterDataset) -> bool:
 def walk(ds: Any) -> Iterator[Any]:
     """A dataset and all that it is made of, from the top down."""
     yield ds
-    for parent in ds.parents:
-        yield from walk(parent)
+    # What is interleaved, among it what ``.mp_prefetch`` gives to each worker, is no parent.
+    interleaved = getattr(ds, "_datasets", ())
+    for below in (*ds.parents, *(interleaved if isinstance(interleaved, list) else ())):
+        yield from walk(below)
 
 
 def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:

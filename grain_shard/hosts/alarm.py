@@ -3,8 +3,8 @@
 Hosts that make their batches without a word to each other do not notice that one has failed. They
 go on to the next collective, which waits for that host, and nothing in Python gets them out of it.
 So a host whose iterator raises says so in the distributed runtime's key-value store, and a thread
-of every process listens. There the iterator raises that failure in its turn. If the loop does not
-come to its iterator any more, the process says where it stands, and ends.
+of every process listens. There the iterator raises that failure in its turn. If the training loop
+stands still and does not come to its iterator any more, the process says where it stands, and ends.
 
 A process that ends because of such an error leaves at once: at its exit JAX would wait for all
 others, for minutes.
@@ -36,12 +36,15 @@ _MESSAGE = "grain_shard/messages/{}/{}"  # the host that it is for, and its numb
 _HEARD = "grain_shard/heard/{}/{}"  # the series that has failed, and a host that knows
 # The store answers a thread that listens as soon as there is something; this often it asks anew.
 _LISTEN_MS = 60_000
-# How long the training loop has to come to its iterator once another host has failed.
-_LEAVE_S = 10.0
-# How long the first process stays until the others have heard of a failure.
+# How long the training loop may stand still once another host has failed, and how often to look.
+_STILL_S, _LOOK_S = 10.0, 0.5
+# How long the first process stays until the others have heard, and how often it looks. The store is
+# in that process, and ends with it.
 _HEARD_S, _LOOK_AGAIN_S = 5.0, 0.05
-# How long this process waits at its end for the thread that listens, which it has woken.
+# How long a process waits at its end for the thread that listens, which it has woken.
 _JOIN_S = 30.0
+# An attribute of the errors that end the run on all hosts.
+_ENDS_ALL = "grain_shard_ends_all_hosts"
 
 
 class Alarm:
@@ -51,14 +54,12 @@ class Alarm:
         series: The name of the iterator's rounds, the same on all hosts.
         hosts: These hosts.
         stop: Ends whatever the training loop may be waiting for in the iterator.
-
-    Attributes:
-        failure: That of another host, as soon as it is known here.
     """
 
     def __init__(self, series: str, hosts: Sequence[int], stop: Callable[[], None]):
-        self.failure: AgreementError | None = None
         self._series, self._hosts, self._stop = series, list(hosts), stop
+        self._failure: AgreementError | None = None
+        self._loop = threading.get_ident()  # the thread that asks for batches
         # Gets something when the loop knows, or has no use for the iterator any more. No Event,
         # since the garbage collector may close an iterator in any thread at any place.
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -67,7 +68,8 @@ class Alarm:
 
     def sound(self, error: BaseException) -> None:
         """Tells the other hosts that the iterator raises an error of this host's."""
-        self._listener.tell(self._series, self._hosts, describe_error(error))
+        if not hasattr(error, _ENDS_ALL):  # it is raised again by each further call
+            self._listener.tell(self._series, self._hosts, describe_error(error))
         self.raised(error)
 
     def raised(self, error: BaseException) -> None:
@@ -76,28 +78,28 @@ class Alarm:
         If nobody handles it, this process does not wait for the others when it ends.
         """
         self._over.put(None)
+        with contextlib.suppress(AttributeError):  # it has slots; then the process waits
+            setattr(error, _ENDS_ALL, (self._series, self._hosts))
 
-        def leave() -> None:
-            if error in _chain(getattr(sys, "last_value", None)):
-                if jax.process_index() == 0:  # the store ends with it
-                    self._listener.wait_for(self._series, self._hosts)
-                _end()
-
-        # Hooks run last in, first out: before that of JAX, which waits.
-        atexit.register(leave)
-
-    def check(self) -> None:
-        """Raises the failure of another host if there is one.
+    def raise_failure(self) -> None:
+        """Raises the failure of another host if there is one; called whenever a batch is asked for.
 
         Raises:
             AgreementError: That failure, in the name of its host.
         """
-        if self.failure is not None:
-            self.raised(self.failure)
-            raise self.failure
+        self._loop = threading.get_ident()
+        self._listener.asked += 1
+        if self._failure is not None:
+            self.raised(self._failure)
+            raise self._failure
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether another host has failed."""
+        return self._failure is not None
 
     def close(self) -> None:
-        """The iterator is at its end or closed, so that no failure concerns it any more."""
+        """The iterator is closed, so that no failure concerns it any more."""
         self._over.put(None)
         self._listener.alarms.pop(self._series, None)
 
@@ -105,20 +107,36 @@ class Alarm:
         """Another host has failed; the thread that listens says so."""
         text = f"host {host} failed, and this host cannot go on without it.\n  {text}"
         logging.error("grain_shard: %s", text)
-        self.failure = AgreementError(text)
+        self._failure = AgreementError(text)
         self._stop()
+        threading.Thread(
+            target=self._watch, args=(host, text), name="grain-shard-alarm-watch", daemon=True
+        ).start()
+
+    def _watch(self, host: int, text: str) -> None:
+        """Ends this process if the training loop stands still before it knows."""
+        where, since = None, time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._over.get(timeout=_LOOK_S)
+            frame = sys._current_frames().get(self._loop)
+            now = self._listener.asked, id(frame), frame and frame.f_lasti
+            if now != where:
+                where, since = now, time.monotonic()
+            elif time.monotonic() - since > _STILL_S:
+                break
         try:
-            self._over.get(timeout=_LEAVE_S)
-        except queue.Empty:
             logging.error(
-                "grain_shard: %s\n  The training loop has not asked for a batch for %g s since"
-                " then. It must be in a collective that waits for host %d for ever, so this process"
-                " ends here. Where its threads stand:",
+                "grain_shard: %s\n  The training loop has stood still for %g s since then, most"
+                " likely in a collective that waits for host %d for ever, so this process ends"
+                " here. Where its threads stand:",
                 text,
-                _LEAVE_S,
+                _STILL_S,
                 host,
             )
-            faulthandler.dump_traceback()
+            if sys.__stderr__ is not None:
+                faulthandler.dump_traceback(file=sys.__stderr__)
+        finally:
             _end()
 
 
@@ -131,14 +149,16 @@ class _Listener:
 
     Attributes:
         alarms: Whom to tell, by the names of the series.
+        asked: How often an iterator of this process was asked for a batch.
     """
 
     def __init__(self, client: Any):
-        self._client = client
+        self._client, self.asked = client, 0
         self.alarms: dict[str, Alarm] = {}
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
         self._thread.start()
-        atexit.register(self._end)
+        # Hooks run last in, first out: before that of JAX, which waits for all hosts.
+        atexit.register(self._at_exit)
 
     def tell(self, series: str, hosts: Sequence[int], text: str) -> None:
         """Tells the others among these hosts that this one has failed."""
@@ -150,16 +170,6 @@ class _Listener:
                     self._write(host, message)
         except jax.errors.JaxRuntimeError as error:
             logging.error("grain_shard: the other hosts could not be told: %s", error)
-
-    def wait_for(self, series: str, hosts: Sequence[int]) -> None:
-        """Waits until all of these hosts have heard of a failure, but not for long."""
-        until = time.monotonic() + _HEARD_S
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            while time.monotonic() < until:
-                heard = self._client.key_value_dir_get(_HEARD.format(series, ""))
-                if len(heard) >= len(hosts) - 1:  # all but the one that failed
-                    return
-                time.sleep(_LOOK_AGAIN_S)
 
     def _write(self, host: int, message: Any) -> None:
         for number in itertools.count():
@@ -181,7 +191,10 @@ class _Listener:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._client.key_value_set(heard, "", allow_overwrite=True)
             if (alarm := self.alarms.pop(series, None)) is not None:
-                alarm.hear(message["host"], message["text"])
+                try:
+                    alarm.hear(message["host"], message["text"])
+                except Exception:
+                    logging.exception("grain_shard: %s", message["text"])
 
     def _message(self, number: int) -> dict[str, Any] | None:
         """A message once it is there; None at the end."""
@@ -193,10 +206,25 @@ class _Listener:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     return None  # the runtime has ended
 
-    def _end(self) -> None:
+    def _at_exit(self) -> None:
+        for error in _chain(getattr(sys, "last_value", None)):  # what nobody has handled
+            if (failed := getattr(error, _ENDS_ALL, None)) is not None:
+                if jax.process_index() == 0:
+                    self._wait_for_others(*failed)
+                _end()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._write(jax.process_index(), None)
         self._thread.join(_JOIN_S)
+
+    def _wait_for_others(self, series: str, hosts: Sequence[int]) -> None:
+        """Waits until all hosts but the one that failed have heard, and not for long."""
+        until = time.monotonic() + _HEARD_S
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            while time.monotonic() < until:
+                heard = self._client.key_value_dir_get(_HEARD.format(series, ""))
+                if len(heard) >= len(hosts) - 1:
+                    return
+                time.sleep(_LOOK_AGAIN_S)
 
 
 @functools.lru_cache(maxsize=1)  # the runtime may be shut down and begun anew

@@ -10,6 +10,7 @@ after that batch. `HostFeeds`, in a room of its own, is a stream whose state can
 from __future__ import annotations
 
 import contextlib
+import operator
 import pickle
 import sys
 from abc import ABC, abstractmethod
@@ -247,6 +248,7 @@ class RandomAccess(HostBatches):
 
     def position_at(self, *, step: int | None, record: int | None) -> Progress:
         cuts, batches = self._ds.cuts, len(self._ds)
+        step, record = _whole_number(step), _whole_number(record)
         if step is not None:
             if type(step) is not int or not 0 <= step <= batches:
                 raise ShardingError(
@@ -316,6 +318,23 @@ class RandomAccess(HostBatches):
         fingerprint = {**self.fingerprint, **self._fields_before(position)}
         return {KIND: self.kind, **self._counted(position), **fingerprint}
 
+    def _require_counted_alike(self, state: Mapping[str, Any]) -> None:
+        """Refuses a state of batches that can begin at any record for those that can't, or reverse.
+
+        Raises:
+            StateError: It is one.
+        """
+        if (self._RECORD in state) == self._ds.counts_records:
+            return
+        whole, cut = "when it was saved", "now"
+        if not self._ds.counts_records:
+            whole, cut = cut, whole
+        raise StateError(
+            f"the state counts otherwise: {whole} batches are made as a whole (by a batch_fn, a"
+            f" slice, or a .map after .batch), {cut} they are not.\n"
+            "  remedy: restore with the pipeline that saved it."
+        )
+
     def _counted(self, progress: Progress) -> dict[str, int]:
         """How far a run has come, as a state says it."""
         step, epoch, record = progress
@@ -327,6 +346,10 @@ class RandomAccess(HostBatches):
         progress = self._progress_in(state)
         current = {**self.fingerprint, **(self._fields_before(progress) if progress else {})}
         keys = tuple(self._counted(START))
+        if isinstance(state, Mapping) and state.get(KIND) == self.kind and self._STEP in state:
+            same = all(state.get(name, value) == value for name, value in current.items())
+            if same or not all(key in state for key in keys):
+                self._require_counted_alike(state)
         check_fingerprint(state, current, kind="a random-access pipeline", keys=keys)
         if progress is None:
             stands = ", ".join(f"{key} {state[key]!r}" for key in keys)
@@ -349,6 +372,16 @@ class RandomAccess(HostBatches):
             return cuts.progress(step) if step <= len(self._ds) else None
         within = epoch < epochs and record <= cuts.records
         return Progress(step, epoch, record) if within or (epoch, record) == (epochs, 0) else None
+
+
+def _whole_number(value: Any) -> Any:
+    """An integer of NumPy or JAX, as the step of a training state is one, as an int."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 class _Numbered(Producer[tuple[int, Batch]]):

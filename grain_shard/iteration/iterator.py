@@ -158,7 +158,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if self._failure is not None:
             raise self._failure
         if self._alarm is not None:
-            self._alarm.check()
+            self._alarm.raise_failure()
         first, self._compared = not self._compared, True
         if first and self._second_pass is not None and self._position == self._beginning:
             self._second_pass.begins()
@@ -218,12 +218,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _tell_error(self, alarm: Alarm, rounds: Rounds, error: BaseException) -> None:
         """Of what ``next`` raises after the first batch."""
-        alarm.check()  # it ended because another host failed
-        if isinstance(error, StopIteration):
-            alarm.close()
-        elif isinstance(error, AgreementError) or rounds.has_failed:
+        alarm.raise_failure()  # it ended because another host failed
+        if isinstance(error, AgreementError) or rounds.has_failed:
             alarm.raised(error)  # the others know
-        elif not isinstance(error, KeyboardInterrupt):
+        elif not isinstance(error, StopIteration | KeyboardInterrupt):
             alarm.sound(error)
 
     def get_state(self) -> dict[str, Any]:

@@ -221,6 +221,8 @@ class BatchMapDataset(grain.MapDataset):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return self.slice(index)
+        if index < 0:
+            index += len(self)  # as in a list
         (batch,) = self.begin([index])
         if batch.size:
             (elements,) = self.read([Piece(batch, 0, batch.size)], NEVER)

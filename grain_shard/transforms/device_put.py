@@ -72,6 +72,11 @@ class DevicePut(Stage):
         require_int("num_workers", self.num_workers, 0)
         if self.num_threads is not None:
             require_int("num_threads", self.num_threads, 1)
+        if not isinstance(self.reread_slow, bool):
+            raise ShardingError(
+                f"reread_slow={self.reread_slow!r} is neither True nor False.",
+                remedy="pass False for a source that must not be asked twice.",
+            )
         if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
             raise ShardingError(
                 f"timeout_s={self.timeout_s!r} is not a positive number of seconds.",

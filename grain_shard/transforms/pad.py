@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import grain
 import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches, Padding
-from grain_shard.reading.cuts import Cuts, Progress
+from grain_shard.grain_inside import nodes
+from grain_shard.reading.cuts import START, Cuts, Progress
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
 from grain_shard.reading.pad_rows import PadRows
@@ -80,10 +81,10 @@ class PadToDivisible(Stage):
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
         """The padded dataset. A batch that is short in the middle is refused when it comes."""
-        size = self.global_batch_size or ds.global_batch_size
+        size, sizes = self.global_batch_size or ds.global_batch_size, nodes.batch_sizes(ds)
         return StreamDataset(
             ds,
-            lambda source: _PadIterator(source, self, size or 0),
+            lambda source: _PadIterator(source, self, size or 0, sizes),
             self,
             global_batch_size=size and round_up(size, self.divisor),
             owns_arrays=ds.owns_arrays,
@@ -103,6 +104,8 @@ def _with_remainder(reader: RowReader, pad: PadToDivisible) -> RowReader:
     """
     if pad.remainder == "pad":
         return reader
+    if pad.remainder == "error" and reader.counts_records:
+        return _without_short(reader)
     cuts, largest = reader.epochs(), max(reader.global_batch_sizes)
     if cuts is None:
         raise ShardingError(
@@ -119,11 +122,30 @@ def _with_remainder(reader: RowReader, pad: PadToDivisible) -> RowReader:
             )
         return reader.dropping_remainder()
     if cuts.has_short(reader.num_epochs):
-        raise ShardingError(
-            f"the records do not fill the last batch of {largest} rows.",
-            remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
-        )
+        raise _short(f"of {largest} rows")
     return reader
+
+
+def _without_short(reader: RowReader) -> RowReader:
+    """Batches cut by records, if they are all full.
+
+    Raises:
+        ShardingError: One is not.
+    """
+    if reader.cuts.has_short(reader.num_epochs):
+        begin, sizes = reader.cuts.begin, " or ".join(map(str, reader.global_batch_sizes))
+        from_there = (
+            f", from record {begin.record} of epoch {begin.epoch} on" if begin != START else ""
+        )
+        raise _short(f"of {sizes} rows{from_there}")
+    return reader
+
+
+def _short(batch: str) -> ShardingError:
+    return ShardingError(
+        f"the records do not fill the last batch {batch}.",
+        remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+    )
 
 
 class _PaddedRows(RowReader):
@@ -162,10 +184,16 @@ class _PaddedRows(RowReader):
         return _PaddedRows(self._inner.dropping_remainder(), self._pad)
 
     def beginning_at(self, progress: Progress) -> RowReader:
-        return _PaddedRows(self._inner.beginning_at(progress), self._pad)
+        return self._of(self._inner.beginning_at(progress))
 
     def repeated(self, times: int) -> RowReader:
-        return _PaddedRows(self._inner.repeated(times), self._pad)
+        return self._of(self._inner.repeated(times))
+
+    def _of(self, inner: RowReader) -> RowReader:
+        """Other batches of the same records: they may be short where these are not."""
+        if self._pad.remainder == "error" and inner.counts_records:
+            inner = _without_short(inner)
+        return _PaddedRows(inner, self._pad)
 
     def fingerprint(self) -> Fingerprint:
         return {**self._inner.fingerprint(), "remainder": self._pad.remainder}
@@ -229,14 +257,28 @@ class _PaddedBatch(MadeBatch):
 class _PadIterator(StreamIterator):
     """Takes the first batch for a full one if nothing else says how large that is.
 
-    The size is part of the state: after a restore the first batch may be the short last one.
+    The size is part of the state: after a restore the first batch may be the short last one. So are
+    those of every ``.batch`` that is seen, since a stream may count the batches of one.
+
+    Args:
+        source: The batches.
+        pad: How to pad them.
+        rows: Rows of a full batch, 0 if nothing tells.
+        batch_sizes: Of each ``.batch`` above.
     """
 
-    _PARENT, _ROWS = "parent", "rows"  # the state's keys
+    _PARENT, _ROWS, _BATCH_SIZES = "parent", "rows", "batch_sizes"  # the state's keys
 
-    def __init__(self, source: grain.DatasetIterator, pad: PadToDivisible, rows: int):
+    def __init__(
+        self,
+        source: grain.DatasetIterator,
+        pad: PadToDivisible,
+        rows: int,
+        batch_sizes: list[int],
+    ):
         super().__init__(source)
         self._pad, self._rows, self._known = pad, rows, rows
+        self._batch_sizes = batch_sizes
 
     def __next__(self) -> Batch:
         remainder = self._pad.remainder
@@ -262,14 +304,24 @@ class _PadIterator(StreamIterator):
                 )
 
     def get_state(self) -> dict[str, Any]:
-        return {self._PARENT: super().get_state(), self._ROWS: self._rows}
+        return {
+            self._PARENT: super().get_state(),
+            self._ROWS: self._rows,
+            self._BATCH_SIZES: list(self._batch_sizes),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        rows = state[self._ROWS]
+        rows, sizes = state[self._ROWS], state[self._BATCH_SIZES]
         if self._known and rows and rows != self._known:
-            raise StateError(
-                f"the state was saved with batches of {rows} rows, and these have {self._known}.\n"
-                "  remedy: restore with the pipeline that saved it."
-            )
+            self._refuse(f"batches of {rows} rows", str(self._known))
+        if sizes != self._batch_sizes:
+            self._refuse(f".batch({sizes})", f".batch({self._batch_sizes})")
         super().set_state(state[self._PARENT])
         self._rows = rows
+
+    def _refuse(self, saved: str, now: str) -> NoReturn:
+        raise StateError(
+            f"the state was saved with {saved}, and these have {now}.\n"
+            "  remedy: restore with the pipeline that saved it. In the middle of a run batches of"
+            " another size can be cut of a MapDataset down to .batch, and of feeds."
+        )
