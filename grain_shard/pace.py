@@ -16,8 +16,11 @@ from typing import NamedTuple
 # More threads than these never helped, and a process may be allowed only so many.
 MOST_THREADS = 128
 
-# A window lasts at least so long, and for so many tasks: fewer say little on a busy machine.
+# A window lasts at least so long, and for so many tasks: fewer say little on a busy machine. The
+# first one is short, since a wrong attempt costs little beside a wrong start, and each of the next
+# lasts twice as long as the one before.
 _WINDOW_S, _WINDOW_TASKS = 0.1, 8
+_FIRST_WINDOW_S = _WINDOW_S / 8
 # The loop is fed well enough if it waits for less than this share of the time.
 _FED = 0.1
 # As long as fewer processors than this are busy, nothing is computed: everybody waits.
@@ -212,7 +215,7 @@ class ReadPace(Pace):
         self._waiting = 0  # consumers
         self._changed = 0.0  # when the number of threads last changed
         self._window: _Sums | None = None
-        self._is_first = True
+        self._window_s = 0.0  # the first read, whatever it takes
 
     @property
     def threads(self) -> int:
@@ -256,7 +259,7 @@ class ReadPace(Pace):
         if not self._is_over(window, seconds):
             return
         threads = self.threads
-        self._is_first = False
+        self._window_s = min(max(_FIRST_WINDOW_S, 2 * self._window_s), _WINDOW_S)
         self.count.decide(self._measured(window, seconds))
         # Where there are fewer now, those that rest may still be inside a read.
         self._window = None if self.threads < threads else self._new_window(now)
@@ -282,9 +285,10 @@ class ReadPace(Pace):
     def _is_over(self, window: _Sums, seconds: float) -> bool:
         if window.tasks < self.threads or not (seconds and window.wall_s):
             return False  # a clock with large steps may not have moved at all
-        if self._is_first or self._process_time() - window.process_start < _IDLE_CORES * seconds:
+        is_idle = self._process_time() - window.process_start < _IDLE_CORES * seconds
+        if not self._window_s or is_idle:
             return True  # as all wait there is nothing to weigh
-        return seconds >= _WINDOW_S and window.tasks >= _WINDOW_TASKS
+        return seconds >= self._window_s and window.tasks >= _WINDOW_TASKS
 
     def _measured(self, window: _Sums, seconds: float) -> Window:
         rate = window.active_s / seconds * window.records / window.wall_s
