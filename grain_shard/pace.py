@@ -25,8 +25,8 @@ _FIRST_WINDOW_S = _WINDOW_S / 8
 _FED = 0.1
 # As long as fewer processors than this are busy, nothing is computed: everybody waits.
 _IDLE_CORES = 0.25
-# Where a process has less than this, its reads wait; where it has more, but not all that it could
-# use, it may also be other processes that leave it no more.
+# Below this the reads surely wait. Between this and half a processor they may also be waiting for
+# one that other processes use.
 _SURELY_WAITS = 0.1
 # The largest step: what was measured of one read may not be true of a hundred.
 _LARGEST_STEP = 16
@@ -134,9 +134,9 @@ class ThreadCount:
         elif window.thread_cores > 0.9 * self._cores:
             self._up = False  # no processor is left
         if self._up and self.threads == self.most:
-            self._up = surely  # then fewer are no better
+            self._up = surely
             if waits:
-                self._rest = _LONGEST_REST  # fewer will hardly do
+                self._rest = _LONGEST_REST  # fewer are hardly better, so there is no hurry
                 return
         elif not self._up and self.threads == 1:
             self._up = True
@@ -237,7 +237,9 @@ class ReadPace(Pace):
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
         self._pass(now)
         self._active -= 1
-        if not size:
+        if not size:  # another read went on with what this one had; it helped nobody
+            if self._window is not None:
+                self._window.active_s -= now - max(start, self._window.start)
             return
         each = (now - start) / size
         last = self.seconds_per_record

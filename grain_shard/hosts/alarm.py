@@ -30,7 +30,7 @@ import jax
 from absl import logging
 
 from grain_shard.errors import AgreementError, describe_error
-from grain_shard.hosts.rounds import runtime_client
+from grain_shard.hosts.rounds import exists_already, is_timeout, runtime_client
 
 _MESSAGE = "grain_shard/messages/{}/{}"  # the host that it is for, and its number
 _HEARD = "grain_shard/heard/{}/{}"  # the series that has failed, and a host that knows
@@ -176,7 +176,7 @@ class _Listener:
             try:
                 self._client.key_value_set(_MESSAGE.format(host, number), json.dumps(message))
             except jax.errors.JaxRuntimeError as error:
-                if "ALREADY_EXISTS" not in str(error):
+                if not exists_already(error):
                     raise
             else:
                 return
@@ -203,7 +203,7 @@ class _Listener:
             try:
                 return json.loads(self._client.blocking_key_value_get(key, _LISTEN_MS))
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
+                if not is_timeout(error):
                     return None  # the runtime has ended
 
     def _at_exit(self) -> None:

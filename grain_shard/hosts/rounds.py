@@ -139,7 +139,7 @@ class Rounds:
         try:
             self._client.key_value_set(key, json.dumps(verdict))
         except jax.errors.JaxRuntimeError as error:
-            if "ALREADY_EXISTS" not in str(error):
+            if not exists_already(error):
                 raise
             return json.loads(self._client.blocking_key_value_get(key, _SLICE_MS))
         return verdict
@@ -191,7 +191,7 @@ class Rounds:
             try:
                 return self._client.blocking_key_value_get(key, _SLICE_MS)
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
+                if not is_timeout(error):
                     raise AgreementError(
                         f"the distributed runtime failed while waiting for the other hosts: {error}"
                     ) from error
@@ -228,6 +228,16 @@ def runtime_client() -> Any:
     from orbax.checkpoint import multihost  # it is slow to import, and needed on several hosts only
 
     return multihost.get_jax_distributed_client()
+
+
+def exists_already(error: Exception) -> bool:
+    """Of an error of the runtime: whether a key was not set since somebody else has set it."""
+    return "ALREADY_EXISTS" in str(error)
+
+
+def is_timeout(error: Exception) -> bool:
+    """Of an error of the runtime: whether a key was not there in time."""
+    return "DEADLINE_EXCEEDED" in str(error)
 
 
 def agree(rounds: Rounds, answer: Mapping[str, Any]) -> None:

@@ -238,10 +238,11 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self.go_to(self._host.from_state(state))
 
     def seek(self, step: int | None = None, *, record: int | None = None) -> None:
-        """Goes to a step, or to a record, of a random-access pipeline, in no time.
+        """Goes to a step, or to a record, of a random-access pipeline.
 
-        Nothing is read for it: not what lies before, and in a new iterator, whose threads start
-        with the first ``next``, nothing else either.
+        It takes no longer for one far away. Nothing is read for it: not what lies before, and in a
+        new iterator, whose threads start with the first ``next``, nothing else either. An iterator
+        in use first waits for the reads that are under way, 5 seconds at most.
 
         Example:
             >>> import jax

@@ -74,10 +74,10 @@ class Cuts:
         self.records, self.drop_remainder, self.begin = records, drop_remainder, begin
         self.sizes_by_step = dict(sizes)
         current = sizes[max(step for step in sizes if step <= begin.step)]
-        self._stages = [_Stage(self, begin, current)]
+        self._stretches = [_Stretch(self, begin, current)]
         for step, size in sizes.items():
             if step > begin.step:
-                self._stages.append(_Stage(self, self.progress(step), size))
+                self._stretches.append(_Stretch(self, self.progress(step), size))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Cuts:
 
     def cut(self, step: int) -> Cut:
         """What the batch of a step is made of."""
-        return self._stage_at(step).cut(step)
+        return self._stretch_at(step).cut(step)
 
     def progress(self, step: int) -> Progress:
         """How far a run has come before a step: to the record behind the last one handed out."""
@@ -109,35 +109,35 @@ class Cuts:
 
     def step_of(self, epoch: int, record: int) -> int:
         """The step whose batch has a record; if that is dropped, the step after it."""
-        stage = bisect_right(self._stages, (epoch, record), key=lambda stage: stage.start[1:]) - 1
-        return self._stages[stage].step_of(epoch, record)
+        after = bisect_right(self._stretches, (epoch, record), key=lambda s: s.start[1:])
+        return self._stretches[after - 1].step_of(epoch, record)
 
     def steps_before(self, epoch: int) -> int:
         """How many steps are done when an epoch begins."""
-        for stage, following in zip(self._stages, self._stages[1:], strict=False):
-            step = stage.steps_before(epoch)
+        for stretch, following in zip(self._stretches, self._stretches[1:], strict=False):
+            step = stretch.steps_before(epoch)
             if step < following.start.step:
                 return step
-        return self._stages[-1].steps_before(epoch)
+        return self._stretches[-1].steps_before(epoch)
 
     def has_short(self, epochs: int) -> bool:
         """Whether a batch of the first epochs is not full."""
         steps = self.steps_before(epochs)
-        for stage in self._stages:
-            # All epochs that end within a stage end alike, but for the one in which it begins.
-            for following in (stage.start.epoch + 1, stage.start.epoch + 2):
-                last = stage.steps_before(following) - 1
-                if stage.start.step <= last < steps and self._stage_at(last) is stage:
-                    cut = stage.cut(last)
+        for stretch in self._stretches:
+            # All epochs that end within a stretch end alike, but for the one in which it begins.
+            for following in (stretch.start.epoch + 1, stretch.start.epoch + 2):
+                last = stretch.steps_before(following) - 1
+                if stretch.start.step <= last < steps and self._stretch_at(last) is stretch:
+                    cut = stretch.cut(last)
                     if cut.num_records < cut.size:
                         return True
         return False
 
-    def _stage_at(self, step: int) -> _Stage:
-        return self._stages[bisect_right(self._stages, step, key=lambda s: s.start.step) - 1]
+    def _stretch_at(self, step: int) -> _Stretch:
+        return self._stretches[bisect_right(self._stretches, step, key=lambda s: s.start.step) - 1]
 
 
-class _Stage:
+class _Stretch:
     """A part of a run in which the size stays the same.
 
     Args:

@@ -9,7 +9,8 @@ after it has been answered, and few are asked for again.
 from __future__ import annotations
 
 # What nineteen reads of twenty stay below is usual. It is followed without keeping any of them: a
-# step up after a read that took longer, the 19th part of one down after each that did not.
+# longer read raises it by a tenth, a shorter one lowers it by a 19th of that, so that it rests
+# where one read in twenty is longer.
 _UP = 1.1
 _DOWN = _UP ** (-1 / 19)
 # A read that takes so many times what is usual is late.

@@ -87,8 +87,8 @@ class RowReader(ABC):
     def cuts(self) -> Cuts:
         """How its records are cut into batches.
 
-        Where a batch cannot begin at any record, since batches are read whole, or chosen by a
-        slice, or nothing tells their size: as if each batch were one record.
+        Where a slice chose batches, or nothing tells their size: as if each batch were one record.
+        Whether a batch may begin at any record, `counts_records` says.
         """
 
     @property
