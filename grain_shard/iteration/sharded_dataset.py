@@ -162,6 +162,8 @@ class ShardedDataset(grain.IterDataset):
         host is asked. Good for compiling a step ahead of time: ``jax.jit(step).lower(state,
         ds.abstract_batch())``.
 
+        Of a `BatchSchedule` it is a batch of the first size.
+
         Returns:
             The tree of a batch; text is that of this host's rows.
 
