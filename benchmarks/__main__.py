@@ -1,7 +1,7 @@
 """How fast grain_shard is beside its peers, on this machine's CPU made eight devices.
 
-    python -m benchmarks                     # everything, about ten minutes
-    python -m benchmarks --quick             # everything, about three
+    python -m benchmarks                     # everything, more than half an hour
+    python -m benchmarks --quick             # everything, about nine minutes
     python -m benchmarks P7 P8 overlap       # some, by number or by name
 
 Prints a table and writes results.json and results.png. Peers that are not installed (the ``bench``

@@ -120,7 +120,7 @@ def write_page(results: Sequence[Result], under: Mapping[str, Any], path: Path) 
         "",
         "```sh",
         'pip install -e ".[bench]"',
-        "python -m benchmarks            # about ten minutes; --quick for three",
+        "python -m benchmarks            # more than half an hour; --quick for nine minutes",
         "```",
         "",
         f"* {under['date']}, {mode}, Python {under['python']}",
