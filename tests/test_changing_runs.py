@@ -703,6 +703,36 @@ def test_valid_rows_are_the_same_records_whatever_the_sizes_meshes_and_interrupt
     assert seen == in_order(num_records, epochs)
 
 
+def part_of_a_mixture(start, num_records):
+    return grain.MapDataset.range(start, start + num_records).map(lambda i: {"id": np.int32(i)})
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(data=st.data())
+def test_so_are_those_of_a_mixture_on_simulated_hosts(data):
+    """Sizes and hosts change at each restore; the weights change at a record."""
+    weights = st.lists(st.integers(1, 4), min_size=2, max_size=2)
+    change = data.draw(st.integers(1, 30), label="change")
+    by_record = {0: data.draw(weights, label="first"), change: data.draw(weights, label="then")}
+    mixture = grain_shard.mix([part_of_a_mixture(0, 40), part_of_a_mixture(100, 25)], by_record)
+    expected, seen, progress = [int(record["id"]) for record in mixture], [], Progress(0, 0, 0)
+    while progress.epoch == 0:
+        num_hosts = data.draw(st.integers(1, 4), label="hosts")
+        whole = batched(mixture, data.draw(sizes(), label="sizes")).pipe(PadToDivisible(num_hosts))
+        of_hosts = [
+            whole.pipe(ShardBatch(BatchLayout(num_hosts, (host,)))).beginning_at(progress)
+            for host in range(num_hosts)
+        ]
+        whole = whole.beginning_at(progress)
+        for _ in range(data.draw(st.integers(1, 4), label="steps")):
+            if progress.step == len(whole):
+                break
+            parts = [of_host[progress.step] for of_host in of_hosts]
+            seen += rows([jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)])
+            progress = whole.cuts.progress(progress.step + 1)
+    assert seen == expected
+
+
 @hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(data=st.data())
 def test_the_hosts_of_any_mesh_have_together_the_rows_of_each_batch(data):
