@@ -18,7 +18,7 @@ from grain_shard.feeding.feed_reader import naming_feed
 from grain_shard.feeding.feed_turns import row_stacker
 from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.state_files import FEEDS
-from grain_shard.iteration.host_batches import Stream
+from grain_shard.iteration.stream import Stream
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import BatchLayout, describe_parts
 from grain_shard.trees import Batch

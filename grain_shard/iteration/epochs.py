@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterator
 from typing import Any
 
-from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.trees import Batch
 
 
@@ -41,7 +41,7 @@ class Epochs(Iterator["EpochBatches"]):
         num_epochs: How many epochs there are.
     """
 
-    def __init__(self, host: HostBatches, iterator: ShardedIterator, num_epochs: int):
+    def __init__(self, host: RandomAccess, iterator: ShardedIterator, num_epochs: int):
         self._host, self._iterator, self._num_epochs = host, iterator, num_epochs
         # The epoch under way, and how often another was begun or sought. Not its `EpochBatches`:
         # with a reference each way, only the garbage collector would end the threads of a run that

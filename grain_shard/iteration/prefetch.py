@@ -10,8 +10,9 @@ import grain
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.compare import GLOBAL, LOCAL
-from grain_shard.iteration.host_batches import RandomAccess, Stream
 from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.random_access import RandomAccess
+from grain_shard.iteration.stream import Stream
 from grain_shard.reading.fingerprint import fingerprint
 from grain_shard.reading.iterable import from_iterable, said_rows
 from grain_shard.reading.row_dataset import BatchMapDataset, MadeBatch, Piece

@@ -11,8 +11,10 @@ from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
 from grain_shard.grain_inside import nodes
 from grain_shard.hosts.compare import GLOBAL
-from grain_shard.iteration.host_batches import HostBatches, RandomAccess, Stream
+from grain_shard.iteration.host_batches import HostBatches
+from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.iteration.sharded_dataset import Settings, ShardedDataset
+from grain_shard.iteration.stream import Stream
 from grain_shard.reading.iterable import Rows, agreed_rows
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset

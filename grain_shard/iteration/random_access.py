@@ -1,0 +1,272 @@
+"""`RandomAccess`: the batches of a `MapDataset`, any of them at any time."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grain
+
+from grain_shard.background import Background, Producer, TaskStage
+from grain_shard.errors import ShardingError, StateError
+from grain_shard.host_arrays import owned
+from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
+from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
+from grain_shard.pace import MOST_THREADS, ReadPace
+from grain_shard.reading.cuts import START, Progress
+from grain_shard.reading.fingerprint import (
+    HOW_TO_COUNT_RECORDS,
+    Fingerprint,
+    check_fingerprint,
+)
+from grain_shard.reading.reads import Reads
+from grain_shard.reading.row_dataset import BatchMapDataset
+from grain_shard.trees import Batch
+from grain_shard.worker_processes import WorkerProcesses
+
+
+class RandomAccess(HostBatches):
+    """The batches of a `MapDataset`.
+
+    Args:
+        ds: This host's batches by index, in arrays that nothing else refers to.
+        fingerprint: What a state must agree with.
+        buffer_size: Batches that may wait on the host or be in the making.
+        num_threads: Threads that read side by side; None finds how many help.
+        num_workers: Grain worker processes that make them instead, if not 0. Grain keeps four
+            batches for each of them at least, so that many may be on the host.
+        reread_slow: Whether threads may ask a source a second time for what comes late.
+        fields_before: The fields of the fingerprint that are others in a state of a run that has
+            come so far, since what follows may still change.
+        passes: How often the dataset is gone through.
+    """
+
+    kind = RANDOM_ACCESS
+    _STEP, _EPOCH, _RECORD = "step", "epoch", "record"  # the state's keys, as in `Progress`
+
+    def __init__(
+        self,
+        ds: BatchMapDataset,
+        fingerprint: Fingerprint,
+        *,
+        buffer_size: int,
+        num_threads: int | None,
+        num_workers: int,
+        reread_slow: bool,
+        fields_before: Callable[[Progress], Fingerprint] = lambda progress: {},
+        passes: int = 1,
+    ):
+        self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
+        self._fields_before, self._passes = fields_before, passes
+        self._num_threads, self._num_workers = num_threads, num_workers
+        self._reread_slow = reread_slow
+        self.host_batch_sizes = ds.host_batch_sizes
+        self.compared = {**fingerprint, "epochs": ds.num_epochs}
+        if ds.counts_records:
+            by_step = ds.cuts.sizes_by_step
+            self.compared["global_batch_size"] = by_step if len(by_step) > 1 else by_step[0]
+
+    def num_batches(self) -> int | None:
+        return len(self._ds)
+
+    def repeated(self, times: int) -> RandomAccess:
+        if len(self._ds) * times > sys.maxsize:
+            raise ShardingError(
+                f"{times} epochs of a dataset that is endless already have no border.",
+                remedy="leave out its .repeat().",
+            )
+        several = copy.copy(self)
+        several._ds, several._passes = self._ds.repeated(times), self._passes * times
+        several.compared = {**self.compared, "epochs": several._ds.num_epochs}
+        return several
+
+    @property
+    def _epochs_of_a_pass(self) -> int:
+        return self._ds.num_epochs // self._passes
+
+    def pass_of(self, position: Progress) -> tuple[int, int]:
+        """Which pass of `repeated` the next batch is of, and how many batches that still has."""
+        epochs = self._epochs_of_a_pass
+        cuts, number = self._ds.cuts.beginning_at(position), position.epoch // epochs
+        while number < self._passes:
+            left = cuts.steps_before((number + 1) * epochs) - position.step
+            if left:
+                return number, left
+            number += 1  # what is left of this one is dropped
+        return number, 0
+
+    def next_pass(self, position: Progress) -> Progress:
+        """The beginning of the pass that follows that of the next batch."""
+        number, left = self.pass_of(position)
+        return Progress(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
+
+    def position_at(self, *, step: int | None, record: int | None) -> Progress:
+        cuts, batches = self._ds.cuts, len(self._ds)
+        step, record = _whole_number(step), _whole_number(record)
+        if step is not None:
+            if type(step) is not int or not 0 <= step <= batches:
+                raise ShardingError(
+                    f"there is no step {step!r}: the dataset has {batches:,} batches.",
+                    remedy=f"seek a step from 0 to {batches:,}; more than that are in"
+                    " ds.epochs(n), or after .batch(B).repeat(n).",
+                )
+            return cuts.progress(step)
+        if not self._ds.counts_records:
+            raise ShardingError(
+                "these batches cannot begin at any record, since they are made as a whole.",
+                remedy=f"seek a step. {HOW_TO_COUNT_RECORDS}",
+            )
+        records = cuts.records * self._ds.num_epochs
+        if type(record) is not int or not 0 <= record <= records:
+            raise ShardingError(
+                f"there is no record {record!r}: all epochs together have {records:,}.",
+                remedy=f"seek a record from 0 to {records:,}.",
+            )
+        epoch, record = divmod(record, cuts.records)
+        return Progress(cuts.step_of(epoch, record), epoch, record)
+
+    def open(self, position: Progress | None) -> Opened:
+        start = self._ds.cuts.progress(0) if position is None else position
+        ds = self._ds.beginning_at(start)
+        cuts, indices = ds.cuts, range(start.step, len(ds))
+        if self._num_workers and indices:
+            return Opened(start, self._from_workers(ds, start.step))
+        most = min(MOST_THREADS, self._buffer_size * max(1, ds.records_per_batch))
+        pace = ReadPace(self._num_threads, most=most)
+        reads = Reads(
+            ds,
+            indices,
+            self._buffer_size,
+            pace,
+            lambda index: cuts.progress(index + 1),
+            reread_slow=self._reread_slow,
+        )
+        batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=THREAD)
+        return Opened(start, batches, threads=lambda: f"{pace}{reads.lateness}")
+
+    def _from_workers(self, ds: BatchMapDataset, start: int) -> Background[Any, tuple[Batch, Any]]:
+        """Batches that worker processes make; one waits here, out of their shared memory."""
+        cuts, from_start = ds.cuts, ds[start:]
+        workers = WorkerProcesses(
+            from_start.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+            self._num_workers,
+            buffer_size=self._buffer_size,
+        )
+        return Background(
+            lambda item: (owned(item[1]), cuts.progress(item[0] + 1)),
+            _Numbered(workers, start, len(ds)),
+            buffer_size=1,
+            name=THREAD,
+        )
+
+    def first(self) -> Batch:
+        return self._ds[0]
+
+    def next_batch(self, position: Progress) -> Mapping[str, Any]:
+        step, epoch, record = position
+        if not self._ds.counts_records:
+            return {"next batch": step}
+        return {"next batch": step, "next record": f"{record} of epoch {epoch}"}
+
+    def to_state(self, position: Progress) -> dict[str, Any]:
+        fingerprint = {**self.fingerprint, **self._fields_before(position)}
+        return {KIND: self.kind, **self._counted(position), **fingerprint}
+
+    def _require_counted_alike(self, state: Mapping[str, Any]) -> None:
+        """Refuses a state of batches that can begin at any record for those that can't, or reverse.
+
+        Raises:
+            StateError: It is one.
+        """
+        if (self._RECORD in state) == self._ds.counts_records:
+            return
+        whole, cut = "when it was saved", "now"
+        if not self._ds.counts_records:
+            whole, cut = cut, whole
+        raise StateError(
+            f"the state counts otherwise: {whole} batches are made as a whole (by a batch_fn, a"
+            f" slice, or a .map after .batch), {cut} they are not.\n"
+            "  remedy: restore with the pipeline that saved it."
+        )
+
+    def _counted(self, progress: Progress) -> dict[str, int]:
+        """How far a run has come, as a state says it."""
+        step, epoch, record = progress
+        if not self._ds.counts_records:
+            return {self._STEP: step}
+        return {self._STEP: step, self._EPOCH: epoch, self._RECORD: record}
+
+    def from_state(self, state: dict[str, Any]) -> Progress:
+        progress = self._progress_in(state)
+        current = {**self.fingerprint, **(self._fields_before(progress) if progress else {})}
+        keys = tuple(self._counted(START))
+        if isinstance(state, Mapping) and state.get(KIND) == self.kind and self._STEP in state:
+            same = all(state.get(name, value) == value for name, value in current.items())
+            if same or not all(key in state for key in keys):
+                self._require_counted_alike(state)
+        check_fingerprint(state, current, kind="a random-access pipeline", keys=keys)
+        if progress is None:
+            stands = ", ".join(f"{key} {state[key]!r}" for key in keys)
+            raise StateError(
+                f"the state stands at {stands}, and there is no such place: the dataset has"
+                f" {len(self._ds):,} batches.\n  remedy: pass what get_state() gave, unchanged, to"
+                " a pipeline of no fewer epochs."
+            )
+        return progress
+
+    def _progress_in(self, state: Any) -> Progress | None:
+        """Where a state stands; None if that is not in this dataset."""
+        if not isinstance(state, Mapping):
+            return None
+        cuts, epochs = self._ds.cuts, self._ds.num_epochs
+        step, epoch, record = (state.get(key, 0) for key in (self._STEP, self._EPOCH, self._RECORD))
+        if not all(type(count) is int and count >= 0 for count in (step, epoch, record)):
+            return None
+        if not self._ds.counts_records:
+            return cuts.progress(step) if step <= len(self._ds) else None
+        within = epoch < epochs and record <= cuts.records
+        return Progress(step, epoch, record) if within or (epoch, record) == (epochs, 0) else None
+
+
+def _whole_number(value: Any) -> Any:
+    """An integer of NumPy or JAX, as the step of a training state is one, as an int."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+class _Numbered(Producer[tuple[int, Batch]]):
+    """Batches with their indices; closes where they come from.
+
+    Args:
+        batches: What the workers make.
+        start: The index of the first of them.
+        stop: That after the last one.
+    """
+
+    def __init__(self, batches: WorkerProcesses, start: int, stop: int):
+        self._batches = batches
+        self._next, self._stop = start, stop
+
+    def __next__(self) -> tuple[int, Batch]:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if self._next == self._stop:
+                raise
+            raise RuntimeError(
+                f"the worker processes ended after {self._next} of {self._stop} batches: the"
+                " pipeline raised StopIteration, which Grain takes for the end of a worker's data."
+                " Look for a bare next() in the source or in a .map."
+            ) from None
+        self._next += 1
+        return self._next - 1, batch
+
+    def close(self) -> None:
+        self._batches.close()
