@@ -93,6 +93,18 @@ class Raised(NamedTuple):
         raise self.error.with_traceback(self.traceback)
 
 
+class Known(NamedTuple):
+    """What can be told of the results of a stage by now.
+
+    Attributes:
+        results: How many there are that can be taken without waiting, with those that were taken.
+        end: What comes after them, if it is known: an error, StopIteration where they end.
+    """
+
+    results: int
+    end: BaseException | None
+
+
 class Task(ABC, Generic[T]):
     """Something for one thread to do.
 
@@ -176,17 +188,15 @@ class TaskStage(Producer[T]):
         self.start()
         return self._shared.take()
 
-    def ready(self) -> int:
-        """How many results can be taken without waiting; waits until there is one.
+    def known(self, wait_s: float = 0.0) -> Known:
+        """What can be told of the results by now.
 
-        Returns:
-            At least 1; or 0 if there will be no more.
-
-        Raises:
-            BaseException: What ``next`` would raise, other than StopIteration.
+        Args:
+            wait_s: How long to wait for the next result, or for what comes in its place, if neither
+                is there yet, in seconds.
         """
         self.start()
-        return self._shared.ready()
+        return self._shared.known(wait_s)
 
     def wait_for(self, has_come: Callable[[], bool]) -> bool:
         """Waits for something that a task makes besides results; by any thread, once started.
@@ -387,17 +397,14 @@ class _Shared(Generic[T]):
             self._room_came.notify()  # who holds _one_draws: nobody else waits for it
             return result
 
-    def ready(self) -> int:
+    def known(self, wait_s: float) -> Known:
         with self._lock:
-            try:
-                self._wait_for_next()
-                final = self._final or self._results[self._taken]
-                if isinstance(final, Raised):
-                    final.throw()
-            except StopIteration:
-                return 0
+            if wait_s and not self._next_has_come() and not self._stopped:
+                self._result_came.wait(wait_s)
             numbers = itertools.count(self._taken)
-            return sum(1 for _ in itertools.takewhile(self._is_there, numbers))
+            results = self._taken + sum(1 for _ in itertools.takewhile(self._is_there, numbers))
+            after = self._final or self._results.get(results)
+            return Known(results, after.error if isinstance(after, Raised) else None)
 
     def _wait_for_next(self) -> None:
         """Waits until the next result is there, or nothing more will come.
@@ -406,7 +413,7 @@ class _Shared(Generic[T]):
             StopIteration: The stage was stopped.
             RuntimeError: This is a forked process, which has none of the threads.
         """
-        if not self._wait(lambda: self._final is not None or self._taken in self._results):
+        if not self._wait(self._next_has_come):
             raise StopIteration
 
     def wait_for(self, has_come: Callable[[], bool]) -> bool:
@@ -437,6 +444,9 @@ class _Shared(Generic[T]):
                     " make the iterator in the process that uses it."
                 )
         return True
+
+    def _next_has_come(self) -> bool:
+        return self._final is not None or self._taken in self._results
 
     def _is_there(self, number: int) -> bool:
         return number in self._results and not isinstance(self._results[number], Raised)

@@ -6,6 +6,7 @@ return what the tests look at.
 
 import itertools
 import json
+import pickle
 import threading
 import time
 import traceback
@@ -35,6 +36,16 @@ def run_cases(cases, directory):
         except Exception:
             results[case.__name__] = traceback.format_exc()
     return results
+
+
+def run_alone(case, directory):
+    """Writes what this host returned, and waits for the other one, since neither ends in order."""
+    directory = Path(directory)
+    result = run_cases([case], directory)[case.__name__]
+    part = directory / f"{jax.process_index()}.part"
+    part.write_bytes(pickle.dumps(result))
+    part.rename(directory / str(jax.process_index()))
+    wait_for(directory / str(1 - jax.process_index()))
 
 
 def data_mesh():
@@ -283,17 +294,35 @@ def cases(*prefixes):
 
 
 FOUR_HOSTS = cases("case_model_axis", "case_one_host_has")
-TWO_HOSTS = [case for case in cases("case_") if case not in FOUR_HOSTS]
+# After these the devices of a host wait for ever in a collective of which another one is not part.
+ALONE = cases("case_host_1_stalls", "case_host_0_stalls")
+TWO_HOSTS = [case for case in cases("case_") if case not in FOUR_HOSTS + ALONE]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
+    """What each host returned, by case."""
     results = {}
     for of_hosts, hosts in ((TWO_HOSTS, 2), (FOUR_HOSTS, 4)):
         directory = str(tmp_path_factory.mktemp("hosts"))
-        results[hosts] = rehearse.run(
+        run = rehearse.run(
             run_cases, of_hosts, directory, hosts=hosts, devices_per_host=2, timeout_s=150
         )
+        for case in of_hosts:
+            results[case] = [of_host[case.__name__] for of_host in run]
+    for case in ALONE:
+        directory = tmp_path_factory.mktemp("hosts")
+        with pytest.raises(rehearse.RehearsalError, match="the devices of this host wait"):
+            rehearse.run(
+                run_alone,
+                case,
+                str(directory),
+                hosts=2,
+                devices_per_host=2,
+                timeout_s=150,
+                end_others=False,
+            )
+        results[case] = [pickle.loads((directory / str(host)).read_bytes()) for host in (0, 1)]
     return results
 
 
@@ -302,8 +331,7 @@ def result_of(runs):
     """A function from a case to what each host returned in it."""
 
     def result_of(case):
-        hosts = 4 if case in FOUR_HOSTS else 2
-        results = [of_host[case.__name__] for of_host in runs[hosts]]
+        results = runs[case]
         for host, result in enumerate(results):
             assert not isinstance(result, str) or "Traceback" not in result, f"{host}: {result}"
         return results

@@ -1,25 +1,40 @@
 """When streams end: no host takes a step that another one does not take.
 
 Hosts whose streams end at different batches would leave each other waiting in a collective for
-ever. So the hosts vote: each says how many batches it has ready, and `decide` makes of all votes
-how many of them every host may hand out before they vote again. A stream that has ended votes 0.
+ever. So before a batch is handed out, the hosts have agreed that all of them hand it out. Each says
+how many batches it knows itself to have, those that wait in its buffers included. The least of that
+is how many all may hand out, and their devices find it, by an all-reduce of a few bytes: `follow`
+makes of it what is agreed. A host asks ahead of time and reads the answer some batches later, so
+the training loop waits only where it would have to wait for the data, too.
 
-The vote is taken in the background, by the thread that goes on to put the batches on the devices,
-as many batches ahead of the training step as there is room for. So the step waits for a vote only
-where it would have to wait for the data, too.
+Numbers say nothing about what has gone wrong. Where a host fails, where streams end that should
+not, and once at the beginning, before the first collective, the hosts tell each other in words, by
+a round over the key-value store (`decide`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from grain_shard.background import Producer, TaskStage
+from absl import logging
+
+from grain_shard.background import Known, Producer, TaskStage
 from grain_shard.errors import describe_error
+from grain_shard.hosts.absences import Absences
 from grain_shard.hosts.compare import Answers
+from grain_shard.hosts.minimum import LARGEST, Minimum, Question
 from grain_shard.hosts.rounds import Rounds
 from grain_shard.trees import Batch
+
+# So many batches after a question was asked, its answer is read. Until then the devices have done
+# the steps before it, with which they were busy when it was asked. More than that would be of no
+# use: it could not be more than what the buffers hold, by default six batches.
+_READ_AFTER = 3
+# How often a host that waits for the others looks whether it was stopped.
+_SLICE_S = 0.5
 
 _READ_THE_SAME = "read the same files with the same seed on every host"
 _OR_LOCAL = 'or shard the source by grain_shard.ShardByMesh and pass rows="local".'
@@ -83,87 +98,249 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
     return min(filter(None, ready.values())) if remainder == "pad" else 0
 
 
-class AgreedEnd(Producer[tuple[Batch, Any]]):
-    """Hands out a host's batches until the end that all hosts have agreed on.
+class Vote(NamedTuple):
+    """What a host knows of its batches; or of all hosts' votes, the least of each number.
+
+    Attributes:
+        batches: How many it has or has had. Where it may go on with padding once they end, and they
+            have ended, there is no limit.
+        end: After how many they end, if that is known.
+        minus_end: The same with a minus, so that the least tells which host ends last.
+        failure: After how many it fails, if that is known.
+    """
+
+    batches: int
+    end: int
+    minus_end: int
+    failure: int
+
+    @classmethod
+    def of(cls, known: Known, pads: bool) -> Vote:
+        """What a host says that knows this.
+
+        Args:
+            known: Of its batches.
+            pads: Whether it goes on with padding when they have ended.
+        """
+        ended = isinstance(known.end, StopIteration)
+        failed = known.end is not None and not ended
+        end = known.results if ended else LARGEST
+        return cls(
+            batches=LARGEST if ended and pads else known.results,
+            end=end,
+            minus_end=-end,
+            failure=known.results if failed else LARGEST,
+        )
+
+    @property
+    def most(self) -> int:
+        """Of all hosts' votes: how many batches all of them can hand out."""
+        last_end = -self.minus_end
+        return min(last_end if self.batches == LARGEST else self.batches, self.failure)
+
+
+def follow(ends_with_first: bool, handed_out: int, least: Vote) -> int | None:
+    """What follows from the votes of all hosts, where each knows what comes after the last batch.
 
     Args:
-        batches: (batch, position) of this host.
-        rounds: The series of rounds in which the hosts vote.
+        ends_with_first: Whether the host whose stream ends first ends all others.
+        handed_out: How many batches every host has handed out.
+        least: The least of what they say.
+
+    Returns:
+        How many they may have handed out before they have to vote again; `handed_out` if all end
+        here; None if only words can tell what has happened.
+
+    Example:
+        >>> hosts = [Vote.of(Known(4, None), True), Vote.of(Known(2, StopIteration()), True)]
+        >>> follow(False, 2, Vote(*map(min, zip(*hosts))))
+        4
+    """
+    if least.failure <= handed_out:
+        return None
+    if least.most > handed_out or ends_with_first or -least.minus_end <= handed_out:
+        return least.most
+    return None
+
+
+class AgreedEnd(Producer[tuple[Batch, Any]]):
+    """Hands out global batches until the end that all hosts have agreed on.
+
+    To be asked by the thread of the training loop, as it asks the devices.
+
+    Args:
+        placed: (batch, position) of this host's batches, on the devices.
+        read: The same before they are put there; what `placed` takes them from.
+        rounds: The series of rounds in which the hosts talk.
+        devices: Of all hosts, by which they vote.
         remainder: As for `decide`.
         same_rows: As for `decide`.
         first_digest: The digest of this host's first whole batch, once it has been read; "" where
             hosts have different batches.
         position: Where this host's stream starts.
         past_end: From a position to that after one more batch of padding.
-        template: Makes a batch like this host's, if its stream ends at once.
-        padding_like: Makes a batch of padding that looks like another batch.
-        waited_s: How long the training loop has been waiting for a batch, in seconds.
+        padding: Makes another batch of padding, on the devices.
     """
 
     def __init__(
         self,
-        batches: TaskStage[tuple[Batch, Any]],
+        placed: TaskStage[tuple[Batch, Any]],
+        read: TaskStage[Any],
         rounds: Rounds,
+        devices: Sequence[Any],
         *,
         remainder: str,
         same_rows: bool,
         first_digest: Callable[[], str] = lambda: "",
         position: Any,
         past_end: Callable[[Any], Any],
-        template: Callable[[], Batch],
-        padding_like: Callable[[Batch], Batch],
-        waited_s: Callable[[], float],
+        padding: Callable[[], Batch],
     ):
-        self._batches, self._rounds, self._waited_s = batches, rounds, waited_s
+        self._placed, self._read, self._rounds = placed, read, rounds
+        self._absences = Absences(rounds)
+        # Its thread tells the others if this iterator is closed, or forgotten, before the end.
+        self._minimum = Minimum(devices, at_end=self._absences.leave)
         self._decide = functools.partial(decide, remainder, same_rows)
-        self._first_digest, self._past_end = first_digest, past_end
-        self._template, self._padding_like = template, padding_like
-        self._votes = 0
-        self._agreed = 0  # batches that may still be handed out before the next vote
+        self._pads = remainder == "pad" and not same_rows
+        self._ends_with_first = remainder == "drop" and not same_rows
+        self._timeout_s, self._first_digest = rounds.timeout_s, first_digest
+        self._past_end, self._padding, self._position = past_end, padding, position
+        self._in_words = 0  # votes
+        self._asked: Question | None = None
+        self._read_at = 0  # when as many batches were handed out, the answer is read
+        self._agreed = self._handed_out = 0  # batches
         self._ended = self._stopped = False
-        self._last, self._position = None, position
+        self._failure: Exception | None = None
+
+    def start(self) -> None:
+        """Starts working ahead."""
+        self._placed.start()
+        self._minimum.start()
 
     def __next__(self) -> tuple[Batch, Any]:
-        if not self._agreed:
-            self._agreed = self._vote()
-            if not self._agreed:
-                raise StopIteration
-        self._agreed -= 1
-        if self._ended:
-            batch = self._template() if self._last is None else self._last
-            self._last = self._padding_like(batch)
-            self._position = self._past_end(self._position)
-        else:
-            self._last, self._position = next(self._batches)
-        return self._last, self._position
-
-    def _vote(self) -> int:
-        """How many batches may be handed out; 0 at the end, or if this stage was stopped."""
-        name = str(self._votes)
+        if self._failure is not None:
+            raise self._failure
         try:
-            ready = 0 if self._ended else self._batches.ready()
-        except BaseException as error:
-            # Does not wait for the others: whoever raises this is gone from the rounds.
-            self._rounds.fail(name, describe_error(error), self._decide)
+            if self._ended or not self._agree():
+                self._ended = True
+                raise StopIteration
+            batch, self._position = self._take()
+        except Exception as error:
+            self._absences.is_over = True  # all hosts have ended, or learn it otherwise
+            if not isinstance(error, StopIteration):
+                self._failure = error
             raise
-        if self._stopped:
-            return 0
-        self._ended = ready == 0
-        digest = self._first_digest() if self._votes == 0 else ""
-        self._rounds.post(name, [ready, digest])
-        verdict = self._rounds.verdict(
-            name, self._decide, waited_s=self._waited_s, stopped=lambda: self._stopped
-        )
-        if verdict is None:  # stopped, while others may still have to read the last verdict
-            return 0
-        # Who has voted now has read the verdict of the vote before.
-        self._rounds.forget(str(self._votes - 1))
-        self._votes += 1
-        return verdict
+        self._handed_out += 1
+        return batch, self._position
+
+    def _take(self) -> tuple[Batch, Any]:
+        known = self._known()
+        if known.results <= self._handed_out and isinstance(known.end, StopIteration):
+            return self._padding(), self._past_end(self._position)
+        return next(self._placed)
+
+    def _agree(self) -> bool:
+        """Whether all hosts hand out another batch; not if this one was stopped, either."""
+        if not self._in_words:
+            # Before the first collective, since these hosts may not even run the same program.
+            if not self._wait_for_own():
+                return False
+            self._agreed = self._vote_in_words()
+            if self._agreed == 0:
+                return False
+        all_used = self._agreed == self._handed_out
+        if self._asked is not None and (all_used or self._handed_out >= self._read_at):
+            if (least := self._answer()) is None:
+                return False
+            self._agreed = max(self._agreed, least.most)
+        if self._agreed == self._handed_out:
+            if not self._wait_for_own() or not self._ask() or (least := self._answer()) is None:
+                return False
+            agreed = follow(self._ends_with_first, self._handed_out, least)
+            if agreed is None:
+                agreed = self._handed_out + self._vote_in_words()
+            if agreed == self._handed_out:
+                return False
+            self._agreed = agreed
+        if self._asked is None and self._agreed - self._handed_out <= 2 * _READ_AFTER:
+            return self._ask()
+        return True
+
+    def _known(self, wait_s: float = 0.0) -> Known:
+        """What this host knows of its batches."""
+        placed = self._placed.known(wait_s)
+        # A batch may well be there and not fit the devices; the end is known from what is read.
+        failed = placed.end is not None and not isinstance(placed.end, StopIteration)
+        return placed if failed else self._read.known()
+
+    def _wait_for_own(self) -> bool:
+        """Waits until this host knows what comes next; False if it was stopped."""
+
+        def has_come(wait_s: float) -> bool:
+            known = self._known(wait_s)
+            if known.end is None:
+                # Its first batch must be on the devices, where it is found out whether it fits.
+                known = self._placed.known()
+            return known.results > self._handed_out or known.end is not None
+
+        return self._wait(has_come, waits_for_own=True)
+
+    def _ask(self) -> bool:
+        """Asks all hosts; False if this one was stopped before that has begun."""
+        vote = Vote.of(self._known(), self._pads)
+        self._asked, self._read_at = self._minimum.ask(vote), self._handed_out + _READ_AFTER
+        return self._wait(self._asked.begun.wait)
+
+    def _answer(self) -> Vote | None:
+        """What all hosts have said; None if this one was stopped."""
+        asked, self._asked = self._asked, None
+        if asked is None or not self._wait(asked.answered.wait):
+            return None
+        return Vote(*self._minimum.least(asked))
+
+    def _vote_in_words(self) -> int:
+        """How many batches may be handed out; 0 at the end, or if this host was stopped."""
+        name, self._in_words = str(self._in_words), self._in_words + 1
+        known = self._known()
+        ready = known.results - self._handed_out
+        if not ready and known.end is not None and not isinstance(known.end, StopIteration):
+            # Does not wait for the others: whoever raises this is gone from the rounds.
+            self._rounds.fail(name, describe_error(known.end), self._decide)
+            next(self._placed)
+        digest = "" if self._handed_out else self._first_digest()
+        self._rounds.post(name, [max(0, ready), digest])
+        verdict = self._rounds.verdict(name, self._decide, stopped=lambda: self._stopped)
+        return 0 if verdict is None else verdict
+
+    def _wait(self, has_come: Callable[[float], bool], *, waits_for_own: bool = False) -> bool:
+        """Waits for something; False if this host was stopped.
+
+        Args:
+            has_come: Waits so many seconds at most; whether it has come.
+            waits_for_own: Whether it is this host's own data, for which others may be waiting.
+
+        Raises:
+            HostTimeoutError: This host waits in vain, or others have waited in vain for it.
+        """
+        start, times_late = time.monotonic(), 0
+        while not has_come(_SLICE_S) and not self._stopped:
+            waited_s = time.monotonic() - start
+            if waited_s < self._timeout_s:
+                continue
+            if waited_s >= (times_late + 1) * self._timeout_s:
+                times_late += 1
+                what = "data of its own" if waits_for_own else "another host's training loop"
+                logging.warning("grain_shard: this host has waited %.0f s for %s", waited_s, what)
+            self._absences.look(waits_for_own)
+        if times_late and waits_for_own and not self._stopped:
+            self._absences.come_back()
+        return not self._stopped
 
     def stop(self) -> None:
         self._stopped = True
-        self._batches.stop()
+        self._placed.stop()
+        self._minimum.stop()
 
     def close(self) -> None:
-        self._batches.close()
+        self._placed.close()
+        self._minimum.close()

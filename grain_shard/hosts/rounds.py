@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax
 
@@ -35,6 +34,7 @@ class Rounds:
 
     Attributes:
         hosts: As given.
+        timeout_s: As given.
         name: Of the series, the same on all of them; "" until it begins.
         has_failed: Whether this host has said in a round that it failed.
     """
@@ -45,7 +45,7 @@ class Rounds:
 
     def __init__(self, hosts: Sequence[int], timeout_s: float):
         self._client = runtime_client()
-        self.hosts, self._timeout_s = list(hosts), timeout_s
+        self.hosts, self.timeout_s = list(hosts), timeout_s
         self._host, self._leader = jax.process_index(), self.hosts[0]
         self.name, self.has_failed = "", False
 
@@ -84,7 +84,6 @@ class Rounds:
         round_: str,
         decide: Callable[[Answers], Any],
         *,
-        waited_s: Callable[[], float] = lambda: math.inf,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Any:
         """What the first host makes of all answers.
@@ -92,8 +91,6 @@ class Rounds:
         Args:
             round_: The round.
             decide: From all answers, by host, to the verdict (JSON). Called on that host.
-            waited_s: How long somebody has been waiting for this verdict, in seconds. The timeout
-                counts that, and from this call on.
             stopped: Whether to give up, without an error.
 
         Returns:
@@ -106,7 +103,7 @@ class Rounds:
         start = time.monotonic()
 
         def waited() -> float:
-            return min(waited_s(), time.monotonic() - start)
+            return time.monotonic() - start
 
         key = f"{self.name}/{round_}/verdict"
         if self._host == self._leader:
@@ -118,7 +115,7 @@ class Rounds:
             verdict = self._settle(key, verdict)
             self._client.key_value_delete(f"{self.name}/{round_}/answers/")
         else:
-            text = self._get(key, waited, stopped, self._timeout_s + _GRACE_S)
+            text = self._get(key, waited, stopped, self.timeout_s + _GRACE_S)
             if text is None:
                 if stopped():
                     return None
@@ -150,13 +147,21 @@ class Rounds:
         Raises:
             JaxRuntimeError: One did not come in time; the runtime's message names it.
         """
-        timeout_ms = int(self._timeout_s * 1000)
+        timeout_ms = int(self.timeout_s * 1000)
         self._client.wait_at_barrier(f"grain_shard/{barrier}", timeout_ms, self.hosts)
 
-    def forget(self, round_: str) -> None:
-        """Deletes a round whose verdict every host has read. The first host does it."""
-        if self._host == self._leader:
-            self._client.key_value_delete(f"{self.name}/{round_}/")
+    def say(self, topic: str, text: str) -> None:
+        """Says something of this host, in place of what it said before. Does not wait."""
+        key = self._answer_key(topic, self._host)
+        self._client.key_value_set(key, json.dumps(text), allow_overwrite=True)
+
+    def unsay(self, topic: str) -> None:
+        """Takes back what this host has said."""
+        self._client.key_value_delete(self._answer_key(topic, self._host))
+
+    def said(self, topic: str) -> dict[int, Any]:
+        """What hosts have said, by host. Does not wait for anybody."""
+        return self._posted(topic)
 
     def _gather(
         self, round_: str, waited_s: Callable[[], float], stopped: Callable[[], bool]
@@ -171,7 +176,7 @@ class Rounds:
                 return answers
             if host not in answers:
                 key = self._answer_key(round_, host)
-                if self._get(key, waited_s, stopped, self._timeout_s) is None:
+                if self._get(key, waited_s, stopped, self.timeout_s) is None:
                     break
         return None if stopped() else self._posted(round_)
 
@@ -208,14 +213,22 @@ class Rounds:
         if "error" in verdict:
             raise AgreementError(verdict["error"])
         if silent := verdict.get("silent"):
-            kinds = difference("kind", {h: {"kind": k} for h, k in self._posted("kind").items()})
-            raise HostTimeoutError(
-                f"{hosts_text(silent)} did not answer within {self._timeout_s:g} s.\n"
-                + (f"{kinds}\n" if kinds else "")
-                + f"  here:   host {self._host} of {len(self.hosts)}\n"
-                "  remedy: look at its log: did it fail, take fewer steps, or open fewer iterators"
-                " than this host? If it is only slow, raise timeout_s of .shard_to."
-            )
+            self.raise_silent(silent)
+
+    def raise_silent(self, silent: Sequence[int]) -> NoReturn:
+        """Raises that hosts did not answer in time.
+
+        Raises:
+            HostTimeoutError: It names them.
+        """
+        kinds = difference("kind", {h: {"kind": k} for h, k in self._posted("kind").items()})
+        raise HostTimeoutError(
+            f"{hosts_text(silent)} did not answer within {self.timeout_s:g} s.\n"
+            + (f"{kinds}\n" if kinds else "")
+            + f"  here:   host {self._host} of {len(self.hosts)}\n"
+            "  remedy: look at its log: did it fail, take fewer steps, or open fewer iterators"
+            " than this host? If it is only slow, raise timeout_s of .shard_to."
+        )
 
 
 def _failed(answers: Answers) -> bool:

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import grain
 
-from grain_shard.background import Background, Producer, jax_context
+from grain_shard.background import Background, jax_context
 from grain_shard.errors import AgreementError, ShardingError, describe_error
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
@@ -46,6 +45,7 @@ class AcrossHosts:
 
     Attributes:
         hosts: All hosts in the mesh.
+        devices: All devices in the mesh, of all hosts.
         timeout_s: How long one may wait for another, in seconds.
         fields: What must be the same on all of them, besides the batches' shapes.
         shards: The shards of the batch axis that this host holds.
@@ -53,6 +53,7 @@ class AcrossHosts:
     """
 
     hosts: Sequence[int]
+    devices: Sequence[Any]
     timeout_s: float
     fields: Mapping[str, Any]
     shards: Sequence[int]
@@ -124,34 +125,30 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def _open(self, position: Position | None) -> None:
         across = self._across
         self._position, batches, first_digest, self._threads = self._host.open(position)
-        source: Producer[tuple[Batch, Position]] = batches
         self._begun = self._compared = False
         self._failure = None
         self._alarm: Alarm | None = None
         self._rounds = Rounds(across.hosts, across.timeout_s) if across else None
-        # The threads must refer to these and not to self, which could never be collected then.
-        self._wait, placer = _Wait(), self._placer
+        # The threads must refer to this and not to self, which could never be collected then.
+        place = _Place(self._placer, keeps_last=self._host.ends_by_vote)
+        placed = Background(
+            place, batches, buffer_size=self._device_buffer_size, name="grain-shard-device"
+        )
+        self._stage: Background[Any, tuple[Batch, Position]] | AgreedEnd = placed
         if across and self._rounds and self._host.ends_by_vote:
-            source = AgreedEnd(
+            host = self._host
+            self._stage = AgreedEnd(
+                placed,
                 batches,
                 self._rounds,
+                across.devices,
                 remainder=across.remainder,
-                same_rows=self._host.rows == GLOBAL,
+                same_rows=host.rows == GLOBAL,
                 first_digest=first_digest,
                 position=self._position,
-                past_end=self._host.past_end,
-                template=self._host.first,
-                padding_like=self._host.padding.like,
-                waited_s=self._wait.seconds,
+                past_end=host.past_end,
+                padding=lambda: place.padding(host),
             )
-
-        def place(item: tuple[Batch, Position]) -> tuple[Batch, Position]:
-            with span(PLACE):
-                return placer(item[0]), item[1]
-
-        self._stage = Background(
-            place, source, buffer_size=self._device_buffer_size, name="grain-shard-device"
-        )
 
     def __next__(self) -> Batch:
         self._require_open()
@@ -163,18 +160,17 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if first and self._second_pass is not None and self._position == self._beginning:
             self._second_pass.begins()
         self.start_prefetch()
-        with self._wait:
-            try:
-                batch, position = next(self._stage)
-            except ShardingError as error:
-                # What stands before placement knows no mesh, and may run where there is none.
-                self._tell(first, error)
-                raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
-            except BaseException as error:
-                self._tell(first, error)
-                if isinstance(error, StopIteration):
-                    self._at_end()
-                raise
+        try:
+            batch, position = next(self._stage)
+        except ShardingError as error:
+            # What stands before placement knows no mesh, and may run where there is none.
+            self._tell(first, error)
+            raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
+        except BaseException as error:
+            self._tell(first, error)
+            if isinstance(error, StopIteration):
+                self._at_end()
+            raise
         self._tell(first, None)
         self._position = position
         return batch if self._reshard is None else self._reshard(batch)
@@ -368,19 +364,26 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 self._alarm.close()
 
 
-class _Wait:
-    """How long the training loop has been waiting for its next batch."""
+class _Place:
+    """Puts this host's batches on the devices.
 
-    def __init__(self):
-        self._since: float | None = None
+    Args:
+        placer: Does it.
+        keeps_last: Whether the last batch is kept on the host, as padding has to look like it.
+    """
 
-    def __enter__(self) -> None:
-        self._since = time.monotonic()
+    def __init__(self, placer: Placer, keeps_last: bool):
+        self._placer, self._keeps_last = placer, keeps_last
+        self._last: Batch | None = None
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._since = None
+    def __call__(self, item: tuple[Batch, Position]) -> tuple[Batch, Position]:
+        batch, position = item
+        if self._keeps_last:
+            self._last = batch
+        with span(PLACE):
+            return self._placer(batch), position
 
-    def seconds(self) -> float:
-        """0 while the loop is busy with something else."""
-        since = self._since
-        return 0.0 if since is None else time.monotonic() - since
+    def padding(self, host: HostBatches) -> Batch:
+        """A batch of padding on the devices, that looks like those of this host."""
+        batch = host.first() if self._last is None else self._last
+        return self._placer(host.padding.like(batch))

@@ -242,6 +242,7 @@ class ShardedDataset(grain.IterDataset):
         }
         return AcrossHosts(
             hosts=self._read_by.hosts(),
+            devices=self._read_by.devices(),
             timeout_s=self._timeout_s,
             fields=fields,
             shards=self._layout.shards,

@@ -119,6 +119,11 @@ class ShardingTree:
         """The rows that each host holds, for every host with a device in the mesh, ascending."""
         return BatchLayout.of_hosts(self.shardings(), self.microbatches or 1)
 
+    def devices(self) -> list[Any]:
+        """The devices of all hosts that hold something, in an order that is the same on each."""
+        of_shardings = [device for s in self.shardings() for device in s.device_set]
+        return sorted(set(of_shardings), key=lambda device: (device.process_index, device.id))
+
     def hosts(self) -> list[int]:
         """The hosts that have a device in the mesh, ascending."""
         return list(self.layouts())
