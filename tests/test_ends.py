@@ -1,15 +1,25 @@
 """The ends of streams and of exchanges, as far as one process shows them."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import grain
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from grain_shard.background import Background, Producer
-from grain_shard.hosts.ends import AgreedEnd, decide
+from grain_shard.background import Background, Known, Producer
+from grain_shard.errors import AgreementError
+from grain_shard.hosts import ends
+from grain_shard.hosts.ends import AgreedEnd, Vote, decide, follow
+from grain_shard.hosts.minimum import LARGEST, Minimum, Question
+from grain_shard.iteration.iterator import _Place
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.sharding.reshard import Resharder
+from tests.conftest import eventually
 
 # What follows from the votes: remainder, whether all hosts have the same rows, each host's vote,
 # and how many batches are handed out before the next one (0: all end here), or the error.
@@ -67,23 +77,130 @@ def test_a_failed_host_is_named_whatever_the_others_have(remainder):
     assert verdict == {"error": "a host's stream failed.\n  host 2: OSError: no such file"}
 
 
-class AllSayBatch:
-    """Rounds in which every other host is taken to have one batch more."""
+def known(batches, end=None):
+    return Known(batches, end)
 
-    def __init__(self):
-        self.posted, self.failed, self.forgotten = [], [], []
+
+ENDED = StopIteration()
+FAILED = ValueError("a bad record")
+
+# What follows of what the hosts know, once each knows what comes after the batches handed out:
+# remainder, how many were handed out, what each host knows, and how many may have been handed out
+# before the next vote (as many as were: all end here; None: they tell each other in words).
+FOLLOWS = [
+    ("pad", 0, [known(1)], 1),
+    ("pad", 3, [known(7), known(5), known(4)], 4),
+    ("pad", 2, [known(6), known(2, ENDED), known(5)], 5),
+    ("pad", 2, [known(2, ENDED), known(1, ENDED), known(3, ENDED)], 3),
+    ("pad", 3, [known(2, ENDED), known(1, ENDED), known(3, ENDED)], 3),
+    ("drop", 2, [known(6), known(4, ENDED), known(5)], 4),
+    ("drop", 4, [known(6), known(4, ENDED), known(5)], 4),
+    ("error", 2, [known(6), known(4, ENDED), known(5)], 4),
+    ("error", 4, [known(6), known(4, ENDED), known(5)], None),
+    ("error", 4, [known(4, ENDED), known(4, ENDED)], 4),
+    ("pad", 2, [known(6), known(4, FAILED)], 4),
+    ("pad", 4, [known(6), known(4, FAILED)], None),
+    ("drop", 4, [known(4, ENDED), known(4, FAILED)], None),
+]
+
+
+@pytest.mark.parametrize(("remainder", "handed_out", "hosts", "expected"), FOLLOWS)
+def test_what_follows_from_what_all_hosts_know(remainder, handed_out, hosts, expected):
+    votes = [Vote.of(host, pads=remainder == "pad") for host in hosts]
+    least = Vote(*(min(numbers) for numbers in zip(*votes, strict=True)))
+    assert follow(remainder == "drop", handed_out, least) == expected
+
+
+class Meeting:
+    """Where hosts that run in threads of this process meet, in place of a store and of devices."""
+
+    def __init__(self, num_hosts):
+        self.num_hosts, self.posted, self.said = num_hosts, {}, {}
+        self.came = threading.Condition()
+        self.failed = []
+
+    def post(self, name, host, answer):
+        with self.came:
+            self.posted.setdefault(name, {})[host] = answer
+            self.came.notify_all()
+
+    def all_of(self, name):
+        with self.came:
+            self.came.wait_for(lambda: self.has_all(name) or self.failed, timeout=60)
+            return dict(self.posted.get(name, {}))
+
+    def has_all(self, name):
+        return len(self.posted.get(name, {})) == self.num_hosts
+
+
+class TestRounds:
+    """`Rounds` by such a meeting."""
+
+    __test__ = False
+    name, timeout_s = "series", 60.0
+
+    def __init__(self, host, meeting):
+        self.host, self.meeting = host, meeting
 
     def post(self, round_, answer):
-        self.posted.append((round_, answer))
+        self.meeting.post(round_, self.host, answer)
 
     def fail(self, round_, text, decide):
-        self.failed.append((round_, text))
+        with self.meeting.came:
+            self.meeting.failed.append((self.host, text))
+        self.post(round_, {"failed": text})
 
-    def verdict(self, round_, decide, **_):
-        return decide({0: self.posted[-1][1], 1: [1, ""]})
+    def verdict(self, round_, decide, *, stopped):
+        verdict = decide(self.meeting.all_of(round_))
+        if isinstance(verdict, dict):
+            raise AgreementError(verdict["error"])
+        return verdict
 
-    def forget(self, round_):
-        self.forgotten.append(round_)
+    def say(self, topic, text):
+        self.meeting.said[self.host] = text
+
+    def said(self, topic):
+        return self.meeting.said
+
+
+class TestMinimum:
+    """`Minimum` by such a meeting; as on devices that do not block, a question begins at once."""
+
+    __test__ = False
+
+    def __init__(self, devices, at_end):
+        (self.rounds,), self.at_end, self.asked = devices, at_end, 0
+        self.closed = 0
+
+    def start(self):
+        pass
+
+    def ask(self, numbers):
+        question, name = Question(numbers), ("question", self.asked)
+        self.asked += 1
+        self.rounds.meeting.post(name, self.rounds.host, question.numbers)
+        question.begun.set()
+        question.answered.wait = lambda wait_s: bool(self.rounds.meeting.all_of(name))
+        question.name = name
+        return question
+
+    def least(self, question):
+        votes = self.rounds.meeting.all_of(question.name).values()
+        return tuple(min(numbers) for numbers in zip(*votes, strict=True))
+
+    def stop(self):
+        pass
+
+    def close(self):
+        self.closed += 1
+        self.at_end()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _by_meeting():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ends, "Minimum", TestMinimum)
+        yield
 
 
 class Host(Producer):
@@ -104,37 +221,113 @@ class Host(Producer):
         self.closed += 1
 
 
-def agreed(host, rounds, **options):
+def agreed(source, host=0, meeting=None, *, buffer_size=2, remainder="pad", **options):
     """The host's batches, up to the end that it agrees on with the others."""
-    background = Background(lambda item: item, host, buffer_size=2, name="grain-shard-test")
+    read = Background(lambda item: item, source, buffer_size=buffer_size, name="grain-shard-test")
+    placed = Background(lambda item: item, read, buffer_size=1, name="grain-shard-test")
+    rounds = TestRounds(host, meeting or Meeting(1))
     return AgreedEnd(
-        background,
+        placed,
+        read,
         rounds,
-        remainder="pad",
+        [rounds],
+        remainder=remainder,
         same_rows=False,
         position=0,
         past_end=lambda position: position + 1,
-        padding_like=PadRows().like,
-        waited_s=lambda: 0.0,
-        **{"template": lambda: pytest.fail("padding was asked for"), **options},
+        **{"padding": lambda: "padding", **options},
     )
 
 
-def test_a_failure_is_raised_and_not_padded_over_whatever_the_other_hosts_were_told():
-    rounds = AllSayBatch()
-    batches = agreed(Host(error=ValueError("a bad record")), rounds)
-    with pytest.raises(ValueError, match="a bad record"):
+def handed_out(batches):
+    """What comes of them until the end, or until an error, which is the last."""
+    result = []
+    try:
+        for batch, position in batches:
+            result.append((batch, position))
+    except Exception as error:
+        result.append(error)
+    batches.close()
+    return result
+
+
+def of_hosts(lengths, *, failing=(), remainder="pad", buffer_sizes=None):
+    """What each of several hosts hands out, whose streams have so many batches."""
+    meeting, sizes = Meeting(len(lengths)), buffer_sizes or [2] * len(lengths)
+    iterators = [
+        agreed(
+            Host(
+                *((f"batch {k}", k + 1) for k in range(length)),
+                error=FAILED if host in failing else StopIteration,
+            ),
+            host,
+            meeting,
+            buffer_size=sizes[host],
+            remainder=remainder,
+        )
+        for host, length in enumerate(lengths)
+    ]
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        return list(threads.map(handed_out, iterators))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    hosts=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=5),
+    remainder=st.sampled_from(["pad", "drop"]),
+)
+def test_all_hosts_hand_out_as_many_batches_whatever_their_buffers(hosts, remainder):
+    lengths, buffer_sizes = zip(*hosts, strict=True)
+    expected = max(lengths) if remainder == "pad" else min(lengths)
+    for length, result in zip(
+        lengths, of_hosts(lengths, remainder=remainder, buffer_sizes=buffer_sizes), strict=True
+    ):
+        own = [(f"batch {k}", k + 1) for k in range(min(length, expected))]
+        padding = [("padding", k + 1) for k in range(length, expected)]
+        assert result == own + padding
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=2, max_size=4), remainder=st.sampled_from(["pad"])
+)
+def test_where_a_host_fails_all_stop_with_it(lengths, remainder):
+    """The host that fails raises its own error, and every other one names it."""
+    own, *others = of_hosts(lengths, failing={0}, remainder=remainder)
+    assert own[-1] is FAILED
+    assert len(own) - 1 == lengths[0]
+    for other in others:
+        assert len(other) - 1 == lengths[0]
+        assert isinstance(other[-1], AgreementError)
+        assert "host 0: ValueError: a bad record" in str(other[-1])
+
+
+def test_streams_that_end_apart_are_an_error_on_every_host_if_they_should_not():
+    for result in of_hosts([3, 5, 3], remainder="error"):
+        assert len(result) - 1 == 3
+        assert "the streams of 2 of 3 hosts (the first: host 0) end earlier" in str(result[-1])
+
+
+def test_few_questions_are_asked_where_the_buffers_are_full(monkeypatch):
+    asked = []
+    ask = TestMinimum.ask
+    monkeypatch.setattr(TestMinimum, "ask", lambda *args: (asked.append(args), ask(*args))[1])
+    source = Host(*((f"batch {k}", k + 1) for k in range(60)))
+    batches = agreed(source, buffer_size=8)
+    for _ in range(48):
         next(batches)
-    assert rounds.failed == [("0", "ValueError: a bad record")]
+        # So the buffer is full again, as it is where steps take longer than batches.
+        eventually(lambda: batches._read.known().results >= batches._handed_out + 8)
+    assert len(asked) <= 48 / 3 + 2
     batches.close()
 
 
-def test_a_failure_comes_after_the_batches_before_it():
-    rounds = AllSayBatch()
-    batches = agreed(Host(("a", 1), ("b", 2), error=ValueError("a bad record")), rounds)
-    assert [next(batches), next(batches)] == [("a", 1), ("b", 2)]
-    with pytest.raises(ValueError, match="a bad record"):
-        next(batches)
+def test_the_next_call_raises_the_same_error_again():
+    batches = agreed(Host(("a", 1), error=FAILED))
+    assert next(batches) == ("a", 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a bad record"):
+            next(batches)
     batches.close()
 
 
@@ -155,48 +348,51 @@ def test_the_last_exchange_is_waited_for_where_the_data_end(monkeypatch):
 
 def test_a_scalar_stays_what_it_is_in_padding():
     """It belongs to the whole batch: on hosts that still have rows, it is that of theirs."""
+
+    class Padded:
+        padding = PadRows()
+
     rows = {"x": np.ones(4), "valid_mask": np.ones(4, bool), "temperature": np.float32(0.7)}
-    batches = agreed(Host((rows, 1)), AllSayBatch())
-    next(batches)
-    padding, position = next(batches)
-    assert position == 2
+    place = _Place(lambda batch: batch, keeps_last=True)
+    place((rows, 1))
+    padding = place.padding(Padded())
     assert not padding["x"].any()
     assert not padding["valid_mask"].any()
     assert padding["temperature"] == np.float32(0.7)
+
+
+@pytest.mark.parametrize("numbers", [(3, 5, -5, LARGEST), (LARGEST, 0, -LARGEST, 1)])
+@pytest.mark.parametrize("x64", [False, True])
+def test_the_devices_find_the_least_whatever_mesh_and_width_the_loop_has(numbers, x64):
+    """Here of one host alone: tests/test_hosts_streams.py asks those of several."""
+    ended = []
+    loop_mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with jax.set_mesh(loop_mesh), jax.enable_x64(x64):
+        minimum = Minimum(jax.devices()[::-1], at_end=lambda: ended.append(True))
+        minimum.start()
+        for _ in range(3):
+            question = minimum.ask(numbers)
+            assert question.begun.wait(60)
+            assert question.answered.wait(60)
+            assert minimum.least(question) == numbers
+        minimum.close()
+    assert ended == [True]
+
+
+@pytest.mark.parametrize(("taken", "said"), [(1, {0: "has left"}), (3, {})])
+def test_a_host_that_closes_before_the_end_says_so(taken, said):
+    meeting = Meeting(1)
+    batches = agreed(Host(("a", 1), ("b", 2)), 0, meeting)
+    for _ in range(taken):
+        next(batches, None)
     batches.close()
-
-
-def test_of_each_vote_the_one_before_is_forgotten():
-    """Or the key-value store of a long run would grow with every vote."""
-    rounds = AllSayBatch()
-    batches = agreed(Host(("a", 1), ("b", 2), ("c", 3)), rounds)
-    for _ in range(3):
-        next(batches)
-    voted = [int(name) for name, _ in rounds.posted]
-    assert [int(name) for name in rounds.forgotten] == [vote - 1 for vote in voted]
-    batches.close()
-
-
-def test_a_host_that_stops_in_the_middle_of_a_vote_forgets_no_verdict():
-    """Another host may not have read the last one yet, and would wait for it in vain."""
-    rounds = AllSayBatch()
-    batches = agreed(Host(("a", 1), ("b", 2)), rounds)
-    next(batches)
-    rounds.forgotten.clear()
-
-    def stopped_meanwhile(*args, **kwargs):
-        batches.stop()
-
-    rounds.verdict = stopped_meanwhile
-    assert next(batches, None) is None
-    assert rounds.forgotten == []
-    batches.close()
+    assert meeting.said == said
 
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_to_close_it_stops_and_closes_the_stream_below_once(begun):
-    host = Host(("a", 1), ("b", 2))
-    batches = agreed(host, AllSayBatch())
+    host = Host(*((f"batch {k}", k) for k in range(20)))  # more than fit the buffers
+    batches = agreed(host)
     if begun:
         next(batches)
     batches.close()

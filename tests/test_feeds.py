@@ -427,7 +427,7 @@ def test_batches_are_made_ahead_of_a_vote_and_are_bounded(buffer_size, num_threa
         next(batches)
         eventually(lambda: min(counted.taken) >= 2 * (step + buffer_size))
         assert counted.taken == [2 * (step + buffer_size)] * 4
-        eventually(lambda: batches.ready() == buffer_size)
+        eventually(lambda: batches.known().results == step + buffer_size)
     batches.close()
 
 
