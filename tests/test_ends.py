@@ -127,7 +127,7 @@ class Meeting:
     def all_of(self, name):
         with self.came:
             self.came.wait_for(lambda: self.has_all(name) or self.failed, timeout=60)
-            return dict(self.posted.get(name, {}))
+            return dict(sorted(self.posted.get(name, {}).items()))
 
     def has_all(self, name):
         return len(self.posted.get(name, {})) == self.num_hosts

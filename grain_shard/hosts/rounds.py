@@ -182,7 +182,8 @@ class Rounds:
 
     def _posted(self, round_: str) -> dict[int, Any]:
         entries = self._client.key_value_dir_get(f"{self.name}/{round_}/answers/")
-        return {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in entries}
+        answers = {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in entries}
+        return dict(sorted(answers.items()))  # the store sorts them as text
 
     def _get(
         self,
