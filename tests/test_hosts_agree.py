@@ -286,6 +286,19 @@ def case_some_hosts_only_and_then_all(host, _):
         return own_ids(next(iterator))
 
 
+def case_a_look_at_a_batch_on_one_host(host, _):
+    """It cannot have the batch, which is of all hosts. The training is not disturbed by it."""
+    evaluation = numbered(16).batch(8).shard_to(mesh_of(jax.devices()), timeout_s=2)
+    train = numbered(24).batch(8).shard_to(mesh_of(jax.devices()), timeout_s=20)
+    batches = iter(train)
+    look = None
+    if host == ODD:
+        shown = numbered(8).batch(8).shard_to(mesh_of(jax.devices()))
+        look = first_batch(iter(evaluation)), shown.abstract_batch()["id"].shape
+    rows = [own_ids(batch) for batch in (next(batches), next(batches))]
+    return look, rows, own_ids(next(iter(train)))
+
+
 CASES = [case for name, case in globals().items() if name.startswith("case_")]
 
 
@@ -386,6 +399,7 @@ def test_a_host_that_runs_another_kind_of_pipeline_is_named(results):
         assert_refused(result, host)
         assert result["type"] == "HostTimeoutError"
         assert 'kind: "random access" on hosts 0, 1, 3; "stream" on host 2' in result["text"]
+        assert "made at" not in result["text"]
 
 
 def test_two_iterators_may_be_interleaved(results):
@@ -427,6 +441,20 @@ def test_a_host_that_arrives_when_the_others_have_given_up_learns_of_it(results,
     result = results[case][late_host]
     assert_refused(result, late_host)
     assert result["type"] == "HostTimeoutError"
+
+
+def test_a_look_at_a_batch_on_one_host_is_refused_there_and_disturbs_no_other_iterator(results):
+    for host, (look, rows, again) in enumerate(results[case_a_look_at_a_batch_on_one_host]):
+        assert rows == [[2 * host, 2 * host + 1], [8 + 2 * host, 8 + 2 * host + 1]]
+        assert again == rows[0]
+        if host == ODD:
+            refused, shape = look
+            assert_refused(refused, host)
+            assert refused["type"] == "HostTimeoutError"
+            assert "hosts 0, 1, 3 did not answer within 2 s" in refused["text"]
+            assert "made at: " in refused["text"]
+            assert "iterate over what stands before .shard_to" in refused["text"]
+            assert shape == (8,)
 
 
 def test_an_iterator_of_some_hosts_does_not_disturb_the_next_one_of_all(results):

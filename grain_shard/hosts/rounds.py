@@ -7,22 +7,23 @@ thread; and since all read the same verdict, all raise or none does. Every wait 
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jax
 
-from grain_shard.digest import digest
 from grain_shard.errors import AgreementError, HostTimeoutError
 from grain_shard.hosts.compare import Answers, compare, difference, hosts_text
+from grain_shard.hosts.series import Series
 
 # A wait is cut into pieces of this length, so that closing an iterator ends it.
 _SLICE_MS = 500
 # How much longer than the first host the others wait, so that they report its verdict.
 _GRACE_S = 5.0
+# Which iterator each host has opened last.
+_OPENED = "grain_shard/opened/{}"
 
 
 class Rounds:
@@ -31,6 +32,7 @@ class Rounds:
     Args:
         hosts: The hosts that take part, this one among them. The first one makes the verdicts.
         timeout_s: How long one host waits for another, in seconds.
+        series: Names the rounds of this iterator.
 
     Attributes:
         hosts: As given.
@@ -39,28 +41,26 @@ class Rounds:
         has_failed: Whether this host has said in a round that it failed.
     """
 
-    # How many series were begun by each set of hosts: a series of some of the hosts must not shift
-    # the numbers of those of all.
-    _numbers: ClassVar[dict[str, itertools.count]] = {}
-
-    def __init__(self, hosts: Sequence[int], timeout_s: float):
-        self._client = runtime_client()
+    def __init__(self, hosts: Sequence[int], timeout_s: float, series: Series):
+        self._client, self._series = runtime_client(), series
         self.hosts, self.timeout_s = list(hosts), timeout_s
         self._host, self._leader = jax.process_index(), self.hosts[0]
         self.name, self.has_failed = "", False
 
     def begin(self, kind: str) -> None:
-        """Gives the series its name. All hosts begin their series in the same order.
+        """Gives the series its name. All hosts open the iterators of a dataset in the same order.
 
         To be called by the training loop's thread: its order is that of the program.
 
         Args:
             kind: What this host runs, to tell why hosts might wait in different rounds.
         """
-        hosts = digest(self.hosts)
-        number = next(self._numbers.setdefault(hosts, itertools.count()))
-        self.name = f"grain_shard/{hosts}/{number}"
-        self.post("kind", kind)
+        name, number = self._series.open(self.hosts)
+        self.name = f"grain_shard/{name}"
+        opened = {"kind": kind, "made at": self._series.place, "iterator": number}
+        self._client.key_value_set(
+            _OPENED.format(self._host), json.dumps(opened), allow_overwrite=True
+        )
 
     def fail(self, round_: str, text: str, decide: Callable[[Answers], Any]) -> None:
         """Posts that this host failed, and does not wait: the first host settles the round by it.
@@ -141,15 +141,6 @@ class Rounds:
             return json.loads(self._client.blocking_key_value_get(key, _SLICE_MS))
         return verdict
 
-    def meet(self, barrier: str) -> None:
-        """Waits until all hosts have come to the same barrier, each once in a run.
-
-        Raises:
-            JaxRuntimeError: One did not come in time; the runtime's message names it.
-        """
-        timeout_ms = int(self.timeout_s * 1000)
-        self._client.wait_at_barrier(f"grain_shard/{barrier}", timeout_ms, self.hosts)
-
     def say(self, topic: str, text: str) -> None:
         """Says something of this host, in place of what it said before. Does not wait."""
         key = self._answer_key(topic, self._host)
@@ -222,19 +213,34 @@ class Rounds:
         Raises:
             HostTimeoutError: It names them.
         """
-        kinds = difference("kind", {h: {"kind": k} for h, k in self._posted("kind").items()})
+        entries = self._client.key_value_dir_get(_OPENED.format(""))
+        opened = {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in sorted(entries)}
+        opened = {host: opened[host] for host in self.hosts if host in opened}
+        fields = ("kind", "made at", "iterator")
+        differences = [line for field in fields if (line := difference(field, opened))]
+        opened_last = ["  The iterators that the hosts opened last differ:", *differences]
         raise HostTimeoutError(
             f"{hosts_text(silent)} did not answer within {self.timeout_s:g} s.\n"
-            + (f"{kinds}\n" if kinds else "")
+            + ("".join(f"{line}\n" for line in opened_last) if differences else "")
             + f"  here:   host {self._host} of {len(self.hosts)}\n"
-            "  remedy: look at its log: did it fail, take fewer steps, or open fewer iterators"
-            " than this host? If it is only slow, raise timeout_s of .shard_to."
+            "  remedy: look at its log: did it fail, take fewer steps, or open other iterators than"
+            " this host? If it is only slow, raise timeout_s of .shard_to. To look at a batch on"
+            " one host alone, iterate over what stands before .shard_to."
         )
 
 
 def _failed(answers: Answers) -> bool:
     """Whether one of the hosts says that it failed."""
     return any(isinstance(answer, dict) and "failed" in answer for answer in answers.values())
+
+
+def meet(barrier: str, hosts: Sequence[int], timeout_s: float) -> None:
+    """Waits until all hosts have come to the same barrier, each once in a run.
+
+    Raises:
+        JaxRuntimeError: One did not come in time; the runtime's message names it.
+    """
+    runtime_client().wait_at_barrier(f"grain_shard/{barrier}", int(timeout_s * 1000), list(hosts))
 
 
 def runtime_client() -> Any:

@@ -28,7 +28,8 @@ from grain_shard.errors import AgreementError, ShardingError, describe_error
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
 from grain_shard.hosts.ends import AgreedEnd
-from grain_shard.hosts.rounds import Rounds, agree
+from grain_shard.hosts.rounds import Rounds, agree, meet
+from grain_shard.hosts.series import Series
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.second_pass import SecondPass
@@ -46,6 +47,7 @@ class AcrossHosts:
     Attributes:
         hosts: All hosts in the mesh.
         devices: All devices in the mesh, of all hosts.
+        series: Names the iterators of the dataset.
         timeout_s: How long one may wait for another, in seconds.
         fields: What must be the same on all of them, besides the batches' shapes.
         shards: The shards of the batch axis that this host holds.
@@ -54,6 +56,7 @@ class AcrossHosts:
 
     hosts: Sequence[int]
     devices: Sequence[Any]
+    series: Series
     timeout_s: float
     fields: Mapping[str, Any]
     shards: Sequence[int]
@@ -128,7 +131,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._begun = self._compared = False
         self._failure = None
         self._alarm: Alarm | None = None
-        self._rounds = Rounds(across.hosts, across.timeout_s) if across else None
+        self._rounds = Rounds(across.hosts, across.timeout_s, across.series) if across else None
         # The threads must refer to this and not to self, which could never be collected then.
         place = _Place(self._placer, keeps_last=self._host.ends_by_vote)
         placed = Background(
@@ -295,8 +298,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             await asyncio.to_thread(write_state, await directory.await_creation(), state)
             if self._across is not None and not is_shared(state):
                 # The folder gets its final name when the first host is done; by then all must be.
-                rounds = Rounds(self._across.hosts, self._across.timeout_s)
-                await asyncio.to_thread(rounds.meet, f"save-{number}")
+                hosts, timeout_s = self._across.hosts, self._across.timeout_s
+                await asyncio.to_thread(meet, f"save-{number}", hosts, timeout_s)
 
         return write()
 

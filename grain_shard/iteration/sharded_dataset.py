@@ -10,6 +10,7 @@ import jax
 
 from grain_shard.errors import ShardingError, describe_mesh, require_int
 from grain_shard.hosts.compare import GLOBAL
+from grain_shard.hosts.series import Series
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import AcrossHosts, ShardedIterator
@@ -81,6 +82,7 @@ class ShardedDataset(grain.IterDataset):
         self._host, self._read_by, self._final = host, shardings, final_shardings
         self._settings, self._remainder, self._timeout_s = settings, remainder, timeout_s
         self._layout, self._second_pass = shardings.layout(), SecondPass(same_order)
+        self._series = Series()
 
     @property
     def settings(self) -> Settings:
@@ -243,6 +245,7 @@ class ShardedDataset(grain.IterDataset):
         return AcrossHosts(
             hosts=self._read_by.hosts(),
             devices=self._read_by.devices(),
+            series=self._series,
             timeout_s=self._timeout_s,
             fields=fields,
             shards=self._layout.shards,

@@ -1,0 +1,57 @@
+"""Which iterators of several hosts belong together.
+
+All hosts run the same program, so iterators belong together that come from the same dataset, as the
+first, second, third one opened of it. A dataset is known by the place in the program where it was
+made, and of several made there, by the order in which they were opened first. So a host that makes
+a dataset more, or opens an iterator more, to look at a batch, disturbs no other dataset.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from typing import ClassVar
+
+from grain_shard.digest import digest
+
+_OWN = ("grain_shard", "grain")
+
+
+class Series:
+    """Names the iterators of one dataset; made where the dataset is.
+
+    Attributes:
+        place: Where in the user's program that is: ``train.py:40``.
+    """
+
+    # How many datasets of some hosts, made at some place, have been opened.
+    _datasets: ClassVar[collections.Counter[str]] = collections.Counter()
+
+    def __init__(self):
+        self.place = _caller()
+        self._dataset: int | None = None
+        self._iterators = itertools.count()
+
+    def open(self, hosts: Sequence[int]) -> tuple[str, int]:
+        """The name of the next iterator, the same on all hosts, and its number.
+
+        Args:
+            hosts: That have a part of its batches.
+        """
+        key = f"{digest(list(hosts))}/{digest(self.place)}"
+        if self._dataset is None:
+            self._dataset = self._datasets[key]
+            self._datasets[key] += 1
+        number = next(self._iterators)
+        return f"{key}/{self._dataset}/{number}", number
+
+
+def _caller() -> str:
+    """The innermost place on the stack that is neither of this package nor of Grain."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
