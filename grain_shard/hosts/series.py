@@ -9,9 +9,9 @@ a dataset more, or opens an iterator more, to look at a batch, disturbs no other
 from __future__ import annotations
 
 import collections
+import inspect
 import itertools
 import os
-import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -51,7 +51,7 @@ class Series:
 
 def _caller() -> str:
     """The innermost place on the stack that is neither of this package nor of Grain."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
