@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks import (
+    agreement,
     hosts,
     images,
     many_feeds,
@@ -29,6 +30,7 @@ MODULES = (
     images,
     waiting,
     many_feeds,
+    agreement,
 )
 GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]
 
