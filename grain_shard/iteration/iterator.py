@@ -237,6 +237,19 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._require_open()
         self.go_to(self._host.from_state(state))
 
+    def write_state(self, directory: Any) -> None:
+        """Writes the state into files of a folder, once every host has called it."""
+        write_state(directory, self.get_state(), self._host.own_feeds)
+
+    def read_state(self, directory: Any) -> None:
+        """Goes on from the state that the hosts have written into a folder.
+
+        Raises:
+            StateError: There is none for this host, a file is damaged or of another step, or the
+                state was saved by another pipeline.
+        """
+        self.set_state(read_state(directory, self._host.own_feeds))
+
     def seek(self, step: int | None = None, *, record: int | None = None) -> None:
         """Goes to a step, or to a record, of a random-access pipeline.
 
@@ -296,7 +309,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         state, number = self.get_state(), next(_SAVES)
 
         async def write() -> None:
-            await asyncio.to_thread(write_state, await directory.await_creation(), state)
+            folder = await directory.await_creation()
+            await asyncio.to_thread(write_state, folder, state, self._host.own_feeds)
             if self._across is not None and not is_shared(state):
                 # The folder gets its final name when the first host is done; by then all must be.
                 rounds = Rounds(self._across.hosts, self._across.timeout_s)
@@ -307,7 +321,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     async def load(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: restores what `save` wrote."""
         # Here and not in what is returned, whose errors Orbax reports as another handler's.
-        self.set_state(read_state(directory))
+        self.read_state(directory)
 
         async def done() -> None:
             pass
