@@ -12,6 +12,7 @@ from benchmarks import (
     overlap,
     placing,
     reading,
+    restoring_feeds,
     starting,
     two_processes,
     waiting,
@@ -29,6 +30,7 @@ MODULES = (
     images,
     waiting,
     many_feeds,
+    restoring_feeds,
 )
 GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]
 
