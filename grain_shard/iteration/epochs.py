@@ -115,8 +115,8 @@ class Epochs(Iterator["EpochBatches"]):
     def __enter__(self) -> Epochs:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
+        self._iterator.__exit__(exc_type, exc, tb)
 
     def next_batch(self, begun: int) -> Batch:
         """The next batch, unless another epoch was begun or sought meanwhile."""

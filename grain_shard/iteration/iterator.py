@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Protocol
 
 import grain
 
-from grain_shard.background import Background, Producer, jax_context
+from grain_shard.background import Background, Producer, jax_context, log_unclosed
 from grain_shard.errors import AgreementError, ShardingError, describe_error
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
@@ -296,13 +296,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """Goes on from a position of an iterator over the same dataset."""
         self._require_open()
         before = self._position
-        self._close_stage()  # first: the next stage may draw from the same source
-        with self._enter_context():
-            try:
-                self._open(position)
-            except BaseException:
-                self._open(before)  # a refused state changes nothing
-                raise
+        try:
+            self._close_stage()  # first: the next stage may draw from the same source
+        finally:  # it goes there, also if what was open cannot be closed
+            with self._enter_context():
+                try:
+                    self._open(position)
+                except BaseException:
+                    self._open(before)  # a refused state changes nothing
+                    raise
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: writes the state while the loop goes on."""
@@ -348,7 +350,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             self._stage.start()
 
     def close(self) -> None:
-        """Stops the background threads and waits for them; a second call does nothing."""
+        """Stops the background threads and waits for them; a second call does nothing.
+
+        Raises:
+            BaseException: What the pipeline raised in closing something of the user's; a note says
+                what. Everything else is closed by then. Where nobody calls this, or a thread is
+                inside the user's code for more than 5 seconds, such an error is logged instead.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._close_stage()
@@ -372,8 +380,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __enter__(self) -> ShardedIterator:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            if exc is None:
+                raise
+            log_unclosed(error)  # the error that ended the loop is the one to see
 
     def __del__(self):
         if (stage := getattr(self, "_stage", None)) is not None:
