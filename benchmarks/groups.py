@@ -13,6 +13,7 @@ from benchmarks import (
     overlap,
     placing,
     reading,
+    restoring_feeds,
     starting,
     two_processes,
     waiting,
@@ -30,6 +31,7 @@ MODULES = (
     images,
     waiting,
     many_feeds,
+    restoring_feeds,
     agreement,
 )
 GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]

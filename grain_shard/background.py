@@ -12,6 +12,8 @@ source does, and can abort the interpreter at exit; hence this one. What it prom
 * What the work raises, of any class, reaches the consumer; from then on ``next`` keeps raising it.
 * Nothing outlives its consumer: ``close``, garbage collection and the end of the interpreter stop
   the threads. One that is inside the user's code ends when that code returns.
+* What cannot be closed is told: ``close`` raises its error, once, after everything else has been
+  closed. Where nobody calls ``close``, or it no longer waits, the error is logged.
 
 `TaskStage` is the whole of it: its threads draw tasks and run them, and a task may make one result
 or only contribute to some. `Background` is the plain case, a function mapped over what another
@@ -31,6 +33,7 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import jax
+from absl import logging
 
 from grain_shard.pace import FixedPace, Pace
 
@@ -221,13 +224,20 @@ class TaskStage(Producer[T]):
         self._shared.stop()
 
     def close(self) -> None:
-        """Stops, and waits until the threads have ended, or some seconds for the user's code."""
+        """Stops, and waits until the threads have ended, or some seconds for the user's code.
+
+        Raises:
+            BaseException: What stands above this could not be closed. A second call raises nothing.
+        """
         self._shared.stop()
         self._shared.join()
+        if (error := self._shared.take_close_error()) is not None:
+            raise error
 
     def __del__(self):
         if (shared := getattr(self, "_shared", None)) is not None:  # __init__ may have failed
             shared.stop()
+            shared.log_close_error()
 
 
 class Background(TaskStage[T], Generic[S, T]):
@@ -314,6 +324,21 @@ def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return enter
 
 
+@contextlib.contextmanager
+def naming_closed(what: str) -> Iterator[None]:
+    """Adds to an error what was being closed when it was raised."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"grain_shard: while closing {what}")
+        raise
+
+
+def log_unclosed(error: BaseException) -> None:
+    """Tells of an error in closing something that cannot be raised where somebody sees it."""
+    logging.error("grain_shard: something could not be closed", exc_info=error)
+
+
 class _Shared(Generic[T]):
     """What the threads and the consumer share, all of it under one lock."""
 
@@ -347,6 +372,8 @@ class _Shared(Generic[T]):
         self._started = self._stopped = False
         self._drained = False  # no task will be drawn any more
         self._final: Raised | None = None
+        self._close_error: BaseException | None = None  # for whoever calls close() to raise
+        self._nobody_closes = False  # any more; what is raised in closing is logged
 
     def start(self) -> None:
         with self._lock:
@@ -460,7 +487,31 @@ class _Shared(Generic[T]):
         if first:
             self._tasks.stop()
         if first and not self._started:
+            self._close_tasks()
+
+    def _close_tasks(self) -> None:
+        try:
             self._tasks.close()
+        except BaseException as error:
+            with self._lock:
+                self._close_error = error
+                logs = self._nobody_closes
+            if logs:
+                self.log_close_error()
+
+    def take_close_error(self) -> BaseException | None:
+        """What was raised in closing, if that is not told yet; what comes after this is logged."""
+        with self._lock:
+            error, self._close_error = self._close_error, None
+            self._nobody_closes = True
+        if error is not None:
+            atexit.unregister(self._at_exit)
+        return error
+
+    def log_close_error(self) -> None:
+        """Nobody will call close(): logs what was, or will be, raised in closing."""
+        if (error := self.take_close_error()) is not None:
+            log_unclosed(error)
 
     def join(self) -> None:
         # Of a stage that never began nothing is alive; it may be collected at the interpreter's
@@ -533,9 +584,9 @@ class _Shared(Generic[T]):
             self._running -= 1
             last = self._running == 0
         if last:
-            try:
-                self._tasks.close()
-            finally:  # not before: the interpreter's exit has to wait for this, too
+            self._close_tasks()
+            # Not before: the interpreter's exit has to wait for this, and tell of what it raised.
+            if self._close_error is None:
                 atexit.unregister(self._at_exit)
 
     def _room(self) -> int:
@@ -569,6 +620,7 @@ class _Shared(Generic[T]):
     def _at_exit(self) -> None:
         self.stop()
         self.join()
+        self.log_close_error()
 
 
 def _run(shared: _Shared, rank: int) -> None:

@@ -1,7 +1,9 @@
 """Orbax: save on N hosts, restore on M.
 
 A random-access pipeline has one state, the same on every host: the first host writes it, all read
-it. A stream has a state for each host, in a file each, and needs as many hosts to restore.
+it. A stream has a state for each host, in a file each, and needs as many hosts to restore. Feeds
+have an entry each, which one of the hosts that run the feed writes; any number of hosts restore
+them, and each reads the files that hold feeds of its own.
 
 The iterators also work with Orbax's v1 API as they are, by their ``save`` and ``load``, which come
 to the same files.
@@ -32,7 +34,6 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from grain_shard.hosts.state_files import read_state, write_state
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.iterator import ShardedIterator
 
@@ -42,7 +43,7 @@ class CheckpointHandler(ocp.CheckpointHandler):
 
     def save(self, directory: Any, args: CheckpointSave) -> None:
         """Writes the state of the last batch that was handed out."""
-        write_state(directory, args.iterator.get_state())
+        args.iterator.write_state(directory)
 
     def restore(self, directory: Any, args: CheckpointRestore) -> ShardedIterator | Epochs:
         """Sets the iterator to the saved state, and returns it.
@@ -51,7 +52,7 @@ class CheckpointHandler(ocp.CheckpointHandler):
             StateError: The state was saved by another pipeline, or by a stream on another number
                 of hosts.
         """
-        args.iterator.set_state(read_state(directory))
+        args.iterator.read_state(directory)
         return args.iterator
 
 

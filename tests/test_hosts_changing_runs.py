@@ -5,7 +5,6 @@ processes for each, and return what the tests look at.
 """
 
 import json
-import traceback
 
 import grain
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import from_iterable, rehearse
+from tests.on_hosts import cases_of, run_cases
 
 pytestmark = pytest.mark.slow
 
@@ -25,18 +25,6 @@ WEIGHTS = {0: [3, 1], 24: [1, 1], 40: [0, 1]}
 
 
 # On the hosts.
-
-
-def run_cases(states):
-    """What this host returned in each case; the traceback of one that failed."""
-    results = {}
-    for name, case in globals().items():
-        if name.startswith("case_"):
-            try:
-                results[name] = case(states)
-            except Exception:
-                results[name] = traceback.format_exc()
-    return results
 
 
 def data_mesh():
@@ -233,7 +221,12 @@ def runs():
     states, results = None, {}
     for hosts in HOSTS:
         results[hosts] = rehearse.run(
-            run_cases, states, hosts=hosts, devices_per_host=NUM_DEVICES // hosts, timeout_s=150
+            run_cases,
+            cases_of(globals()),
+            states,
+            hosts=hosts,
+            devices_per_host=NUM_DEVICES // hosts,
+            timeout_s=150,
         )
         states = {"mixture": results[hosts][0]["case_mixture_with_other_weights_from_record_16_on"]}
     return results

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -25,6 +24,7 @@ from jax.sharding import Mesh
 import grain_shard
 from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+from tests.on_hosts import end_job, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -58,10 +58,7 @@ def run_job(job, directory):
     for api in APIS:
         report[api] = train(api, job, directory)
     report["written"] = written
-    (directory / f"job {job} host {jax.process_index()}").write_text(json.dumps(report))
-    if job < len(JOBS) - 1:
-        multihost_utils.sync_global_devices("every host has written its report")
-        os.kill(os.getpid(), signal.SIGKILL)
+    end_job(job, JOBS, directory, report)
 
 
 def note_writing(written, event, args):
@@ -116,36 +113,14 @@ def restore(api, directory, job, iterator):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """The reports and checkpoints of all jobs."""
-    directory = tmp_path_factory.mktemp("shared")
-    for job, (hosts, devices_per_host, _, num_batches) in enumerate(JOBS):
-        try:
-            rehearse.run(
-                run_job,
-                job,
-                str(directory),
-                hosts=hosts,
-                devices_per_host=devices_per_host,
-                timeout_s=90,
-            )
-            assert num_batches is None, "it was to be killed"
-        except rehearse.RehearsalError as error:
-            reports = list(directory.glob(f"job {job} host *"))
-            if num_batches is None or len(reports) < hosts:
-                raise AssertionError(f"job {job} failed by itself: {error}") from error
-    return directory
+    """Of the checkpoints of all jobs."""
+    return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture(scope="module")
 def reports(directory):
     """What each host of each job did."""
-    return [
-        [
-            json.loads((directory / f"job {job} host {host}").read_text())
-            for host in range(JOBS[job][0])
-        ]
-        for job in range(len(JOBS))
-    ]
+    return run_jobs(run_job, JOBS, directory)
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -6,9 +6,6 @@ The acceptance run: 4 hosts with batches of 32, killed; 2 with 48, killed; 1 wit
 
 import itertools
 import json
-import os
-import signal
-import traceback
 from pathlib import Path
 
 import grain
@@ -24,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import BatchSchedule, rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+from tests.on_hosts import cases_of, end_job, run_cases, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -67,10 +65,7 @@ def valid_rows(batch):
 def run_job(job, directory):
     """Trains from the checkpoints of the job before; writes what it did, and is killed."""
     report = {kind: train(kind, job, Path(directory)) for kind in KINDS}
-    Path(directory, f"job {job} host {jax.process_index()}").write_text(json.dumps(report))
-    if job < len(JOBS) - 1:
-        multihost_utils.sync_global_devices("every host has written its report")
-        os.kill(os.getpid(), signal.SIGKILL)
+    end_job(job, JOBS, directory, report)
 
 
 def train(kind, job, directory):
@@ -113,26 +108,7 @@ def restore(kind, directory, job, iterator):
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """What each host of each job did."""
-    directory = tmp_path_factory.mktemp("shared")
-    for job, (hosts, devices_per_host, _, num_batches) in enumerate(JOBS):
-        try:
-            rehearse.run(
-                run_job,
-                job,
-                str(directory),
-                hosts=hosts,
-                devices_per_host=devices_per_host,
-                timeout_s=90,
-            )
-            assert num_batches is None, "it was to be killed"
-        except rehearse.RehearsalError as error:
-            written = list(directory.glob(f"job {job} host *"))
-            if num_batches is None or len(written) < hosts:
-                raise AssertionError(f"job {job} failed by itself: {error}") from error
-    return [
-        [json.loads((directory / f"job {job} host {host}").read_text()) for host in range(hosts)]
-        for job, (hosts, *_) in enumerate(JOBS)
-    ]
+    return run_jobs(run_job, JOBS, tmp_path_factory.mktemp("shared"))
 
 
 def batches_of(reports, kind):
@@ -182,18 +158,6 @@ def test_so_it_is_of_feeds_each_of_which_goes_on_at_its_own_record(reports):
 HOSTS = (2, 4)
 SCHEDULE = {0: 12, 3: 32, 5: 20}
 FOR_ALL_DEVICES = {0: 16, 3: 32, 5: 24}  # read="once" needs batches that all devices divide
-
-
-def run_cases(states):
-    """What this host returned in each case; the traceback of one that failed."""
-    results = {}
-    for name, case in globals().items():
-        if name.startswith("case_"):
-            try:
-                results[name] = case(states)
-            except Exception:
-                results[name] = traceback.format_exc()
-    return results
 
 
 def mesh_with_models():
@@ -277,7 +241,12 @@ def runs():
     found, states = {}, {}
     for hosts in HOSTS:
         found[hosts] = rehearse.run(
-            run_cases, states, hosts=hosts, devices_per_host=8 // hosts, timeout_s=150
+            run_cases,
+            cases_of(globals()),
+            states,
+            hosts=hosts,
+            devices_per_host=8 // hosts,
+            timeout_s=150,
         )
         states = found[hosts][0]
     return found

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import grain_shard
-from grain_shard import DevicePut, ShardingTree
+from grain_shard import DevicePut, ShardingTree, background
 from grain_shard.grain_inside import nodes
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, numbered, wait
 
@@ -184,6 +184,126 @@ class TestEnd:
         with iter(ds) as iterator:
             next(iterator)
         eventually(lambda: closed)
+
+
+class Unclosable(grain.IterDataset):
+    """Batches whose iterator cannot be closed. Each says that it is, and fails the first time."""
+
+    def __init__(self, num_batches=100, wait_for=None):
+        super().__init__()
+        self.num_batches, self.wait_for, self.closed = num_batches, wait_for, []
+
+    def __iter__(self):
+        return UnclosableIterator(self)
+
+
+class UnclosableIterator(grain.DatasetIterator):
+    def __init__(self, ds):
+        super().__init__()
+        self.ds, self.given = ds, 0
+
+    def __next__(self):
+        if self.given == self.ds.num_batches:
+            raise StopIteration
+        self.given += 1
+        return {"x": np.full(8, self.given, np.int32)}
+
+    def get_state(self):
+        return {"given": self.given}
+
+    def set_state(self, state):
+        self.given = state["given"]
+
+    def close(self):
+        if self not in self.ds.closed:  # Grain closes it again when it collects it
+            self.ds.closed.append(self)
+            if self.ds.wait_for is not None:
+                wait(self.ds.wait_for)
+            raise OSError("cannot close")
+
+
+WHILE_CLOSING = "grain_shard: while closing this host's stream"
+
+
+class TestWhatCannotBeClosed:
+    """Nothing is printed from a thread: the caller sees the error, or the log has it."""
+
+    @pytest.fixture
+    def logged(self, monkeypatch):
+        errors = []
+        monkeypatch.setattr(
+            background.logging, "error", lambda text, exc_info: errors.append(exc_info)
+        )
+        return errors
+
+    @pytest.mark.parametrize("num_batches", [0, 1, 100])
+    def test_close_raises_it_once_after_everything_else_is_closed(self, mesh, num_batches, logged):
+        ds = Unclosable(num_batches)
+        iterator = iter(ds.shard_to(mesh))
+        next(iterator, None)
+        threads = background_threads()
+        with pytest.raises(OSError, match="cannot close") as raised:
+            iterator.close()
+        assert not any(thread.is_alive() for thread in threads)
+        assert raised.value.__notes__ == [WHILE_CLOSING]
+        iterator.close()
+        with pytest.raises(ValueError, match="closed"):
+            next(iterator)
+        del iterator
+        gc.collect()
+        assert (len(ds.closed), logged) == (1, [])
+
+    def test_so_does_an_iterator_that_was_never_asked(self, mesh):
+        iterator = iter(Unclosable().shard_to(mesh))
+        with pytest.raises(OSError, match="cannot close"):
+            iterator.close()
+
+    def test_so_does_leaving_its_context(self, mesh):
+        with pytest.raises(OSError, match="cannot close"), iter(Unclosable().shard_to(mesh)) as it:
+            next(it)
+
+    def test_it_does_not_hide_the_error_that_ends_the_loop(self, mesh, logged):
+        def loop():
+            with iter(Unclosable().shard_to(mesh)) as iterator:
+                next(iterator)
+                raise KeyError("of the loop")
+
+        with pytest.raises(KeyError, match="of the loop"):
+            loop()
+        assert [str(error) for error in logged] == ["cannot close"]
+
+    def test_a_state_is_taken_all_the_same(self, mesh):
+        iterator = iter(Unclosable().shard_to(mesh))
+        next(iterator)
+        state = iterator.get_state()
+        next(iterator)
+        with pytest.raises(OSError, match="cannot close"):
+            iterator.set_state(state)
+        assert set(np.asarray(next(iterator)["x"])) == {2}
+        with pytest.raises(OSError, match="cannot close"):
+            iterator.close()
+
+    @pytest.mark.parametrize("num_batches", [0, 1, 100])
+    def test_of_an_iterator_that_is_collected_it_is_logged(self, mesh, num_batches, logged):
+        iterator = iter(Unclosable(num_batches).shard_to(mesh))
+        next(iterator, None)
+        del iterator
+        gc.collect()
+        eventually(lambda: logged)
+        assert [(str(error), error.__notes__) for error in logged] == [
+            ("cannot close", [WHILE_CLOSING])
+        ]
+
+    def test_after_close_has_waited_long_enough_it_is_logged(self, mesh, logged, monkeypatch):
+        monkeypatch.setattr(background, "_JOIN_TIMEOUT_S", 0.01)
+        goes_on = threading.Event()
+        iterator = iter(Unclosable(wait_for=goes_on).shard_to(mesh))
+        next(iterator)
+        iterator.close()
+        assert logged == []
+        goes_on.set()
+        eventually(lambda: logged)
+        assert [str(error) for error in logged] == ["cannot close"]
 
 
 class Odd(BaseException):
@@ -577,6 +697,26 @@ class TestInterpreterExit:
         assert err.startswith("Traceback")
         assert err.endswith("ZeroDivisionError: the user's\n")
         assert err.count("Traceback") == 1
+
+    def test_what_cannot_be_closed_is_logged(self, tmp_path):
+        body = """
+            class Source:
+                def __iter__(self):
+                    try:
+                        while True:
+                            yield {"x": np.zeros(8)}
+                    finally:
+                        raise OSError("cannot close")
+            ds = grain_shard.from_iterable(Source(), rows="global")
+            iterator = iter(ds.shard_to(jax.make_mesh((2,), ("data",))))
+            next(iterator)
+            print("end")
+            """
+        code, out, err = run(script(body), tmp_path / "program.py")
+        assert (code, out) == (0, "end\n")
+        assert "grain_shard: something could not be closed" in err
+        assert err.count("OSError: cannot close") == 1
+        assert "grain_shard: while closing this host's stream" in err
 
     @pytest.mark.parametrize("caught", [True, False])
     def test_after_ctrl_c_in_next_is_clean(self, caught, tmp_path):

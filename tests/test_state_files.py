@@ -10,7 +10,6 @@ def test_a_state_comes_back_as_it_was_written(tmp_path):
     for state in (
         {"kind": "random access", "step": 3, "records": 10},
         {"kind": "stream", "parent": {"next": 5}},
-        {"kind": "feeds", "step": 3, "feeds": {"0": {}}},
     ):
         (folder := tmp_path / state["kind"]).mkdir()
         write_state(folder, state)

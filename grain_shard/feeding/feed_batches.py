@@ -23,7 +23,8 @@ from grain_shard.feeding.feed_workers import FeedWorkers
 from grain_shard.feeding.record_stream import RecordStream
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
-from grain_shard.hosts.state_files import FEED_ENTRIES, FEEDS, KIND
+from grain_shard.hosts.feed_files import FEED_ENTRIES, NUM_FEEDS
+from grain_shard.hosts.state_files import FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
 from grain_shard.reading.pad_batch import Remainder, pad_batch
 from grain_shard.reading.pad_rows import PadRows
@@ -212,7 +213,7 @@ class FeedBatches(grain.IterDataset):
         with naming_feed(0, self.num_feeds):
             feed_0 = self._make(0)
         return {
-            "num_feeds": self.num_feeds,
+            NUM_FEEDS: self.num_feeds,
             **pipeline_digests(feed_0),
         }
 
@@ -230,6 +231,19 @@ class FeedBatches(grain.IterDataset):
             rows = self.layout.rows(self._padded_size)
         feeds, rows_of_feed = np.divmod(rows[rows < self._global_batch_size], self.feed_batch_size)
         return {int(feed): rows_of_feed[feeds == feed].tolist() for feed in np.unique(feeds)}
+
+    def feeds_of(self, layout: BatchLayout) -> list[int]:
+        """The feeds that a host runs, ascending; quickly, since there may be many hosts.
+
+        Example:
+            >>> ds = feeds(lambda feed: ..., num_feeds=4).batch(8)
+            >>> ds.feeds_of(BatchLayout(divisor=8, shards=(2, 3, 4)))
+            [1, 2]
+        """
+        size, found = self.feed_batch_size, set[int]()
+        for start, stop in layout.ranges(self._padded_size):
+            found.update(range(start // size, min(-(-stop // size), self.num_feeds)))
+        return sorted(found)
 
     @property
     def _padded_size(self) -> int:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from grain_shard.background import Background, Producer
+from grain_shard.background import Background, Producer, naming_closed
 from grain_shard.feeding.feed_reader import FeedReader, naming_feed
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.reading.stack import RowStacker
@@ -130,5 +130,10 @@ class _Turns(Producer[tuple[int, FeedReader]]):
     def close(self) -> None:
         # Every feed is closed, also if closing one of them fails.
         with contextlib.ExitStack() as closing:
-            for reader in self._readers.values():
-                closing.callback(reader.close)
+            for feed, reader in self._readers.items():
+                closing.callback(_close, feed, reader)
+
+
+def _close(feed: int, reader: FeedReader) -> None:
+    with naming_closed(f"feed {feed}"):
+        reader.close()

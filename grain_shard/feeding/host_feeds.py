@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grain_shard.errors import ShardingError
@@ -17,6 +17,7 @@ from grain_shard.feeding.feed_batches import (
 from grain_shard.feeding.feed_reader import naming_feed
 from grain_shard.feeding.feed_turns import row_stacker
 from grain_shard.hosts.compare import OF_FEEDS
+from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.stream import Stream
 from grain_shard.reading.pad_batch import Remainder
@@ -37,18 +38,27 @@ class HostFeeds(Stream):
             one at a time, and switching between them costs a tenth of what packing takes.
         num_workers: Worker processes that run the feeds, if not 0. Grain keeps four batches ahead
             at least, whatever their number, so that many may be on the host.
+        saved_feeds: Those of its feeds that this host writes into a checkpoint; None for all.
     """
 
     kind, rows = FEEDS, OF_FEEDS
 
     def __init__(
-        self, ds: FeedBatches, *, buffer_size: int, num_threads: int | None, num_workers: int = 0
+        self,
+        ds: FeedBatches,
+        *,
+        buffer_size: int,
+        num_threads: int | None,
+        num_workers: int = 0,
+        saved_feeds: Sequence[int] | None = None,
     ):
         self._ds, self._num_threads, self._num_workers = ds, num_threads or 1, num_workers
         # Of batches that workers make, one waits here, out of their shared memory.
         self._buffer_size = 1 if num_workers else buffer_size
         self._buffer_of_workers = buffer_size
         self.fingerprint = ds.fingerprint
+        run = list(ds.rows_by_feed)
+        self.own_feeds = OwnFeeds(run, run if saved_feeds is None else saved_feeds)
         self.compared = {**ds.fingerprint, "global_batch_size": ds.global_batch_size}
         if ds.padding is not None:
             self.padding = ds.padding.rows
@@ -86,6 +96,27 @@ class HostFeeds(Stream):
 
     def from_state(self, state: dict[str, Any]) -> bytes:
         return pickle.dumps(self._ds.from_state(state))
+
+
+def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int) -> list[int]:
+    """The feeds that a host writes into a checkpoint: those that it runs and no host before it.
+
+    Example:
+        >>> from grain_shard import feeds
+        >>> ds = feeds(lambda feed: ..., num_feeds=4).batch(8)
+        >>> halves = {host: BatchLayout(divisor=2, shards=(host % 2,)) for host in range(4)}
+        >>> [feeds_to_save(ds, halves, host) for host in halves]
+        [[0, 1], [2, 3], [], []]
+
+    Args:
+        ds: The batches of all feeds.
+        layouts: Which rows each host holds.
+        host: Which host.
+    """
+    # Hosts often hold the same shards; of these one is looked at.
+    before = {layout.shards: layout for other, layout in layouts.items() if other < host}
+    saved_before = {feed for layout in before.values() for feed in ds.feeds_of(layout)}
+    return [feed for feed in ds.feeds_of(layouts[host]) if feed not in saved_before]
 
 
 def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:

@@ -342,5 +342,7 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         self._minimum.stop()
 
     def close(self) -> None:
-        self._placed.close()
-        self._minimum.close()
+        try:
+            self._placed.close()
+        finally:
+            self._minimum.close()

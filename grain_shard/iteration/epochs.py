@@ -89,6 +89,15 @@ class Epochs(Iterator["EpochBatches"]):
         self._iterator.seek(step, record=record)
         self._leave()
 
+    def write_state(self, directory: Any) -> None:
+        """Writes the state into files of a folder, once every host has called it."""
+        self._iterator.write_state(directory)
+
+    def read_state(self, directory: Any) -> None:
+        """Goes on from the state that the hosts have written; see `ShardedIterator.read_state`."""
+        self._iterator.read_state(directory)
+        self._leave()
+
     async def save(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: writes the state while the loop goes on."""
         return await self._iterator.save(directory)
@@ -106,8 +115,8 @@ class Epochs(Iterator["EpochBatches"]):
     def __enter__(self) -> Epochs:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
+        self._iterator.__exit__(exc_type, exc, tb)
 
     def next_batch(self, begun: int) -> Batch:
         """The next batch, unless another epoch was begun or sought meanwhile."""

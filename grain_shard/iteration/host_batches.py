@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from grain_shard.background import TaskStage
 from grain_shard.errors import ShardingError
 from grain_shard.hosts.compare import GLOBAL
+from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.trees import Batch
 
@@ -54,6 +55,7 @@ class HostBatches(ABC):
         fingerprint: What must be the same when a state is restored.
         compared: What must be the same on all hosts.
         padding: What the rows of padding in its batches hold.
+        own_feeds: The feeds of this host, if it is of feeds.
         host_batch_sizes: If full batches are of several sizes, all of them, in rows of this host.
     """
 
@@ -63,6 +65,7 @@ class HostBatches(ABC):
     fingerprint: Mapping[str, Any]
     compared: Mapping[str, Any]
     padding: PadRows = PadRows()
+    own_feeds: OwnFeeds = OwnFeeds()
     host_batch_sizes: tuple[int, ...] = ()
 
     @abstractmethod

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol
 
 import grain
 
-from grain_shard.background import Background, jax_context
+from grain_shard.background import Background, jax_context, log_unclosed
 from grain_shard.errors import AgreementError, ShardingError, describe_error
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
@@ -236,6 +236,19 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._require_open()
         self.go_to(self._host.from_state(state))
 
+    def write_state(self, directory: Any) -> None:
+        """Writes the state into files of a folder, once every host has called it."""
+        write_state(directory, self.get_state(), self._host.own_feeds)
+
+    def read_state(self, directory: Any) -> None:
+        """Goes on from the state that the hosts have written into a folder.
+
+        Raises:
+            StateError: There is none for this host, a file is damaged or of another step, or the
+                state was saved by another pipeline.
+        """
+        self.set_state(read_state(directory, self._host.own_feeds))
+
     def seek(self, step: int | None = None, *, record: int | None = None) -> None:
         """Goes to a step, or to a record, of a random-access pipeline.
 
@@ -282,20 +295,23 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """Goes on from a position of an iterator over the same dataset."""
         self._require_open()
         before = self._position
-        self._close_stage()  # first: the next stage may draw from the same source
-        with self._enter_context():
-            try:
-                self._open(position)
-            except BaseException:
-                self._open(before)  # a refused state changes nothing
-                raise
+        try:
+            self._close_stage()  # first: the next stage may draw from the same source
+        finally:  # it goes there, also if what was open cannot be closed
+            with self._enter_context():
+                try:
+                    self._open(position)
+                except BaseException:
+                    self._open(before)  # a refused state changes nothing
+                    raise
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: writes the state while the loop goes on."""
         state, number = self.get_state(), next(_SAVES)
 
         async def write() -> None:
-            await asyncio.to_thread(write_state, await directory.await_creation(), state)
+            folder = await directory.await_creation()
+            await asyncio.to_thread(write_state, folder, state, self._host.own_feeds)
             if self._across is not None and not is_shared(state):
                 # The folder gets its final name when the first host is done; by then all must be.
                 hosts, timeout_s = self._across.hosts, self._across.timeout_s
@@ -306,7 +322,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     async def load(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: restores what `save` wrote."""
         # Here and not in what is returned, whose errors Orbax reports as another handler's.
-        self.set_state(read_state(directory))
+        self.read_state(directory)
 
         async def done() -> None:
             pass
@@ -333,7 +349,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             self._stage.start()
 
     def close(self) -> None:
-        """Stops the background threads and waits for them; a second call does nothing."""
+        """Stops the background threads and waits for them; a second call does nothing.
+
+        Raises:
+            BaseException: What the pipeline raised in closing something of the user's; a note says
+                what. Everything else is closed by then. Where nobody calls this, or a thread is
+                inside the user's code for more than 5 seconds, such an error is logged instead.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._close_stage()
@@ -357,8 +379,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __enter__(self) -> ShardedIterator:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            if exc is None:
+                raise
+            log_unclosed(error)  # the error that ended the loop is the one to see
 
     def __del__(self):
         if (stage := getattr(self, "_stage", None)) is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grain
 
-from grain_shard.background import Background, Producer, TaskStage
+from grain_shard.background import Background, Producer, TaskStage, naming_closed
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
@@ -269,4 +269,5 @@ class _Numbered(Producer[tuple[int, Batch]]):
         return self._next - 1, batch
 
     def close(self) -> None:
-        self._batches.close()
+        with naming_closed("the worker processes"):
+            self._batches.close()

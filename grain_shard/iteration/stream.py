@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from grain_shard.background import Background, Producer
+from grain_shard.background import Background, Producer, naming_closed
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.hosts.compare import GLOBAL
@@ -58,7 +58,10 @@ class Stream(HostBatches):
                     "  remedy: restore with the pipeline that saved it."
                 ) from error
         batches = Background(
-            lambda item: item, _WithPosition(iterator), buffer_size=self._buffer_size, name=THREAD
+            lambda item: item,
+            _WithPosition(iterator, self.kind),
+            buffer_size=self._buffer_size,
+            name=THREAD,
         )
         self._position = iterator.position()
         return Opened(self._position, batches, lambda: iterator.first_digest)
@@ -95,8 +98,8 @@ class Stream(HostBatches):
 class _WithPosition(Producer[tuple[Batch, bytes]]):
     """Batches with the position after each; closes where they come from."""
 
-    def __init__(self, iterator: BatchIterator):
-        self._iterator = iterator
+    def __init__(self, iterator: BatchIterator, kind: str):
+        self._iterator, self._kind = iterator, kind
 
     def __next__(self) -> tuple[Batch, bytes]:
         return next(self._iterator), self._iterator.position()
@@ -105,4 +108,5 @@ class _WithPosition(Producer[tuple[Batch, bytes]]):
         self._iterator.stop()
 
     def close(self) -> None:
-        self._iterator.close()
+        with naming_closed(f"this host's {self._kind}"):
+            self._iterator.close()

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import grain
+import jax
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
+from grain_shard.feeding.host_feeds import (
+    HostFeeds,
+    check_feeds,
+    feeds_to_save,
+    warn_of_shared_feeds,
+)
 from grain_shard.grain_inside import nodes
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.iteration.host_batches import HostBatches
@@ -126,6 +132,7 @@ class DevicePut(Stage):
             buffer_size=self.cpu_buffer_size,
             num_threads=self.num_threads,
             num_workers=self.num_workers,
+            saved_feeds=feeds_to_save(ds, layouts, jax.process_index()),
         )
         return self._sharded(ds, host, is_stream=True)
 

@@ -1,0 +1,126 @@
+"""P19: the files that a host reads to restore its feeds, and the time, by the number of hosts.
+
+The hosts are simulated, one after the other in this process; all of them save, and as many restore.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+import grain_shard
+from benchmarks.measure import Comparison, Goal, Group, Round, Run
+from grain_shard.feeding.host_feeds import HostFeeds, feeds_to_save
+from grain_shard.hosts.feed_files import NUM_FEEDS
+from grain_shard.hosts.state_files import read_state, write_state
+from grain_shard.sharding.layout import BatchLayout
+
+HOSTS, FEEDS_OF_HOST = (16, 256, 1536), 4
+RESTORED = 16  # hosts that are looked at, of all
+
+
+def make_feed(feed: grain.sharding.ShardOptions) -> grain.IterDataset:
+    numbers = grain.MapDataset.range(10**7)[feed.shard_index :: feed.shard_count]
+    return numbers.map(lambda i: {"x": np.int32(i)}).to_iter_dataset()
+
+
+def host_of(ds: Any, layouts: dict[int, BatchLayout], host: int) -> HostFeeds:
+    ds = ds.of_host(layouts[host])
+    saved = feeds_to_save(ds, layouts, host)
+    return HostFeeds(ds, buffer_size=1, num_threads=None, saved_feeds=saved)
+
+
+def state_of(host: HostFeeds) -> dict[str, Any]:
+    """As in the middle of a run."""
+    entry = {"state": {"next_index": 10**6, "buffer": list(range(20))}}
+    feeds = {str(feed): entry for feed in host.own_feeds.run}
+    return {"kind": host.kind, "step": 10**5, **host.fingerprint, "feeds": feeds}
+
+
+class CountedReads:
+    """How many files of a folder this process has opened to read them."""
+
+    def __init__(self, folder: Path):
+        self._folder, self.count = str(folder), 0
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], str | os.PathLike):
+            is_read = args[2] & os.O_ACCMODE == os.O_RDONLY
+            self.count += is_read and os.fspath(args[0]).startswith(self._folder)
+
+
+def restored(num_hosts: int, folder: Path) -> dict[str, float]:
+    """The files and the milliseconds of the host that needs most of each."""
+    num_feeds = FEEDS_OF_HOST * num_hosts
+    ds = grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(num_feeds)
+    layouts = {host: BatchLayout(num_hosts, (host,)) for host in range(num_hosts)}
+    for host in layouts:
+        feeds = host_of(ds, layouts, host)
+        write_state(folder, state_of(feeds), feeds.own_feeds)
+    reads, files, times = CountedReads(folder), [], []
+    for host in range(0, num_hosts, num_hosts // RESTORED):
+        feeds, before, start = host_of(ds, layouts, host), reads.count, time.perf_counter()
+        position = feeds.from_state(read_state(folder, feeds.own_feeds))
+        times.append((time.perf_counter() - start) * 1e3)
+        files.append(reads.count - before)
+        assert feeds.to_state(position)[NUM_FEEDS] == num_feeds
+    return {f"files: {num_hosts}": max(files), f"ms: {num_hosts}": statistics.median(times)}
+
+
+def measure(run: Run) -> Iterator[Round]:
+    for _ in range(run.rounds(quick=1, full=3)):
+        figures: dict[str, float] = {}
+        for num_hosts in HOSTS:
+            with tempfile.TemporaryDirectory(dir=run.folder) as folder:
+                figures |= restored(num_hosts, Path(folder))
+        yield figures
+
+
+def _comparison(what: str, unit: str, figure: str, goal: Goal) -> Comparison:
+    return Comparison(
+        "P19",
+        what=what,
+        against="nothing",
+        unit=unit,
+        ours=figure,
+        theirs=figure,
+        compared="ours",
+        compared_unit=unit,
+        goal=goal,
+    )
+
+
+GROUPS = [
+    Group(
+        "restoring_feeds",
+        measure,
+        [
+            comparison
+            for num_hosts in HOSTS
+            for comparison in (
+                _comparison(
+                    f"restoring feeds on {num_hosts:,} hosts as before: files that a host reads",
+                    "files",
+                    f"files: {num_hosts}",
+                    Goal("at most", 2),
+                ),
+                _comparison(
+                    f"restoring feeds on {num_hosts:,} hosts as before: a host's state",
+                    "ms",
+                    f"ms: {num_hosts}",
+                    Goal("at most", 50),
+                ),
+            )
+        ],
+    )
+]

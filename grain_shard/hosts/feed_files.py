@@ -1,0 +1,162 @@
+"""The files of a checkpoint that hold feeds, each of which is named by the feeds in it.
+
+Hosts that hold the same shards run the same feeds, so each feed is saved by one host only: the
+first of those that run it. It writes a file for each run of consecutive feeds, and no two hosts
+write one file. Whoever restores lists the folder, and reads the files in which feeds of its own
+are and no others, however many hosts there were and are::
+
+    feeds-00000-00015-of-00064.json     feeds 0 to 15 of 64
+    feeds-00016-00031-of-00064.json
+    ...
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from grain_shard.errors import StateError
+from grain_shard.hosts.json_file import damaged, read_object
+
+# The keys of a state of feeds under which each feed has its entry, and how many there are.
+FEED_ENTRIES, NUM_FEEDS = "feeds", "num_feeds"
+
+_NAME = re.compile(r"feeds-(\d+)-(\d+)-of-(\d+)\.json")
+_MOST_NAMES = 8  # in a message
+
+
+class OwnFeeds(NamedTuple):
+    """The feeds of a host, ascending.
+
+    Attributes:
+        run: Those whose rows it holds, and whose entries it needs.
+        saved: Of these, those whose entries it writes.
+    """
+
+    run: Sequence[int] = ()
+    saved: Sequence[int] = ()
+
+
+class FeedFile(NamedTuple):
+    """A file that holds the feeds from `first` to `last`, of so many."""
+
+    first: int
+    last: int
+    num_feeds: int
+
+    @classmethod
+    def named(cls, name: str) -> FeedFile | None:
+        """The file of this name; None if it is of something else."""
+        match = _NAME.fullmatch(name)
+        return cls(*map(int, match.groups())) if match else None
+
+    @property
+    def name(self) -> str:
+        """As it is in the folder."""
+        return f"feeds-{self.first:05d}-{self.last:05d}-of-{self.num_feeds:05d}.json"
+
+    @property
+    def feeds(self) -> range:
+        """Those that it holds."""
+        return range(self.first, self.last + 1)
+
+
+def write_feeds(directory: epath.Path, state: dict[str, Any], saved: Sequence[int]) -> None:
+    """Writes some feeds of a state."""
+    for feeds in _runs(saved):
+        file = FeedFile(feeds[0], feeds[-1], state[NUM_FEEDS])
+        entries = {str(feed): state[FEED_ENTRIES][str(feed)] for feed in feeds}
+        (directory / file.name).write_text(json.dumps({**state, FEED_ENTRIES: entries}))
+
+
+def read_feeds(
+    directory: epath.Path, files: Sequence[FeedFile], run: Iterable[int]
+) -> dict[str, Any]:
+    """One state with the feeds of some files: those in which a host's feeds are.
+
+    Args:
+        directory: Where they are.
+        files: All of them.
+        run: The host's feeds. If the files hold none of them, they are of another pipeline; of
+            that, one file tells enough.
+
+    Raises:
+        StateError: A feed is in no file, or in two; or the files that were read are of different
+            steps or pipelines, or damaged.
+    """
+    file_of = _complete(directory, files)
+    wanted = list(dict.fromkeys(file_of[feed] for feed in run if feed in file_of))
+    first, *others = wanted or files[:1]
+    joined = _of_file(directory, first)
+    for file in others:
+        state = _of_file(directory, file)
+        for key in {**joined, **state}:
+            if key != FEED_ENTRIES and joined.get(key) != state.get(key):
+                raise _not_of_one_checkpoint(
+                    directory,
+                    f"{key} is {joined.get(key)!r} in {first.name}"
+                    f" and {state.get(key)!r} in {file.name}",
+                )
+        joined[FEED_ENTRIES].update(state[FEED_ENTRIES])
+    return joined
+
+
+def _complete(directory: epath.Path, files: Sequence[FeedFile]) -> dict[int, FeedFile]:
+    """The file of each feed. By their names alone, so that every host finds the same."""
+    file_of: dict[int, FeedFile] = {}
+    for file in files:
+        if file.num_feeds != files[0].num_feeds:
+            raise _not_of_one_checkpoint(directory, f"{files[0].name} and {file.name}")
+        for feed in file.feeds:
+            if feed in file_of:
+                twice = f"{file_of[feed].name} and {file.name} both hold feed {feed}"
+                raise _not_of_one_checkpoint(directory, twice)
+            file_of[feed] = file
+    num_feeds = files[0].num_feeds
+    missing = [feed for feed in range(num_feeds) if feed not in file_of]
+    if missing:
+        names = [file.name for file in files[:_MOST_NAMES]]
+        more = f" and {len(files) - _MOST_NAMES} more" if len(files) > _MOST_NAMES else ""
+        raise StateError(
+            f"{directory} lacks {len(missing)} of {num_feeds} feeds: {_described(missing)}.\n"
+            f"  found:  {', '.join(names)}{more}\n"
+            "  remedy: restore another step. Every host has to save, and write its own feeds."
+        )
+    return file_of
+
+
+def _of_file(directory: epath.Path, file: FeedFile) -> dict[str, Any]:
+    path = directory / file.name
+    state = read_object(path)
+    entries = state.get(FEED_ENTRIES)
+    if not isinstance(entries, dict) or set(entries) != set(map(str, file.feeds)):
+        raise damaged(path, f"it does not hold the feeds {_described(file.feeds)} that it names")
+    return state
+
+
+def _not_of_one_checkpoint(directory: epath.Path, why: str) -> StateError:
+    return StateError(
+        f"the files in {directory} are not of one checkpoint: {why}.\n"
+        "  remedy: restore another step; save each into a folder of its own."
+    )
+
+
+def _runs(feeds: Iterable[int]) -> list[list[int]]:
+    """Ascending feeds, cut where one is left out.
+
+    Example:
+        >>> _runs([0, 1, 2, 5, 6])
+        [[0, 1, 2], [5, 6]]
+    """
+    numbered = itertools.groupby(enumerate(feeds), lambda item: item[1] - item[0])
+    return [[feed for _, feed in of_run] for _, of_run in numbered]
+
+
+def _described(feeds: Iterable[int]) -> str:
+    runs = _runs(feeds)
+    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)

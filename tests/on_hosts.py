@@ -1,0 +1,73 @@
+"""What tests on several hosts share: cases in one set of processes, and jobs that are killed."""
+
+import json
+import os
+import signal
+import traceback
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+from grain_shard import rehearse
+
+
+def cases_of(module):
+    """The functions of a test module's ``globals()`` that are named ``case_...``."""
+    return [case for name, case in module.items() if name.startswith("case_")]
+
+
+def run_cases(cases, *args):
+    """On a host: what it returned in each case, by name; the traceback of one that failed."""
+    results = {}
+    for case in cases:
+        try:
+            results[case.__name__] = case(*args)
+        except Exception:
+            results[case.__name__] = traceback.format_exc()
+    return results
+
+
+def end_job(job, jobs, directory, report):
+    """On a host, at the end of a job of `run_jobs`: it is killed, unless it is the last."""
+    _report_file(directory, job, jax.process_index()).write_text(json.dumps(report))
+    if job < len(jobs) - 1:
+        multihost_utils.sync_global_devices("every host has written its report")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_jobs(run_job, jobs, directory):
+    """Runs one job after the other, in processes of their own.
+
+    Args:
+        run_job: Called on every host with the number of the job and the folder; calls `end_job`.
+        jobs: Of each the hosts, the devices of each host, and whatever else `run_job` knows.
+        directory: A folder that all of them share.
+
+    Returns:
+        The report of each host of each job.
+    """
+    for job, (hosts, devices_per_host, *_) in enumerate(jobs):
+        is_last = job == len(jobs) - 1
+        try:
+            rehearse.run(
+                run_job,
+                job,
+                str(directory),
+                hosts=hosts,
+                devices_per_host=devices_per_host,
+                timeout_s=90,
+            )
+            assert is_last, "it was to be killed"
+        except rehearse.RehearsalError as error:
+            written = [_report_file(directory, job, host).exists() for host in range(hosts)]
+            if is_last or not all(written):
+                raise AssertionError(f"job {job} failed by itself: {error}") from error
+    return [
+        [json.loads(_report_file(directory, job, host).read_text()) for host in range(hosts)]
+        for job, (hosts, *_) in enumerate(jobs)
+    ]
+
+
+def _report_file(directory, job, host):
+    return Path(directory, f"job {job} host {host}")
