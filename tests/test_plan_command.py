@@ -85,6 +85,7 @@ class TestCommand:
                 "a mesh of 3 devices, and there are 2",
             ),
             ("--hosts 2 --devices-per-host 1 --mesh data=2 --spec x", "does not exist"),
+            ("--hosts 2 --devices-per-host 1 --slices 2 --mesh data=2", "--slices are of a TPU"),
         ],
     )
     def test_errors(self, words, message, capsys):
@@ -113,6 +114,14 @@ class TestCommand:
             main(["plan", "--hosts", number])
         message = f"argument --hosts: {number!r} is not a whole number of at least 1"
         assert message in capsys.readouterr().err
+
+    @needs_libtpu
+    def test_several_slices(self, capsys):
+        words = "plan --topology v5e:4x4 --slices 2 --mesh data=8,model=4 --batch 64 --records 600"
+        assert main(words.split()) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert "devices 32 x TPU v5 lite on 8 hosts in 2 slices".split(" ") in lines  # noqa: SIM905
+        assert ["1", "4", "to", "7", "32:64", "32", "-", "288"] in lines
 
     @needs_libtpu
     def test_a_slice_of_tpus_in_a_process_of_its_own_that_starts_no_backend(self):

@@ -8,7 +8,6 @@ import dataclasses
 import re
 from collections import Counter
 
-import grain
 import jax
 import numpy as np
 import pytest
@@ -18,8 +17,7 @@ from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-import grain_shard
-from grain_shard import ShardingError, rehearse
+from grain_shard import ShardingError
 from grain_shard.planning.topology import topology_mesh
 from grain_shard.sharding.reshard import move_to
 from grain_shard.sharding.sharding_tree import ShardingTree

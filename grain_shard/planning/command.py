@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
         raise GrainShardError(
             "--hosts and --devices-per-host go together.\n  remedy: give both, or --topology alone."
         )
-    if args.hosts is not None and args.slices is not None:
+    if args.slices is not None and args.topology is None:
         raise GrainShardError(
             "--slices are of a TPU topology.\n  remedy: give --topology in place of --hosts."
         )

@@ -33,9 +33,9 @@ _NO_TPU_HERE = {
 def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) -> Mesh:
     """The mesh that `jax.make_mesh` builds on a TPU slice, without the slice; or on several.
 
-    On several slices it is the mesh of `jax.experimental.mesh_utils.create_hybrid_device_mesh`, with
-    ``allow_split_physical_axes=True``. The slices lie along the first axis; if it is shorter than
-    there are slices, along the next ones as well. `plan` takes any other mesh of these devices, too.
+    On several slices it is that of `jax.experimental.mesh_utils.create_hybrid_device_mesh`, with
+    ``allow_split_physical_axes=True``. The slices lie along the first axis; if their number does
+    not divide it, along the next ones as well. `plan` takes any other mesh of its devices, too.
 
     libtpu (``pip install "grain-shard[plan]"``, Linux on x86-64) knows the chips, the hosts and
     who is next to whom. It gives a host four chips; for one of eight use `hosts_mesh`. A chip is
@@ -146,21 +146,12 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> M
 def _hybrid_mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int) -> Mesh:
     """The slices along the first axis, as far as it goes, then along the next."""
     between, within = [], []
-    left = slices
+    left = slices  # it divides the devices, and so the axes' sizes multiplied
     for size in axes.values():
         between.append(math.gcd(size, left))
         within.append(size // between[-1])
         left //= between[-1]
-    if left > 1:
-        raise ShardingError(
-            f"{slices} slices do not lie along these axes.",
-            mesh_axes=axes.items(),
-            remedy=f"give a first axis whose size is a multiple of {slices}, or pass plan() a mesh"
-            " of create_hybrid_device_mesh.",
-        )
-    arranged = create_hybrid_device_mesh(
-        within, between, devices, allow_split_physical_axes=True
-    )
+    arranged = create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
     return Mesh(arranged, tuple(axes))
 
 

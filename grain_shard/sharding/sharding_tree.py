@@ -17,7 +17,6 @@ from grain_shard.digest import digest
 from grain_shard.errors import ShardingError, describe_leaf, describe_mesh, require_int
 from grain_shard.sharding.layout import (
     BatchLayout,
-    batch_axes,
     describe_parts,
     mesh_axes_of,
     round_up,
@@ -127,8 +126,8 @@ class ShardingTree:
     def way_to_read(self, read: Read, *global_batch_sizes: int) -> Literal["needed", "once"]:
         """What `read` of `shard_to` comes to.
 
-        "auto" is "once", see `spread`, where rows would be read more often otherwise and the devices
-        divide the padded batch. A batch is never padded any further to be read once: its shape
+        "auto" is "once", see `spread`, where that reads fewer rows and the devices divide the
+        padded batch. A batch is never padded any further to be read once: its shape
         follows from its size, the spec, the mesh and the microbatches.
 
         Args:

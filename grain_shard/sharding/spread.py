@@ -6,9 +6,9 @@ the step needs for itself. A row that several slices need is therefore read once
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import cast
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -38,7 +38,7 @@ class Spread:
         """For leaves that end up in these shardings, all of one mesh."""
         cut = CutMesh.of(cast(Mesh, shardings[0].mesh))
         of_leaves = [cut.axes(batch_axes(sharding.spec)) for sharding in shardings]
-        common = os.path.commonprefix(of_leaves)
+        common = _common_start(of_leaves)
         # As the leaf with the most shards has them, so that it needs the simplest exchange.
         most = max(shardings, key=num_shards)
         others = (*cut.axes(batch_axes(most.spec)), *cut.mesh.axis_names)
@@ -59,10 +59,16 @@ class Spread:
         if not isinstance(sharding, NamedSharding):
             return sharding
         own = self.cut.axes(batch_axes(sharding.spec))
-        return self._by_rows(sharding, os.path.commonprefix([self.axes, own]))
+        return self._by_rows(sharding, _common_start([self.axes, own]))
 
     def _by_rows(self, sharding: Sharding, axes: Sequence[str]) -> Sharding:
         if not isinstance(sharding, NamedSharding):
             return sharding
         spec = PartitionSpec(tuple(axes))
         return NamedSharding(self.cut.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _common_start(sequences: Sequence[Sequence[str]]) -> list[str]:
+    """The words with which all of them begin."""
+    alike = takewhile(lambda words: len(set(words)) == 1, zip(*sequences, strict=False))
+    return [words[0] for words in alike]
