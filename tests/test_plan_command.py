@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 
 from grain_shard.__main__ import main
 from grain_shard.planning.picture import draw_mesh
@@ -45,6 +46,17 @@ class TestCommand:
         assert main([*words.split(), "--json"]) == 0
         hosts = json.loads(capsys.readouterr().out)["needed"]["hosts"]
         assert [host["rows"] for host in hosts] == [[[row, row + 1]] for row in range(100)]
+
+    @pytest.mark.parametrize("width", [120, 80, 60, 50, 40])
+    def test_no_word_and_no_number_is_broken(self, width, capsys):
+        plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=4096, num_records=10**6)
+        Console(width=width, force_terminal=True, color_system=None).print(plan, highlight=False)
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= width
+        words, whole = (set(text.replace("─", "").split()) for text in (shown, str(plan)))
+        assert words == whole
+        for cell in ("<- .shard_to", 'read="needed"', "0:512", "125,440"):
+            assert any(cell in line for line in shown.splitlines())
 
     def test_json_is_the_plan(self, capsys):
         assert main([*self.ARGUMENTS.split(), "--json"]) == 0
