@@ -184,9 +184,9 @@ class TestWhoReadsWhat:
             target.way_to_read("once", 4)
 
 
-def compiled_moves(mesh, spec, batch):
+def compiled_moves(mesh, spec, batch, microbatches=None):
     """The compiled programs that move a batch which was read once, as text."""
-    target = ShardingTree.of(mesh, spec)
+    target = ShardingTree.of(mesh, spec, microbatches=microbatches)
     at = target.spread().match(batch)
     programs = []
     for step in target.moves():
@@ -218,7 +218,8 @@ def assert_in_slice(programs, devices_of_a_slice):
         assert f"num_partitions={devices_of_a_slice}," in program or devices_of_a_slice == 1
         for groups in re.findall(r"replica_groups=\{\{([\d,{}]*)\}\}", program):
             assert max(map(int, re.findall(r"\d+", groups))) < devices_of_a_slice
-    assert collectives(programs[-1]) == []  # what is not needed is dropped where it is
+    for program in programs[1:]:
+        assert collectives(program) == []  # what is not needed is dropped where it is
 
 
 JOBS = {
@@ -261,6 +262,29 @@ class TestCompiled:
         assert_in_slice(programs, mesh.size // slices)
         assert collectives(programs[0])  # something is exchanged
 
+    @pytest.mark.parametrize("name", ["model over slices", "tokens cut over slices"])
+    def test_nor_with_microbatches(self, name):
+        topology, slices, axes, spec = JOBS[name]
+        mesh = topology_mesh(topology, axes, slices=slices)
+        batch = {"tokens": np.broadcast_to(np.int32(0), (4, 2 * mesh.size, 512))}
+        assert_in_slice(compiled_moves(mesh, spec, batch, microbatches=4), mesh.size // slices)
+
+    @pytest.mark.parametrize(
+        ("slices", "axes", "spec", "programs"),
+        [
+            (1, {"seq": 2, "data": 2}, P("data", "seq"), 1),
+            (2, {"data": 4, "model": 2}, P("data"), 1),
+            (2, {"replica": 2, "model": 2, "data": 2}, P("data"), 1),
+            (2, {"data": 4, "model": 2}, {"x": P("data"), "y": P("data", None)}, 1),
+            (2, {"seq": 4, "data": 2}, {"x": P("data"), "y": P("data", "seq")}, 2),
+            (2, {"data": 4, "model": 2}, {"x": P("data"), "y": P()}, 2),
+        ],
+    )
+    def test_a_second_program_only_where_something_is_dropped(self, slices, axes, spec, programs):
+        target = ShardingTree.of(topology_mesh("v5p:2x2x1", axes, slices=slices), spec)
+        assert len(target.moves()) == programs
+        assert target.moves()[-1] is target
+
     def test_left_to_itself_the_compiler_crosses(self):
         """So what the test above looks for is what a crossing looks like."""
         mesh = topology_mesh("v5p:2x2x1", {"data": 4, "model": 2}, slices=2)
@@ -273,6 +297,7 @@ class TestCompiled:
         assert "megascale" in program
         assert {"send", "recv"} <= set(collectives(program))
 
+    @pytest.mark.slow
     @settings(deadline=None, max_examples=25)
     @given(
         topology=st.sampled_from([("v5p:2x2x1", 2), ("v5p:2x2x2", 4), ("v5e:4x4", 2)]),

@@ -16,7 +16,7 @@ from grain_shard.trees import Batch, flatten
 class Resharder:
     """Compiled identities, from the shardings by which rows are read to those of the step.
 
-    There is one; on several slices two, see `ShardingTree.moves`.
+    There is one; on several slices there may be two, see `ShardingTree.moves`.
 
     It is a collective: every host has to call it in the same order among its other collectives, so
     it runs in the thread of the training loop and not in the background.

@@ -175,12 +175,11 @@ class ShardingTree:
     def moves(self) -> tuple[ShardingTree, ...]:
         """The shardings to which devices move a batch that was read by `spread`, in this order.
 
-        The last are these.
+        There are one or two, see `Spread.gathered`. The last are these.
         """
         found = self._spread()
-        if found is None or found.cut.num_slices == 1:
-            return (self,)
-        return self._map(found.gathered), self
+        gathered = self if found is None else self._map(found.gathered)
+        return (self,) if gathered == self else (gathered, self)
 
     def _spread(self) -> Spread | None:
         named = [s for s in self.shardings() if isinstance(s, NamedSharding)]

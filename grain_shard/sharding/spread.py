@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from grain_shard.sharding.layout import batch_axes
 from grain_shard.sharding.slices import CutMesh
-from grain_shard.sharding.specs import num_shards
+from grain_shard.sharding.specs import num_shards, spec_rank
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,18 @@ class Spread:
         return self._by_rows(sharding, self.axes)
 
     def gathered(self, sharding: Sharding) -> Sharding:
-        """On the way from there to its own sharding, how a leaf lies between two steps.
+        """How a leaf lies after the first step on the way from there to its own sharding.
 
-        Each device first gathers from its neighbours in the slice all the rows that it needs, and
-        then drops what it does not. Neither step can leave the slice. In one step XLA finds ways
-        across.
+        Each device gathers from its neighbours in the slice all the rows that it needs. If it is to
+        have only a part of each row, it then drops the others, in a second step. Neither can leave
+        the slice; in one step XLA finds ways across. On one slice it may choose, and there is one.
         """
-        if not isinstance(sharding, NamedSharding):
+        if self.cut.num_slices == 1 or not isinstance(sharding, NamedSharding):
             return sharding
         own = self.cut.axes(batch_axes(sharding.spec))
-        return self._by_rows(sharding, _common_start([self.axes, own]))
+        kept = _common_start([self.axes, own])
+        only_rows = spec_rank(sharding) <= 1 and len(kept) == len(own)
+        return sharding if only_rows else self._by_rows(sharding, kept)
 
     def _by_rows(self, sharding: Sharding, axes: Sequence[str]) -> Sharding:
         if not isinstance(sharding, NamedSharding):
