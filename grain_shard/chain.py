@@ -96,8 +96,9 @@ def shard_to(
         read: With several hosts and a mesh axis other than the batch's across them (`MapDataset`
             only): "needed" reads on each host what its devices hold, so some rows on several
             hosts; "once" reads each row on one host, and has the devices exchange them as the
-            batch is handed out, which takes a batch that all devices divide. "auto" takes "once"
-            where that is so and rows would be read more than once.
+            batch is handed out, which takes a batch that all devices divide. On several slices it
+            is once in each that needs the row, as none leaves its slice. "auto" takes "once" where
+            the devices divide the batch and fewer rows are read so.
         timeout_s: How long one host waits for another, in seconds, before it raises.
 
     Returns:

@@ -23,6 +23,7 @@ import grain_shard
 from grain_shard import GrainShardError, ShardingError, rehearse
 from grain_shard.hardware import HardwareType
 from grain_shard.planning.topology import hosts_mesh, topology_mesh
+from grain_shard.sharding.slices import slice_of
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu has wheels for Linux on x86-64 alone"
@@ -288,6 +289,45 @@ class TestTopologies:
         with pytest.raises(ShardingError, match=message):
             topology_mesh(name, axes)
 
+    @pytest.mark.parametrize(
+        ("name", "slices", "axes", "of_slices"),
+        [
+            # The slice of the devices along each axis, all others at 0.
+            ("v5p:2x2x1", 2, {"data": 4, "model": 2}, [[0, 0, 1, 1], [0, 0]]),
+            ("v5p:2x2x1", 4, {"replica": 2, "data": 8}, [[0, 2], [0, 0, 0, 0, 1, 1, 1, 1]]),
+            ("v4:2x2x1", 2, {"replica": 2, "data": 4}, [[0, 1], [0, 0, 0, 0]]),
+            ("v5p:2x2x1", 3, {"data": 2, "model": 6}, [[0, 0], [0, 0, 1, 1, 2, 2]]),
+            ("tpu7x:2x2x1", 3, {"data": 24}, [[0] * 8 + [1] * 8 + [2] * 8]),
+            ("v5e:4x4", 1, {"data": 16}, [[0] * 16]),
+        ],
+    )
+    def test_several_slices_lie_along_the_first_axes(self, name, slices, axes, of_slices):
+        mesh = topology_mesh(name, axes, slices=slices)
+        assert dict(mesh.shape) == axes
+        numbers = np.vectorize(slice_of)(mesh.devices)
+        for dim, expected in enumerate(of_slices):
+            along = np.moveaxis(numbers, dim, 0).reshape(len(expected), -1)[:, 0]
+            assert along.tolist() == expected
+        plan = grain_shard.plan(mesh, tuple_spec(axes), global_batch_size=48, num_records=48)
+        assert plan.num_slices == slices
+        assert_exact(plan, mesh, tuple_spec(axes))
+
+    @pytest.mark.parametrize(
+        ("slices", "axes", "message"),
+        [
+            (0, {"data": 8}, "slices=0"),
+            (2, {"data": 4}, "a mesh of 4 devices, and there are 8"),
+        ],
+    )
+    def test_refusals_of_slices(self, slices, axes, message):
+        with pytest.raises(ShardingError, match=message):
+            topology_mesh("v5p:2x2x1", axes, slices=slices)
+
+
+def tuple_spec(axes):
+    """The rows over all axes."""
+    return P(tuple(axes))
+
 
 def test_without_libtpu_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("grain_shard.planning.topology.find_spec", lambda name: None)
@@ -503,6 +543,66 @@ class TestWarnings:
         assert plan.reads.amplification == 2
         better = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=6000)
         assert better.reads.amplification == 1
+
+
+@needs_libtpu
+class TestSlices:
+    OPTIONS = {"global_batch_size": 64, "num_records": 600, "record_bytes": 1000}  # noqa: RUF012
+
+    def planned(self, axes, spec=None, **options):
+        mesh = topology_mesh("v5e:4x4", axes, slices=2)
+        return grain_shard.plan(mesh, spec, **self.OPTIONS | options)
+
+    def test_each_reads_rows_of_its_own(self):
+        plan = self.planned({"data": 8, "model": 4})
+        assert (plan.num_devices, plan.num_hosts, plan.num_slices) == (32, 8, 2)
+        assert (plan.read, plan.once.amplification, plan.needed.amplification) == ("once", 1, 2)
+        assert (plan.rows_read_again, plan.bytes_read_again) == (0, 0)
+        first, second = plan.reads.slices
+        assert (first.slice, first.hosts, first.rows) == (0, (0, 1, 2, 3), ((0, 32),))
+        assert (second.slice, second.hosts, second.rows) == (1, (4, 5, 6, 7), ((32, 64),))
+        assert (first.rows_per_step, first.bytes_per_step) == (32, 32_000)
+        assert (first.rows_per_epoch, second.rows_per_epoch) == (9 * 32 + 24, 9 * 32)
+        assert [host.slice for host in plan.reads.hosts] == [0] * 4 + [1] * 4
+        assert "nothing is exchanged: each slice reads rows of its own" in " ".join(words(plan))
+
+    def test_each_reads_all(self):
+        plan = self.planned({"replica": 2, "data": 4, "model": 4}, P("data"))
+        assert (plan.read, plan.once.amplification, plan.needed.amplification) == ("once", 2, 4)
+        assert (plan.rows_read_again, plan.bytes_read_again) == (64, 64_000)
+        for of_slice in plan.reads.slices:
+            assert (of_slice.rows, of_slice.rows_per_step) == (((0, 64),), 64)
+            assert of_slice.rows_per_epoch == 600
+        shown = " ".join(words(plan))
+        assert "64 rows (64.0 kB) a step are read again where they are needed" in shown
+        assert "reads it once in each slice that needs it" in shown
+        assert "64 rows a step are read again in another slice" in shown
+
+    def test_a_slice_that_is_one_host_has_nobody_to_exchange_with(self):
+        mesh = topology_mesh("v5p:2x2x1", {"replica": 4, "data": 4}, slices=4)
+        plan = grain_shard.plan(mesh, P("data"), **self.OPTIONS)
+        assert (plan.read, plan.needed.amplification) == ("needed", 4)
+        assert [warning[:30] for warning in plan.warnings][:1] == ["192 rows a step are read again"]
+
+    def test_of_padding_nothing_is_read(self):
+        plan = self.planned({"replica": 2, "data": 16}, P("data"), global_batch_size=70)
+        assert plan.reads.padded_batch_size == 80
+        assert plan.rows_read_again == 70
+
+    def test_json_has_the_slices(self):
+        shown = self.planned({"data": 8, "model": 4}).to_dict()
+        assert shown["num_slices"] == 2
+        assert shown["once"]["slices"][1]["rows"] == [[32, 64]]
+
+
+def words(plan):
+    return str(plan).split()
+
+
+def test_one_slice_is_not_spoken_of():
+    plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=1000)
+    assert (plan.num_slices, plan.rows_read_again, len(plan.reads.slices)) == (1, 0, 1)
+    assert "slice" not in str(plan)
 
 
 def test_a_plan_shows_itself():

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 
 from grain_shard.__main__ import main
 from grain_shard.planning.picture import draw_mesh
@@ -45,6 +46,17 @@ class TestCommand:
         assert main([*words.split(), "--json"]) == 0
         hosts = json.loads(capsys.readouterr().out)["needed"]["hosts"]
         assert [host["rows"] for host in hosts] == [[[row, row + 1]] for row in range(100)]
+
+    @pytest.mark.parametrize("width", [120, 80, 60, 50, 40])
+    def test_no_word_and_no_number_is_broken(self, width, capsys):
+        plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=4096, num_records=10**6)
+        Console(width=width, force_terminal=True, color_system=None).print(plan, highlight=False)
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= width
+        words, whole = (set(text.replace("─", "").split()) for text in (shown, str(plan)))
+        assert words == whole
+        for cell in ("<- .shard_to", 'read="needed"', "0:512", "125,440"):
+            assert any(cell in line for line in shown.splitlines())
 
     def test_json_is_the_plan(self, capsys):
         assert main([*self.ARGUMENTS.split(), "--json"]) == 0
@@ -85,6 +97,7 @@ class TestCommand:
                 "a mesh of 3 devices, and there are 2",
             ),
             ("--hosts 2 --devices-per-host 1 --mesh data=2 --spec x", "does not exist"),
+            ("--hosts 2 --devices-per-host 1 --slices 2 --mesh data=2", "--slices are of a TPU"),
         ],
     )
     def test_errors(self, words, message, capsys):
@@ -113,6 +126,14 @@ class TestCommand:
             main(["plan", "--hosts", number])
         message = f"argument --hosts: {number!r} is not a whole number of at least 1"
         assert message in capsys.readouterr().err
+
+    @needs_libtpu
+    def test_several_slices(self, capsys):
+        words = "plan --topology v5e:4x4 --slices 2 --mesh data=8,model=4 --batch 64 --records 600"
+        assert main(words.split()) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert "devices 32 x TPU v5 lite on 8 hosts in 2 slices".split(" ") in lines  # noqa: SIM905
+        assert ["1", "4", "to", "7", "32:64", "32", "-", "288"] in lines
 
     @needs_libtpu
     def test_a_slice_of_tpus_in_a_process_of_its_own_that_starts_no_backend(self):

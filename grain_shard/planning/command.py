@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slice_ = parser.add_mutually_exclusive_group(required=True)
     slice_.add_argument("--topology", metavar="KIND:SHAPE", help="a TPU slice: v5e:16x16")
     slice_.add_argument("--hosts", type=positive_integer, metavar="N", help="or so many hosts")
+    add("--slices", type=positive_integer, metavar="N", help="so many slices of it; default: 1")
     add("--devices-per-host", type=positive_integer, metavar="N", help="devices of each")
     add("--mesh", type=_axes, required=True, metavar="AXES", help="name=size,...: data=32,model=8")
     add(
@@ -71,8 +72,12 @@ def main(args: argparse.Namespace) -> int:
         raise GrainShardError(
             "--hosts and --devices-per-host go together.\n  remedy: give both, or --topology alone."
         )
+    if args.slices is not None and args.topology is None:
+        raise GrainShardError(
+            "--slices are of a TPU topology.\n  remedy: give --topology in place of --hosts."
+        )
     if args.topology is not None:
-        mesh = topology_mesh(args.topology, args.mesh)
+        mesh = topology_mesh(args.topology, args.mesh, slices=args.slices or 1)
     else:
         mesh = hosts_mesh(args.mesh, hosts=args.hosts, devices_per_host=args.devices_per_host)
     planned = plan(

@@ -7,6 +7,7 @@ the stages of the chain for the number and size of batches.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import grain
@@ -16,10 +17,11 @@ from jax.sharding import NamedSharding
 from grain_shard.chain import check_read
 from grain_shard.errors import ShardingError, describe_spec, require_int
 from grain_shard.hardware import HardwareType, detect_hardware
-from grain_shard.planning.result import HostReads, Plan, Reads
+from grain_shard.planning.result import HostReads, Plan, Reads, SliceReads
 from grain_shard.planning.warnings import find_warnings
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.sharding.slices import slice_of
 from grain_shard.sharding.specs import num_shards
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.validate import ValidateBatchSize
@@ -76,6 +78,12 @@ def plan(
     steps = _num_batches(num_records, global_batch_size, target, remainder)
     held_records = min(num_records, steps * global_batch_size)
 
+    devices = set[Any]().union(*(s.device_set for s in target.shardings()))
+    slice_of_host = {device.process_index: slice_of(device) for device in devices}
+
+    def bytes_of(rows: int) -> int | None:
+        return None if record_bytes is None else rows * record_bytes
+
     def reads(mode: Literal["needed", "once"], shardings: ShardingTree) -> Reads:
         layouts = shardings.layouts()
         first = next(iter(layouts.values()))
@@ -85,10 +93,12 @@ def plan(
             # The rows of a batch that hold a record are its first ones.
             held = np.searchsorted(layout.rows(size), [global_batch_size, rest])
             of_full, of_last = held.tolist()
-            of_bytes = None if record_bytes is None else of_full * record_bytes
-            ranges = tuple(layout.ranges(size))
-            hosts.append(HostReads(host, ranges, of_full, full * of_full + of_last, of_bytes))
-        return Reads(mode, first.divisor, size, first.amplification, tuple(hosts))
+            ranges, of_epoch = tuple(layout.ranges(size)), full * of_full + of_last
+            of_host = ranges, of_full, of_epoch, bytes_of(of_full)
+            hosts.append(HostReads(host, slice_of_host[host], *of_host))
+        return Reads(
+            mode, first.divisor, size, first.amplification, tuple(hosts), tuple(_by_slice(hosts))
+        )
 
     needed = reads("needed", target)
     try:
@@ -98,13 +108,20 @@ def plan(
         once = None
     named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
     blocks = [num_shards(sharding) for sharding in named] or [1]
-    devices = set[Any]().union(*(s.device_set for s in target.shardings()))
     device = next(iter(devices))
+    as_it_is = needed if once is None or read == "needed" else once
+    read_again = sum(
+        min(stop, global_batch_size) - min(start, global_batch_size)
+        for of_slice in as_it_is.slices
+        for start, stop in of_slice.rows
+    )
+    read_again -= global_batch_size  # each row is read in one slice at least
     planned = Plan(
         device_kind=device.device_kind,
         hardware=hardware or detect_hardware(device),
         num_devices=len(devices),
         num_hosts=len(needed.hosts),
+        num_slices=len(needed.slices),
         mesh=dict(target.mesh_axes),
         specs=tuple(dict.fromkeys(describe_spec(s.spec) for s in named)),
         num_records=num_records,
@@ -116,15 +133,44 @@ def plan(
         dropped_records_per_epoch=num_records - held_records,
         microbatches=microbatches,
         rows_per_device=size // (microbatches or 1) // max(blocks),
-        device_bytes=None if record_bytes is None else size // min(blocks) * record_bytes,
+        device_bytes=bytes_of(size // min(blocks)),
         read=read,
         needed=needed,
         once=once,
         hosts_with_the_same_rows=tuple(
             tuple(host.host for host in hosts) for hosts in needed.groups() if len(hosts) > 1
         ),
+        rows_read_again=read_again,
+        bytes_read_again=bytes_of(read_again),
     )
     return dataclasses.replace(planned, warnings=tuple(find_warnings(planned)))
+
+
+def _by_slice(hosts: Iterable[HostReads]) -> Iterator[SliceReads]:
+    of_slices: dict[int, list[HostReads]] = {}
+    for host in hosts:
+        of_slices.setdefault(host.slice, []).append(host)
+    for number, found in sorted(of_slices.items()):
+        of_bytes = [host.bytes_per_step for host in found if host.bytes_per_step is not None]
+        yield SliceReads(
+            number,
+            tuple(host.host for host in found),
+            tuple(_united(rows for host in found for rows in host.rows)),
+            sum(host.rows_per_step for host in found),
+            sum(host.rows_per_epoch for host in found),
+            sum(of_bytes) if of_bytes else None,
+        )
+
+
+def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same rows as ranges that are ascending and do not touch each other."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _num_batches(

@@ -33,6 +33,7 @@ class HostReads:
 
     Attributes:
         host: Its JAX process index.
+        slice: The slice that it is in.
         rows: The rows of a padded batch that it asks for, as (start, stop), ascending.
         rows_per_step: Rows that it reads for a full batch; padding is not read.
         rows_per_epoch: Rows that it reads in an epoch.
@@ -40,6 +41,29 @@ class HostReads:
     """
 
     host: int
+    slice: int
+    rows: tuple[tuple[int, int], ...]
+    rows_per_step: int
+    rows_per_epoch: int
+    bytes_per_step: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceReads:
+    """What the hosts of one slice read together.
+
+    Attributes:
+        slice: Its number.
+        hosts: Those of its hosts that have a device in the mesh, ascending.
+        rows: The rows of a padded batch that they ask for, as (start, stop), ascending.
+        rows_per_step: Rows that they read for a full batch, added up over the hosts.
+        rows_per_epoch: Rows that they read in an epoch.
+        bytes_per_step: Bytes that they read for a full batch; None if those of a record are
+            unknown.
+    """
+
+    slice: int
+    hosts: tuple[int, ...]
     rows: tuple[tuple[int, int], ...]
     rows_per_step: int
     rows_per_epoch: int
@@ -57,6 +81,7 @@ class Reads:
         amplification: How many hosts read a row, on average: the rows that all hosts read for a
             batch, over the rows of the batch.
         hosts: Each host, ascending.
+        slices: Each slice, ascending.
     """
 
     read: Literal["needed", "once"]
@@ -64,6 +89,7 @@ class Reads:
     padded_batch_size: int
     amplification: float
     hosts: tuple[HostReads, ...] = dataclasses.field(repr=False)
+    slices: tuple[SliceReads, ...] = dataclasses.field(repr=False)
 
     def groups(self) -> list[list[HostReads]]:
         """The hosts, those together that ask for the same rows; by their first hosts, ascending."""
@@ -92,6 +118,7 @@ class Plan(JupyterMixin):
         hardware: The chip, as far as its critical batch is known.
         num_devices: Devices in the mesh.
         num_hosts: Hosts that have one of them.
+        num_slices: Slices that have one of them.
         mesh: The size of every mesh axis.
         specs: The distinct specs of the leaves.
         num_records: Records of an epoch.
@@ -110,6 +137,10 @@ class Plan(JupyterMixin):
         needed: What hosts read with ``read="needed"``.
         once: What they read with ``read="once"``. None if the devices do not divide the batch.
         hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows.
+        rows_read_again: Rows of a full batch that slices read although another slice reads them,
+            too, added up over the slices. So many would cross the data-centre network if each was
+            read in one slice only; as it is, none does.
+        bytes_read_again: Their bytes; None without `record_bytes`.
         warnings: What to think over, in sentences.
     """
 
@@ -117,6 +148,7 @@ class Plan(JupyterMixin):
     hardware: HardwareType
     num_devices: int
     num_hosts: int
+    num_slices: int
     mesh: Mapping[str, int]
     specs: tuple[str, ...]
     num_records: int
@@ -133,6 +165,8 @@ class Plan(JupyterMixin):
     needed: Reads
     once: Reads | None
     hosts_with_the_same_rows: tuple[tuple[int, ...], ...]
+    rows_read_again: int
+    bytes_read_again: int | None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -192,6 +226,7 @@ class Plan(JupyterMixin):
                 map(self._reading_line, ways),
                 left=1,
             ),
+            *self._slices_table(),
             table(
                 ["host", "rows of a batch", "read a step", "bytes a step", "read an epoch"],
                 self._host_lines(),
@@ -205,7 +240,9 @@ class Plan(JupyterMixin):
 
     def _job_lines(self) -> Iterator[tuple[str, str]]:
         axes = describe_mesh(self.mesh.items()) or "none"
-        yield "devices", f"{self.num_devices:,} x {self.device_kind} on {self.num_hosts:,} hosts"
+        hosts = f"{self.num_hosts:,} hosts"
+        hosts += f" in {self.num_slices} slices" if self.num_slices > 1 else ""
+        yield "devices", f"{self.num_devices:,} x {self.device_kind} on {hosts}"
         yield "mesh", f"{axes}; batch {', '.join(self.specs) or 'on one device'}"
         rows, size = self.global_batch_size, self.reads.padded_batch_size
         padding = f", padded to {size:,}" if size > rows else ""
@@ -226,6 +263,34 @@ class Plan(JupyterMixin):
             )
         else:
             yield "same rows", "on no two hosts"
+        if self.num_slices > 1:
+            yield "between slices", f"nothing is exchanged: {self._read_again()}"
+
+    def _read_again(self) -> str:
+        if not self.rows_read_again:
+            return "each slice reads rows of its own"
+        of_bytes = self.bytes_read_again
+        size = "" if of_bytes is None else f" ({describe_bytes(of_bytes)})"
+        return f"{self.rows_read_again:,} rows{size} a step are read again where they are needed"
+
+    def _slices_table(self) -> Iterator[Any]:
+        """Nothing where there is one slice."""
+        if self.num_slices > 1:
+            columns = ["slice", "hosts", "rows of a batch", "read a step", "bytes a step"]
+            lines = map(self._slice_line, self.reads.slices[:_MAX_LINES])
+            yield table([*columns, "read an epoch"], lines, left=3)
+
+    def _slice_line(self, of_slice: SliceReads) -> tuple[str, ...]:
+        first, last = of_slice.hosts[0], of_slice.hosts[-1]
+        in_a_row = last - first == len(of_slice.hosts) - 1 > 1
+        return (
+            str(of_slice.slice),
+            f"{first} to {last}" if in_a_row else describe_few(of_slice.hosts),
+            describe_ranges(of_slice.rows),
+            f"{of_slice.rows_per_step:,}",
+            describe_bytes(of_slice.bytes_per_step),
+            f"{of_slice.rows_per_epoch:,}",
+        )
 
     def _reading_line(self, reads: Reads) -> tuple[str, ...]:
         most = max(reads.hosts, key=lambda host: host.rows_per_step)

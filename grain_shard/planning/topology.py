@@ -1,4 +1,4 @@
-"""Meshes of slices that are not there: of a real TPU topology, or of so many hosts.
+"""Meshes of slices that are not there: of real TPU topologies, or of so many hosts.
 
 Their devices can be looked at, not computed with. Nothing here starts a JAX backend.
 """
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import Mesh
 
 from grain_shard.errors import GrainShardError, ShardingError, require_int
@@ -29,8 +30,12 @@ _NO_TPU_HERE = {
 }
 
 
-def topology_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
-    """The mesh that `jax.make_mesh` builds on a TPU slice, without the slice.
+def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) -> Mesh:
+    """The mesh that `jax.make_mesh` builds on a TPU slice, without the slice; or on several.
+
+    On several slices it is that of `jax.experimental.mesh_utils.create_hybrid_device_mesh`, with
+    ``allow_split_physical_axes=True``. The slices lie along the first axis; if their number does
+    not divide it, along the next ones as well. `plan` takes any other mesh of its devices, too.
 
     libtpu (``pip install "grain-shard[plan]"``, Linux on x86-64) knows the chips, the hosts and
     who is next to whom. It gives a host four chips; for one of eight use `hosts_mesh`. A chip is
@@ -40,7 +45,8 @@ def topology_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
 
     Args:
         topology: Kind and shape: "v4:4x4x4", "v5e:16x16", "v5p:4x4x8", "v6e:8x8", "tpu7x:4x4x4".
-        axes: Name and size of each mesh axis, in order.
+        axes: Name and size of each mesh axis, in order; of all slices together.
+        slices: How many slices of that shape the data-centre network joins.
 
     Returns:
         A mesh of devices to look at, and to compile for (`jax.jit(...).lower(...).compile()`).
@@ -62,8 +68,13 @@ def topology_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
         )
     from jax.experimental import topologies
 
+    require_int("slices", slices, 1)
     # A v4 chip has two cores, which JAX fuses into one device unless told otherwise.
-    options = {"chip_config_name": "megacore"} if topology.lower().startswith("v4:") else {}
+    options: dict[str, Any] = {}
+    if topology.lower().startswith("v4:"):
+        options["chip_config_name"] = "megacore"
+    if slices > 1:
+        options["num_slices"] = slices
     with _variables(_NO_TPU_HERE):
         try:
             devices = topologies.get_topology_desc(
@@ -74,7 +85,7 @@ def topology_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
                 f"libtpu makes no topology of {topology!r}: {error}",
                 remedy='write kind and shape, in whole hosts: "v5e:4x8", "v5p:2x2x4".',
             ) from error
-    return _mesh(axes, devices)
+    return _mesh(axes, devices, slices)
 
 
 def hosts_mesh(axes: Mapping[str, int], *, hosts: int, devices_per_host: int) -> Mesh:
@@ -109,7 +120,7 @@ class _StandIn:
     device_kind: str = "unknown device"
 
 
-def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
+def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> Mesh:
     for name, size in axes.items():
         require_int(f"mesh axis {name}", size, 1)
     if math.prod(axes.values()) != len(devices):
@@ -120,6 +131,8 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
             remedy=f"give axes whose sizes multiply to {len(devices)}.",
         )
     try:
+        if slices > 1:
+            return _hybrid_mesh(axes, devices, slices)
         return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
     except NotImplementedError as error:
         raise ShardingError(
@@ -128,6 +141,18 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
             remedy="use sizes that are products of the topology's own, or pass plan() a Mesh with"
             " an order of your own.",
         ) from error
+
+
+def _hybrid_mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int) -> Mesh:
+    """The slices along the first axis, as far as it goes, then along the next."""
+    between, within = [], []
+    left = slices  # it divides the devices, and so the axes' sizes multiplied
+    for size in axes.values():
+        between.append(math.gcd(size, left))
+        within.append(size // between[-1])
+        left //= between[-1]
+    arranged = create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
+    return Mesh(arranged, tuple(axes))
 
 
 @contextlib.contextmanager

@@ -21,21 +21,29 @@ def find_warnings(plan: Plan) -> Iterator[str]:
     """The warnings of a plan; none if all is well."""
     size, microbatches = plan.reads.padded_batch_size, plan.microbatches or 1
     parts = describe_parts(plan.reads.divisor, microbatches)
-    if plan.needed.amplification > 1:
+    needed = sum(host.rows_per_step for host in plan.needed.hosts)
+    if needed > plan.global_batch_size + plan.rows_read_again:  # more than each once in a slice
         times = f"{plan.needed.amplification:.3g} times"
+        once = "once" if plan.num_slices == 1 else "once in each slice that needs it"
         why = "as a mesh axis other than the batch's spans hosts"
         if plan.read == "once":
             yield (
-                f'read="needed" would read each row {times}, {why}. .shard_to reads it once and the'
-                " devices exchange rows, in one more collective a step."
+                f'read="needed" would read each row {times}, {why}. .shard_to reads it {once} and'
+                " the devices exchange rows, in one more collective a step."
             )
         else:
             yield (
                 f"each row is read {times}, {why}. Use"
                 f" {_larger_batch(plan, plan.num_devices * microbatches)},"
-                ' which all devices divide, and read="auto": each row is then read once, and'
+                f' which all devices divide, and read="auto": each row is then read {once}, and'
                 " exchanged by the devices."
             )
+    if plan.rows_read_again:
+        yield (
+            f"{plan.rows_read_again:,} rows a step are read again in another slice, as a mesh axis"
+            " other than the batch's leads from one slice to the next. Divide the batch over that"
+            " axis, too: name it in the first place of the spec."
+        )
     if plan.hardware not in (HardwareType.UNKNOWN, HardwareType.CPU):
         rating = rate_batch_size(plan.rows_per_device, plan.hardware)
         if rating in (BatchSizeRating.TOO_SMALL, BatchSizeRating.BELOW_CRITICAL):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ from grain_shard.trees import Batch, flatten
 
 
 class Resharder:
-    """One compiled identity, from the shardings by which rows are read to those of the step.
+    """Compiled identities, from the shardings by which rows are read to those of the step.
+
+    There is one; on several slices there may be two, see `ShardingTree.moves`.
 
     It is a collective: every host has to call it in the same order among its other collectives, so
     it runs in the thread of the training loop and not in the background.
@@ -25,7 +28,7 @@ class Resharder:
     def __init__(self, shardings: ShardingTree):
         self._shardings = shardings
         self._by_leaf: list[Sharding | None] | None = None
-        self._move: Any = None
+        self._moves: list[Any] = []
         self._last: jax.Array | None = None
 
     def __call__(self, batch: Batch) -> Batch:
@@ -40,9 +43,11 @@ class Resharder:
             for path, leaf, sharding in zip(paths, leaves, self._by_leaf, strict=True):
                 if sharding is not None:
                     check_fits(path, leaf, sharding, leaf.shape)
-            self._move = jax.jit(lambda *xs: xs, out_shardings=tuple(filter(None, self._by_leaf)))
+            self._moves = [move_to(step.match(batch)) for step in self._shardings.moves()]
         placed = [s is not None for s in self._by_leaf]
-        moved = self._move(*(x for x, p in zip(leaves, placed, strict=True) if p))
+        moved = tuple(x for x, p in zip(leaves, placed, strict=True) if p)
+        for move in self._moves:
+            moved = move(*moved)
         self._last = min(moved, key=lambda array: array.nbytes)
         arrays = iter(moved)
         return structure.unflatten(
@@ -57,3 +62,8 @@ class Resharder:
         last, self._last = self._last, None
         if last is not None and not last.is_deleted():  # a step may have had it as a donation
             last.block_until_ready()
+
+
+def move_to(shardings: Sequence[Sharding | None]) -> Any:
+    """A jitted function of arrays that returns them in these shardings; None is for text."""
+    return jax.jit(lambda *arrays: arrays, out_shardings=tuple(filter(None, shardings)))

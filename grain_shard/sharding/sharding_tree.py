@@ -6,7 +6,7 @@ several leaves is trimmed to the rank of each; one that stands for a single leaf
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -17,7 +17,6 @@ from grain_shard.digest import digest
 from grain_shard.errors import ShardingError, describe_leaf, describe_mesh, require_int
 from grain_shard.sharding.layout import (
     BatchLayout,
-    batch_axes,
     describe_parts,
     mesh_axes_of,
     round_up,
@@ -32,6 +31,7 @@ from grain_shard.sharding.specs import (
     spec_rank,
     trimmed,
 )
+from grain_shard.sharding.spread import Spread
 from grain_shard.trees import ROOT, Batch, child, is_text
 
 Read = Literal["auto", "needed", "once"]
@@ -131,8 +131,8 @@ class ShardingTree:
     def way_to_read(self, read: Read, *global_batch_sizes: int) -> Literal["needed", "once"]:
         """What `read` of `shard_to` comes to.
 
-        "auto" is "once", see `spread`, where rows would be read more than once and the devices
-        divide the padded batch. A batch is never padded any further to be read once: its shape
+        "auto" is "once", see `spread`, where that reads fewer rows and the devices divide the
+        padded batch. A batch is never padded any further to be read once: its shape
         follows from its size, the spec, the mesh and the microbatches.
 
         Args:
@@ -149,7 +149,8 @@ class ShardingTree:
         sizes = map(layout.padded, global_batch_sizes)
         size = next((size for size in sizes if size % spread.multiple), None)  # not divided
         if read == "auto":
-            return "once" if layout.amplification > 1 and size is None else "needed"
+            fewer = spread.amplification < layout.amplification
+            return "once" if fewer and size is None else "needed"
         if size is not None:
             parts = describe_parts(spread.divisor, spread.microbatches)
             raise ShardingError(
@@ -172,22 +173,25 @@ class ShardingTree:
         }
 
     def spread(self) -> ShardingTree:
-        """Shardings of the same devices that cut the batch axis over all mesh axes.
+        """The shardings by which batches are read so that every row is read once, see `Spread`."""
+        found = self._spread()
+        return self if found is None else self._map(found.read_by)
 
-        No two devices then hold the same row, so that every row is read on one host only.
+    def moves(self) -> tuple[ShardingTree, ...]:
+        """The shardings to which devices move a batch that was read by `spread`, in this order.
+
+        There are one or two, see `Spread.gathered`. The last are these.
         """
+        found = self._spread()
+        gathered = self if found is None else self._map(found.gathered)
+        return (self,) if gathered == self else (gathered, self)
+
+    def _spread(self) -> Spread | None:
         named = [s for s in self.shardings() if isinstance(s, NamedSharding)]
-        # One order of the axes for all leaves, or a host would read other rows for each.
-        axes = batch_axes(max(named, key=num_shards).spec) if named else ()
+        return Spread.of(named) if named else None
 
-        def spread_one(sharding: Sharding) -> Sharding:
-            if not isinstance(sharding, NamedSharding):
-                return sharding
-            others = [name for name in sharding.mesh.axis_names if name not in axes]
-            spec = PartitionSpec((*axes, *others))
-            return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-
-        return replace(self, prefix=jax.tree.map(spread_one, self.prefix, is_leaf=_is_sharding))
+    def _map(self, fn: Callable[[Sharding], Sharding]) -> ShardingTree:
+        return replace(self, prefix=jax.tree.map(fn, self.prefix, is_leaf=_is_sharding))
 
     def with_mask(self, key: str | None) -> ShardingTree:
         """The tree with a sharding for the mask, which is sharded like the rows."""

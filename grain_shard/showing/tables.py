@@ -6,11 +6,10 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
+
+from grain_shard.showing.fitting import FittingTable
 
 # Okabe and Ito's palette, which people with any kind of color vision can tell apart, mixed half and
 # half with white, so that black text can be read on it. For the shards of a batch's rows.
@@ -19,14 +18,9 @@ ROW_COLORS = "#F3CF80", "#ABDAF4", "#80CFB9", "#F8F2A1", "#80B9D9", "#EBAF80", "
 _TEXT_WIDTH = 100
 
 
-def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) -> Any:
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) -> FittingTable:
     """A table whose first `left` columns are words, and whose others are numbers."""
-    made = Table(box=box.SIMPLE_HEAD)
-    for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i < left else "right", overflow="fold")
-    for line in lines:
-        made.add_row(*map(Text, line))  # as Text, since rich takes words in brackets for a style
-    return made
+    return FittingTable(columns, lines, left)
 
 
 def to_screen(renderable: Any) -> None:
