@@ -161,15 +161,14 @@ class Rounds:
 
         If a host says that it failed, nobody else is waited for.
         """
-        for host in self.hosts:
+        while not stopped():
             answers = self._posted(round_)
-            if _failed(answers) or len(answers) == len(self.hosts):
+            missing = [host for host in self.hosts if host not in answers]
+            if _failed(answers) or not missing or waited_s() > self.timeout_s:
                 return answers
-            if host not in answers:
-                key = self._answer_key(round_, host)
-                if self._get(key, waited_s, stopped, self.timeout_s) is None:
-                    break
-        return None if stopped() else self._posted(round_)
+            # When that one has come, most likely many others have, too.
+            self._soon(self._answer_key(round_, missing[-1]))
+        return None
 
     def _posted(self, round_: str) -> dict[int, Any]:
         entries = self._client.key_value_dir_get(f"{self.name}/{round_}/answers/")
@@ -185,16 +184,21 @@ class Rounds:
     ) -> str | None:
         """The value of a key once it is there; None after the timeout, or if given up."""
         while not stopped():
-            try:
-                return self._client.blocking_key_value_get(key, _SLICE_MS)
-            except jax.errors.JaxRuntimeError as error:
-                if not is_timeout(error):
-                    raise AgreementError(
-                        f"the distributed runtime failed while waiting for the other hosts: {error}"
-                    ) from error
-            if waited_s() > timeout_s:
-                return None
+            value = self._soon(key)
+            if value is not None or waited_s() > timeout_s:
+                return value
         return None
+
+    def _soon(self, key: str) -> str | None:
+        """The value of a key, if it comes soon."""
+        try:
+            return self._client.blocking_key_value_get(key, _SLICE_MS)
+        except jax.errors.JaxRuntimeError as error:
+            if is_timeout(error):
+                return None
+            raise AgreementError(
+                f"the distributed runtime failed while waiting for the other hosts: {error}"
+            ) from error
 
     def _answer_key(self, round_: str, host: int) -> str:
         return f"{self.name}/{round_}/answers/{host}"
