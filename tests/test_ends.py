@@ -379,7 +379,7 @@ def test_the_devices_find_the_least_whatever_mesh_and_width_the_loop_has(numbers
     assert ended == [True]
 
 
-@pytest.mark.parametrize(("taken", "said"), [(1, {0: "has left"}), (3, {})])
+@pytest.mark.parametrize(("taken", "said"), [(1, {0: "has closed its iterator"}), (3, {})])
 def test_a_host_that_closes_before_the_end_says_so(taken, said):
     meeting = Meeting(1)
     batches = agreed(Host(("a", 1), ("b", 2)), 0, meeting)

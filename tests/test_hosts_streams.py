@@ -7,6 +7,7 @@ return what the tests look at.
 import itertools
 import json
 import pickle
+import re
 import threading
 import time
 import traceback
@@ -234,6 +235,20 @@ def case_host_0_stalls(host, release):
     return case_host_1_stalls(host, release, stalls_on=0)
 
 
+def case_host_1_leaves(host, release):
+    """It takes fewer steps than host 0."""
+    iterator = stalling(host, None, release)
+    if host == 0:
+        result = batches_of(iterator)
+        release.touch()
+        return result
+    for _ in range(2):
+        next(iterator)
+    del iterator
+    wait_for(release)
+    return None
+
+
 def case_long_pause_in_the_loop(host, release):
     """Host 1 has no third batch until its loop, and that of host 0, have paused for 3 s."""
     batches = []
@@ -295,7 +310,7 @@ def cases(*prefixes):
 
 FOUR_HOSTS = cases("case_model_axis", "case_one_host_has")
 # After these the devices of a host wait for ever in a collective of which another one is not part.
-ALONE = cases("case_host_1_stalls", "case_host_0_stalls")
+ALONE = cases("case_host_1_stalls", "case_host_0_stalls", "case_host_1_leaves")
 TWO_HOSTS = [case for case in cases("case_") if case not in FOUR_HOSTS + ALONE]
 
 
@@ -479,8 +494,17 @@ def test_a_host_whose_stream_stalls_is_named_on_every_host(result_of, case, stal
         assert len(result["batches"]) == 2
         assert result["error"]["type"] == "HostTimeoutError"
         assert f"host {stalled} did not answer within 2 s" in result["error"]["text"]
+        assert re.search(f"host {stalled} (has no data|came too late)", result["error"]["text"])
         assert result["same error again"]
         assert result["seconds"] < 60
+
+
+def test_a_host_that_takes_fewer_steps_is_named_by_those_that_wait_for_it(result_of):
+    result, _ = result_of(case_host_1_leaves)
+    assert len(result["batches"]) >= 2
+    assert result["error"]["type"] == "HostTimeoutError"
+    assert "host 1 did not answer within 2 s" in result["error"]["text"]
+    assert "host 1 has closed its iterator" in result["error"]["text"]
 
 
 def test_a_long_pause_in_the_loop_is_no_timeout(result_of):

@@ -13,8 +13,10 @@ import jax
 
 from grain_shard.hosts.rounds import Rounds
 
-_TOPIC = "absent"
-_NO_DATA, _LEFT, _GAVE_UP = "has no data", "has left", "gave up"
+# Two topics, since a host that has no data looks for those that gave up alone: where a bucket does
+# not answer, all hosts have no data.
+_ABSENT, _GAVE_UP = "absent", "gave up"
+_NO_DATA, _LEFT = "has no data", "has closed its iterator"
 
 
 class Absences:
@@ -29,6 +31,7 @@ class Absences:
 
     def __init__(self, rounds: Rounds):
         self._rounds, self.is_over = rounds, False
+        self._is_absent = False
 
     def look(self, waits_for_own: bool) -> None:
         """Ends a wait that has taken too long, if it is in vain.
@@ -39,15 +42,15 @@ class Absences:
         Raises:
             HostTimeoutError: Another host does not come; or has waited in vain for this one.
         """
-        if waits_for_own:
-            self._rounds.say(_TOPIC, _NO_DATA)
-        said = self._rounds.said(_TOPIC)
-        absent = [host for host, why in said.items() if why != _GAVE_UP]
-        if not waits_for_own and said:
-            self._rounds.say(_TOPIC, _GAVE_UP)
-            self._rounds.raise_silent(absent or [jax.process_index()])
-        if _GAVE_UP in said.values():
-            self._rounds.raise_silent([jax.process_index()])
+        if waits_for_own and not self._is_absent:
+            self._rounds.say(_ABSENT, _NO_DATA)
+            self._is_absent = True
+        absent = {} if waits_for_own else self._rounds.said(_ABSENT)
+        if absent:
+            self._rounds.say(_GAVE_UP, "")
+            self._rounds.raise_silent(absent)
+        if self._rounds.said(_GAVE_UP):
+            self._rounds.raise_silent({jax.process_index(): "came too late"})
 
     def come_back(self) -> None:
         """The data that this host lacked have come.
@@ -56,10 +59,11 @@ class Absences:
             HostTimeoutError: Others have waited in vain for them.
         """
         self.look(waits_for_own=True)
-        self._rounds.unsay(_TOPIC)
+        self._rounds.unsay(_ABSENT)
+        self._is_absent = False
 
     def leave(self) -> None:
         """This host's iterator is closed."""
         if self._rounds.name and not self.is_over:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # the runtime has ended
-                self._rounds.say(_TOPIC, _LEFT)
+                self._rounds.say(_ABSENT, _LEFT)

@@ -35,6 +35,8 @@ from grain_shard.trees import Batch
 _READ_AFTER = 3
 # How often a host that waits for the others looks whether it was stopped.
 _SLICE_S = 0.5
+# How long it waits before it looks again why another one does not come, in terms of its patience.
+_LOOK_AGAIN = 0.1
 
 _READ_THE_SAME = "read the same files with the same seed on every host"
 _OR_LOCAL = 'or shard the source by grain_shard.ShardByMesh and pass rows="local".'
@@ -322,17 +324,18 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         Raises:
             HostTimeoutError: This host waits in vain, or others have waited in vain for it.
         """
-        start, times_late = time.monotonic(), 0
+        start = time.monotonic()
+        look_at_s = warn_at_s = self._timeout_s
         while not has_come(_SLICE_S) and not self._stopped:
             waited_s = time.monotonic() - start
-            if waited_s < self._timeout_s:
-                continue
-            if waited_s >= (times_late + 1) * self._timeout_s:
-                times_late += 1
+            if waited_s >= warn_at_s:
+                warn_at_s += self._timeout_s
                 what = "data of its own" if waits_for_own else "another host's training loop"
                 logging.warning("grain_shard: this host has waited %.0f s for %s", waited_s, what)
-            self._absences.look(waits_for_own)
-        if times_late and waits_for_own and not self._stopped:
+            if waited_s >= look_at_s:
+                look_at_s = waited_s + _LOOK_AGAIN * self._timeout_s
+                self._absences.look(waits_for_own)
+        if warn_at_s > self._timeout_s and waits_for_own and not self._stopped:
             self._absences.come_back()
         return not self._stopped
 

@@ -209,10 +209,13 @@ class Rounds:
         if "error" in verdict:
             raise AgreementError(verdict["error"])
         if silent := verdict.get("silent"):
-            self.raise_silent(silent)
+            self.raise_silent(dict.fromkeys(silent, ""))
 
-    def raise_silent(self, silent: Sequence[int]) -> NoReturn:
+    def raise_silent(self, silent: Mapping[int, str]) -> NoReturn:
         """Raises that hosts did not answer in time.
+
+        Args:
+            silent: These hosts, and of each why, as far as it has said.
 
         Raises:
             HostTimeoutError: It names them.
@@ -222,10 +225,15 @@ class Rounds:
         opened = {host: opened[host] for host in self.hosts if host in opened}
         fields = ("kind", "made at", "iterator")
         differences = [line for field in fields if (line := difference(field, opened))]
-        opened_last = ["  The iterators that the hosts opened last differ:", *differences]
+        if differences:
+            differences.insert(0, "  The iterators that the hosts opened last differ:")
+        reasons = [
+            f"  {hosts_text([host for host, why in silent.items() if why == reason])} {reason}"
+            for reason in dict.fromkeys(filter(None, silent.values()))
+        ]
         raise HostTimeoutError(
             f"{hosts_text(silent)} did not answer within {self.timeout_s:g} s.\n"
-            + ("".join(f"{line}\n" for line in opened_last) if differences else "")
+            + "".join(f"{line}\n" for line in reasons + differences)
             + f"  here:   host {self._host} of {len(self.hosts)}\n"
             "  remedy: look at its log: did it fail, take fewer steps, or open other iterators than"
             " this host? If it is only slow, raise timeout_s of .shard_to. To look at a batch on"
