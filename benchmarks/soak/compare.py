@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.soak import model
-from benchmarks.soak.meshes import DrawnMesh
+from benchmarks.soak import meshes, model
+from benchmarks.soak.shardings import Sharding
+from grain_shard import PadToDivisible, ShardBatch, ShardingTree
 
 
 class Difference(AssertionError):
@@ -56,9 +58,8 @@ def same_host_batch(where: str, found: Any, expected: Any) -> None:
         same_leaf(path, leaf, should)
 
 
-def same_batch(where: str, found: Any, expected: Any, drawn: DrawnMesh, made: model.Made) -> None:
+def same_batch(where: str, found: Any, expected: Any, sharding: Sharding) -> None:
     """Compares every shard on every device of this host, and how the leaves are sharded."""
-    front = () if made.microbatches is None else (None,)
     for path, leaf, should in same_trees(where, found, expected):
         if should.dtype.kind == "U":
             same_leaf(path, leaf, should)
@@ -66,11 +67,78 @@ def same_batch(where: str, found: Any, expected: Any, drawn: DrawnMesh, made: mo
         require(leaf.shape == should.shape, f"{path}: {leaf.shape}, not {should.shape}")
         for shard in leaf.addressable_shards:
             same_leaf(f"{path}{shard.index}", shard.data, should[shard.index])
-    for name in expected.keys() - {made.mask_key}:
+    front = () if sharding.made.microbatches is None else (None,)
+    for name in expected.keys() - {sharding.made.mask_key}:
         for leaf in jax.tree.leaves(found[name]):
             if isinstance(leaf, jax.Array):
-                spec = P(*(*front, *drawn.spec_of(name))[: leaf.ndim])
-                is_so = leaf.sharding.is_equivalent_to(
-                    NamedSharding(leaf.sharding.mesh, spec), leaf.ndim
-                )
+                spec = P(*(*front, *sharding.drawn.spec_of(name))[: leaf.ndim])
+                should_be = NamedSharding(leaf.sharding.mesh, spec)
+                is_so = leaf.sharding.is_equivalent_to(should_be, leaf.ndim)
                 require(is_so, f"{where}[{name!r}] has {leaf.sharding}, not {spec}")
+
+
+def same_batches(
+    where: str,
+    found: Iterable[Any],
+    expected: model.Model,
+    place: Any,
+    sharding: Sharding,
+    count: int | None = None,
+) -> Any:
+    """Compares batches with those that should follow a place; returns the place after them.
+
+    With all that follow; or with so many, if a number is given.
+    """
+    found = iter(found)
+    should = itertools.islice(model.batches(expected, place, sharding.sizes), count)
+    for number, (rows, after) in enumerate(should):
+        batch = next(found, None)
+        require(batch is not None, f"{where} {number} is missing")
+        of_model = model.batch_of(rows, expected.like, sharding.made)
+        same_batch(f"{where} {number}", batch, of_model, sharding)
+        place = after
+    require(next(found, None) is None, f"{where}: one too many")
+    return place
+
+
+def same_rows_of_hosts(
+    ds: Any,
+    hosts: int,
+    whole: Sequence[model.Rows],
+    expected: model.Model,
+    sharding: Sharding,
+    remainder: Any,
+) -> None:
+    """Compares the rows that each of several hosts has, with no host but this one.
+
+    A host's feeds may end before those of others. It then has no batch any more, and should have
+    had padding.
+
+    Args:
+        ds: Whole batches, before `.shard_to`.
+        hosts: How many.
+        whole: The rows of every batch.
+        expected: What they come from.
+        sharding: How they are sharded.
+        remainder: As of `.shard_to`.
+    """
+    mesh, made = sharding.drawn.of_hosts(hosts), sharding.made
+    tree = ShardingTree.of(mesh, sharding.drawn.spec, microbatches=made.microbatches)
+    pad = PadToDivisible(
+        made.multiple, remainder=remainder, mask_key=made.mask_key, pad_value=made.pad_value
+    )
+    for host, layout in tree.layouts().items():
+        of_host = iter(ds.pipe(pad).pipe(ShardBatch(layout)))
+        for step, rows in enumerate(whole):
+            should = model.host_batch_of(rows, expected.like, made)
+            padded = len(jax.tree.leaves(should)[0])
+            held = meshes.rows_of_host(
+                mesh, sharding.drawn.specs(), host, padded, made.microbatches or 1
+            )
+            where, found = f"host {host} of {hosts}, batch {step}", next(of_host, None)
+            if found is None:
+                left = [rows[row] for row in held if row < len(rows)]
+                require(not any(left), f"{where} is missing")
+            else:
+                same_host_batch(where, found, jax.tree.map(lambda leaf, at=held: leaf[at], should))
+        require(next(of_host, None) is None, f"host {host} of {hosts}: one batch too many")

@@ -67,6 +67,11 @@ class DrawnMesh:
         return list(dict.fromkeys(P(*spec[:1]) for spec in found))
 
     @property
+    def is_of_all_leaves(self) -> bool:
+        """Whether there is one spec for all leaves, whatever they are called."""
+        return not isinstance(self.spec, Mapping)
+
+    @property
     def divisor(self) -> int:
         """Into how many shards the rows are cut, over all leaves."""
         sizes = dict(zip(self.names, self.shape, strict=True))
@@ -84,10 +89,11 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def draw(rng: random.Random, devices: int | None = None) -> DrawnMesh:
-    """A mesh; with `devices`, one of exactly so many, and no spec but for all leaves."""
-    shapes = [shape for shape in SHAPES if devices in (None, math.prod(shape))] or [(devices,)]
-    shape = rng.choice(shapes)
+def draw(rng: random.Random) -> DrawnMesh:
+    return draw_of_shape(rng, rng.choice(SHAPES))
+
+
+def draw_of_shape(rng: random.Random, shape: tuple[int, ...]) -> DrawnMesh:
     order = tuple(rng.sample(range(math.prod(shape)), math.prod(shape)))
     return DrawnMesh(shape, order, rng.random() < 0.3, draw_spec(rng, NAMES[: len(shape)]))
 

@@ -11,32 +11,16 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import grain
 
-from benchmarks.soak import compare, meshes, model, records
-from grain_shard import BatchSchedule, PadToDivisible, ShardBatch, ShardingTree
-from grain_shard.sharding.layout import round_up
+from benchmarks.soak import compare, model, records, shardings
+from benchmarks.soak.shardings import Sharding
+from grain_shard import BatchSchedule
 
 LIMIT_S = 180
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharding:
-    """What may be another when a run is restored: batch sizes, mesh and options.
-
-    Attributes:
-        sizes: Of the batches, from each step on.
-        drawn: The mesh and the spec.
-        options: Of `.shard_to`.
-    """
-
-    sizes: Mapping[int, int]
-    drawn: meshes.DrawnMesh
-    options: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +54,10 @@ class Pipelines:
         """Whether it is known which records are in a batch, so that they may be cut otherwise."""
         return self.above[0] not in ("map", "slice")
 
+    @property
+    def may_have_schedule(self) -> bool:
+        return self.counts_records and self.remainder in ("pad", "drop")
+
     def run(self, folder: Path) -> Counter[str]:
         source = records.open_source(self.records, folder)
         plain = records.build(self.records, source)
@@ -77,7 +65,14 @@ class Pipelines:
         check_model(self, expected, plain)
         whole = list(model.batches(expected, expected.start, self.first.sizes))
         check_real(self, expected, whole, plain)
-        check_hosts(self, expected, whole, plain)
+        compare.same_rows_of_hosts(
+            self.batched(plain, self.first, above=self.above[0] != "to_iter_dataset"),
+            self.hosts,
+            [rows for rows, _ in whole],
+            expected,
+            self.first,
+            self.option_remainder,
+        )
         return Counter({"batches": len(whole)})
 
     def model(self, plain: grain.MapDataset) -> Any:
@@ -96,31 +91,14 @@ class Pipelines:
         name, *arguments = self.above
         return ABOVE[name](ds, *arguments) if above else ds
 
-    def sharded(self, plain: grain.MapDataset, sharding: Sharding, above: bool = True) -> Any:
-        return self.batched(plain, sharding, above).shard_to(
-            meshes.here(sharding.drawn),
-            sharding.drawn.spec,
-            remainder=self.option_remainder,
-            **sharding.options,
-        )
-
     @property
     def option_remainder(self) -> Any:
+        """What `.shard_to` is told."""
         return "pad" if self.remainder == "drop by Grain" else self.remainder
 
-    def made(self, sharding: Sharding) -> model.Made:
-        options = sharding.options
-        return made(options, sharding.drawn.divisor * (options.get("microbatches") or 1))
-
-
-def made(options: Mapping[str, Any], multiple: int) -> model.Made:
-    """Of the options of `.shard_to`, those that say what is in a batch."""
-    return model.Made(
-        multiple,
-        options.get("mask_key", "valid_mask"),
-        options.get("pad_value", 0),
-        options.get("microbatches"),
-    )
+    def sharded(self, plain: grain.MapDataset, sharding: Sharding, above: bool = True) -> Any:
+        ds = self.batched(plain, sharding, above)
+        return sharding.apply(ds, remainder=self.option_remainder)
 
 
 def twice_the_tokens(batch: Any) -> Any:
@@ -145,13 +123,13 @@ def draw(rng: random.Random) -> Pipelines:
     drawn = records.draw(rng)
     num_records = len(records.build(drawn, range(drawn.num_records)))
     while True:  # until it is one that `.shard_to` takes
-        first = draw_sharding(rng)
+        first = shardings.draw(rng)
         case = Pipelines(
             drawn,
             draw_above(rng),
             rng.choice(["pad", "pad", "pad", "drop", "error", "drop by Grain"]),
             first,
-            draw_sharding(rng),
+            shardings.draw(rng),
             stop=rng.randint(0, 6),
             hosts=rng.choice([h for h in (1, 2, 4, 8) if first.drawn.size % h == 0]),
             seek=(rng.randint(0, 10), rng.randint(0, 2 * num_records)),
@@ -174,49 +152,17 @@ def draw_above(rng: random.Random) -> tuple[Any, ...]:
     return (name, *arguments.get(name, []))
 
 
-def draw_sharding(rng: random.Random) -> Sharding:
-    drawn, options = meshes.draw(rng), draw_options(rng)
-    multiple = drawn.divisor * (options.get("microbatches") or 1)
-    steps = [0, *sorted(rng.sample(range(1, 9), rng.choice([0, 0, 0, 1, 2])))]
-    sizes = {
-        step: rng.choice([rng.randint(1, 20), rng.randint(1, 64), multiple, 2 * multiple])
-        for step in steps
-    }
-    return Sharding(sizes, drawn, options)
-
-
-def draw_options(rng: random.Random) -> dict[str, Any]:
-    """Some of the options of `.shard_to` that any dataset takes."""
-    choices = {
-        "mask_key": [None, "mask"],
-        "pad_value": [7, {"tokens": -1}],
-        "microbatches": [1, 2, 3],
-        "cpu_buffer_size": [1, 2, 7],
-        "device_buffer_size": [1, 3],
-        "num_threads": [1, 2, 5],
-        "reread_slow": [False],
-        "read": ["needed", "once"],
-    }
-    return {name: rng.choice(of) for name, of in choices.items() if rng.random() < 0.25}
-
-
 def fits(case: Pipelines, num_records: int) -> bool:
     """Whether batches, shards and options go together; what does not is refused by design."""
-    shardings = [case.first, case.then]
-    multiples = [case.made(sharding).multiple for sharding in shardings]
-    for sharding, multiple in zip(shardings, multiples, strict=True):
-        sizes = sharding.sizes.values()
-        if case.option_remainder != "pad" and any(size % multiple for size in sizes):
+    for sharding in (case.first, case.then):
+        sizes = sharding.sizes
+        if not sharding.fits or (case.option_remainder != "pad" and not sharding.divides):
             return False
-        if "drop" in case.remainder and max(sizes) > num_records:
+        if "drop" in case.remainder and max(sizes.values()) > num_records:
             return False
-        if case.remainder == "error" and (len(sizes) > 1 or num_records % sharding.sizes[0]):
+        if case.remainder == "error" and num_records % sizes[0]:
             return False
-        if len(sizes) > 1 and (case.remainder == "drop by Grain" or not case.counts_records):
-            return False
-        whole = sharding.drawn.size * (sharding.options.get("microbatches") or 1)
-        padded = [round_up(size, multiple) for size in sizes]
-        if sharding.options.get("read") == "once" and any(size % whole for size in padded):
+        if len(sizes) > 1 and not case.may_have_schedule:
             return False
     if case.remainder == "error" and case.first.sizes != case.then.sizes:
         return False  # at a record where the other size does not fill the last batch
@@ -246,7 +192,7 @@ def check_real(case: Pipelines, expected: Any, whole: list[Any], plain: grain.Ma
     ds = case.sharded(plain, first)
     compare.require(len(ds) == len(whole), f"its length is {len(ds)}, not {len(whole)}")
     with iter(ds) as iterator:
-        check_batches("batch", case, first, iterator, expected, expected.start)
+        compare.same_batches("batch", iterator, expected, expected.start, first)
     stop = min(case.stop, len(whole))
     with iter(case.sharded(plain, first)) as iterator:
         list(itertools.islice(iterator, stop))
@@ -256,20 +202,21 @@ def check_real(case: Pipelines, expected: Any, whole: list[Any], plain: grain.Ma
     with iter(case.sharded(plain, case.then)) as iterator:
         next(iterator, None)  # restored into one that is in use
         iterator.set_state(state)
-        check_batches(f"restored at {stop}, batch", case, case.then, iterator, expected, place)
+        where = f"restored at {stop}, batch"
+        compare.same_batches(where, iterator, expected, place, case.then)
     step, record = case.seek
     if step <= len(whole):
         with iter(case.sharded(plain, first)) as iterator:
             iterator.seek(step)
             place = whole[step - 1][1] if step else expected.start
-            check_batches(f"sought {step}, batch", case, first, iterator, expected, place)
+            compare.same_batches(f"sought {step}, batch", iterator, expected, place, first)
     if case.counts_records and case.remainder != "error":
         place = expected.place_of(record, sizes)
         if place is not None:
             with iter(case.sharded(plain, first)) as iterator:
                 iterator.seek(record=record)
                 where = f"sought record {record}, batch"
-                check_batches(where, case, first, iterator, expected, place)
+                compare.same_batches(where, iterator, expected, place, first)
     if case.above[0] == "repeat":
         check_epochs(case, expected, plain)
 
@@ -277,63 +224,7 @@ def check_real(case: Pipelines, expected: Any, whole: list[Any], plain: grain.Ma
 def check_epochs(case: Pipelines, expected: Any, plain: grain.MapDataset) -> None:
     place = expected.start
     with case.sharded(plain, case.first, above=False).epochs(case.above[1]) as epochs:
-        for epoch, of_epoch in enumerate(epochs):
-            count = len(of_epoch)
-            where = f"epoch {epoch}, batch"
-            place = check_batches(where, case, case.first, of_epoch, expected, place, count)
+        for number, epoch in enumerate(epochs):
+            where, count = f"epoch {number}, batch", len(epoch)
+            place = compare.same_batches(where, epoch, expected, place, case.first, count)
     compare.require(expected.next(place, case.first.sizes) is None, "the epochs end too early")
-
-
-def check_batches(
-    where: str,
-    case: Pipelines,
-    sharding: Sharding,
-    batches: Iterable[Any],
-    expected: Any,
-    place: Any,
-    count: int | None = None,
-) -> Any:
-    """Compares batches with those that should follow a place; returns the place after them.
-
-    All that follow; or so many, if a number is given.
-    """
-    found, made = iter(batches), case.made(sharding)
-    should = itertools.islice(model.batches(expected, place, sharding.sizes), count)
-    for number, (rows, after) in enumerate(should):
-        batch = next(found, None)
-        compare.require(batch is not None, f"{where} {number} is missing")
-        of_model = model.batch_of(rows, expected.like, made)
-        compare.same_batch(f"{where} {number}", batch, of_model, sharding.drawn, made)
-        place = after
-    compare.require(next(found, None) is None, f"{where}: one too many")
-    return place
-
-
-def check_hosts(case: Pipelines, expected: Any, whole: list[Any], plain: grain.MapDataset) -> None:
-    """What each of several hosts has of every batch, with no host but this one."""
-    sharding, made = case.first, case.made(case.first)
-    microbatches = made.microbatches or 1
-    mesh = sharding.drawn.of_hosts(case.hosts)
-    tree = ShardingTree.of(mesh, sharding.drawn.spec, microbatches=made.microbatches)
-    ds = case.batched(plain, sharding, above=case.above[0] != "to_iter_dataset")
-    pad = PadToDivisible(
-        tree.layout().multiple,
-        remainder=case.option_remainder,
-        mask_key=made.mask_key,
-        pad_value=made.pad_value,
-    )
-    for host, layout in tree.layouts().items():
-        of_host = ds.pipe(pad).pipe(ShardBatch(layout))
-        compare.require(len(of_host) == len(whole), f"host {host} has {len(of_host)} batches")
-        for step, (rows, _) in enumerate(whole):
-            should = model.host_batch_of(rows, expected.like, made)
-            padded = len(should["id"])
-            held = meshes.rows_of_host(mesh, sharding.drawn.specs(), host, padded, microbatches)
-            kept = {name: leaves_at(leaf, held) for name, leaf in should.items()}
-            compare.same_host_batch(f"host {host} of {case.hosts}, {step}", of_host[step], kept)
-
-
-def leaves_at(leaf: Any, rows: Any) -> Any:
-    if isinstance(leaf, Mapping):
-        return {name: leaves_at(below, rows) for name, below in leaf.items()}
-    return leaf[rows]
