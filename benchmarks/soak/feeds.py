@@ -75,9 +75,9 @@ class Feeds:
         make_feed = functools.partial(stream_of_feed, self.records, source, self.stream)
         expected = model.Feeds(rows_of_feeds(make_feed, self.stream.num_feeds), self.drops)
         whole = list(model.batches(expected, expected.start, self.first.sizes))
-        check_real(self, make_feed, expected, whole)
+        check_real(self, source, expected, whole)
         compare.same_rows_of_hosts(
-            self.batched(make_feed, self.first),
+            batched(self.records, source, self.stream, self.first),
             self.hosts,
             [rows for rows, _ in whole],
             expected,
@@ -86,13 +86,16 @@ class Feeds:
         )
         return Counter({"batches": len(whole), "with workers": int(self.num_workers > 0)})
 
-    def batched(self, make_feed: Any, sharding: Sharding) -> Any:
-        feeds = grain_shard.feeds(make_feed, num_feeds=self.stream.num_feeds)
-        return feeds.batch(sharding.sizes[0])
-
-    def sharded(self, make_feed: Any, sharding: Sharding, num_workers: int = 0) -> Any:
-        ds = self.batched(make_feed, sharding)
+    def sharded(self, source: Any, sharding: Sharding, num_workers: int = 0) -> Any:
+        ds = batched(self.records, source, self.stream, sharding)
         return sharding.apply(ds, remainder=self.remainder, num_workers=num_workers)
+
+
+def batched(
+    drawn: records.Records, source: Any, stream: Stream, sharding: Sharding
+) -> grain.IterDataset:
+    make_feed = functools.partial(stream_of_feed, drawn, source, stream)
+    return grain_shard.feeds(make_feed, num_feeds=stream.num_feeds).batch(sharding.sizes[0])
 
 
 def rows_of_feeds(make_feed: Any, num_feeds: int) -> list[model.Rows]:
@@ -128,16 +131,19 @@ def to_document(record: Any) -> dict[str, np.ndarray]:
     return {"tokens": record["tokens"][: 1 + record["id"] % 7].astype(np.int32)}
 
 
-def draw(rng: random.Random) -> Feeds:
-    num_feeds = rng.choice([1, 2, 3, 4, 8])
-    drawn = records.draw(rng, at_least=4 * num_feeds)
-    stream = Stream(
+def draw_stream(rng: random.Random, num_feeds: int) -> Stream:
+    return Stream(
         num_feeds,
         keep=rng.choice([None, 2, 3, 5]),
         mixed=rng.choice([None, None, (1, 1), (3, 2)]),
         packed=rng.choice([None, None, 2, 5]),
         read=rng.choice([(0, 0), (1, 2), (4, 8), (16, 500)]),
     )
+
+
+def draw(rng: random.Random) -> Feeds:
+    stream = draw_stream(rng, num_feeds=rng.choice([1, 2, 3, 4, 8]))
+    drawn = records.draw(rng, at_least=4 * stream.num_feeds)
     while True:  # until it is one that `.shard_to` takes
         first, then = draw_sharding(rng, stream), draw_sharding(rng, stream)
         case = Feeds(
@@ -166,16 +172,16 @@ def fits(case: Feeds, sharding: Sharding) -> bool:
     return sharding.fits and (sharding.divides or not case.drops)
 
 
-def check_real(case: Feeds, make_feed: Any, expected: model.Feeds, whole: list[Any]) -> None:
+def check_real(case: Feeds, source: Any, expected: model.Feeds, whole: list[Any]) -> None:
     """All batches, and those after a restore."""
-    with iter(case.sharded(make_feed, case.first, case.num_workers)) as iterator:
+    with iter(case.sharded(source, case.first, case.num_workers)) as iterator:
         compare.same_batches("batch", iterator, expected, expected.start, case.first)
     stop = min(case.stop, len(whole))
-    with iter(case.sharded(make_feed, case.first)) as iterator:
+    with iter(case.sharded(source, case.first)) as iterator:
         list(itertools.islice(iterator, stop))
         state = json.loads(json.dumps(iterator.get_state()))
     place = whole[stop - 1][1] if stop else expected.start
-    with iter(case.sharded(make_feed, case.then, case.num_workers)) as iterator:
+    with iter(case.sharded(source, case.then, case.num_workers)) as iterator:
         next(iterator, None)  # restored into one that is in use
         iterator.set_state(state)
         where = f"restored at {stop}, batch"
