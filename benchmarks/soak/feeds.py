@@ -83,6 +83,7 @@ class Feeds:
             expected,
             self.first,
             self.remainder,
+            ends_known=False,
         )
         return Counter({"batches": len(whole), "with workers": int(self.num_workers > 0)})
 

@@ -107,10 +107,10 @@ class Kills:
 
 def draw(rng: random.Random) -> Kills:
     """Random access two times of three."""
-    stream, least = None, 20
+    stream, least = None, 60
     if rng.random() < 0.35:
         stream = feeds.draw_stream(rng, num_feeds=rng.choice([4, 8]))
-        least = 8 * stream.num_feeds
+        least = 10 * stream.num_feeds
     drawn = records.draw(rng, at_least=least)
     num_jobs = rng.randint(2, 4)
     jobs = [draw_job(rng, stream, is_last=number == num_jobs - 1) for number in range(num_jobs)]
@@ -125,9 +125,9 @@ def draw_job(rng: random.Random, stream: feeds.Stream | None, is_last: bool) -> 
         sharding = dataclasses.replace(shardings.draw(rng), drawn=mesh)
         most = max(sharding.sizes.values())
         if stream is not None:
-            most = stream.num_feeds * rng.randint(1, 3)
-        if stream is not None or most > 24 or not rng.randint(0, 2):
-            sharding = dataclasses.replace(sharding, sizes={0: min(most, 24)})
+            most = stream.num_feeds * rng.randint(1, 2)
+        if stream is not None or most > 16:
+            sharding = dataclasses.replace(sharding, sizes={0: min(most, 16)})
         packs = stream is not None and stream.packed is not None
         if sharding.fits and (mesh.is_of_all_leaves or not packs):
             break

@@ -7,6 +7,7 @@ padding. `batch_of` makes of it what a training step should get.
 from __future__ import annotations
 
 import bisect
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -74,6 +75,15 @@ class RandomAccess:
                 return rows + [None] * (size - count), Place(step + 1, epoch, record + count)
             epoch, record = epoch + 1, 0
         return None
+
+    def without(self, is_bad: Sequence[bool]) -> RandomAccess:
+        """The same with padding in the places of some records of an epoch."""
+        model = copy.copy(self)
+        model._records = [
+            None if is_bad[i % self._num_records] else record
+            for i, record in enumerate(self._records)
+        ]
+        return model
 
     def place_of(self, record: int, sizes: Sizes) -> Place | None:
         """Where a run is sent to that is to begin with a record, counted over all epochs."""

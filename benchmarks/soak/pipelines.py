@@ -72,6 +72,7 @@ class Pipelines:
             expected,
             self.first,
             self.option_remainder,
+            ends_known=True,
         )
         return Counter({"batches": len(whole)})
 

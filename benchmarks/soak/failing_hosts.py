@@ -1,0 +1,134 @@
+"""A host that raises or is killed while others train: all end, soon, and each says who it was.
+
+Every step has a collective, in which the others would wait for the one that is gone; and nobody but
+the library ends them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+import grain_shard
+from benchmarks.soak import compare
+from grain_shard import rehearse
+
+KINDS = ("random access", "stream", "feeds")
+WAYS = ("raises", "is killed", "ends in good order")
+DEVICES_PER_HOST = 2
+BATCHES, BATCH_SIZE, NUM_FEEDS = 40, 24, 12  # which 2, 3 and 4 hosts divide
+ERROR = "the bucket is gone"
+
+
+@dataclasses.dataclass(frozen=True)
+class FailingHosts:
+    """A case.
+
+    Attributes:
+        kind: Of the pipeline.
+        hosts: Processes.
+        victim: The one that fails.
+        way: How it does.
+        batch: In which batch.
+    """
+
+    kind: str
+    hosts: int
+    victim: int
+    way: str
+    batch: int
+
+    limit_s = 200
+
+    def run(self, folder: Path) -> Counter[str]:
+        try:
+            rehearse.run(
+                train,
+                self,
+                hosts=self.hosts,
+                devices_per_host=DEVICES_PER_HOST,
+                timeout_s=self.limit_s - 30,
+                end_others=False,
+            )
+        except rehearse.RehearsalError as error:
+            compare.require(self.way != "ends in good order", str(error))
+            check_ends(self, error.result)
+        else:
+            compare.require(self.way == "ends in good order", "no host failed")
+        return Counter({f"hosts: one {self.way}": 1})
+
+
+def draw(rng: random.Random) -> FailingHosts:
+    hosts = rng.randint(2, 4)
+    return FailingHosts(
+        rng.choice(KINDS),
+        hosts,
+        victim=rng.randrange(hosts),
+        way=rng.choice(WAYS),
+        batch=rng.randint(0, BATCHES - 1),
+    )
+
+
+def check_ends(case: FailingHosts, result: rehearse.RehearsalResult) -> None:
+    """All have failed, and each tells of the host that raised."""
+    where = f"exit codes {result.returncodes}"
+    outputs = "\n".join(f"--- host {h}\n{output}" for h, output in enumerate(result.outputs))
+    compare.require(
+        not result.timed_out_hosts, f"hosts {result.timed_out_hosts} hang; {where}\n{outputs}"
+    )
+    compare.require(0 not in result.returncodes, f"{where}\n{outputs}")
+    for host, output in enumerate(result.outputs):
+        if case.way == "raises":
+            named = host == case.victim or f"host {case.victim}" in output
+            compare.require(named and ERROR in output, f"host {host} does not say it\n{outputs}")
+
+
+# On the hosts.
+
+
+def train(case: FailingHosts) -> None:
+    import jax
+
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    step = jax.jit(lambda batch: batch["x"].sum())
+    for number, batch in enumerate(pipeline(case, jax.process_index())):
+        float(step(batch))
+        if (case.way, case.victim, case.batch) == ("is killed", jax.process_index(), number):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pipeline(case: FailingHosts, host: int) -> Any:
+    import jax
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    fails = case.way == "raises" and case.victim == host
+    loads = functools.partial(load, first_bad=case.batch * BATCH_SIZE if fails else None)
+    records = grain.MapDataset.range(BATCHES * BATCH_SIZE).map(loads)
+    if case.kind == "random access":
+        return records.batch(BATCH_SIZE).shard_to(mesh)
+    if case.kind == "stream":
+        shards = grain_shard.ShardByMesh(mesh)
+        own = part(records, shards).batch(BATCH_SIZE // shards.shard_count)
+        return own.shard_to(mesh, rows="local")
+    make_feed = functools.partial(part, records)
+    return grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(BATCH_SIZE).shard_to(mesh)
+
+
+def load(record: int, first_bad: int | None) -> dict[str, np.ndarray]:
+    if first_bad is not None and record >= first_bad:
+        raise OSError(ERROR)
+    return {"x": np.full(4, record, np.float32)}
+
+
+def part(records: grain.MapDataset, options: grain.sharding.ShardOptions) -> grain.IterDataset:
+    own = records[options.shard_index :: options.shard_count]
+    return own.to_iter_dataset().filter(lambda record: True)
