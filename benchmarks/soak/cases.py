@@ -32,7 +32,7 @@ KINDS = {
     "pipelines": (pipelines.draw, 52),
     "feeds": (feeds.draw, 22),
     "faults": (faults.draw, 14),
-    "kills": (kills.draw, 8),
+    "kill chains": (kills.draw, 8),
     "failing hosts": (failing_hosts.draw, 4),
 }
 

@@ -86,8 +86,10 @@ def check_ends(case: FailingHosts, result: rehearse.RehearsalResult) -> None:
         not result.timed_out_hosts, f"hosts {result.timed_out_hosts} hang; {where}\n{outputs}"
     )
     compare.require(0 not in result.returncodes, f"{where}\n{outputs}")
-    for host, output in enumerate(result.outputs):
-        if case.way == "raises":
+    if case.way == "is killed":
+        compare.require(result.returncodes[case.victim] == -signal.SIGKILL, f"{where}\n{outputs}")
+    else:
+        for host, output in enumerate(result.outputs):
             named = host == case.victim or f"host {case.victim}" in output
             compare.require(named and ERROR in output, f"host {host} does not say it\n{outputs}")
 

@@ -22,7 +22,7 @@ import grain_shard
 from benchmarks.soak import compare, model, records, shardings
 from benchmarks.soak.shardings import Sharding
 
-FAULTS = ("slow", "fails", "fails once", "corrupt")
+FAULTS = ("slow", "failing", "failing once", "corrupt")
 OPTIONS = inspect.signature(grain_shard.shard_to).parameters
 CAN_RETRY, CAN_MASK = "retries" in OPTIONS, "on_bad_record" in OPTIONS
 
@@ -47,10 +47,10 @@ class FaultySource:
         if index in self._bad:
             if self._fault == "slow":
                 time.sleep(0.05)
-            elif self._fault == "fails once" and index not in self._failed:
+            elif self._fault == "failing once" and index not in self._failed:
                 self._failed.add(index)
                 raise OSError(f"cannot read {index} at first")
-            elif self._fault == "fails":
+            elif self._fault == "failing":
                 raise OSError(f"cannot read {index}")
             elif self._fault == "corrupt":
                 return Corrupt()
@@ -100,11 +100,11 @@ class Faults:
             batches = iter(self.sharded(folder, "slow"))
             compare.same_batches("batch", batches, expected, expected.start, self.sharding)
         else:
-            is_bad = bad_records(self.built(folder, "fails"))
+            is_bad = bad_records(self.built(folder, "failing"))
             check_failing(self, expected, is_bad, folder)
             if CAN_MASK and self.fault == "corrupt":
                 check_masked(self, expected, is_bad, folder)
-        return Counter({f"sources: {self.fault}": 1, "faults": len(self.bad)})
+        return Counter({f"records: {self.fault}": len(self.bad)})
 
     def built(self, folder: Path, fault: str | None) -> grain.MapDataset:
         kind = FaultyBatchedSource if self.batched else FaultySource
@@ -151,7 +151,7 @@ def check_failing(
         try:
             for number, batch in enumerate(iterator):
                 where = f"batch {number} of {good} good ones"
-                compare.require(number < good or case.fault == "fails once", f"{where} came")
+                compare.require(number < good or case.fault == "failing once", f"{where} came")
                 found = [batch]
                 place = compare.same_batches(where, found, expected, place, case.sharding, 1)
         except (OSError, ValueError) as raised:
@@ -159,8 +159,8 @@ def check_failing(
             compare.require(place.step == good, f"it failed at batch {place.step}, not {good}")
             check_error(case, error, iterator)
         state = json.loads(json.dumps(iterator.get_state()))
-    may_fail = True in is_bad and not (case.fault == "fails once" and CAN_RETRY)
-    must_fail = may_fail and case.fault != "fails once"  # which another thread may have met first
+    may_fail = True in is_bad and not (case.fault == "failing once" and CAN_RETRY)
+    must_fail = may_fail and case.fault != "failing once"  # which another thread may have met first
     compare.require(error is None or may_fail, f"it failed with {error!r}")
     compare.require(error is not None or not must_fail, "it did not fail")
     with iter(case.sharded(folder, None)) as iterator:

@@ -85,7 +85,7 @@ class Feeds:
             self.remainder,
             ends_known=False,
         )
-        return Counter({"batches": len(whole), "with workers": int(self.num_workers > 0)})
+        return Counter({"batches": len(whole), "feeds in workers": int(self.num_workers > 0)})
 
     def sharded(self, source: Any, sharding: Sharding, num_workers: int = 0) -> Any:
         ds = batched(self.records, source, self.stream, sharding)

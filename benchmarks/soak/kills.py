@@ -81,8 +81,8 @@ class Kills:
             if not was_killed:
                 break
             kills += 1
-        counted = {"batches": len(places) - 1, "jobs": kills + 1, "kills": kills}
-        return Counter({**counted, "chains of feeds": int(self.stream is not None)})
+        what = "random access" if self.stream is None else "feeds"
+        return Counter({"batches": len(places) - 1, f"kills of {what}": kills})
 
     def model(self, folder: Path) -> Any:
         source = records.open_source(self.records, folder)
