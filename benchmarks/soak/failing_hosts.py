@@ -102,19 +102,17 @@ def train(case: FailingHosts) -> None:
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     step = jax.jit(lambda batch: batch["x"].sum())
-    for number, batch in enumerate(pipeline(case, jax.process_index())):
+    for number, batch in enumerate(pipeline(case)):
         float(step(batch))
         if (case.way, case.victim, case.batch) == ("is killed", jax.process_index(), number):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def pipeline(case: FailingHosts, host: int) -> Any:
+def pipeline(case: FailingHosts) -> Any:
     import jax
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    fails = case.way == "raises" and case.victim == host
-    loads = functools.partial(load, first_bad=case.batch * BATCH_SIZE if fails else None)
-    records = grain.MapDataset.range(BATCHES * BATCH_SIZE).map(loads)
+    records = grain.MapDataset.range(BATCHES * BATCH_SIZE).map(functools.partial(load, case))
     if case.kind == "random access":
         return records.batch(BATCH_SIZE).shard_to(mesh)
     if case.kind == "stream":
@@ -125,8 +123,11 @@ def pipeline(case: FailingHosts, host: int) -> Any:
     return grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(BATCH_SIZE).shard_to(mesh)
 
 
-def load(record: int, first_bad: int | None) -> dict[str, np.ndarray]:
-    if first_bad is not None and record >= first_bad:
+def load(case: FailingHosts, record: int) -> dict[str, np.ndarray]:
+    import jax
+
+    fails_here = case.way == "raises" and case.victim == jax.process_index()
+    if fails_here and record >= case.batch * BATCH_SIZE:
         raise OSError(ERROR)
     return {"x": np.full(4, record, np.float32)}
 
