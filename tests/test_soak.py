@@ -42,7 +42,7 @@ def test_a_library_that_gives_a_host_other_rows_is_found_out(tmp_path, monkeypat
     case = next(case for case in drawn_pipelines() if case.hosts > 1)
     rows = BatchLayout.rows
     monkeypatch.setattr(BatchLayout, "rows", lambda *args: rows(*args)[::-1])
-    with pytest.raises(compare.Difference, match=r"is\n.*and should be\n"):
+    with pytest.raises(compare.Difference, match=r"(?s)batch .* is\n.*and should be\n"):
         case.run(tmp_path)
 
 
