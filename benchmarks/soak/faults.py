@@ -19,7 +19,7 @@ from typing import Any
 import grain
 
 import grain_shard
-from benchmarks.soak import compare, model, records, shardings
+from benchmarks.soak import compare, feeds, model, records, shardings
 from benchmarks.soak.shardings import Sharding
 
 FAULTS = ("slow", "failing", "failing once", "corrupt")
@@ -79,7 +79,8 @@ class Faults:
     """A case.
 
     Attributes:
-        records: What stands above `.batch`.
+        records: What stands above `.batch`, or what is cut into feeds.
+        stream: How it is cut into feeds; None for random access.
         batched: Whether the source is read many records at a time.
         fault: One of `FAULTS`.
         bad: The records of the source that have it.
@@ -87,6 +88,7 @@ class Faults:
     """
 
     records: records.Records
+    stream: feeds.Stream | None
     batched: bool
     fault: str
     bad: frozenset[int]
@@ -95,36 +97,64 @@ class Faults:
     limit_s = 180
 
     def run(self, folder: Path) -> Counter[str]:
-        expected = model.RandomAccess(self.built(folder, None), epochs=1, drops=False)
+        expected = self.model(folder)
         if self.fault == "slow":
-            batches = iter(self.sharded(folder, "slow"))
-            compare.same_batches("batch", batches, expected, expected.start, self.sharding)
+            with iter(self.sharded(folder, "slow")) as iterator:
+                compare.same_batches("batch", iterator, expected, expected.start, self.sharding)
         else:
-            is_bad = bad_records(self.built(folder, "failing"))
-            check_failing(self, expected, is_bad, folder)
-            if CAN_MASK and self.fault == "corrupt":
-                check_masked(self, expected, is_bad, folder)
+            check_failing(self, expected, self.good_batches(folder), folder)
+            if CAN_MASK and self.fault == "corrupt" and self.stream is None:
+                check_masked(self, expected, folder)
         return Counter({f"records: {self.fault}": len(self.bad)})
 
-    def built(self, folder: Path, fault: str | None) -> grain.MapDataset:
+    def source(self, folder: Path, fault: str | None) -> Any:
         kind = FaultyBatchedSource if self.batched else FaultySource
-        source = kind(records.open_source(self.records, folder), fault, self.bad)
-        return records.build(self.records, source)
+        return kind(records.open_source(self.records, folder), fault, self.bad)
+
+    def model(self, folder: Path) -> Any:
+        source = self.source(folder, None)
+        if self.stream is None:
+            return model.RandomAccess(records.build(self.records, source), epochs=1, drops=False)
+        return model.Feeds(feeds.rows_of_feeds(self.records, source, self.stream), drops=False)
 
     def sharded(self, folder: Path, fault: str | None, **options: Any) -> Any:
-        ds = self.built(folder, fault).batch(self.sharding.sizes[0])
+        source = self.source(folder, fault)
+        if self.stream is None:
+            ds = records.build(self.records, source).batch(self.sharding.sizes[0])
+        else:
+            ds = feeds.batched(self.records, source, self.stream, self.sharding)
         return self.sharding.apply(ds, **options)
+
+    def good_batches(self, folder: Path) -> int | None:
+        """How many come before the first that plain Grain could not make; None if it makes all."""
+        source, size = self.source(folder, "failing"), self.sharding.sizes[0]
+        if self.stream is None:
+            is_bad = bad_records(records.build(self.records, source))
+            return is_bad.index(True) // size if True in is_bad else None
+        each, good = size // self.stream.num_feeds, []
+        for feed in range(self.stream.num_feeds):
+            stream = iter(feeds.stream_of_feed(self.records, source, self.stream, feed))
+            rows = 0
+            try:
+                for _ in stream:
+                    rows += 1
+            except OSError:
+                good.append(rows // each)
+        return min(good, default=None)
 
 
 def draw(rng: random.Random) -> Faults:
-    drawn = records.draw(rng, at_least=12)
+    """Random access two times of three."""
+    stream = None if rng.random() < 0.65 else feeds.draw_stream(rng, rng.choice([1, 2, 4]))
+    drawn = records.draw(rng, at_least=16)
     bad = rng.sample(range(drawn.num_records), rng.randint(1, 3))
     while True:  # until it is one that `.shard_to` takes
-        sharding = shardings.draw(rng)
-        sharding = dataclasses.replace(sharding, sizes={0: rng.randint(1, 16)})
-        if sharding.fits:
+        sharding = dataclasses.replace(shardings.draw(rng), sizes={0: 4 * rng.randint(1, 4)})
+        packs = stream is not None and stream.packed is not None
+        if sharding.fits and (sharding.drawn.is_of_all_leaves or not packs):
             break
-    return Faults(drawn, rng.random() < 0.5, rng.choice(FAULTS), frozenset(bad), sharding)
+    is_batched, fault = rng.random() < 0.5, rng.choice(FAULTS)
+    return Faults(drawn, stream, is_batched, fault, frozenset(bad), sharding)
 
 
 def bad_records(ds: grain.MapDataset) -> list[bool]:
@@ -140,37 +170,34 @@ def bad_records(ds: grain.MapDataset) -> list[bool]:
     return [is_bad(index) for index in range(len(ds))]
 
 
-def check_failing(
-    case: Faults, expected: model.RandomAccess, is_bad: list[bool], folder: Path
-) -> None:
-    """Up to the first batch with a bad record, at it, and from there on when all is well again."""
-    size = case.sharding.sizes[0]
-    good = is_bad.index(True) // size if True in is_bad else -(-len(is_bad) // size)
-    place, error = expected.start, None
+def check_failing(case: Faults, expected: Any, good: int | None, folder: Path) -> None:
+    """Up to the first bad batch, at it, and from there on when all is well again."""
+    place, error, count = expected.start, None, 0
     with iter(case.sharded(folder, case.fault)) as iterator:
         try:
-            for number, batch in enumerate(iterator):
-                where = f"batch {number} of {good} good ones"
-                compare.require(number < good or case.fault == "failing once", f"{where} came")
-                found = [batch]
-                place = compare.same_batches(where, found, expected, place, case.sharding, 1)
+            for batch in iterator:
+                where = f"batch {count}, of {good} good ones,"
+                place = compare.same_batches(where, [batch], expected, place, case.sharding, 1)
+                count += 1
         except (OSError, ValueError) as raised:
             error = raised
-            compare.require(place.step == good, f"it failed at batch {place.step}, not {good}")
             check_error(case, error, iterator)
         state = json.loads(json.dumps(iterator.get_state()))
-    may_fail = True in is_bad and not (case.fault == "failing once" and CAN_RETRY)
-    must_fail = may_fail and case.fault != "failing once"  # which another thread may have met first
-    compare.require(error is None or may_fail, f"it failed with {error!r}")
-    compare.require(error is not None or not must_fail, "it did not fail")
+    if error is not None:
+        compare.require(count == good, f"it failed at batch {count}, not {good}: {error!r}")
+        compare.require(case.fault != "failing once" or not CAN_RETRY, f"not tried again: {error}")
+    elif case.fault != "failing once":  # which another read may have met first
+        compare.require(good is None, f"it did not fail at batch {good}")
     with iter(case.sharded(folder, None)) as iterator:
         iterator.set_state(state)
         compare.same_batches("when well, batch", iterator, expected, place, case.sharding)
 
 
 def check_error(case: Faults, error: Exception, iterator: Any) -> None:
+    """It says where it happened, and comes again."""
     told = "".join([str(error), *getattr(error, "__notes__", [])])
-    compare.require("record" in told, f"the error does not say which record it was: {told}")
+    what = "record" if case.stream is None else "feed"
+    compare.require(what in told, f"the error does not say which {what} it was: {told}")
     again = None
     try:
         next(iterator)
@@ -179,10 +206,9 @@ def check_error(case: Faults, error: Exception, iterator: Any) -> None:
     compare.require(again is error, f"after the error comes {again!r}")
 
 
-def check_masked(
-    case: Faults, expected: model.RandomAccess, is_bad: list[bool], folder: Path
-) -> None:
+def check_masked(case: Faults, expected: model.RandomAccess, folder: Path) -> None:
     """A bad record is a row of padding in its place."""
+    is_bad = bad_records(records.build(case.records, case.source(folder, "failing")))
     masked = expected.without(is_bad)
     ds = case.sharded(folder, case.fault, on_bad_record="mask", max_bad_records=10**6)
     with iter(ds) as iterator:

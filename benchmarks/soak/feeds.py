@@ -72,8 +72,7 @@ class Feeds:
 
     def run(self, folder: Path) -> Counter[str]:
         source = records.open_source(self.records, folder)
-        make_feed = functools.partial(stream_of_feed, self.records, source, self.stream)
-        expected = model.Feeds(rows_of_feeds(make_feed, self.stream.num_feeds), self.drops)
+        expected = model.Feeds(rows_of_feeds(self.records, source, self.stream), self.drops)
         whole = list(model.batches(expected, expected.start, self.first.sizes))
         check_real(self, source, expected, whole)
         compare.same_rows_of_hosts(
@@ -95,17 +94,23 @@ class Feeds:
 def batched(
     drawn: records.Records, source: Any, stream: Stream, sharding: Sharding
 ) -> grain.IterDataset:
-    make_feed = functools.partial(stream_of_feed, drawn, source, stream)
+    make_feed = functools.partial(make_stream, drawn, source, stream)
     return grain_shard.feeds(make_feed, num_feeds=stream.num_feeds).batch(sharding.sizes[0])
 
 
-def rows_of_feeds(make_feed: Any, num_feeds: int) -> list[model.Rows]:
+def rows_of_feeds(drawn: records.Records, source: Any, stream: Stream) -> list[model.Rows]:
     """Every row of each feed, by plain Grain."""
-    options = [grain.sharding.ShardOptions(feed, num_feeds) for feed in range(num_feeds)]
-    return [list(make_feed(of_feed)) for of_feed in options]
+    return [list(stream_of_feed(drawn, source, stream, feed)) for feed in range(stream.num_feeds)]
 
 
 def stream_of_feed(
+    drawn: records.Records, source: Any, stream: Stream, feed: int
+) -> grain.IterDataset:
+    options = grain.sharding.ShardOptions(feed, stream.num_feeds)
+    return make_stream(drawn, source, stream, options)
+
+
+def make_stream(
     drawn: records.Records, source: Any, stream: Stream, feed: grain.sharding.ShardOptions
 ) -> grain.IterDataset:
     part = records.build(drawn, source)[feed.shard_index :: feed.shard_count]
@@ -181,9 +186,9 @@ def check_real(case: Feeds, source: Any, expected: model.Feeds, whole: list[Any]
     with iter(case.sharded(source, case.first)) as iterator:
         list(itertools.islice(iterator, stop))
         state = json.loads(json.dumps(iterator.get_state()))
-    place = whole[stop - 1][1] if stop else expected.start
     with iter(case.sharded(source, case.then, case.num_workers)) as iterator:
         next(iterator, None)  # restored into one that is in use
         iterator.set_state(state)
+        place = model.place_after(expected, whole, stop)
         where = f"restored at {stop}, batch"
         compare.same_batches(where, iterator, expected, place, case.then)

@@ -7,7 +7,6 @@ batch that they get; put together, the jobs have to be one run.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 import pickle
@@ -88,8 +87,7 @@ class Kills:
         source = records.open_source(self.records, folder)
         if self.stream is None:
             return model.RandomAccess(records.build(self.records, source), self.epochs, drops=False)
-        make_feed = functools.partial(feeds.stream_of_feed, self.records, source, self.stream)
-        return model.Feeds(feeds.rows_of_feeds(make_feed, self.stream.num_feeds), drops=False)
+        return model.Feeds(feeds.rows_of_feeds(self.records, source, self.stream), drops=False)
 
     def sharded(self, job: Job, folder: Path) -> Any:
         source, sizes = records.open_source(self.records, folder), job.sharding.sizes

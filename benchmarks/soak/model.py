@@ -35,6 +35,11 @@ def batches(model: Model, place: Any, sizes: Sizes) -> Iterator[tuple[Rows, Any]
         _, place = found
 
 
+def place_after(model: Model, whole: Sequence[tuple[Rows, Any]], count: int) -> Any:
+    """Where one stands after so many of all batches."""
+    return whole[count - 1][1] if count else model.start
+
+
 def size_at(sizes: Sizes, step: int) -> int:
     steps = sorted(sizes)
     return sizes[steps[bisect.bisect_right(steps, step) - 1]]

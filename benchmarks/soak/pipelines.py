@@ -20,8 +20,6 @@ from benchmarks.soak import compare, model, records, shardings
 from benchmarks.soak.shardings import Sharding
 from grain_shard import BatchSchedule
 
-LIMIT_S = 180
-
 
 @dataclasses.dataclass(frozen=True)
 class Pipelines:
@@ -36,6 +34,7 @@ class Pipelines:
         stop: The batches before the state is taken.
         hosts: Those that are simulated.
         seek: The step, and the record, at which it begins as well.
+        num_workers: Grain's processes that make the batches until the state is taken.
     """
 
     records: records.Records
@@ -46,8 +45,9 @@ class Pipelines:
     stop: int
     hosts: int
     seek: tuple[int, int]
+    num_workers: int
 
-    limit_s = LIMIT_S
+    limit_s = 180
 
     @property
     def counts_records(self) -> bool:
@@ -74,7 +74,8 @@ class Pipelines:
             self.option_remainder,
             ends_known=True,
         )
-        return Counter({"batches": len(whole)})
+        in_workers = {"pipelines in workers": int(self.num_workers > 0)}
+        return Counter({"batches": len(whole), **in_workers})
 
     def model(self, plain: grain.MapDataset) -> Any:
         if not self.counts_records:
@@ -97,9 +98,11 @@ class Pipelines:
         """What `.shard_to` is told."""
         return "pad" if self.remainder == "drop by Grain" else self.remainder
 
-    def sharded(self, plain: grain.MapDataset, sharding: Sharding, above: bool = True) -> Any:
+    def sharded(
+        self, plain: grain.MapDataset, sharding: Sharding, above: bool = True, **options: Any
+    ) -> Any:
         ds = self.batched(plain, sharding, above)
-        return sharding.apply(ds, remainder=self.option_remainder)
+        return sharding.apply(ds, remainder=self.option_remainder, **options)
 
 
 def twice_the_tokens(batch: Any) -> Any:
@@ -134,6 +137,7 @@ def draw(rng: random.Random) -> Pipelines:
             stop=rng.randint(0, 6),
             hosts=rng.choice([h for h in (1, 2, 4, 8) if first.drawn.size % h == 0]),
             seek=(rng.randint(0, 10), rng.randint(0, 2 * num_records)),
+            num_workers=rng.choice([0] * 24 + [2]),
         )
         if not case.counts_records:
             case = dataclasses.replace(
@@ -195,21 +199,21 @@ def check_real(case: Pipelines, expected: Any, whole: list[Any], plain: grain.Ma
     with iter(ds) as iterator:
         compare.same_batches("batch", iterator, expected, expected.start, first)
     stop = min(case.stop, len(whole))
-    with iter(case.sharded(plain, first)) as iterator:
+    with iter(case.sharded(plain, first, num_workers=case.num_workers)) as iterator:
         list(itertools.islice(iterator, stop))
         state = json.loads(json.dumps(iterator.get_state()))
     compare.require(len(json.dumps(state)) < 200, f"the state is large: {state}")
-    place = whole[stop - 1][1] if stop else expected.start
     with iter(case.sharded(plain, case.then)) as iterator:
         next(iterator, None)  # restored into one that is in use
         iterator.set_state(state)
+        place = model.place_after(expected, whole, stop)
         where = f"restored at {stop}, batch"
         compare.same_batches(where, iterator, expected, place, case.then)
     step, record = case.seek
     if step <= len(whole):
         with iter(case.sharded(plain, first)) as iterator:
             iterator.seek(step)
-            place = whole[step - 1][1] if step else expected.start
+            place = model.place_after(expected, whole, step)
             compare.same_batches(f"sought {step}, batch", iterator, expected, place, first)
     if case.counts_records and case.remainder != "error":
         place = expected.place_of(record, sizes)
