@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import random
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -50,20 +52,15 @@ class FailingHosts:
     limit_s = 200
 
     def run(self, folder: Path) -> Counter[str]:
-        try:
-            rehearse.run(
-                train,
-                self,
-                hosts=self.hosts,
-                devices_per_host=DEVICES_PER_HOST,
-                timeout_s=self.limit_s - 30,
-                end_others=False,
-            )
-        except rehearse.RehearsalError as error:
-            compare.require(self.way != "ends in good order", str(error))
-            check_ends(self, error.result)
-        else:
-            compare.require(self.way == "ends in good order", "no host failed")
+        result = rehearse.run_script(
+            ["-m", "benchmarks.soak.failing_hosts", json.dumps(dataclasses.asdict(self))],
+            hosts=self.hosts,
+            devices_per_host=DEVICES_PER_HOST,
+            timeout_s=self.limit_s - 30,
+            env={"PYTHONPATH": os.pathsep.join(sys.path)},
+            end_others=False,
+        )
+        check_ends(self, result)
         return Counter({f"hosts: one {self.way}": 1})
 
 
@@ -79,19 +76,21 @@ def draw(rng: random.Random) -> FailingHosts:
 
 
 def check_ends(case: FailingHosts, result: rehearse.RehearsalResult) -> None:
-    """All have failed, and each tells of the host that raised."""
-    where = f"exit codes {result.returncodes}"
-    outputs = "\n".join(f"--- host {h}\n{output}" for h, output in enumerate(result.outputs))
-    compare.require(
-        not result.timed_out_hosts, f"hosts {result.timed_out_hosts} hang; {where}\n{outputs}"
-    )
-    compare.require(0 not in result.returncodes, f"{where}\n{outputs}")
+    """All have failed, and each tells of the host that raised; or none has."""
+    codes = result.returncodes
+    printed = "\n".join(f"--- host {h}\n{output}" for h, output in enumerate(result.outputs))
+    told = f"hosts {result.timed_out_hosts} hang, exit codes {codes}\n{printed}"
+    compare.require(not result.timed_out_hosts, told)
+    if case.way == "ends in good order":
+        compare.require(codes == [0] * case.hosts, told)
+        return
+    compare.require(0 not in codes, told)
     if case.way == "is killed":
-        compare.require(result.returncodes[case.victim] == -signal.SIGKILL, f"{where}\n{outputs}")
-    else:
-        for host, output in enumerate(result.outputs):
-            named = host == case.victim or f"host {case.victim}" in output
-            compare.require(named and ERROR in output, f"host {host} does not say it\n{outputs}")
+        compare.require(codes[case.victim] == -signal.SIGKILL, told)
+        return
+    for host, output in enumerate(result.outputs):
+        named = host == case.victim or f"host {case.victim}" in output
+        compare.require(named and ERROR in output, f"host {host} does not say it\n{told}")
 
 
 # On the hosts.
@@ -101,6 +100,10 @@ def train(case: FailingHosts) -> None:
     import jax
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    # JAX alone notices a host that is killed, and takes 100 seconds for it by default. Where none
+    # is, that stays, as a host of a busy machine may be late.
+    heartbeat = {"heartbeat_timeout_seconds": 20} if case.way == "is killed" else {}
+    jax.distributed.initialize(**heartbeat)
     step = jax.jit(lambda batch: batch["x"].sum())
     for number, batch in enumerate(pipeline(case)):
         float(step(batch))
@@ -135,3 +138,7 @@ def load(case: FailingHosts, record: int) -> dict[str, np.ndarray]:
 def part(records: grain.MapDataset, options: grain.sharding.ShardOptions) -> grain.IterDataset:
     own = records[options.shard_index :: options.shard_count]
     return own.to_iter_dataset().filter(lambda record: True)
+
+
+if __name__ == "__main__":
+    train(FailingHosts(**json.loads(sys.argv[1])))
