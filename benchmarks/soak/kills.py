@@ -195,6 +195,8 @@ def run_job(case: Kills, number: int, folder: Path) -> bool:
         if failed is None or job.kill_after is None or error.result.returncodes[failed] != -9:
             raise
         compare.require(job.victim in (None, failed), f"job {number}: host {failed} was killed")
+        for host, output in enumerate(error.result.outputs):
+            print(f"--- job {number}, host {host} printed\n{output}")
         return True
     return False
 

@@ -84,13 +84,15 @@ class Worker:
         process, self._process = self._process, None
         if process is None or process.pid is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGUSR1)  # it prints where it stands
-            os.kill(process.pid, signal.SIGINT)
-        process.join(GRACE_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)  # it prints where it stands
+                os.kill(process.pid, signal.SIGINT)
+            process.join(GRACE_S)
+        finally:  # a second Ctrl-C cuts the wait short
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
         self._exit_code = process.exitcode
         self._connection.close()
 
