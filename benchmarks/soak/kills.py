@@ -126,8 +126,7 @@ def draw_job(rng: random.Random, stream: feeds.Stream | None, is_last: bool) -> 
             most = stream.num_feeds * rng.randint(1, 2)
         if stream is not None or most > 16:
             sharding = dataclasses.replace(sharding, sizes={0: min(most, 16)})
-        packs = stream is not None and stream.packed is not None
-        if sharding.fits and (mesh.is_of_all_leaves or not packs):
+        if sharding.fits and (stream is None or fits_feeds(stream, sharding)):
             break
     return Job(
         hosts,
@@ -136,6 +135,11 @@ def draw_job(rng: random.Random, stream: feeds.Stream | None, is_last: bool) -> 
         kill_after=None if is_last else rng.randint(1, 7),
         victim=rng.choice([None, *range(hosts)]),
     )
+
+
+def fits_feeds(stream: feeds.Stream, sharding: Sharding) -> bool:
+    knows_leaves = stream.packed is None or sharding.drawn.is_of_all_leaves
+    return knows_leaves and sharding.leaves_no_shard_empty
 
 
 # On the hosts.

@@ -48,6 +48,13 @@ class Sharding:
         """Whether full batches need no padding."""
         return all(size % self.made.multiple == 0 for size in self.sizes.values())
 
+    @property
+    def leaves_no_shard_empty(self) -> bool:
+        """Whether each shard has a row that is no padding, as feeds on several hosts need it."""
+        multiple = self.made.multiple
+        padded = [(size, round_up(size, multiple)) for size in self.sizes.values()]
+        return all(whole - size < whole // multiple for size, whole in padded)
+
     def apply(self, ds: Any, **options: Any) -> Any:
         """The end of the pipeline, on the devices that there are."""
         mesh = meshes.here(self.drawn)
