@@ -103,9 +103,14 @@ class Faults:
                 compare.same_batches("batch", iterator, expected, expected.start, self.sharding)
         else:
             check_failing(self, expected, self.good_batches(folder), folder)
-            if CAN_MASK and self.fault == "corrupt" and self.stream is None:
+            if CAN_MASK and self.fault == "corrupt" and self.may_be_masked:
                 check_masked(self, expected, folder)
         return Counter({f"records: {self.fault}": len(self.bad)})
+
+    @property
+    def may_be_masked(self) -> bool:
+        """Whether a bad record has a row of its own, and the batch says which rows are none."""
+        return self.stream is None and self.sharding.made.mask_key is not None
 
     def source(self, folder: Path, fault: str | None) -> Any:
         kind = FaultyBatchedSource if self.batched else FaultySource
