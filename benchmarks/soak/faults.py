@@ -1,0 +1,224 @@
+"""Sources that are slow, fail or hold what cannot be decoded, under random pipelines.
+
+What fails ends the loop at the batch that has it and no sooner, with an error that says which
+record it was; and from the state that was taken then, the run goes on when the source is well
+again. Where the dataset may be told to try again, or to mask, it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grain
+
+import grain_shard
+from benchmarks.soak import compare, feeds, model, records, shardings
+from benchmarks.soak.shardings import Sharding
+
+FAULTS = ("slow", "failing", "failing once", "corrupt")
+OPTIONS = inspect.signature(grain_shard.shard_to).parameters
+CAN_RETRY, CAN_MASK = "retries" in OPTIONS, "on_bad_record" in OPTIONS
+
+
+class FaultySource:
+    """A source of which some records have a fault.
+
+    Args:
+        inner: The source.
+        fault: One of `FAULTS`; None for none.
+        bad: The records that have it.
+    """
+
+    def __init__(self, inner: Any, fault: str | None, bad: frozenset[int]):
+        self._inner, self._fault, self._bad = inner, fault, bad
+        self._failed: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self._bad:
+            if self._fault == "slow":
+                time.sleep(0.05)
+            elif self._fault == "failing once" and index not in self._failed:
+                self._failed.add(index)
+                raise OSError(f"cannot read {index} at first")
+            elif self._fault == "failing":
+                raise OSError(f"cannot read {index}")
+            elif self._fault == "corrupt":
+                return Corrupt()
+        return self._inner[index]
+
+    def __repr__(self) -> str:
+        return f"FaultySource({self._inner!r})"
+
+
+class Corrupt:
+    """What cannot be decoded."""
+
+    def __int__(self) -> int:
+        raise ValueError("cannot decode it")
+
+
+class FaultyBatchedSource(FaultySource):
+    """The same, read many records at a time."""
+
+    def _getitems(self, indices: Any) -> list[Any]:
+        return [self[int(index)] for index in indices]
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """A case.
+
+    Attributes:
+        records: What stands above `.batch`, or what is cut into feeds.
+        stream: How it is cut into feeds; None for random access.
+        batched: Whether the source is read many records at a time.
+        fault: One of `FAULTS`.
+        bad: The records of the source that have it.
+        sharding: Batch sizes, mesh and options.
+    """
+
+    records: records.Records
+    stream: feeds.Stream | None
+    batched: bool
+    fault: str
+    bad: frozenset[int]
+    sharding: Sharding
+
+    limit_s = 180
+
+    def run(self, folder: Path) -> Counter[str]:
+        expected = self.model(folder)
+        if self.fault == "slow":
+            with iter(self.sharded(folder, "slow")) as iterator:
+                compare.same_batches("batch", iterator, expected, expected.start, self.sharding)
+        else:
+            check_failing(self, expected, self.good_batches(folder), folder)
+            if CAN_MASK and self.fault == "corrupt" and self.may_be_masked:
+                check_masked(self, expected, folder)
+        return Counter({f"records: {self.fault}": len(self.bad)})
+
+    @property
+    def may_be_masked(self) -> bool:
+        """Whether a bad record has a row of its own, and the batch says which rows are none."""
+        return self.stream is None and self.sharding.made.mask_key is not None
+
+    def source(self, folder: Path, fault: str | None) -> Any:
+        kind = FaultyBatchedSource if self.batched else FaultySource
+        return kind(records.open_source(self.records, folder), fault, self.bad)
+
+    def model(self, folder: Path) -> Any:
+        source = self.source(folder, None)
+        if self.stream is None:
+            return model.RandomAccess(records.build(self.records, source), epochs=1, drops=False)
+        return model.Feeds(feeds.rows_of_feeds(self.records, source, self.stream), drops=False)
+
+    def sharded(self, folder: Path, fault: str | None, **options: Any) -> Any:
+        source = self.source(folder, fault)
+        if self.stream is None:
+            ds = records.build(self.records, source).batch(self.sharding.sizes[0])
+        else:
+            ds = feeds.batched(self.records, source, self.stream, self.sharding)
+        return self.sharding.apply(ds, **options)
+
+    def good_batches(self, folder: Path) -> int | None:
+        """How many come before the first that plain Grain could not make; None if it makes all."""
+        source, size = self.source(folder, "failing"), self.sharding.sizes[0]
+        if self.stream is None:
+            is_bad = bad_records(records.build(self.records, source))
+            return is_bad.index(True) // size if True in is_bad else None
+        each, good = size // self.stream.num_feeds, []
+        for feed in range(self.stream.num_feeds):
+            stream = iter(feeds.stream_of_feed(self.records, source, self.stream, feed))
+            rows = 0
+            try:
+                for _ in stream:
+                    rows += 1
+            except OSError:
+                good.append(rows // each)
+        return min(good, default=None)
+
+
+def draw(rng: random.Random) -> Faults:
+    """Random access two times of three."""
+    stream = None if rng.random() < 0.65 else feeds.draw_stream(rng, rng.choice([1, 2, 4]))
+    drawn = records.draw(rng, at_least=16)
+    bad = rng.sample(range(drawn.num_records), rng.randint(1, 3))
+    while True:  # until it is one that `.shard_to` takes
+        sharding = dataclasses.replace(shardings.draw(rng), sizes={0: 4 * rng.randint(1, 4)})
+        packs = stream is not None and stream.packed is not None
+        if sharding.fits and (sharding.drawn.is_of_all_leaves or not packs):
+            break
+    is_batched, fault = rng.random() < 0.5, rng.choice(FAULTS)
+    return Faults(drawn, stream, is_batched, fault, frozenset(bad), sharding)
+
+
+def bad_records(ds: grain.MapDataset) -> list[bool]:
+    """Of each record, whether plain Grain cannot have it."""
+
+    def is_bad(index: int) -> bool:
+        try:
+            ds[index]
+        except OSError:
+            return True
+        return False
+
+    return [is_bad(index) for index in range(len(ds))]
+
+
+def check_failing(case: Faults, expected: Any, good: int | None, folder: Path) -> None:
+    """Up to the first bad batch, at it, and from there on when all is well again."""
+    place, error, count = expected.start, None, 0
+    with iter(case.sharded(folder, case.fault)) as iterator:
+        try:
+            for batch in iterator:
+                where = f"batch {count}, of {good} good ones,"
+                place = compare.same_batches(where, [batch], expected, place, case.sharding, 1)
+                count += 1
+        except (OSError, ValueError) as raised:
+            error = raised
+            check_error(case, error, iterator)
+        state = json.loads(json.dumps(iterator.get_state()))
+    if case.fault == "failing once":
+        # A record may be in several batches, and it is the first to ask for it that fails: a read
+        # of a later batch, or one that was repeated and then had its answer.
+        compare.require(error is None or good is not None, f"it failed with {error!r}")
+        compare.require(error is None or count >= good, f"it failed at batch {count}, not {good}")
+        compare.require(error is None or not CAN_RETRY, f"it was not tried again: {error!r}")
+    else:
+        at = None if error is None else count
+        compare.require(at == good, f"it failed at batch {at}, not {good}: {error!r}")
+    with iter(case.sharded(folder, None)) as iterator:
+        iterator.set_state(state)
+        compare.same_batches("when well, batch", iterator, expected, place, case.sharding)
+
+
+def check_error(case: Faults, error: Exception, iterator: Any) -> None:
+    """It says where it happened, and comes again."""
+    told = "".join([str(error), *getattr(error, "__notes__", [])])
+    what = "record" if case.stream is None else "feed"
+    compare.require(what in told, f"the error does not say which {what} it was: {told}")
+    again = None
+    try:
+        next(iterator)
+    except type(error) as raised:
+        again = raised
+    compare.require(again is error, f"after the error comes {again!r}")
+
+
+def check_masked(case: Faults, expected: model.RandomAccess, folder: Path) -> None:
+    """A bad record is a row of padding in its place."""
+    is_bad = bad_records(records.build(case.records, case.source(folder, "failing")))
+    masked = expected.without(is_bad)
+    ds = case.sharded(folder, case.fault, on_bad_record="mask", max_bad_records=10**6)
+    with iter(ds) as iterator:
+        compare.same_batches("masked, batch", iterator, masked, masked.start, case.sharding)

@@ -1,0 +1,129 @@
+"""Random meshes, of devices in any order, and specs for the leaves of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grain_shard.planning.topology import hosts_mesh
+
+SHAPES = ((8,), (4,), (2,), (1,), (2, 4), (4, 2), (2, 2), (1, 8), (8, 1), (2, 2, 2))
+NAMES = ("data", "model", "seq")
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnMesh:
+    """A mesh of the first devices, and a spec.
+
+    Attributes:
+        shape: Of the mesh; its axes are the first of `NAMES`.
+        order: Which device comes where.
+        explicit: Whether its axes are Explicit.
+        spec: A `PartitionSpec`, or one for each leaf.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    explicit: bool
+    spec: Any
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return NAMES[: len(self.shape)]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def mesh(self, devices: Sequence[Any]) -> Mesh:
+        ordered = np.array(devices)[list(self.order)].reshape(self.shape)
+        kind = AxisType.Explicit if self.explicit else AxisType.Auto
+        return Mesh(ordered, self.names, axis_types=(kind,) * len(self.shape))
+
+    def of_hosts(self, hosts: int) -> Mesh:
+        """The mesh with the devices of so many hosts, which are not there."""
+        each = self.size // hosts
+        devices = hosts_mesh({"all": self.size}, hosts=hosts, devices_per_host=each).devices
+        return self.mesh(devices.flat)
+
+    def spec_of(self, leaf: str) -> P:
+        """The spec of a leaf, by the first key of its path."""
+        if isinstance(self.spec, Mapping):
+            return self.spec.get(leaf, P(*self.spec["id"][:1]))
+        return self.spec
+
+    def specs(self) -> list[P]:
+        """What shards the rows of some leaf."""
+        found = self.spec.values() if isinstance(self.spec, Mapping) else [self.spec]
+        return list(dict.fromkeys(P(*spec[:1]) for spec in found))
+
+    @property
+    def is_of_all_leaves(self) -> bool:
+        """Whether there is one spec for all leaves, whatever they are called."""
+        return not isinstance(self.spec, Mapping)
+
+    @property
+    def divisor(self) -> int:
+        """Into how many shards the rows are cut, over all leaves."""
+        sizes = dict(zip(self.names, self.shape, strict=True))
+        cuts = [
+            math.prod(sizes[axis] for axis in axes_of(spec[0] if len(spec) else None))
+            for spec in self.specs()
+        ]
+        return math.lcm(*cuts)
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a spec names."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def draw(rng: random.Random) -> DrawnMesh:
+    return draw_of_shape(rng, rng.choice(SHAPES))
+
+
+def draw_of_shape(rng: random.Random, shape: tuple[int, ...]) -> DrawnMesh:
+    order = tuple(rng.sample(range(math.prod(shape)), math.prod(shape)))
+    return DrawnMesh(shape, order, rng.random() < 0.3, draw_spec(rng, NAMES[: len(shape)]))
+
+
+def draw_spec(rng: random.Random, names: Sequence[str]) -> Any:
+    rows = rng.choice([*names, tuple(rng.sample(names, len(names))), names[0], None])
+    if rng.random() < 0.7:
+        return P(rows)
+    left = [name for name in names if name not in axes_of(rows)]
+    return {
+        "id": P(rows),
+        "tokens": P(rows, rng.choice([None, *left])),
+        "image": P(rng.choice([None, *names])),
+        "noise": P(rows),
+        "name": P(rows),
+    }
+
+
+def rows_of_host(mesh: Mesh, specs: Sequence[P], host: int, rows: int, microbatches: int):
+    """The rows of a batch that a host holds, in JAX's own words: int64[n], ascending."""
+    of_one, held = rows // microbatches, set()
+    for spec in specs:
+        indices = NamedSharding(mesh, spec).devices_indices_map((of_one,))
+        for device, (index,) in indices.items():
+            if device.process_index == host:
+                held.update(range(*index.indices(of_one)))
+    parts = itertools.product(range(microbatches), sorted(held))
+    return np.array([part * of_one + row for part, row in parts], np.int64)
+
+
+def here(drawn: DrawnMesh) -> Mesh:
+    """The mesh on the devices that there are."""
+    return drawn.mesh(jax.devices()[: drawn.size])

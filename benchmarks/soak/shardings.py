@@ -1,0 +1,86 @@
+"""Random arguments of `.shard_to`, and the batch sizes that go with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.soak import meshes, model
+from grain_shard.sharding.layout import round_up
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """What may be another when a run is restored: batch sizes, mesh and options.
+
+    Attributes:
+        sizes: Of the batches, from each step on.
+        drawn: The mesh and the spec.
+        options: Of `.shard_to`.
+    """
+
+    sizes: Mapping[int, int]
+    drawn: meshes.DrawnMesh
+    options: Mapping[str, Any]
+
+    @property
+    def made(self) -> model.Made:
+        """How rows become a batch."""
+        microbatches = self.options.get("microbatches")
+        return model.Made(
+            self.drawn.divisor * (microbatches or 1),
+            self.options.get("mask_key", "valid_mask"),
+            self.options.get("pad_value", 0),
+            microbatches,
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether `read` is possible: "once" takes batches that all devices divide."""
+        whole = self.drawn.size * (self.options.get("microbatches") or 1)
+        padded = [round_up(size, self.made.multiple) for size in self.sizes.values()]
+        return self.options.get("read") != "once" or all(size % whole == 0 for size in padded)
+
+    @property
+    def divides(self) -> bool:
+        """Whether full batches need no padding."""
+        return all(size % self.made.multiple == 0 for size in self.sizes.values())
+
+    @property
+    def leaves_no_shard_empty(self) -> bool:
+        """Whether each shard has a row that is no padding, as feeds on several hosts need it."""
+        multiple = self.made.multiple
+        padded = [(size, round_up(size, multiple)) for size in self.sizes.values()]
+        return all(whole - size < whole // multiple for size, whole in padded)
+
+    def apply(self, ds: Any, **options: Any) -> Any:
+        """The end of the pipeline, on the devices that there are."""
+        mesh = meshes.here(self.drawn)
+        return ds.shard_to(mesh, self.drawn.spec, **{**self.options, **options})
+
+
+def draw(rng: random.Random) -> Sharding:
+    drawn, options = meshes.draw(rng), draw_options(rng)
+    multiple = drawn.divisor * (options.get("microbatches") or 1)
+    steps = [0, *sorted(rng.sample(range(1, 9), rng.choice([0, 0, 0, 1, 2])))]
+    sizes = {
+        step: rng.choice([rng.randint(1, 20), rng.randint(1, 64), multiple, 2 * multiple])
+        for step in steps
+    }
+    return Sharding(sizes, drawn, options)
+
+
+def draw_options(rng: random.Random) -> dict[str, Any]:
+    choices = {
+        "mask_key": [None, "mask"],
+        "pad_value": [7, {"tokens": -1}],
+        "microbatches": [1, 2, 3],
+        "cpu_buffer_size": [1, 2, 7],
+        "device_buffer_size": [1, 3],
+        "num_threads": [1, 2, 5],
+        "reread_slow": [False],
+        "read": ["needed", "once"],
+    }
+    return {name: rng.choice(of) for name, of in choices.items() if rng.random() < 0.25}
