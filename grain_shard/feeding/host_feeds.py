@@ -19,6 +19,7 @@ from grain_shard.feeding.feed_turns import row_stacker
 from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.stream import Stream
+from grain_shard.reading.faults import FaultRules, Faults, read_by_several
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import BatchLayout, describe_parts
 from grain_shard.trees import Batch
@@ -37,13 +38,21 @@ class HostFeeds(Stream):
             one at a time, and switching between them costs a tenth of what packing takes.
         num_workers: Worker processes that run the feeds, if not 0. Grain keeps four batches ahead
             at least, whatever their number, so that many may be on the host.
+        fault_rules: What becomes of reads that fail.
     """
 
     kind, rows = FEEDS, OF_FEEDS
 
     def __init__(
-        self, ds: FeedBatches, *, buffer_size: int, num_threads: int | None, num_workers: int = 0
+        self,
+        ds: FeedBatches,
+        *,
+        buffer_size: int,
+        num_threads: int | None,
+        num_workers: int = 0,
+        fault_rules: FaultRules = FaultRules(),  # noqa: B008 (it is frozen)
     ):
+        self._fault_rules = fault_rules
         self._ds, self._num_threads, self._num_workers = ds, num_threads or 1, num_workers
         # Of batches that workers make, one waits here, out of their shared memory.
         self._buffer_size = 1 if num_workers else buffer_size
@@ -54,7 +63,9 @@ class HostFeeds(Stream):
             self.padding = ds.padding.rows
 
     def _iterate(self) -> FeedIterator:
-        return self._ds.iterate(self._num_threads, self._num_workers, self._buffer_of_workers)
+        return self._ds.iterate(
+            self._num_threads, self._num_workers, self._buffer_of_workers, self._fault_rules
+        )
 
     def first(self) -> Batch:
         """A batch of padding, for a host of which no feed has had a row yet.
@@ -62,10 +73,11 @@ class HostFeeds(Stream):
         Raises:
             ShardingError: No feed of any host has one.
         """
+        faults = Faults(self._fault_rules)
         for feed in range(self._ds.num_feeds):
             with (
                 naming_feed(feed, self._ds.num_feeds),
-                contextlib.closing(self._ds.open_feed(feed, {})) as reader,
+                contextlib.closing(self._ds.open_feed(feed, {}, faults)) as reader,
             ):
                 rows = reader.take(1)
             if rows:
@@ -86,6 +98,35 @@ class HostFeeds(Stream):
 
     def from_state(self, state: dict[str, Any]) -> bytes:
         return pickle.dumps(self._ds.from_state(state))
+
+
+def fault_rules_of(
+    ds: FeedBatches, layouts: Mapping[int, BatchLayout], rules: FaultRules
+) -> FaultRules:
+    """What becomes of reads that fail, of these feeds on these hosts.
+
+    Args:
+        ds: The batches.
+        layouts: Which rows each host holds.
+        rules: What the user says.
+
+    Raises:
+        ShardingError: Records are to be left out, and nobody knows what a record is.
+    """
+    if not rules.masks:
+        return rules
+    if not ds.begins_with_records:
+        raise ShardingError(
+            'on_bad_record="mask" needs feeds that begin with records that can be had by index, and'
+            " feed 0 begins with something else.",
+            remedy="begin make_feed with a grain.MapDataset, .map what may fail there, and then"
+            " call .to_iter_dataset(); or catch the error in the .map that raises it, and .filter"
+            " what that returns.",
+        )
+    of_hosts = [ds.of_host(layout).rows_by_feed for layout in layouts.values()]
+    if sum(map(len, of_hosts)) > len(set().union(*of_hosts)):
+        return read_by_several(rules)
+    return rules
 
 
 def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
