@@ -248,7 +248,7 @@ class TestErrors:
 
         seen = []
         with (
-            iter(sharded(kind(200, both_fail))) as iterator,
+            iter(sharded(kind(200, both_fail), retries=0)) as iterator,
             pytest.raises(OSError, match="seventeen") as caught,
         ):
             seen.extend(ids([batch])[0] for batch in iterator)
@@ -263,7 +263,7 @@ class TestErrors:
                 asked.append(number)
                 raise OSError("seventeen")
 
-        with iter(sharded(Source(200, fail))) as iterator:
+        with iter(sharded(Source(200, fail), retries=0)) as iterator:
             for _ in range(2):
                 next(iterator)
             with pytest.raises(OSError, match="seventeen"):

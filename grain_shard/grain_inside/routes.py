@@ -261,13 +261,15 @@ class _Origin:
 
         A call for many elements does not say for which of them it has failed.
         """
-        call = functools.partial(self._call, batched_read)
         try:
-            return call(indices)
+            result = batched_read(indices)
         except Exception as error:
             failure = error
+        else:
+            return self._checked(result, indices)
         if len(indices) == 1:
-            return [recovery.of_source(failure, lambda: call(indices)[0])]
+            again = lambda: self._checked(batched_read(indices), indices)[0]  # noqa: E731
+            return [recovery.of_source(failure, again)]
         if not recovery.asks_for_each(failure):
             raise failure
         del failure
@@ -277,8 +279,7 @@ class _Origin:
             *self._many(batched_read, indices[half:], recovery),
         ]
 
-    def _call(self, batched_read: _BatchedRead, indices: list[int]) -> list[Any]:
-        result = batched_read(indices)
+    def _checked(self, result: Any, indices: list[int]) -> list[Any]:
         elements = [] if isinstance(result, Mapping) else list(result)
         if len(elements) != len(indices):
             raise ValueError(
