@@ -17,8 +17,8 @@ import grain_shard
 from grain_shard.feeding import feed_batches
 from grain_shard.feeding.record_stream import RecordStream
 from grain_shard.feeding.shared_reads import SharedReads
-from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
+from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from tests import text
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
 from tests.test_feeds import PACKERS, Odd, assert_equal

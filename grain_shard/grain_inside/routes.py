@@ -85,8 +85,8 @@ class Recovery:
 
     leaves_out = False
 
-    def asks_for_each(self, error: Exception) -> bool:
-        """Whether to ask for parts of what a call for many elements has failed to give."""
+    def asks_at_once(self, error: Exception) -> bool:
+        """Whether to ask again, in parts, where nobody knows which element has failed."""
         return False
 
     def of_source(self, error: Exception, again: Callable[[], Any]) -> Any:
@@ -270,7 +270,7 @@ class _Origin:
         if len(indices) == 1:
             again = lambda: self._checked(batched_read(indices), indices)[0]  # noqa: E731
             return [recovery.of_source(failure, again)]
-        if not recovery.asks_for_each(failure):
+        if not recovery.asks_at_once(failure):
             raise failure
         del failure
         half = len(indices) // 2

@@ -186,7 +186,7 @@ class Faults(Recovery):
             self._is_stopped = True
             self._changes.notify_all()
 
-    def asks_for_each(self, error: Exception) -> bool:
+    def asks_at_once(self, error: Exception) -> bool:
         if self.may_heal(error):
             if not self._times:
                 return self.leaves_out
@@ -249,8 +249,8 @@ class Faults(Recovery):
             retries = self._retries
         logging.log_every_n_seconds(
             logging.WARNING,
-            "a read has failed, and is tried again (try %d of %d): %s. So far this pipeline has tried"
-            " again %d times; of others nothing is said for %d s.",
+            "a read has failed, and is tried again (try %d of %d): %s. It is retry %d of this"
+            " pipeline; of others nothing is said for %d s.",
             _LOG_EVERY_S,
             tried + 2,
             self._times + 1,

@@ -33,7 +33,7 @@ class RetriedRecords(grain.MapDataset):
         try:
             return self._records[index]
         except Exception as error:
-            if not self._faults.may_heal(error):
+            if not self._faults.asks_at_once(error):
                 raise
         # Step by step, since what a function has raised is another matter than what a source has.
         way = route(self._records, np.array([index]))
