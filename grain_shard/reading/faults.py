@@ -314,7 +314,8 @@ class Faults(Recovery):
         if isinstance(most, float):
             most *= max(records, _SHARE_OF_AT_LEAST)
         if count > most:
-            shown = "\n".join(f"    {one.name}: {one.error}" for one in (*self._listed[:9], bad))
+            some = self._listed[:10] if count <= 10 else [*self._listed[:9], bad]
+            shown = "\n".join(f"    {one.name}: {one.error}" for one in some)
             raise BadRecordsError(
                 f"{count:,} of {records:,} records that this host has read cannot be had, more than"
                 f" max_bad_records={self._rules.max_bad_records!r} allows. Among them:\n{shown}\n"
