@@ -517,11 +517,12 @@ class TestTooMany:
         ds = batches(Source(40, bad(1, 17, 33))).shard_to(
             data_mesh(2), on_bad_record="mask", max_bad_records=most, num_workers=num_workers
         )
-        if not ends:
-            assert len(ids(ds)) == 5
-            return
-        with pytest.raises(BadRecordsError, match=rf"max_bad_records={most} allows") as caught:
-            list(ds)
+        with iter(ds) as iterator:
+            if not ends:
+                assert len(ids(iterator)) == 5
+                return
+            with pytest.raises(BadRecordsError, match=rf"max_bad_records={most} allows") as caught:
+                list(iterator)
         assert "record 1 of the dataset above .batch: ValueError: record 1 is" in str(caught.value)
 
     @pytest.mark.parametrize(("most", "ends"), [(0.011, False), (0.009, True)])
@@ -535,6 +536,18 @@ class TestTooMany:
                 list(ds)
         else:
             assert sum(map(len, ids(ds))) == 1490
+
+    @pytest.mark.parametrize("feeds", [False, True], ids=["random access", "feeds"])
+    def test_a_source_that_is_away_is_not_asked_for_every_record(self, kind, feeds):
+        source = kind(4000, bad(*range(1000, 4000), error=ConnectionError))
+        ds = of_feeds(source) if feeds else batches(source, 200)
+        ds = ds.shard_to(data_mesh(2), on_bad_record="mask", max_bad_records=5, num_threads=1)
+        with (
+            iter(ds) as iterator,
+            pytest.raises(BadRecordsError, match=r"(?s)could not be read by 5 tries.*reached"),
+        ):
+            list(iterator)
+        assert iterator.faults.retries < 300  # and not four for each of 3,000
 
     def test_a_share_of_what_was_read(self):
         ds = batches(BatchedSource(10_000, bad(*range(0, 10_000, 50))), 100)

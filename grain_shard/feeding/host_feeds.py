@@ -119,9 +119,9 @@ def fault_rules_of(
         raise ShardingError(
             'on_bad_record="mask" needs feeds that begin with records that can be had by index, and'
             " feed 0 begins with something else.",
-            remedy="begin make_feed with a grain.MapDataset, .map what may fail there, and then"
-            " call .to_iter_dataset(); or catch the error in the .map that raises it, and .filter"
-            " what that returns.",
+            remedy="begin make_feed with a grain.MapDataset, .map what may fail there, and let"
+            " .to_iter_dataset() and any .filter follow; or catch the error in the .map that raises"
+            " it, and .filter what that returns.",
         )
     of_hosts = [ds.of_host(layout).rows_by_feed for layout in layouts.values()]
     if sum(map(len, of_hosts)) > len(set().union(*of_hosts)):

@@ -158,6 +158,7 @@ class Faults(Recovery):
         assert isinstance(rules.retries, Retries)
         self._times, self._named = rules.retries.times, rules.retries.on
         self._retries = self._bad_records = self._records = 0
+        self._in_vain = 0  # records for which all tries were used up
         self._listed: list[BadRecord] = []
         self._is_stopped = False
         # Reentrant, since the garbage collector may run `stop` in a thread that holds it.
@@ -229,9 +230,11 @@ class Faults(Recovery):
                     error = another
             if tried:
                 error.add_note(f"grain_shard: it was tried {tried + 1} times")
-            if self._may_leave_out(error):
-                return Unreadable(error)
-            raise error
+            if not self._may_leave_out(error):
+                raise error
+            if tried:
+                self._check_in_vain(error)
+            return Unreadable(error)
         finally:
             del error  # its traceback refers to this frame
 
@@ -239,6 +242,30 @@ class Faults(Recovery):
         if not self.leaves_out or self._is_stopped or isinstance(error, MemoryError):
             return False
         return self._rules.is_read_once or not self.may_heal(error)
+
+    def _check_in_vain(self, error: Exception) -> None:
+        """Judges before the batch is made: where a source is away, each record takes all pauses.
+
+        Raises:
+            BadRecordsError: All tries were used up for too many records.
+        """
+        with self._changes:
+            self._in_vain += 1
+            in_vain = self._in_vain
+        if in_vain > self._most():
+            raise BadRecordsError(
+                f"{in_vain:,} records could not be read by {self._times + 1} tries each, more than"
+                f" max_bad_records={self._rules.max_bad_records!r} allows. The last:"
+                f" {describe_error(error)}.\n"
+                "  remedy: see whether the source can be reached from this host."
+            ) from error
+
+    def _most(self) -> float:
+        """How many records may be bad, of those that were read so far."""
+        most = self._rules.max_bad_records
+        if isinstance(most, int):
+            return most
+        return most * max(self._records, _SHARE_OF_AT_LEAST)
 
     def _pause(self, tried: int, error: Exception) -> bool:
         """Waits before another try; False if there is to be none."""
@@ -310,10 +337,7 @@ class Faults(Recovery):
             count,
             _LOG_EVERY_S,
         )
-        most = self._rules.max_bad_records
-        if isinstance(most, float):
-            most *= max(records, _SHARE_OF_AT_LEAST)
-        if count > most:
+        if count > self._most():
             some = self._listed[:10] if count <= 10 else [*self._listed[:9], bad]
             shown = "\n".join(f"    {one.name}: {one.error}" for one in some)
             raise BadRecordsError(

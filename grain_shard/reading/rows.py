@@ -272,6 +272,8 @@ class _RecordBatch(MadeBatch):
         """What is evaluated of some records; of an error, says which record it was."""
         try:
             return evaluate()
+        except BadRecordsError:
+            raise
         except Exception as error:
             records = self._records[start:stop]
             # Read them again one by one, to be able to say which it was.
