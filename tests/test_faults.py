@@ -547,7 +547,8 @@ class TestTooMany:
             pytest.raises(BadRecordsError, match=r"(?s)could not be read by 5 tries.*reached"),
         ):
             list(iterator)
-        assert iterator.faults.retries < 300  # and not four for each of 3,000
+        # Four for each of 6, and for those that were read beside them; not for each of 3,000.
+        assert iterator.faults.retries < 600
 
     def test_a_share_of_what_was_read(self):
         ds = batches(BatchedSource(10_000, bad(*range(0, 10_000, 50))), 100)

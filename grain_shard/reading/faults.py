@@ -158,7 +158,8 @@ class Faults(Recovery):
         assert isinstance(rules.retries, Retries)
         self._times, self._named = rules.retries.times, rules.retries.on
         self._retries = self._bad_records = self._records = 0
-        self._in_vain = 0  # records for which all tries were used up
+        # For how many records all tries were used up, and whether these are too many.
+        self._in_vain, self._is_away = 0, False
         self._listed: list[BadRecord] = []
         self._is_stopped = False
         # Reentrant, since the garbage collector may run `stop` in a thread that holds it.
@@ -191,6 +192,8 @@ class Faults(Recovery):
         if self.may_heal(error):
             if not self._times:
                 return self.leaves_out
+            if self._is_away:
+                self._check_in_vain(error)
             with self._changes:
                 self._retries += 1
             return True
@@ -232,7 +235,7 @@ class Faults(Recovery):
                 error.add_note(f"grain_shard: it was tried {tried + 1} times")
             if not self._may_leave_out(error):
                 raise error
-            if tried:
+            if tried or (self._is_away and may_heal(error)):
                 self._check_in_vain(error)
             return Unreadable(error)
         finally:
@@ -252,7 +255,8 @@ class Faults(Recovery):
         with self._changes:
             self._in_vain += 1
             in_vain = self._in_vain
-        if in_vain > self._most():
+            self._is_away = in_vain > self._most()
+        if self._is_away:
             raise BadRecordsError(
                 f"{in_vain:,} records could not be read by {self._times + 1} tries each, more than"
                 f" max_bad_records={self._rules.max_bad_records!r} allows. The last:"
@@ -270,7 +274,7 @@ class Faults(Recovery):
     def _pause(self, tried: int, error: Exception) -> bool:
         """Waits before another try; False if there is to be none."""
         with self._changes:
-            if self._is_stopped:
+            if self._is_stopped or self._is_away:
                 return False
             self._retries += 1
             retries = self._retries
