@@ -268,8 +268,11 @@ class _Origin:
         else:
             return self._checked(result, indices)
         if len(indices) == 1:
-            again = lambda: self._checked(batched_read(indices), indices)[0]  # noqa: E731
-            return [recovery.of_source(failure, again)]
+            return [
+                recovery.of_source(
+                    failure, lambda: self._checked(batched_read(indices), indices)[0]
+                )
+            ]
         if not recovery.asks_at_once(failure):
             raise failure
         del failure

@@ -153,8 +153,12 @@ class RandomAccess(HostBatches):
             faults=faults,
         )
         batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=THREAD)
-        threads = lambda: f"{pace}{reads.lateness}"  # noqa: E731 (the name says what it is)
-        return Opened(start, batches, threads=threads, faults=faults.counts)
+        return Opened(
+            start,
+            batches,
+            threads=lambda: f"{pace}{reads.lateness}",
+            faults=faults.counts,
+        )
 
     def _from_workers(
         self, ds: BatchMapDataset, start: int, faults: Faults

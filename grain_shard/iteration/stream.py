@@ -75,8 +75,12 @@ class Stream(HostBatches):
             lambda item: item, _WithPosition(iterator), buffer_size=self._buffer_size, name=THREAD
         )
         self._position = iterator.position()
-        digest = lambda: iterator.first_digest  # noqa: E731 (the name says what it is)
-        return Opened(self._position, batches, digest, faults=iterator.faults)
+        return Opened(
+            self._position,
+            batches,
+            first_digest=lambda: iterator.first_digest,
+            faults=iterator.faults,
+        )
 
     def first(self) -> Batch:
         require_another_pass(self._ds)
