@@ -5,6 +5,7 @@ from . import rehearse as rehearse
 from . import training as training
 from .chain import shard_to as shard_to
 from .errors import AgreementError as AgreementError
+from .errors import BadRecordsError as BadRecordsError
 from .errors import GrainShardError as GrainShardError
 from .errors import HostTimeoutError as HostTimeoutError
 from .errors import ShardingError as ShardingError
@@ -21,6 +22,7 @@ from .planning.plan import plan as plan
 from .planning.topology import hosts_mesh as hosts_mesh
 from .planning.topology import topology_mesh as topology_mesh
 from .reading.batch_schedule import BatchSchedule as BatchSchedule
+from .reading.faults import Retries as Retries
 from .reading.iterable import from_iterable as from_iterable
 from .reading.mix import mix as mix
 from .reading.sources import ArrayRecordSource as ArrayRecordSource

@@ -11,6 +11,7 @@ from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
 from grain_shard.iteration.sharded_dataset import ShardedDataset
+from grain_shard.reading.faults import FaultRules, OnBadRecord, Retries
 from grain_shard.reading.iterable import Rows, agreed_rows
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset
@@ -38,6 +39,9 @@ def shard_to(
     num_threads: int | None = None,
     num_workers: int = 0,
     reread_slow: bool = True,
+    retries: int | Retries = Retries(),  # noqa: B008 (it is frozen)
+    on_bad_record: OnBadRecord = "error",
+    max_bad_records: float = 0.01,
     rows: Rows | None = None,
     read: Read = "auto",
     timeout_s: float = 60.0,
@@ -89,6 +93,14 @@ def shard_to(
             others, as a bucket does now and then ("backup requests"): the first answer counts.
             At most one read in twenty is. False for a source that must not be asked twice. Of a
             `MapDataset` that threads read; others are asked once.
+        retries: How often a source is asked again, with growing pauses, after an `OSError`, a
+            `TimeoutError` or what a bucket raises that is busy. `Retries` names more classes of
+            exceptions, also those of a ``.map``.
+        on_bad_record: What becomes of a record that cannot be read or decoded then: "error" ends
+            the run; "mask" puts a row of padding in its place, False in the mask. All other rows
+            are where they were. In feeds it is dropped, like a record that a filter drops.
+        max_bad_records: With "mask", how many of them end the run after all: a whole number, or a
+            share of the records that a host has read, of 1,000 at least.
         rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
             say, unless it is one of `from_iterable`. "global": every host the same whole batches.
             "local": each host the rows of its own devices, from its own slice of the source (see
@@ -136,6 +148,7 @@ def shard_to(
         num_threads=num_threads,
         num_workers=num_workers,
         reread_slow=reread_slow,
+        fault_rules=FaultRules(retries, on_bad_record, max_bad_records),
         rows=rows,
         remainder=remainder,
         timeout_s=timeout_s,

@@ -5,6 +5,7 @@
     GrainShardError
     ├── ShardingError (ValueError)         data, mesh, spec or batch size do not fit together
     ├── StateError (ValueError)            a saved state belongs to something else
+    ├── BadRecordsError (RuntimeError)     too many records cannot be read
     └── AgreementError (RuntimeError)      the hosts do not run the same program
         └── HostTimeoutError (TimeoutError)    a host did not answer in time
 
@@ -108,6 +109,15 @@ class StateError(GrainShardError, ValueError):
         ...         other.set_state(saved.get_state())
         ...     except StateError as error:
         ...         print("records" in str(error))
+        True
+    """
+
+
+class BadRecordsError(GrainShardError, RuntimeError):
+    """More records cannot be read than may be left out; the message lists some of them.
+
+    Example:
+        >>> issubclass(BadRecordsError, RuntimeError)
         True
     """
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from grain_shard.grain_inside import nodes, read_ahead, routes
+from grain_shard.reading import faults
 
 HANG_S = 60  # what takes so long will never end
 
@@ -42,6 +43,12 @@ def no_thread_outlives_its_test(request):
     for thread in background_threads() - others:
         thread.join(timeout=10)
         assert not thread.is_alive(), f"{thread.name} outlived the test"
+
+
+@pytest.fixture(autouse=True)
+def no_pause_before_another_try(monkeypatch):
+    """A source that fails is asked again at once."""
+    monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from grain_shard.feeding import feed_batches
 from grain_shard.feeding.record_stream import RecordStream
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
+from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from tests import text
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
 from tests.test_feeds import PACKERS, Odd, assert_equal
@@ -154,7 +155,7 @@ def test_any_records_come_in_their_order_from_anywhere(num_records, steps, optio
         }[step](records)
     ds = records.to_iter_dataset(options)
     start = min(start, len(records))
-    reads = SharedReads()
+    reads = SharedReads(Faults(FAIL_AT_ONCE))
     with contextlib.closing(reads):
         rows = iter(
             replace_read_ahead(ds, lambda records, _: RecordStream(records, reads.elements))
@@ -280,6 +281,7 @@ def test_a_call_that_fails_names_the_record_and_the_records_before_it_come(optio
             next(rows)
     # Grain may have added a note of its own.
     assert [note for note in raised.value.__notes__ if note.startswith("grain_shard: ")] == [
+        "grain_shard: it was tried 5 times",
         "grain_shard: while evaluating record 301 of the dataset above .to_iter_dataset",
         "grain_shard: in feed 0 of 1",
     ]
@@ -311,7 +313,7 @@ def test_a_stream_that_is_slower_than_it_was_leaves_its_parts_to_others_in_order
             time.sleep(3e-3)  # of what was fast, so many are read together
         return i
 
-    reads = SharedReads()
+    reads = SharedReads(Faults(FAIL_AT_ONCE))
     with (
         contextlib.closing(reads),
         contextlib.closing(reads.elements(grain.MapDataset.range(500).map(row), 0)) as elements,
@@ -346,7 +348,7 @@ def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again():
             raise failures.pop(0)
         return i
 
-    reads = SharedReads()
+    reads = SharedReads(Faults(FAIL_AT_ONCE))
     with contextlib.closing(reads):
         rows = iter(RecordStream(grain.MapDataset.range(5).map(row), reads.elements))
         assert [next(rows) for _ in range(3)] == [0, 1, 2]

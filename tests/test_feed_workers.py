@@ -25,6 +25,7 @@ import grain_shard
 from grain_shard.feeding import feed_workers
 from grain_shard.feeding.feed_turns import Piece
 from grain_shard.feeding.host_feeds import HostFeeds
+from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import background_threads, data_mesh, eventually, ids, to_numpy
@@ -258,7 +259,7 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_before_one_starts():
 def test_a_worker_that_ends_is_an_error_and_not_the_end_of_the_feeds(monkeypatch):
     """Grain would go on with the other workers, whose parts would then be taken for its own."""
     entries = {feed: {} for feed in range(4)}
-    workers = feed_workers.FeedWorkers(lambda entries: None, entries, 2, 1)
+    workers = feed_workers.FeedWorkers(lambda entries: None, entries, 2, 1, Faults(FAIL_AT_ONCE))
     pieces = [Piece(feed, [], b"") for feed in (0, 2)]
     parts = itertools.repeat(feed_workers._Part.of(pieces, None))  # the second worker has ended
     monkeypatch.setattr(feed_workers, "WorkerProcesses", lambda *args, **options: parts)
@@ -437,7 +438,9 @@ def test_no_backend_is_started_in_a_worker():
 def test_what_a_worker_is_given_holds_nothing_of_a_device():
     ds = grain_shard.feeds(text.packed, num_feeds=4).batch(8)
     of_host = ds.shard_to(data_mesh(4)).parents[0]
-    pickled = cloudpickle.dumps(functools.partial(of_host.open_turns, num_threads=1))
+    pickled = cloudpickle.dumps(
+        functools.partial(of_host.open_turns, num_threads=1, faults=Faults(FAIL_AT_ONCE))
+    )
     for name in (b"Mesh", b"Device", b"NamedSharding", b"PartitionSpec", b"jaxlib", b"Array"):
         assert name not in pickled
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import grain_shard
 from grain_shard.reading import late, reads, rows
+from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.late import Lateness
 from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
 from tests.test_reads import in_order
@@ -247,7 +248,7 @@ class TestErrors:
 
         seen = []
         with (
-            iter(sharded(kind(200, both_fail))) as iterator,
+            iter(sharded(kind(200, both_fail), retries=0)) as iterator,
             pytest.raises(OSError, match="seventeen") as caught,
         ):
             seen.extend(ids([batch])[0] for batch in iterator)
@@ -262,7 +263,7 @@ class TestErrors:
                 asked.append(number)
                 raise OSError("seventeen")
 
-        with iter(sharded(Source(200, fail))) as iterator:
+        with iter(sharded(Source(200, fail), retries=0)) as iterator:
             for _ in range(2):
                 next(iterator)
             with pytest.raises(OSError, match="seventeen"):
@@ -349,7 +350,7 @@ def test_the_batches_are_the_same_whatever_is_asked_for_again(
 def test_a_read_that_has_lost_does_not_keep_the_memory_of_its_batch():
     ds = grain.MapDataset.range(8).map(record).batch(8)
     reader = rows.row_reader(ds)
-    made = reader.begin([0], [None])[0]
+    made = reader.begin([0], [None], Faults(FAIL_AT_ONCE))[0]
     (elements,) = reader.read([reads.Piece(made, 0, 8)], float("inf"))
     made.write(elements, 0, float("inf"))
     batch = made.finish()

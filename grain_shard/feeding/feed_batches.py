@@ -20,11 +20,12 @@ from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.feeding.feed_reader import ENDED, Entry, FeedReader, is_entry, naming_feed
 from grain_shard.feeding.feed_turns import FeedTurns, Piece, row_stacker
 from grain_shard.feeding.feed_workers import FeedWorkers
-from grain_shard.feeding.record_stream import RecordStream
+from grain_shard.feeding.record_stream import RecordStream, evaluated_in_turn
 from grain_shard.feeding.shared_reads import SharedReads
-from grain_shard.grain_inside.read_ahead import replace_read_ahead
+from grain_shard.grain_inside.read_ahead import begins_with_records, replace_read_ahead
 from grain_shard.hosts.feed_files import FEED_ENTRIES, NUM_FEEDS
 from grain_shard.hosts.state_files import FEEDS, KIND
+from grain_shard.reading.faults import FaultCounts, FaultRules, Faults, Skipped
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
 from grain_shard.reading.pad_batch import Remainder, pad_batch
 from grain_shard.reading.pad_rows import PadRows
@@ -217,6 +218,11 @@ class FeedBatches(grain.IterDataset):
             **pipeline_digests(feed_0),
         }
 
+    @property
+    def begins_with_records(self) -> bool:
+        """Whether feeds begin with random access; feed 0 tells."""
+        return begins_with_records(self._make(0))
+
     @functools.cached_property
     def rows_by_feed(self) -> dict[int, list[int]]:
         """The feeds to run, and which of each feed's rows of a batch are wanted of it.
@@ -250,32 +256,39 @@ class FeedBatches(grain.IterDataset):
         divisor = 1 if self.padding is None else self.padding.divisor
         return round_up(self._global_batch_size, divisor)
 
-    def open_feed(self, feed: int, entry: Entry, reads: SharedReads | None = None) -> FeedReader:
+    def open_feed(
+        self, feed: int, entry: Entry, faults: Faults, reads: SharedReads | None = None
+    ) -> FeedReader:
         """A reader of one feed.
 
         Args:
             feed: Which.
             entry: Where it is to start.
+            faults: What becomes of records that cannot be had.
             reads: What reads ahead for it; None if nothing is to be read ahead.
         """
+        in_turn = functools.partial(evaluated_in_turn, faults=faults)
+        skipped = Skipped(faults, feed) if faults.leaves_out else None
 
         def record_stream(records: grain.MapDataset, is_read_ahead: bool) -> RecordStream:
-            if reads is None or not is_read_ahead:
-                return RecordStream(records)
-            return RecordStream(records, reads.elements)
+            elements = in_turn if reads is None or not is_read_ahead else reads.elements
+            return RecordStream(records, elements, skipped)
 
         return FeedReader(lambda: replace_read_ahead(self._make(feed), record_stream), entry)
 
-    def open_turns(self, entries: Mapping[int, Entry], num_threads: int) -> FeedTurns:
+    def open_turns(
+        self, entries: Mapping[int, Entry], num_threads: int, faults: Faults
+    ) -> FeedTurns:
         """What takes from feeds, in this process, what they give to each batch.
 
         Args:
             entries: Of each feed to run, where it is to start.
             num_threads: Threads that run feeds side by side.
+            faults: What becomes of records that cannot be had.
         """
-        reads = SharedReads()
+        reads = SharedReads(faults)
         return FeedTurns(
-            {feed: self.open_feed(feed, entry, reads) for feed, entry in entries.items()},
+            {feed: self.open_feed(feed, entry, faults, reads) for feed, entry in entries.items()},
             reads,
             num_feeds=self.num_feeds,
             rows_per_feed=self.feed_batch_size,
@@ -283,7 +296,11 @@ class FeedBatches(grain.IterDataset):
         )
 
     def iterate(
-        self, num_threads: int = 1, num_workers: int = 0, buffer_size: int = 1
+        self,
+        num_threads: int = 1,
+        num_workers: int = 0,
+        buffer_size: int = 1,
+        fault_rules: FaultRules = FaultRules(),  # noqa: B008 (it is frozen)
     ) -> FeedIterator:
         """An iterator over the batches.
 
@@ -291,8 +308,9 @@ class FeedBatches(grain.IterDataset):
             num_threads: Threads that run feeds side by side, of each worker if there are some.
             num_workers: Worker processes that run the feeds; 0 for none.
             buffer_size: Batches that these make ahead. Grain lets them make four at least.
+            fault_rules: What becomes of reads that fail.
         """
-        return FeedIterator(self, num_threads, num_workers, buffer_size)
+        return FeedIterator(self, num_threads, num_workers, buffer_size, fault_rules)
 
     def __iter__(self) -> FeedIterator:
         return self.iterate()
@@ -406,10 +424,19 @@ class FeedIterator(BatchIterator):
         num_threads: As for `FeedBatches.iterate`.
         num_workers: As for `FeedBatches.iterate`.
         buffer_size: As for `FeedBatches.iterate`.
+        fault_rules: As for `FeedBatches.iterate`.
     """
 
-    def __init__(self, ds: FeedBatches, num_threads: int, num_workers: int, buffer_size: int):
+    def __init__(
+        self,
+        ds: FeedBatches,
+        num_threads: int,
+        num_workers: int,
+        buffer_size: int,
+        fault_rules: FaultRules,
+    ):
         super().__init__()
+        self._fault_rules = fault_rules
         self._ds, self._num_threads = ds, num_threads
         self._num_workers, self._buffer_size = num_workers, buffer_size
         self._stacker: RowStacker | None = None
@@ -420,9 +447,13 @@ class FeedIterator(BatchIterator):
 
     def _turns_from(self, position: FeedsPosition) -> FeedTurns | FeedWorkers:
         entries = {feed: pickle.loads(entry) for feed, entry in position.entries.items()}
-        open_turns = functools.partial(self._ds.open_turns, num_threads=self._num_threads)
+        self._faults = Faults(self._fault_rules)
+        open_turns = functools.partial(
+            self._ds.open_turns, num_threads=self._num_threads, faults=self._faults
+        )
         if self._num_workers:
-            return FeedWorkers(open_turns, entries, self._num_workers, self._buffer_size)
+            workers, buffer_size = self._num_workers, self._buffer_size
+            return FeedWorkers(open_turns, entries, workers, buffer_size, self._faults)
         return open_turns(entries)
 
     def _move(self, position: FeedsPosition) -> None:
@@ -474,6 +505,10 @@ class FeedIterator(BatchIterator):
                 remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
             )
         return bool(short) and padding is not None and padding.remainder == "drop"
+
+    def faults(self) -> FaultCounts:
+        """What was counted of reads that failed."""
+        return self._faults.counts()
 
     def position(self) -> bytes:
         return pickle.dumps(self._position)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from grain_shard.background import Background, Producer, naming_closed
 from grain_shard.feeding.feed_reader import FeedReader, naming_feed
 from grain_shard.feeding.shared_reads import SharedReads
+from grain_shard.reading.faults import Faults
 from grain_shard.reading.stack import RowStacker
 from grain_shard.spans import READ, span
 
@@ -67,6 +68,11 @@ class FeedTurns:
                 num_threads=num_threads,
                 name="grain-shard-feed",
             )
+
+    @property
+    def faults(self) -> Faults:
+        """What becomes of records that cannot be had, and how many there were."""
+        return self._reads.faults
 
     def of_one_batch(self) -> list[Piece]:
         """What every feed gives to the next batch."""

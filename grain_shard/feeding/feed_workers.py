@@ -21,6 +21,7 @@ import numpy as np
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_reader import Entry
 from grain_shard.feeding.feed_turns import FeedTurns, Piece, row_stacker
+from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import WorkerProcesses
@@ -38,6 +39,7 @@ class FeedWorkers:
         entries: Of each feed, where it is to start.
         num_workers: How many processes; no more than feeds are started.
         buffer_size: Batches that may wait or be in the making. Grain keeps four at least.
+        faults: Is told what the workers count of reads that fail.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class FeedWorkers:
         entries: Mapping[int, Entry],
         num_workers: int,
         buffer_size: int,
+        faults: Faults,
     ):
+        self._faults = faults
         self._open_turns, self._entries = open_turns, entries
         self._num_workers, self._buffer_size = min(num_workers, len(entries)), buffer_size
         self._processes: WorkerProcesses | None = None
@@ -60,6 +64,9 @@ class FeedWorkers:
                 buffer_size=self._buffer_size * self._num_workers,
             )
         parts: list[_Part] = [next(self._processes) for _ in range(self._num_workers)]
+        for part in parts:
+            if part.counts is not None:
+                self._faults.add(pickle.loads(part.counts.tobytes()))
         pieces = [piece for part in parts for piece in part.pieces()]
         if {piece.feed for piece in pieces} != set(self._entries):
             raise RuntimeError("a worker process has ended, although feeds never do.")
@@ -93,22 +100,32 @@ class _Part(NamedTuple):
         shares: Of each feed: which it is, how many of the rows are its, and where it stands after
             them. Pickled, as ``uint8[n]``: an array travels in shared memory, while a worker that
             is to end waits until what it has put into a pipe is read, and a state may be large.
+        counts: What was counted of reads that failed, pickled in the same way; None if there was
+            nothing to count.
     """
 
     rows: Batch | None
     shares: np.ndarray
+    counts: np.ndarray | None = None
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], stacker: RowStacker | None) -> _Part:
+    def of(
+        cls,
+        pieces: Sequence[Piece],
+        stacker: RowStacker | None,
+        counts: FaultCounts = FaultCounts(),  # noqa: B008 (it is a tuple)
+    ) -> _Part:
         """Puts pieces together; the stacker is needed if they have a row."""
         counted = [(piece.feed, len(piece.rows), piece.entry) for piece in pieces]
-        shares = np.frombuffer(pickle.dumps(counted), np.uint8)
+        shares, faults = _as_array(counted), None
+        if counts != FaultCounts():
+            faults = _as_array(counts)
         rows = [row for piece in pieces for row in piece.rows]
         if stacker is None or not rows:
-            return cls(None, shares)
+            return cls(None, shares, faults)
         stack = Stack(stacker, len(rows))
         stack.write(rows, 0, [piece.feed for piece in pieces for _ in piece.rows])
-        return cls(stack.batch(), shares)
+        return cls(stack.batch(), shares, faults)
 
     def pieces(self) -> Iterator[Piece]:
         """Takes them apart again; a row is a view."""
@@ -119,6 +136,10 @@ class _Part(NamedTuple):
             rows = range(start, start + count)
             yield Piece(feed, [structure.unflatten(c[i] for c in columns) for i in rows], entry)
             start += count
+
+
+def _as_array(value: Any) -> np.ndarray:
+    return np.frombuffer(pickle.dumps(value), np.uint8)
 
 
 class _WorkerFeeds(grain.IterDataset):
@@ -160,7 +181,7 @@ class _WorkerFeedsIterator(grain.DatasetIterator):
         if self._stacker is None:
             rows = (row for piece in pieces for row in piece.rows)
             self._stacker = next(map(row_stacker, rows), None)
-        return _Part.of(pieces, self._stacker)
+        return _Part.of(pieces, self._stacker, self._turns.faults.taken())
 
     def _opened(self) -> FeedTurns:
         turns: FeedTurns = pickle.loads(self._open_turns)(self._entries)

@@ -20,6 +20,7 @@ from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.stream import Stream
+from grain_shard.reading.faults import FaultRules, Faults, read_by_several
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import BatchLayout, describe_parts
 from grain_shard.trees import Batch
@@ -39,6 +40,7 @@ class HostFeeds(Stream):
         num_workers: Worker processes that run the feeds, if not 0. Grain keeps four batches ahead
             at least, whatever their number, so that many may be on the host.
         saved_feeds: Those of its feeds that this host writes into a checkpoint; None for all.
+        fault_rules: What becomes of reads that fail.
     """
 
     kind, rows = FEEDS, OF_FEEDS
@@ -51,7 +53,9 @@ class HostFeeds(Stream):
         num_threads: int | None,
         num_workers: int = 0,
         saved_feeds: Sequence[int] | None = None,
+        fault_rules: FaultRules = FaultRules(),  # noqa: B008 (it is frozen)
     ):
+        self._fault_rules = fault_rules
         self._ds, self._num_threads, self._num_workers = ds, num_threads or 1, num_workers
         # Of batches that workers make, one waits here, out of their shared memory.
         self._buffer_size = 1 if num_workers else buffer_size
@@ -64,7 +68,9 @@ class HostFeeds(Stream):
             self.padding = ds.padding.rows
 
     def _iterate(self) -> FeedIterator:
-        return self._ds.iterate(self._num_threads, self._num_workers, self._buffer_of_workers)
+        return self._ds.iterate(
+            self._num_threads, self._num_workers, self._buffer_of_workers, self._fault_rules
+        )
 
     def first(self) -> Batch:
         """A batch of padding, for a host of which no feed has had a row yet.
@@ -72,10 +78,11 @@ class HostFeeds(Stream):
         Raises:
             ShardingError: No feed of any host has one.
         """
+        faults = Faults(self._fault_rules)
         for feed in range(self._ds.num_feeds):
             with (
                 naming_feed(feed, self._ds.num_feeds),
-                contextlib.closing(self._ds.open_feed(feed, {})) as reader,
+                contextlib.closing(self._ds.open_feed(feed, {}, faults)) as reader,
             ):
                 rows = reader.take(1)
             if rows:
@@ -117,6 +124,35 @@ def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int
     before = {layout.shards: layout for other, layout in layouts.items() if other < host}
     saved_before = {feed for layout in before.values() for feed in ds.feeds_of(layout)}
     return [feed for feed in ds.feeds_of(layouts[host]) if feed not in saved_before]
+
+
+def fault_rules_of(
+    ds: FeedBatches, layouts: Mapping[int, BatchLayout], rules: FaultRules
+) -> FaultRules:
+    """What becomes of reads that fail, of these feeds on these hosts.
+
+    Args:
+        ds: The batches.
+        layouts: Which rows each host holds.
+        rules: What the user says.
+
+    Raises:
+        ShardingError: Records are to be left out, and nobody knows what a record is.
+    """
+    if not rules.masks:
+        return rules
+    if not ds.begins_with_records:
+        raise ShardingError(
+            'on_bad_record="mask" needs feeds that begin with records that can be had by index, and'
+            " feed 0 begins with something else.",
+            remedy="begin make_feed with a grain.MapDataset, .map what may fail there, and let"
+            " .to_iter_dataset() and any .filter follow; or catch the error in the .map that raises"
+            " it, and .filter what that returns.",
+        )
+    of_hosts = [ds.of_host(layout).rows_by_feed for layout in layouts.values()]
+    if sum(map(len, of_hosts)) > len(set().union(*of_hosts)):
+        return read_by_several(rules)
+    return rules
 
 
 def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:

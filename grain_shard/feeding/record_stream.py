@@ -12,7 +12,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from grain_shard.grain_inside.routes import route
+from grain_shard.grain_inside.routes import RAISES, Recovery, route
+from grain_shard.reading.faults import Skipped
 
 # How many records are found in one go, at first and at most. To find them takes microseconds. But a
 # source that reads many in a call reads them all at once, and the first rows must not wait for it.
@@ -22,7 +23,9 @@ _FOUND, _READ_IN_A_CALL = (64, 1024), (4, 256)
 Elements = Callable[[grain.MapDataset, int], Generator[Any]]
 
 
-def evaluated_in_turn(records: grain.MapDataset, start: int) -> Generator[Any]:
+def evaluated_in_turn(
+    records: grain.MapDataset, start: int, faults: Recovery = RAISES
+) -> Generator[Any]:
     """Evaluates records when they are asked for, and not before.
 
     Only a source that reads many records in one call reads them ahead.
@@ -32,7 +35,7 @@ def evaluated_in_turn(records: grain.MapDataset, start: int) -> Generator[Any]:
     while start < len(records):
         stop = min(start + count, len(records))
         try:
-            for element in route(records, np.arange(start, stop)).each():
+            for element in route(records, np.arange(start, stop)).each(faults):
                 yield element
                 start += 1
         except Exception:
@@ -50,21 +53,28 @@ class RecordStream(grain.IterDataset):
     Args:
         records: The records.
         elements: How they are evaluated.
+        skipped: Counts records that cannot be had, which are skipped; None where there are none.
     """
 
-    def __init__(self, records: grain.MapDataset, elements: Elements = evaluated_in_turn):
+    def __init__(
+        self,
+        records: grain.MapDataset,
+        elements: Elements = evaluated_in_turn,
+        skipped: Skipped | None = None,
+    ):
         super().__init__(records)
-        self._records, self._elements = records, elements
+        self._records, self._elements, self._skipped = records, elements, skipped
 
     def __iter__(self) -> RecordIterator:
-        return RecordIterator(self._records, self._elements)
+        return RecordIterator(self._records, self._elements, self._skipped)
 
 
 class RecordIterator(grain.DatasetIterator):
     """Iterates over records; its state is the one of Grain's iterator."""
 
-    def __init__(self, records: grain.MapDataset, elements: Elements):
+    def __init__(self, records: grain.MapDataset, elements: Elements, skipped: Skipped | None):
         super().__init__()
+        self._skipped = skipped
         self._records, self._length, self._elements = records, len(records), elements
         self._next_index = 0
         self._next_elements: Generator[Any] | None = None  # from the next index on
@@ -83,6 +93,8 @@ class RecordIterator(grain.DatasetIterator):
                 )
                 raise
             self._next_index += 1
+            if self._skipped is not None and self._skipped.skips(element, self._next_index - 1):
+                continue
             if element is not None:  # Grain leaves out what is None, too
                 return element
         raise StopIteration

@@ -18,6 +18,7 @@ import numpy as np
 from grain_shard.background import Raised, Task, Tasks, TaskStage
 from grain_shard.grain_inside.routes import route
 from grain_shard.pace import ReadPace
+from grain_shard.reading.faults import Faults
 from grain_shard.spans import READ, span
 
 # Records that wait or are in the making, of all lines together. Grain has 500 for each.
@@ -37,11 +38,15 @@ _MOST_READERS = 64
 
 
 class SharedReads:
-    """Reads ahead for any number of streams. Its threads start when the first of them is read."""
+    """Reads ahead for any number of streams. Its threads start when the first of them is read.
 
-    def __init__(self):
+    Args:
+        faults: What becomes of records that cannot be had.
+    """
+
+    def __init__(self, faults: Faults):
         # The threads refer to the lines and not to this object, which can thus be collected.
-        self._lines = _Lines()
+        self._lines, self.faults = _Lines(faults), faults
         self._stage: TaskStage[None] = TaskStage(
             self._lines,
             buffer_size=1,
@@ -137,8 +142,9 @@ class _Line:
 class _Lines(Tasks[None]):
     """The lines, of which readers draw parts."""
 
-    def __init__(self):
+    def __init__(self, faults: Faults):
         self._lines: list[_Line] = []
+        self._faults = faults
         self._wanted = threading.Condition()  # signalled when there may be something to draw
         self._stopped = False
 
@@ -205,13 +211,13 @@ class _Lines(Tasks[None]):
         part = _Part(line.begun, min(line.begun + size, line.length))
         line.begun = part.stop
         line.parts.append(part)
-        return _Read(line, part)
+        return _Read(line, part, self._faults)
 
     def _draw_left(self, line: _Line, size: int) -> _Read:
         """Something of what another reader has left."""
         part = line.left.pop(0)
         self._cut(line, part, part.start + size)
-        return _Read(line, part)
+        return _Read(line, part, self._faults)
 
     def done(self, task: _Read) -> bool:
         with self._wanted:
@@ -234,6 +240,7 @@ class _Lines(Tasks[None]):
         """Not called: an error is handed to the line that it belongs to."""
 
     def stop(self) -> None:
+        self._faults.stop()
         with self._wanted:
             self._stopped = True
             self._wanted.notify_all()
@@ -255,8 +262,9 @@ class _Read(Task[None]):
 
     begins = 0
 
-    def __init__(self, line: _Line, part: _Part):
+    def __init__(self, line: _Line, part: _Part, faults: Faults):
         self.line, self.part, self.size = line, part, 0
+        self._faults = faults
         self.elements: list[Any] = []
         self.seconds = 0.0
         self.after_call_s: float | None = None
@@ -282,7 +290,7 @@ class _Read(Task[None]):
     def _evaluate(self, start: int, stop: int) -> None:
         began = since = time.perf_counter()
         counted = 0
-        for element in route(self.line.records, np.arange(start, stop)).each():
+        for element in route(self.line.records, np.arange(start, stop)).each(self._faults):
             self.elements.append(element)
             now = time.perf_counter()
             if self.line.reads_many and since == began:

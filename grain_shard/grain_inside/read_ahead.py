@@ -32,27 +32,61 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
     Returns:
         The stream; `ds` itself if no part is known that can be replaced.
     """
+
+    def stream_in_its_place(node: Any, below: grain.MapDataset, options: Any) -> grain.IterDataset:
+        stream: Any = make_stream(below, options is None or min(options) > 0)
+        stream.has_child = True  # or Grain may put a thread of its own between it and its consumer
+        return stream
+
+    return _all_replaced(ds, stream_in_its_place)
+
+
+def replace_records(
+    ds: grain.IterDataset, records_for: Callable[[grain.MapDataset], grain.MapDataset]
+) -> grain.IterDataset:
+    """The same stream, read ahead by Grain as it was, of other random-access parts.
+
+    Args:
+        ds: A stream.
+        records_for: From a random-access part to one with the same elements.
+    """
+
+    def of_other_records(node: Any, below: grain.MapDataset, options: Any) -> grain.IterDataset:
+        return records_for(below).to_iter_dataset(node._read_options)
+
+    return _all_replaced(ds, of_other_records)
+
+
+def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
+    """Whether all that a stream is made of begins with a random-access part that is known."""
+    if isinstance(ds, grain.IterDataset) and read_ahead(ds) is not None:
+        return True
+    return bool(ds.parents) and all(map(begins_with_records, ds.parents))
+
+
+# From a node that reads ahead, with what `read_ahead` says of it, to what takes its place.
+_Replace = Callable[[Any, grain.MapDataset, tuple[int, int] | None], grain.IterDataset]
+
+
+def _all_replaced(ds: grain.IterDataset, replace: _Replace) -> grain.IterDataset:
     try:
-        return _replaced(ds, make_stream, {})
+        return _replaced(ds, replace, {})
     except AttributeError:  # this Grain names its private parts otherwise
         return ds
 
 
-def _replaced(ds: Any, make_stream: MakeStream, known: dict[int, Any]) -> Any:
+def _replaced(ds: Any, replace: _Replace, known: dict[int, Any]) -> Any:
     if id(ds) not in known:
-        known[id(ds)] = _replacement(ds, make_stream, known)
+        known[id(ds)] = _replacement(ds, replace, known)
     return known[id(ds)]
 
 
-def _replacement(ds: Any, make_stream: MakeStream, known: dict[int, Any]) -> Any:
+def _replacement(ds: Any, replace: _Replace, known: dict[int, Any]) -> Any:
     if isinstance(ds, grain.MapDataset):
         return ds
     if (found := read_ahead(ds)) is not None:
-        below, options = found
-        stream: Any = make_stream(below, options is None or min(options) > 0)
-        stream.has_child = True  # or Grain may put a thread of its own between it and its consumer
-        return stream
-    parents = [(old, _replaced(old, make_stream, known)) for old in ds.parents]
+        return replace(ds, *found)
+    parents = [(old, _replaced(old, replace, known)) for old in ds.parents]
     changed = {id(old): new for old, new in parents if old is not new}
     if not changed:
         return ds

@@ -8,6 +8,7 @@ record by record, which is the public path; the test suite runs its core with no
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from abc import abstractmethod
@@ -31,6 +32,7 @@ from grain_shard.grain_inside.nodes import (
 )
 
 Apply = Callable[[Any, int], Any]
+_BatchedRead = Callable[[Sequence[int]], Sequence[Any]]
 
 NEVER = float("inf")
 
@@ -61,6 +63,55 @@ def _of_element(one: Callable[[Any], Any]) -> Apply:
 
 def _of_index_first(one: Callable[[int, Any], Any]) -> Apply:
     return lambda element, index: one(index, element)
+
+
+class Unreadable:
+    """Stands in the place of an element that cannot be had.
+
+    Attributes:
+        error: Why not.
+    """
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+
+class Recovery:
+    """What becomes of elements that cannot be had. This one raises what was raised.
+
+    Attributes:
+        leaves_out: Whether an `Unreadable` may take the place of an element.
+    """
+
+    leaves_out = False
+
+    def asks_at_once(self, error: Exception) -> bool:
+        """Whether to ask again, in parts, where nobody knows which element has failed."""
+        return False
+
+    def of_source(self, error: Exception, again: Callable[[], Any]) -> Any:
+        """What to take for an element that could not be read.
+
+        Args:
+            error: Why not.
+            again: Reads it once more.
+
+        Returns:
+            The element, or an `Unreadable` if these may be left out.
+        """
+        raise error
+
+    def of_function(self, error: Exception, again: Callable[[], Any]) -> Any:
+        """The same, of an element for which a function of the user's has failed.
+
+        Args:
+            error: Why.
+            again: Reads it once more, and makes of it what the functions do.
+        """
+        raise error
+
+
+RAISES = Recovery()
 
 
 class ElementsOfParents(grain.MapDataset):
@@ -108,35 +159,59 @@ class Route:
         """Whether `read` runs nothing of the user's but sources."""
         return self.origin.only_asks_sources
 
-    def read(self, until: float = NEVER) -> list[Any]:
+    def read(self, until: float = NEVER, recovery: Recovery = RAISES) -> list[Any]:
         """What is at the lower end.
 
         Args:
             until: When to return what has been read one by one, at least an element, instead of
                 reading on; by `time.perf_counter`.
+            recovery: What becomes of elements that cannot be read.
 
         Raises:
             ValueError: A batched read gave more or fewer elements than it was asked for.
         """
-        return self.origin.read(until)
+        return self.origin.read(until, recovery)
 
-    def finish(self, elements: Sequence[Any], until: float = NEVER) -> list[Any]:
+    def finish(
+        self, elements: Sequence[Any], until: float = NEVER, recovery: Recovery = RAISES
+    ) -> list[Any]:
         """What becomes of it on the way up; of the first few, at least one, if time is over."""
-        return _while_time_lasts(until, self._up(self.origin.finish(elements)))
+        finished = self.origin.finish(elements, recovery)
+        return _while_time_lasts(until, self._up(finished, recovery))
 
-    def each(self) -> Iterator[Any]:
+    def each(self, recovery: Recovery = RAISES) -> Iterator[Any]:
         """The elements on top, each made when it is asked for.
 
         What a source reads in one call for all of them is read with the first.
         """
-        return self._up(self.origin.each())
+        return self._up(self.origin.each(recovery), recovery)
 
-    def _up(self, elements: Iterable[Any]) -> Iterator[Any]:
+    def _up(self, elements: Iterable[Any], recovery: Recovery) -> Iterator[Any]:
         steps = [(apply, indices.tolist()) for apply, indices in self.steps]
+        leaves_out = recovery.leaves_out
         for i, element in enumerate(elements):
-            for apply, indices in steps:
-                element = apply(element, indices[i])
-            yield element
+            if leaves_out and type(element) is Unreadable:
+                yield element
+                continue
+            try:
+                for apply, indices in steps:
+                    element = apply(element, indices[i])
+            except Exception as error:
+                failure = error
+            else:
+                yield element
+                continue
+            yield recovery.of_function(failure, functools.partial(self._anew, i, recovery))
+            del failure  # its traceback refers to this frame
+
+    def _anew(self, i: int, recovery: Recovery) -> Any:
+        """An element that is read once more, as a function may have changed the one that it got."""
+        way = self.part(i, i + 1)
+        (element,) = way.origin.finish(way.origin.read(NEVER, recovery), recovery)
+        if type(element) is not Unreadable:
+            for apply, indices in way.steps:
+                element = apply(element, indices.item())
+        return element
 
 
 @dataclass(frozen=True)
@@ -170,14 +245,44 @@ class _Origin:
     def only_asks_sources(self) -> bool:
         return type(self.ds) is _SOURCE
 
-    def read(self, until: float) -> list[Any]:
+    def read(self, until: float, recovery: Recovery) -> list[Any]:
         indices = self.indices.tolist()
         batched_read = _batched_read(self.ds)
         if batched_read is None and type(self.ds) is not _SOURCE and len(indices) > 1:
             batched_read = getattr(self.ds, "_getitems", None)
         if batched_read is None:
-            return _while_time_lasts(until, self._one_by_one())
-        result = batched_read(indices) if indices else []
+            return _while_time_lasts(until, self._one_by_one(recovery))
+        return self._many(batched_read, indices, recovery) if indices else []
+
+    def _many(
+        self, batched_read: _BatchedRead, indices: list[int], recovery: Recovery
+    ) -> list[Any]:
+        """In one call; or if that fails, and it may help, in calls for ever fewer.
+
+        A call for many elements does not say for which of them it has failed.
+        """
+        try:
+            result = batched_read(indices)
+        except Exception as error:
+            failure = error
+        else:
+            return self._checked(result, indices)
+        if len(indices) == 1:
+            return [
+                recovery.of_source(
+                    failure, lambda: self._checked(batched_read(indices), indices)[0]
+                )
+            ]
+        if not recovery.asks_at_once(failure):
+            raise failure
+        del failure
+        half = len(indices) // 2
+        return [
+            *self._many(batched_read, indices[:half], recovery),
+            *self._many(batched_read, indices[half:], recovery),
+        ]
+
+    def _checked(self, result: Any, indices: list[int]) -> list[Any]:
         elements = [] if isinstance(result, Mapping) else list(result)
         if len(elements) != len(indices):
             raise ValueError(
@@ -187,23 +292,32 @@ class _Origin:
             )
         return elements
 
-    def finish(self, elements: Sequence[Any]) -> Sequence[Any]:
+    def finish(self, elements: Sequence[Any], recovery: Recovery) -> Sequence[Any]:
         return elements
 
-    def each(self) -> Iterator[Any]:
+    def each(self, recovery: Recovery) -> Iterator[Any]:
         if not self.reads_many:
-            yield from self._one_by_one()
+            yield from self._one_by_one(recovery)
             return
-        elements = self.read(NEVER)
+        elements = self.read(NEVER, recovery)
         for i, element in enumerate(elements):
             elements[i] = None  # it is held no longer than it is used
             yield element
 
-    def _one_by_one(self) -> Iterator[Any]:
+    def _one_by_one(self, recovery: Recovery) -> Iterator[Any]:
         # Not by `map`, which a StopIteration of the user's would end in silence.
         read_one = _single_read(self.ds)
         for index in self.indices.tolist():
-            yield read_one(index)
+            try:
+                element = read_one(index)
+            except Exception as error:
+                failure = error
+            else:
+                yield element
+                continue
+            # Not where it is handled, or each try would tell of those before it.
+            yield recovery.of_source(failure, functools.partial(read_one, index))
+            del failure  # its traceback refers to this frame
 
 
 @dataclass(frozen=True)
@@ -254,20 +368,20 @@ class _Fork:
     def only_asks_sources(self) -> bool:
         return all(way.only_asks_sources for way in self.routes)
 
-    def read(self, until: float) -> list[Any]:
+    def read(self, until: float, recovery: Recovery) -> list[Any]:
         # All of them: those that there was no time for might stand before others that were read.
-        return self._in_order([way.read() for way in self.routes])
+        return self._in_order([way.read(NEVER, recovery) for way in self.routes])
 
-    def finish(self, elements: Sequence[Any]) -> Sequence[Any]:
+    def finish(self, elements: Sequence[Any], recovery: Recovery) -> Sequence[Any]:
         return self._in_order(
             [
-                way.finish([elements[i] for i in numbers.tolist()])
+                way.finish([elements[i] for i in numbers.tolist()], NEVER, recovery)
                 for numbers, way in zip(self.numbers, self.routes, strict=True)
             ]
         )
 
-    def each(self) -> Iterator[Any]:
-        of_routes = [way.each() for way in self.routes]
+    def each(self, recovery: Recovery) -> Iterator[Any]:
+        of_routes = [way.each(recovery) for way in self.routes]
         owners = np.empty(self.size, np.int64)
         for owner, numbers in enumerate(self.numbers):
             owners[numbers] = owner
@@ -301,10 +415,10 @@ def _joined(ways: Sequence[Route]) -> Route:
     return Route(first.origin.joined([way.origin for way in others]), tuple(steps))  # pyright: ignore[reportArgumentType]
 
 
-def read_together(ways: Sequence[Route]) -> list[list[Any]]:
+def read_together(ways: Sequence[Route], recovery: Recovery = RAISES) -> list[list[Any]]:
     """What is at the lower ends of several ways of one dataset, read in one call if it can be."""
     first, *others = [way.origin for way in ways]
-    elements = first.joined(others).read(NEVER)  # pyright: ignore[reportArgumentType]
+    elements = first.joined(others).read(NEVER, recovery)  # pyright: ignore[reportArgumentType]
     starts = np.cumsum([0, *(origin.size for origin in (first, *others))]).tolist()
     return [elements[start:stop] for start, stop in itertools.pairwise(starts)]
 
@@ -342,7 +456,7 @@ def _single_read(ds: grain.MapDataset) -> Callable[[int], Any]:
     return ds.__getitem__
 
 
-def _batched_read(ds: grain.MapDataset) -> Callable[[Sequence[int]], Sequence[Any]] | None:
+def _batched_read(ds: grain.MapDataset) -> _BatchedRead | None:
     """How a source reads many records in one call, under Grain's name for that or Python's.
 
     Asked directly: Grain's node measures each record that passes, for 2 us and more.

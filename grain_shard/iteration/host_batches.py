@@ -17,6 +17,7 @@ from grain_shard.background import TaskStage
 from grain_shard.errors import ShardingError
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
+from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.trees import Batch
 
@@ -35,12 +36,14 @@ class Opened(NamedTuple):
             whole batches; "" elsewhere.
         threads: How many threads read side by side now, and why, in words, and how many reads were
             asked for again; "" where that is not found while it runs.
+        faults: What was counted of reads that failed.
     """
 
     position: Position
     batches: TaskStage[tuple[Batch, Position]]
     first_digest: Callable[[], str] = str
     threads: Callable[[], str] = str
+    faults: Callable[[], FaultCounts] = FaultCounts
 
 
 class HostBatches(ABC):

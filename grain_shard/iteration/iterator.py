@@ -33,6 +33,7 @@ from grain_shard.hosts.series import Series
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.second_pass import SecondPass
+from grain_shard.reading.faults import FaultCounts
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import PLACE, span
 from grain_shard.trees import Batch
@@ -127,7 +128,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _open(self, position: Position | None) -> None:
         across = self._across
-        self._position, batches, first_digest, self._threads = self._host.open(position)
+        opened = self._host.open(position)
+        self._position, batches, first_digest, self._threads, self._faults = opened
         self._begun = self._compared = False
         self._failure = None
         self._alarm: Alarm | None = None
@@ -337,6 +339,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         found while it runs: of streams, feeds and worker processes.
         """
         return self._threads()
+
+    @property
+    def faults(self) -> FaultCounts:
+        """How often a source was asked again, and which records were left out, on this host.
+
+        They are counted since the iterator was made, or was moved by `set_state` or `seek`, and
+        include what was read ahead of the loop.
+        """
+        return self._faults()
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""

@@ -13,6 +13,7 @@ from grain_shard.hosts.compare import GLOBAL, LOCAL
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.iteration.stream import Stream
+from grain_shard.reading.faults import FaultRules, Faults
 from grain_shard.reading.fingerprint import fingerprint
 from grain_shard.reading.iterable import from_iterable, said_rows
 from grain_shard.reading.row_dataset import BatchMapDataset, MadeBatch, Piece
@@ -54,6 +55,7 @@ def prefetch(
             num_threads=None,
             num_workers=0,
             reread_slow=False,  # each batch is read as a whole, with all that the user does
+            fault_rules=FaultRules(),
         )
     else:
         if not isinstance(source, grain.IterDataset):
@@ -125,12 +127,13 @@ class _CopiedBatches(BatchMapDataset):
         (parent,) = self.parents
         return len(parent)
 
-    def begin(self, indices: Sequence[int]) -> list[MadeBatch]:
-        return [_CopiedBatch(index) for index in indices]
+    def begin(self, indices: Sequence[int], faults: Faults) -> list[MadeBatch]:
+        return [_CopiedBatch(index, faults) for index in indices]
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         (parent,) = self.parents
-        return [[owned(parent[piece.batch.index])] for piece in pieces]
+        batches = [piece.batch for piece in pieces]
+        return [[owned(batch.faults.evaluate(parent, batch.index))] for batch in batches]
 
 
 class _CopiedBatch(MadeBatch):
@@ -138,8 +141,8 @@ class _CopiedBatch(MadeBatch):
 
     size = 1
 
-    def __init__(self, index: int):
-        self.index = index
+    def __init__(self, index: int, faults: Faults):
+        self.index, self.faults = index, faults
         self._batch: Batch | None = None
 
     def write(self, elements: list[Any], start: int, until: float) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import operator
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import grain
+import numpy as np
 
 from grain_shard.background import Background, Producer, TaskStage, naming_closed
 from grain_shard.errors import ShardingError, StateError
@@ -17,6 +19,7 @@ from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.pace import MOST_THREADS, ReadPace
 from grain_shard.reading.cuts import START, Progress
+from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.fingerprint import (
     HOW_TO_COUNT_RECORDS,
     Fingerprint,
@@ -39,6 +42,7 @@ class RandomAccess(HostBatches):
         num_workers: Grain worker processes that make them instead, if not 0. Grain keeps four
             batches for each of them at least, so that many may be on the host.
         reread_slow: Whether threads may ask a source a second time for what comes late.
+        fault_rules: What becomes of reads that fail.
         fields_before: The fields of the fingerprint that are others in a state of a run that has
             come so far, since what follows may still change.
         passes: How often the dataset is gone through.
@@ -56,13 +60,14 @@ class RandomAccess(HostBatches):
         num_threads: int | None,
         num_workers: int,
         reread_slow: bool,
+        fault_rules: FaultRules,
         fields_before: Callable[[Progress], Fingerprint] = lambda progress: {},
         passes: int = 1,
     ):
         self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
         self._fields_before, self._passes = fields_before, passes
         self._num_threads, self._num_workers = num_threads, num_workers
-        self._reread_slow = reread_slow
+        self._reread_slow, self._fault_rules = reread_slow, fault_rules
         self.host_batch_sizes = ds.host_batch_sizes
         self.compared = {**fingerprint, "epochs": ds.num_epochs}
         if ds.counts_records:
@@ -133,9 +138,11 @@ class RandomAccess(HostBatches):
         ds = self._ds.beginning_at(start)
         cuts, indices = ds.cuts, range(start.step, len(ds))
         if self._num_workers and indices:
-            return Opened(start, self._from_workers(ds, start.step))
+            faults = Faults(self._fault_rules)
+            batches = self._from_workers(ds, start.step, faults)
+            return Opened(start, batches, faults=faults.counts)
         most = min(MOST_THREADS, self._buffer_size * max(1, ds.records_per_batch))
-        pace = ReadPace(self._num_threads, most=most)
+        pace, faults = ReadPace(self._num_threads, most=most), Faults(self._fault_rules)
         reads = Reads(
             ds,
             indices,
@@ -143,27 +150,42 @@ class RandomAccess(HostBatches):
             pace,
             lambda index: cuts.progress(index + 1),
             reread_slow=self._reread_slow,
+            faults=faults,
         )
         batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=THREAD)
-        return Opened(start, batches, threads=lambda: f"{pace}{reads.lateness}")
+        return Opened(
+            start,
+            batches,
+            threads=lambda: f"{pace}{reads.lateness}",
+            faults=faults.counts,
+        )
 
-    def _from_workers(self, ds: BatchMapDataset, start: int) -> Background[Any, tuple[Batch, Any]]:
+    def _from_workers(
+        self, ds: BatchMapDataset, start: int, faults: Faults
+    ) -> Background[Any, tuple[Batch, Any]]:
         """Batches that worker processes make; one waits here, out of their shared memory."""
-        cuts, from_start = ds.cuts, ds[start:]
+        cuts, from_start = ds.cuts, _CountedBatches(ds, self._fault_rules)[start:]
         workers = WorkerProcesses(
             from_start.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
             self._num_workers,
             buffer_size=self._buffer_size,
         )
+
+        def taken(item: tuple[int, tuple[Batch, np.ndarray | None]]) -> tuple[Batch, Progress]:
+            number, (batch, counts) = item
+            if counts is not None:
+                faults.add(pickle.loads(counts.tobytes()))
+            return owned(batch), cuts.progress(number + 1)
+
         return Background(
-            lambda item: (owned(item[1]), cuts.progress(item[0] + 1)),
+            taken,
             _Numbered(workers, start, len(ds)),
             buffer_size=1,
             name=THREAD,
         )
 
     def first(self) -> Batch:
-        return self._ds[0]
+        return self._ds.read_batch(0, Faults(self._fault_rules))
 
     def next_batch(self, position: Progress) -> Mapping[str, Any]:
         step, epoch, record = position
@@ -241,7 +263,30 @@ def _whole_number(value: Any) -> Any:
         return value
 
 
-class _Numbered(Producer[tuple[int, Batch]]):
+class _CountedBatches(grain.MapDataset):
+    """Batches as worker processes make them: each with what was counted, if anything was.
+
+    It travels as ``uint8[n]``, since arrays alone go through shared memory.
+    """
+
+    def __init__(self, ds: BatchMapDataset, rules: FaultRules):
+        super().__init__(ds)
+        self._ds, self._rules = ds, rules
+
+    def __len__(self) -> int:
+        return len(self._ds)
+
+    def __getitem__(self, index) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        faults = Faults(self._rules, is_worker=True)
+        batch, counts = self._ds.read_batch(index, faults), faults.counts()
+        if counts == FaultCounts():
+            return batch, None
+        return batch, np.frombuffer(pickle.dumps(counts), np.uint8)
+
+
+class _Numbered(Producer[tuple[int, Any]]):
     """Batches with their indices; closes where they come from.
 
     Args:
@@ -254,7 +299,7 @@ class _Numbered(Producer[tuple[int, Batch]]):
         self._batches = batches
         self._next, self._stop = start, stop
 
-    def __next__(self) -> tuple[int, Batch]:
+    def __next__(self) -> tuple[int, Any]:
         try:
             batch = next(self._batches)
         except StopIteration:

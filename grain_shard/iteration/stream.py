@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from grain_shard.background import Background, Producer, naming_closed
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
+from grain_shard.grain_inside.read_ahead import replace_records
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import KIND, STREAM
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
+from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.iterable import require_another_pass
+from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.reading.state_json import from_json, to_json
-from grain_shard.reading.stream_dataset import BatchIterator, StreamDataset
+from grain_shard.reading.stream_dataset import BatchIterator, StreamDataset, StreamIterator
 from grain_shard.trees import Batch
 
 
@@ -26,6 +29,7 @@ class Stream(HostBatches):
         ds: This host's batches, in arrays that nothing else refers to.
         buffer_size: Batches that may wait on the host or be in the making.
         rows: What the stream yields on each of several hosts, "global" or "local".
+        fault_rules: What becomes of reads that fail, of the random-access parts that Grain reads.
     """
 
     kind = STREAM
@@ -35,8 +39,16 @@ class Stream(HostBatches):
     fingerprint: Mapping[str, Any] = {}
     compared: Mapping[str, Any] = {}
 
-    def __init__(self, ds: StreamDataset, *, buffer_size: int, rows: str = GLOBAL):
+    def __init__(
+        self,
+        ds: StreamDataset,
+        *,
+        buffer_size: int,
+        rows: str = GLOBAL,
+        fault_rules: FaultRules = FaultRules(),  # noqa: B008 (it is frozen)
+    ):
         self._ds, self._buffer_size, self.rows = ds, buffer_size, rows
+        self._fault_rules = fault_rules
         self.padding = ds.padding
         self._position: bytes | None = None  # of the latest beginning
 
@@ -44,7 +56,9 @@ class Stream(HostBatches):
         return None
 
     def _iterate(self) -> BatchIterator:
-        return iter(self._ds)
+        faults = Faults(self._fault_rules)
+        ds = replace_records(self._ds, lambda records: RetriedRecords(records, faults))
+        return _WithFaults(cast(StreamDataset, ds), faults)
 
     def open(self, position: bytes | None) -> Opened:
         mark_flags_as_parsed()  # there may be an .mp_prefetch in the stream
@@ -64,7 +78,12 @@ class Stream(HostBatches):
             name=THREAD,
         )
         self._position = iterator.position()
-        return Opened(self._position, batches, lambda: iterator.first_digest)
+        return Opened(
+            self._position,
+            batches,
+            first_digest=lambda: iterator.first_digest,
+            faults=iterator.faults,
+        )
 
     def first(self) -> Batch:
         require_another_pass(self._ds)
@@ -93,6 +112,30 @@ class Stream(HostBatches):
                 "  remedy: restore with the pipeline that saved it."
             )
         return pickle.dumps(from_json(state[self._PARENT]))
+
+
+class _WithFaults(StreamIterator):
+    """The batches of a stream, with what was counted of the reads below them."""
+
+    def __init__(self, ds: StreamDataset, faults: Faults):
+        self._batches, self._faults = iter(ds), faults
+        super().__init__(self._batches)
+
+    def __next__(self) -> Batch:
+        batch = super().__next__()
+        self.first_digest = self._batches.first_digest
+        return batch
+
+    def faults(self) -> FaultCounts:
+        return self._faults.counts()
+
+    def stop(self) -> None:
+        self._faults.stop()
+        self._batches.stop()
+
+    def close(self) -> None:
+        self.stop()
+        self._batches.close()
 
 
 class _WithPosition(Producer[tuple[Batch, bytes]]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -16,13 +16,14 @@ Remainder = Literal["pad", "drop", "error"]
 REMAINDERS: tuple[str, ...] = get_args(Remainder)
 
 
-def pad_batch(batch: Batch, size: int, padding: PadRows) -> Batch:
+def pad_batch(batch: Batch, size: int, padding: PadRows, bad_rows: Sequence[int] = ()) -> Batch:
     """The batch with rows of padding added up to `size`, and the mask.
 
     Args:
         batch: A tree of arrays ``[m, ...]``, m <= size; scalars stay as they are.
         size: Rows to pad to.
         padding: What these rows hold, and where to put the mask, ``bool[size]``.
+        bad_rows: Rows of the batch to make padding of, in place.
 
     Raises:
         ShardingError: A mask is asked for and the batch is no mapping, or holds that key already;
@@ -37,6 +38,11 @@ def pad_batch(batch: Batch, size: int, padding: PadRows) -> Batch:
             _with_rows(array, missing, value) if array.ndim else array
             for array, value in zip(arrays, values, strict=True)
         ]
+    bad = list(bad_rows)
+    if bad:
+        for array, value in zip(arrays, values, strict=True):
+            if array.ndim:
+                array[bad] = value
     padded = flat.structure.unflatten(arrays)
     if mask_key is None:
         return padded
@@ -57,7 +63,9 @@ def pad_batch(batch: Batch, size: int, padding: PadRows) -> Batch:
             leaf=describe_leaf(padded[mask_key]),
             remedy="pass another mask_key, or mask_key=None to pad without a mask.",
         )
-    return {**padded, mask_key: np.arange(size) < flat.rows}
+    mask = np.arange(size) < flat.rows
+    mask[bad] = False
+    return {**padded, mask_key: mask}
 
 
 def _with_rows(array: np.ndarray, count: int, value: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from typing import Any
 
 from grain_shard.background import Raised, Task, Tasks
 from grain_shard.pace import ReadPace
+from grain_shard.reading.faults import Faults
 from grain_shard.reading.late import Lateness
 from grain_shard.reading.row_dataset import BatchMapDataset, MadeBatch, Piece
 from grain_shard.trees import Batch
@@ -43,6 +44,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
         pace: How many reads go side by side, and how long one record takes.
         position_after: From the index of a batch to the position after it.
         reread_slow: Whether a source may be asked a second time for what comes late.
+        faults: What becomes of records that cannot be had.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Reads(Tasks[tuple[Batch, Any]]):
         position_after: Callable[[int], Any],
         *,
         reread_slow: bool,
+        faults: Faults,
     ):
         self._reader, self._indices, self._buffer_size = reader, indices, buffer_size
-        self._pace, self._position_after = pace, position_after
+        self._pace, self._position_after, self._faults = pace, position_after, faults
         self._reads_many, self._batch_size = reader.reads_many, max(1, reader.records_per_batch)
         self._ahead: deque[MadeBatch] = deque()  # those that come next, found already
         self._begun = 0  # batches
@@ -148,6 +151,9 @@ class Reads(Tasks[tuple[Batch, Any]]):
     def end(self) -> None:
         self._ended = True
 
+    def stop(self) -> None:
+        self._faults.stop()
+
     def _draw_left(self) -> list[_Part]:
         """Something that another read has left, the earliest first: an equal share of it."""
         if not self._left:
@@ -196,8 +202,8 @@ class Reads(Tasks[tuple[Batch, Any]]):
         indices = self._indices[self._begun :][: max(1, _RECORDS_AHEAD // self._batch_size)]
         if len(indices) > 1:
             with contextlib.suppress(Exception):
-                return self._reader.begin(indices)
-        return self._reader.begin(indices[:1])
+                return self._reader.begin(indices, self._faults)
+        return self._reader.begin(indices[:1], self._faults)
 
     def _records_at_a_time(self) -> int:
         """How many records the next read is to take."""

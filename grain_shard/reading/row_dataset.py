@@ -18,6 +18,7 @@ import numpy as np
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.grain_inside.routes import NEVER
 from grain_shard.reading.cuts import Cuts, Progress
+from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.trees import Batch
 
@@ -27,9 +28,16 @@ class MadeBatch(ABC):
 
     Attributes:
         size: How many records it is made of; 0 if it is all padding.
+        faults: What becomes of those that cannot be had.
     """
 
     size: int
+    faults: Faults
+
+    @property
+    def bad_rows(self) -> Sequence[int]:
+        """Which of its rows hold nothing, once all are written, since they could not be had."""
+        return ()
 
     @property
     def most_at_a_time(self) -> int:
@@ -80,6 +88,11 @@ class RowReader(ABC):
     @property
     def only_asks_sources(self) -> bool:
         """Whether `read` runs nothing of the user's but sources."""
+        return False
+
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether a row that cannot be had may be left out, since the mask then says so."""
         return False
 
     @property
@@ -143,7 +156,9 @@ class RowReader(ABC):
         """The fields of the fingerprint that are others if what follows a place may change."""
 
     @abstractmethod
-    def begin(self, indices: Sequence[int], rows: Sequence[np.ndarray | None]) -> list[MadeBatch]:
+    def begin(
+        self, indices: Sequence[int], rows: Sequence[np.ndarray | None], faults: Faults
+    ) -> list[MadeBatch]:
         """New batches of the chosen rows, less those past the end of a short one.
 
         Several at once cost little more than one, as the way to their records is found by NumPy.
@@ -151,6 +166,7 @@ class RowReader(ABC):
         Args:
             indices: Which batches; one past `num_batches` is in a later epoch, as in Grain.
             rows: For each of them int64[n], ascending; None for all rows.
+            faults: What becomes of records that cannot be had.
         """
 
     @abstractmethod
@@ -211,7 +227,7 @@ class BatchMapDataset(grain.MapDataset):
         return 1
 
     @abstractmethod
-    def begin(self, indices: Sequence[int]) -> list[MadeBatch]:
+    def begin(self, indices: Sequence[int], faults: Faults) -> list[MadeBatch]:
         """New batches, of which nothing has been read yet: they take no memory."""
 
     @abstractmethod
@@ -223,7 +239,11 @@ class BatchMapDataset(grain.MapDataset):
             return self.slice(index)
         if index < 0:
             index += len(self)  # as in a list
-        (batch,) = self.begin([index])
+        return self.read_batch(index, Faults(FAIL_AT_ONCE))
+
+    def read_batch(self, index: int, faults: Faults) -> Batch:
+        """One batch, read here and now."""
+        (batch,) = self.begin([index], faults)
         if batch.size:
             (elements,) = self.read([Piece(batch, 0, batch.size)], NEVER)
             batch.write(elements, 0, NEVER)
@@ -337,10 +357,10 @@ class RowMapDataset(BatchMapDataset):
             return max(self.reader.global_batch_sizes)
         return max(len(rows) for rows in self._rows.values())
 
-    def begin(self, indices: Sequence[int]) -> list[MadeBatch]:
+    def begin(self, indices: Sequence[int], faults: Faults) -> list[MadeBatch]:
         rows, size_of = self._rows, self.reader.global_batch_size_of
         chosen = [None if rows is None else rows[size_of(index)] for index in indices]
-        return self.reader.begin(indices, chosen)
+        return self.reader.begin(indices, chosen, faults)
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         return self.reader.read(pieces, until)

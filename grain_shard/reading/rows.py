@@ -19,10 +19,12 @@ from typing import Any
 import grain
 import numpy as np
 
+from grain_shard.errors import BadRecordsError, describe_error
 from grain_shard.grain_inside import nodes, routes
 from grain_shard.host_arrays import copied, empty
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts, Progress
+from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, fingerprint
 from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.stack import RowStacker, Stack
@@ -114,12 +116,14 @@ class RecordRows(RowReader):
     def only_asks_sources(self) -> bool:
         return routes.route(self._batching.records, np.arange(0)).only_asks_sources
 
-    def begin(self, indices: Sequence[int], rows: Sequence[np.ndarray | None]) -> list[MadeBatch]:
+    def begin(
+        self, indices: Sequence[int], rows: Sequence[np.ndarray | None], faults: Faults
+    ) -> list[MadeBatch]:
         of_batches = list(map(self._record_indices, indices, rows))
         stops = list(itertools.accumulate(map(len, of_batches)))
         way = routes.route(self._batching.records, np.concatenate(of_batches))
         return [
-            _RecordBatch(self._rows, index, records, way.part(stop - len(records), stop))
+            _RecordBatch(self._rows, index, records, way.part(stop - len(records), stop), faults)
             for index, records, stop in zip(indices, of_batches, stops, strict=True)
         ]
 
@@ -131,14 +135,17 @@ class RecordRows(RowReader):
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         with span(READ):
             if len(pieces) > 1:
-                return routes.read_together([piece.batch.way_of(piece) for piece in pieces])
+                ways = [piece.batch.way_of(piece) for piece in pieces]
+                return routes.read_together(ways, pieces[0].batch.faults)
             batch, start, stop = piece = pieces[0]
             way = batch.way_of(piece)
-            return [batch.named(lambda: way.read(until), start, stop)]
+            return [batch.named(lambda: way.read(until, batch.faults), start, stop)]
 
 
 _NAME = "record {}"
 _UNKNOWN = object()
+# How many records to try if the first ones cannot be had.
+_MOST_LOOKED_AT = 1000
 # Held while one record is read to learn the structure of all. It belongs to this module and not to
 # a reader, since readers are pickled for worker processes, and a lock cannot be.
 _LEARNING = threading.Lock()
@@ -151,19 +158,34 @@ class _RowsOf:
         self._records = records
         self._stacker: RowStacker | None = None
 
-    def stack(self, num_rows: int, row: Any = _UNKNOWN) -> Stack:
-        """A new stack of rows that look like the first one that was ever read.
+    def stacker(self, faults: Faults, row: Any = _UNKNOWN) -> RowStacker:
+        """Stacks rows that look like the first one that was ever read.
 
         Args:
-            num_rows: How many.
+            faults: What becomes of records that cannot be had, if one has to be read.
             row: One that was read, in case it is the first.
         """
         if self._stacker is None:
             with _LEARNING:
                 if self._stacker is None:
-                    like = self._records[0] if row is _UNKNOWN else row
+                    like = self._first(faults) if row is _UNKNOWN else row
                     self._stacker = RowStacker(like, _NAME)
-        return Stack(self._stacker, num_rows)
+        return self._stacker
+
+    def _first(self, faults: Faults) -> Any:
+        """The first record that can be had."""
+        error: Exception = LookupError("there is no record")
+        for record in range(min(len(self._records), _MOST_LOOKED_AT)):
+            way = routes.route(self._records, np.array([record]))
+            (row,) = way.finish(way.read(routes.NEVER, faults), routes.NEVER, faults)
+            if type(row) is not routes.Unreadable:
+                return row
+            error = row.error
+        raise BadRecordsError(
+            f"none of the first {min(len(self._records), _MOST_LOOKED_AT):,} records can be read,"
+            f" so nothing tells what a row looks like; the last: {describe_error(error)}.\n"
+            "  remedy: look at the source, and at what .map does."
+        ) from error
 
     @property
     def rows_at_a_time(self) -> int:
@@ -177,15 +199,27 @@ class _RowsOf:
 class _RecordBatch(MadeBatch):
     """A batch made of records."""
 
-    def __init__(self, like: _RowsOf, index: int, records: np.ndarray, way: routes.Route):
+    def __init__(
+        self,
+        like: _RowsOf,
+        index: int,
+        records: np.ndarray,
+        way: routes.Route,
+        faults: Faults,
+    ):
         self._like, self._index, self._records, self._way = like, index, records, way
-        self.size = len(records)
+        self.size, self.faults = len(records), faults
+        self._bad_rows: list[int] = []
         self._stack: Stack | None = None
         self._stacking = threading.Lock()  # held while that is made
 
     @property
     def most_at_a_time(self) -> int:
         return self._like.rows_at_a_time
+
+    @property
+    def bad_rows(self) -> list[int]:
+        return self._bad_rows
 
     def way_of(self, piece: Piece) -> routes.Route:
         return self._way.part(piece.start, piece.stop)
@@ -199,27 +233,47 @@ class _RecordBatch(MadeBatch):
             some = elements[first:stop]
             with span(READ):
                 rows = self.named(
-                    lambda way=way, some=some: way.finish(some, until), at, start + stop
+                    lambda way=way, some=some: way.finish(some, until, self.faults),
+                    at,
+                    start + stop,
                 )
             with span(BATCH):
+                if self.faults.leaves_out:
+                    self._leave_out(rows, at)
                 with self._stacking:
                     if self._stack is None:
-                        self._stack = self._like.stack(self.size, rows[0])
+                        stacker = self._like.stacker(self.faults, rows[0])
+                        self._stack = Stack(stacker, self.size)
                 self._stack.write(rows, at, self._records[at : at + len(rows)])
             elements[first : first + len(rows)] = [None] * len(rows)
             first += len(rows)
         return first
 
+    def _leave_out(self, rows: list[Any], start: int) -> None:
+        """Puts empty rows in the places of those that could not be had, and counts them."""
+        self.faults.count(len(rows))
+        bad = [i for i, row in enumerate(rows) if type(row) is routes.Unreadable]
+        if not bad:
+            return
+        good = next((row for row in rows if type(row) is not routes.Unreadable), _UNKNOWN)
+        empty_row = self._like.stacker(self.faults, good).empty_row
+        for i in bad:
+            self.faults.note(int(self._records[start + i]), rows[i].error)
+            self._bad_rows.append(start + i)
+            rows[i] = empty_row
+
     def finish(self) -> Batch:
         # Let go of: a read whose answer has come otherwise may still refer to this.
         stack, self._stack = self._stack, None
         # If it is all padding, one record, once, tells what the rows would look like.
-        return (stack or self._like.stack(0)).batch()
+        return (stack or Stack(self._like.stacker(self.faults), 0)).batch()
 
     def named(self, evaluate: Callable[[], list[Any]], start: int, stop: int) -> list[Any]:
         """What is evaluated of some records; of an error, says which record it was."""
         try:
             return evaluate()
+        except BadRecordsError:
+            raise
         except Exception as error:
             records = self._records[start:stop]
             # Read them again one by one, to be able to say which it was.
@@ -227,6 +281,8 @@ class _RecordBatch(MadeBatch):
                 try:
                     self._like.evaluate_apart(record)
                 except Exception as one:
+                    for note in getattr(error, "__notes__", ()):
+                        one.add_note(note)
                     one.add_note(
                         f"grain_shard: while evaluating record {record} of the dataset above"
                         f" .batch, for batch {self._index}"
@@ -304,8 +360,10 @@ class WholeBatchRows(RowReader):
     def fields_before(self, progress: Progress) -> Fingerprint:
         return {} if self._batching is None else self._batching.fields_before(progress)
 
-    def begin(self, indices: Sequence[int], rows: Sequence[np.ndarray | None]) -> list[MadeBatch]:
-        return list(map(_KeptBatch, indices, rows))
+    def begin(
+        self, indices: Sequence[int], rows: Sequence[np.ndarray | None], faults: Faults
+    ) -> list[MadeBatch]:
+        return [_KeptBatch(*chosen, faults) for chosen in zip(indices, rows, strict=True)]
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         with span(READ):
@@ -313,7 +371,7 @@ class WholeBatchRows(RowReader):
 
     def _whole(self, kept: _KeptBatch) -> FlatBatch:
         index = kept.index
-        batch = FlatBatch.of(self._ds[self._dataset_index(index)])
+        batch = FlatBatch.of(kept.faults.evaluate(self._ds, self._dataset_index(index)))
         if self._batching is not None:
             made_of = self._batching if self._batching.sliced else self._cuts
             existing = made_of.cut(index).num_records
@@ -346,8 +404,8 @@ class _KeptBatch(MadeBatch):
 
     size = 1
 
-    def __init__(self, index: int, rows: np.ndarray | None):
-        self.index, self.rows = index, rows
+    def __init__(self, index: int, rows: np.ndarray | None, faults: Faults):
+        self.index, self.rows, self.faults = index, rows, faults
         self._batch: Batch | None = None
 
     def write(self, elements: list[Any], start: int, until: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -42,6 +43,11 @@ class RowStacker:
     def like(self) -> Any:
         """The row that all must look like, in arrays."""
         return self.structure.unflatten(self.likes)
+
+    @functools.cached_property
+    def empty_row(self) -> Any:
+        """A row of zeros that looks like all others."""
+        return self.structure.unflatten([np.zeros_like(like) for like in self.likes])
 
     def leaves_of(self, rows: Sequence[Any], origins: Iterable[Any]) -> list[Any]:
         """The leaves of all rows, row by row.

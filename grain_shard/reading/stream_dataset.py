@@ -9,6 +9,7 @@ from typing import Any
 import grain
 
 from grain_shard.host_arrays import owned
+from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.iterable import is_from_iterable
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.trees import Batch
@@ -36,6 +37,10 @@ class BatchIterator(grain.DatasetIterator):
     def go_to(self, position: bytes) -> None:
         """Goes on from where it stood."""
         self.set_state(pickle.loads(position))
+
+    def faults(self) -> FaultCounts:
+        """What was counted of reads that failed."""
+        return FaultCounts()
 
     def stop(self) -> None:
         """Lets a ``next`` that waits for threads of its own return soon; called by any thread."""

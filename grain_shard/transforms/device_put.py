@@ -12,6 +12,7 @@ from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.feeding.host_feeds import (
     HostFeeds,
     check_feeds,
+    fault_rules_of,
     feeds_to_save,
     warn_of_shared_feeds,
 )
@@ -21,6 +22,7 @@ from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.iteration.sharded_dataset import Settings, ShardedDataset
 from grain_shard.iteration.stream import Stream
+from grain_shard.reading.faults import FaultRules, read_by_several
 from grain_shard.reading.iterable import Rows, agreed_rows
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset
@@ -61,6 +63,7 @@ class DevicePut(Stage):
             before others, goes on with padding ("pad") or ends them all.
         timeout_s: How long one host waits for another, in seconds.
         reread_slow: Whether a source may be asked a second time for what comes late.
+        fault_rules: What becomes of reads that fail.
     """
 
     shardings: ShardingTree
@@ -73,6 +76,7 @@ class DevicePut(Stage):
     remainder: Remainder = "pad"
     timeout_s: float = 60.0
     reread_slow: bool = True
+    fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
 
     def __post_init__(self):
         require_int("cpu_buffer_size", self.cpu_buffer_size, 1)
@@ -97,7 +101,16 @@ class DevicePut(Stage):
             )
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
-        """Global batches, read side by side."""
+        """Global batches, read side by side.
+
+        Raises:
+            ShardingError: Records are to be left out, and the batches cannot say so.
+        """
+        rules = self.fault_rules
+        if rules.masks:
+            _check_can_leave_out(ds)
+            if self.shardings.layout().amplification > 1:
+                rules = read_by_several(rules)
         host = RandomAccess(
             ds,
             ds.reader.fingerprint(),
@@ -105,15 +118,28 @@ class DevicePut(Stage):
             num_threads=self.num_threads,
             num_workers=self.num_workers,
             reread_slow=self.reread_slow,
+            fault_rules=rules,
             fields_before=ds.reader.fields_before,
         )
         same_order = ds.num_epochs == 1 and nodes.is_shuffled(ds)
         return self._sharded(ds, host, same_order=same_order, reads_other_rows=ds.reads_other_rows)
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
-        """Global batches, in the order of the stream."""
+        """Global batches, in the order of the stream.
+
+        Raises:
+            ShardingError: Records are to be left out.
+        """
+        if self.fault_rules.masks:
+            raise ShardingError(
+                'on_bad_record="mask" needs random access or feeds: a stream hands out what its'
+                " iterator makes, in which no record has a row of its own.",
+                remedy="keep a MapDataset down to .batch; or cut the stream into"
+                " grain_shard.feeds, where a bad record is dropped like a filtered one; or catch"
+                " the error in the .map that raises it, and .filter what that returns.",
+            )
         ds, rows = ds.with_own_arrays(), agreed_rows(ds, self.rows) or GLOBAL
-        host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows)
+        host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows, fault_rules=self.fault_rules)
         return self._sharded(ds, host, is_stream=True)
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
@@ -127,12 +153,14 @@ class DevicePut(Stage):
         layouts = self.shardings.layouts()
         check_feeds(ds, layouts, self.remainder)
         warn_of_shared_feeds(ds, layouts)
+        rules = fault_rules_of(ds, layouts, self.fault_rules)
         host = HostFeeds(
             ds,
             buffer_size=self.cpu_buffer_size,
             num_threads=self.num_threads,
             num_workers=self.num_workers,
             saved_feeds=feeds_to_save(ds, layouts, jax.process_index()),
+            fault_rules=rules,
         )
         return self._sharded(ds, host, is_stream=True)
 
@@ -162,3 +190,24 @@ class DevicePut(Stage):
             timeout_s=self.timeout_s,
             same_order=same_order,
         )
+
+
+def _check_can_leave_out(ds: RowMapDataset) -> None:
+    """Refuses batches in which no row can be left out.
+
+    Raises:
+        ShardingError: They are such.
+    """
+    if ds.reader.can_leave_out:
+        return
+    if ds.reader.reads_whole_batches:
+        raise ShardingError(
+            'on_bad_record="mask" needs rows that can be had one by one: a custom batch_fn, or a'
+            " .map after .batch, makes a batch as a whole.",
+            remedy="move the .map before .batch, where it is given each record; pad records to one"
+            " shape there instead of in a batch_fn.",
+        )
+    raise ShardingError(
+        'on_bad_record="mask" needs the mask, which alone tells that a row is none.',
+        remedy="leave out mask_key=None.",
+    )

@@ -13,6 +13,7 @@ from grain_shard.errors import ShardingError, StateError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches, Padding
 from grain_shard.grain_inside import nodes
 from grain_shard.reading.cuts import START, Cuts, Progress
+from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
 from grain_shard.reading.pad_rows import PadRows
@@ -209,12 +210,18 @@ class _PaddedRows(RowReader):
     def only_asks_sources(self) -> bool:
         return self._inner.only_asks_sources
 
-    def begin(self, indices: Sequence[int], rows: Sequence[np.ndarray | None]) -> list[MadeBatch]:
+    @property
+    def can_leave_out(self) -> bool:
+        return self._pad.mask_key is not None and not self.reads_whole_batches
+
+    def begin(
+        self, indices: Sequence[int], rows: Sequence[np.ndarray | None], faults: Faults
+    ) -> list[MadeBatch]:
         sizes = [
             self.global_batch_size_of(index) if chosen is None else len(chosen)
             for index, chosen in zip(indices, rows, strict=True)
         ]
-        begun = self._inner.begin(indices, rows)
+        begun = self._inner.begin(indices, rows, faults)
         return [_PaddedBatch(b, size, self._pad) for b, size in zip(begun, sizes, strict=True)]
 
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
@@ -226,7 +233,8 @@ class _PaddedBatch(MadeBatch):
     """A batch that is filled up when it is finished."""
 
     def __init__(self, inner: MadeBatch, num_rows: int, pad: PadToDivisible):
-        self.inner, self.size, self._num_rows, self._pad = inner, inner.size, num_rows, pad
+        self.inner, self.size, self.faults = inner, inner.size, inner.faults
+        self._num_rows, self._pad = num_rows, pad
 
     @property
     def most_at_a_time(self) -> int:
@@ -240,7 +248,7 @@ class _PaddedBatch(MadeBatch):
         with span(PAD):
             if self._pad.remainder != "pad":
                 self._check_full(batch)
-            return pad_batch(batch, self._num_rows, self._pad.padding)
+            return pad_batch(batch, self._num_rows, self._pad.padding, self.inner.bad_rows)
 
     def _check_full(self, batch: Batch) -> None:
         """Batches are short at the end of an epoch only, unless something moved them."""

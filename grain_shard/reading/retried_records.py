@@ -1,0 +1,41 @@
+"""Records that Grain reads for a stream, and that are asked for again where that may help."""
+
+from __future__ import annotations
+
+import grain
+import numpy as np
+
+from grain_shard.grain_inside.routes import NEVER, route
+from grain_shard.reading.faults import Faults
+
+
+class RetriedRecords(grain.MapDataset):
+    """The same elements.
+
+    Args:
+        parent: The records.
+        faults: Says which errors a second try may heal, and waits before it.
+    """
+
+    def __init__(self, parent: grain.MapDataset, faults: Faults):
+        super().__init__(parent)
+        self._records, self._faults = parent, faults
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __str__(self) -> str:
+        return "RetriedRecords"
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        try:
+            return self._records[index]
+        except Exception as error:
+            if not self._faults.asks_at_once(error):
+                raise
+        # Step by step, since what a function has raised is another matter than what a source has.
+        way = route(self._records, np.array([index]))
+        (element,) = way.finish(way.read(NEVER, self._faults), NEVER, self._faults)
+        return element

@@ -1,0 +1,643 @@
+"""Reads that fail are tried again; records that stay bad end the run, or are left out.
+
+Pauses take no time here (see conftest), but for the tests of their end.
+"""
+
+import collections
+import contextlib
+import gc
+import itertools
+import threading
+
+import grain
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grain_shard
+from grain_shard import BadRecordsError, BatchLayout, BatchSchedule, Retries, ShardingError
+from grain_shard.reading import faults
+from grain_shard.reading.faults import BadRecord, FaultRules, Faults
+from grain_shard.reading.transient import is_transient
+from grain_shard.transforms.pad import PadToDivisible
+from grain_shard.transforms.shard_batch import ShardBatch
+from tests.conftest import background_threads, data_mesh, eventually, ids, to_numpy
+
+
+def named(name, module, base=Exception, **attributes):
+    """An error of a class of some library's, which need not be there."""
+    return type(name, (base,), {"__module__": module, **attributes})("it failed")
+
+
+class Response:
+    def __init__(self, status_code):
+        self.status_code = status_code
+
+
+class TestTransient:
+    @pytest.mark.parametrize(
+        ("error", "heals"),
+        [
+            (OSError("anything"), True),
+            (ConnectionResetError(), True),
+            (TimeoutError(), True),
+            (FileNotFoundError(), False),
+            (PermissionError(), False),
+            (IsADirectoryError(), False),
+            (ValueError("record 3 is corrupt"), False),
+            (KeyError("image"), False),
+            (named("ServiceUnavailable", "google.api_core.exceptions", code=503), True),
+            (named("TooManyRequests", "google.api_core.exceptions", code=429), True),
+            (named("NotFound", "google.api_core.exceptions", code=404), False),
+            (named("HTTPError", "requests.exceptions", OSError, response=Response(502)), True),
+            (named("HTTPError", "requests.exceptions", OSError, response=Response(403)), False),
+            (named("ConnectionError", "requests.exceptions", OSError, response=None), True),
+            (named("HTTPError", "urllib.error", OSError, code=404), False),
+            (named("ClientResponseError", "aiohttp.client_exceptions", status=500), True),
+            (named("ProtocolError", "urllib3.exceptions"), True),
+            (named("TransportError", "google.auth.exceptions", retryable=True), True),
+            (
+                named(
+                    "ClientError",
+                    "botocore.exceptions",
+                    response={"ResponseMetadata": {"HTTPStatusCode": 503}},
+                ),
+                True,
+            ),
+            (named("UnidentifiedImageError", "PIL", OSError), False),
+            # What array_record and tensorstore raise.
+            (ValueError("UNAVAILABLE: Error reading 'gs://bucket/object'"), True),
+            (ValueError("NOT_FOUND: Error opening 'gs://bucket/object'"), False),
+            (RuntimeError("read() failed: Input/output error; reading /mnt/train-0"), True),
+            (RuntimeError("Corrupted Riegeli/records file: chunk data hash mismatch"), False),
+        ],
+        ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
+    )
+    def test_what_a_second_try_may_heal(self, error, heals):
+        assert is_transient(error) is heals
+
+    def test_classes_of_libraries_that_are_there(self):
+        import requests
+        import urllib3
+
+        assert is_transient(requests.exceptions.ConnectionError())
+        assert is_transient(requests.exceptions.ReadTimeout())
+        assert is_transient(urllib3.exceptions.ProtocolError("Connection broken"))
+        assert is_transient(urllib3.exceptions.ReadTimeoutError(None, "/", "timed out"))
+
+
+# Pipelines.
+
+
+def all_of(batches):
+    """The ids of all valid rows."""
+    return list(itertools.chain.from_iterable(ids(batches)))
+
+
+class Source:
+    """Records that are their own indices; `fail` gets an index, and which request it is."""
+
+    def __init__(self, num_records, fail):
+        self._num_records, self._fail = num_records, fail
+        self.requests = collections.Counter()
+        self._lock = threading.Lock()
+
+    def __getstate__(self):
+        return {**self.__dict__, "_lock": None}
+
+    def __setstate__(self, state):
+        self.__dict__ = {**state, "_lock": threading.Lock()}
+
+    def __len__(self):
+        return self._num_records
+
+    def __getitem__(self, index):
+        with self._lock:
+            self.requests[index] += 1
+            number = self.requests[index]
+        self._fail(index, number)
+        return index
+
+
+class BatchedSource(Source):
+    """Reads many records in one call, which fails if one of them does."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+SOURCES = {"one by one": Source, "many in a call": BatchedSource}
+
+
+@pytest.fixture(params=SOURCES.values(), ids=SOURCES)
+def kind(request):
+    return request.param
+
+
+def record(i):
+    return {"id": np.int32(i), "pair": np.full(2, i, np.float32)}
+
+
+def first_time(index, number):
+    """Every third record fails when it is asked for first."""
+    if index % 3 == 0 and number == 1:
+        raise ConnectionResetError(f"record {index}")
+
+
+def bad(*indices, error=ValueError):
+    def fail(index, number):
+        if index in indices:
+            raise error(f"record {index} is corrupt")
+
+    return fail
+
+
+def batches(source, global_batch_size=8):
+    return grain.MapDataset.source(source).map(record).batch(global_batch_size)
+
+
+def of_feeds(source, read_options=None):
+    def make_feed(feed):
+        records = grain.MapDataset.source(source).map(record)
+        part = records[feed.shard_index :: feed.shard_count]
+        return part.to_iter_dataset(read_options or grain.ReadOptions())
+
+    return grain_shard.feeds(make_feed, num_feeds=2).batch(8)
+
+
+IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+PIPELINES = {
+    "random access": lambda source: batches(source).shard_to(data_mesh(2)),
+    "one thread": lambda source: batches(source).shard_to(data_mesh(2), num_threads=1),
+    "workers": lambda source: batches(source).shard_to(data_mesh(2), num_workers=2),
+    "whole batches": lambda source: (
+        grain.MapDataset.source(source)
+        .map(record)
+        .batch(8, batch_fn=lambda rows: jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
+        .shard_to(data_mesh(2))
+    ),
+    "feeds": lambda source: of_feeds(source).shard_to(data_mesh(2)),
+    "feeds in turn": lambda source: of_feeds(source, IN_TURN).shard_to(data_mesh(2)),
+    "feeds in workers": lambda source: of_feeds(source).shard_to(data_mesh(2), num_workers=2),
+    "stream": lambda source: (
+        grain.MapDataset.source(source).map(record).to_iter_dataset().filter(lambda row: True)
+        .batch(8).shard_to(data_mesh(2))
+    ),
+    "prefetch_to_device": lambda source: grain_shard.prefetch_to_device(
+        batches(source).map(lambda batch: {**batch, "valid_mask": batch["id"] >= 0})
+    ),
+}  # fmt: skip
+
+
+class TestRetries:
+    @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+    def test_what_fails_once_is_had_by_another_try(self, pipeline, kind):
+        with contextlib.closing(iter(pipeline(kind(60, first_time)))) as iterator:
+            rows = all_of(iterator)
+            assert sorted(rows) == list(range(60))
+            assert iterator.faults.retries > 0
+            assert iterator.faults.bad_records == 0
+
+    @pytest.mark.parametrize("times", [0, 2])
+    def test_a_number_says_how_often(self, times):
+        source = Source(16, bad(5, error=OSError))
+        with iter(batches(source).shard_to(data_mesh(2), retries=times, num_threads=1)) as iterator:
+            with pytest.raises(OSError, match="record 5") as caught:
+                next(iterator)
+            assert iterator.faults.retries == times
+        # Once more at the end, to find out which record of several it was.
+        assert source.requests[5] == 1 + times + 1
+        notes = [n for n in caught.value.__notes__ if n.startswith("grain_shard")]
+        tried = [f"grain_shard: it was tried {times + 1} times"] if times else []
+        place = "grain_shard: while evaluating record 5 of the dataset above .batch, for batch 0"
+        assert notes == [*tried, place]
+
+    @pytest.mark.parametrize("error", [ValueError, FileNotFoundError, KeyboardInterrupt])
+    def test_what_no_second_try_heals_comes_at_once(self, kind, error):
+        raised = error("it is what it is")
+
+        def fail(index, number):
+            if index == 5:
+                raise raised
+
+        with (
+            iter(batches(kind(16, fail)).shard_to(data_mesh(2), num_threads=1)) as iterator,
+            pytest.raises(error) as caught,
+        ):
+            next(iterator)
+        assert caught.value is raised
+        assert iterator.faults.retries == 0
+
+    def test_what_a_function_raises_is_not_tried_again(self):
+        calls = collections.Counter()
+
+        def load(i):
+            calls[i] += 1
+            if i == 5:
+                raise OSError("no network")
+            return record(i)
+
+        ds = grain.MapDataset.range(16).map(load).batch(8)
+        with (
+            iter(ds.shard_to(data_mesh(2), num_threads=1)) as iterator,
+            pytest.raises(OSError, match="no network"),
+        ):
+            next(iterator)
+        assert iterator.faults.retries == 0
+        assert calls[5] == 2  # the second time to find out which record it was
+
+    def test_unless_its_class_is_named(self):
+        calls = collections.Counter()
+
+        def load(i):
+            calls[i] += 1
+            if i % 3 == 0 and calls[i] <= 2:
+                raise LookupError("not yet")
+            return record(i)
+
+        ds = grain.MapDataset.range(16).map(load).batch(8)
+        retries = Retries(3, on=LookupError)
+        with iter(ds.shard_to(data_mesh(2), num_threads=1, retries=retries)) as iterator:
+            assert all_of(iterator) == list(range(16))
+            assert iterator.faults.retries == 12  # two for each of 0, 3, 6, 9, 12, 15
+
+    def test_a_function_that_changes_what_it_gets_is_given_it_anew(self):
+        def load(row):
+            number = row.pop("id")  # a second call with the same dict would miss it
+            if number == 5 and not failed:
+                failed.append(number)
+                raise LookupError("once")
+            return record(number)
+
+        class Rows(Source):
+            def __getitem__(self, index):
+                return {"id": super().__getitem__(index)}
+
+        failed = []
+        ds = grain.MapDataset.source(Rows(16, first_time)).map(load).batch(8)
+        retries = Retries(on=LookupError)
+        assert all_of(ds.shard_to(data_mesh(2), retries=retries)) == list(range(16))
+
+    def test_the_pauses_grow_up_to_a_longest(self, monkeypatch):
+        pauses = []
+        monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 0.1)
+        monkeypatch.setattr(faults.random, "uniform", lambda low, high: high)
+        monkeypatch.setattr(
+            threading.Condition, "wait_for", lambda self, done, s: pauses.append(s) or done()
+        )
+        with pytest.raises(OSError, match="record 0"):
+            Faults(FaultRules(retries=7)).evaluate(batches(Source(8, bad(0, error=OSError))), 0)
+        np.testing.assert_allclose(pauses, [0.1, 0.3, 0.9, 2.7, 8.1, 10, 10])
+
+
+class TestThePauseEnds:
+    """Pauses would take ten minutes here."""
+
+    @pytest.mark.parametrize("how", ["close", "collect"])
+    @pytest.mark.parametrize("name", ["random access", "feeds", "feeds in turn", "stream"])
+    def test_as_soon_as_nobody_waits_for_it(self, name, how, kind, monkeypatch):
+        monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 600.0)
+        monkeypatch.setattr(faults, "_LONGEST_PAUSE_S", 600.0)
+        iterator = iter(PIPELINES[name](kind(64, bad(3, error=OSError))))
+        iterator.start_prefetch()
+        eventually(lambda iterator=iterator: iterator.faults.retries)
+        threads = background_threads()
+        if how == "close":
+            iterator.close()
+        del iterator
+        gc.collect()
+        for thread in threads:
+            thread.join(timeout=30)
+            assert not thread.is_alive()
+
+
+# Bad records.
+
+
+def assert_masked(got, expected, bad_rows):
+    """Every row is that of plain Grain's, but for the bad ones, which are padding.
+
+    Args:
+        got: A batch, of which all rows exist.
+        expected: What its rows should be.
+        bad_rows: Which rows of it are bad.
+    """
+    mask = got.pop("valid_mask")
+    size = len(next(iter(expected.values())))
+    good = np.array([row not in bad_rows for row in range(size)], bool)
+    np.testing.assert_array_equal(mask, np.concatenate([good, np.zeros(len(mask) - size, bool)]))
+    assert got.keys() == expected.keys()
+    for name, leaf in got.items():
+        assert leaf.dtype == expected[name].dtype
+        np.testing.assert_array_equal(leaf[mask], expected[name][good])
+        assert not leaf[~mask].any()
+
+
+class TestMask:
+    @settings(max_examples=60, deadline=None)
+    @given(data=st.data())
+    def test_all_other_rows_are_where_they_were(self, data):
+        num_records = data.draw(st.integers(1, 50), "records")
+        global_batch_size = data.draw(st.integers(1, 12), "batch size")
+        several = data.draw(st.booleans(), "many in a call")
+        threads = data.draw(st.sampled_from([1, 2, 8]), "threads")
+        # At least one is good, or nothing tells what a record looks like.
+        everywhere = st.sets(st.integers(0, num_records - 1), max_size=num_records - 1)
+        corrupt, undecodable = data.draw(everywhere, "corrupt"), data.draw(everywhere, "odd")
+        flaky = data.draw(everywhere, "flaky")
+        if len(corrupt | undecodable) == num_records:
+            undecodable = set()
+
+        def fail(index, number):
+            if index in corrupt:
+                raise ValueError("corrupt")
+            if index in flaky and number == 1:
+                raise OSError("once")
+
+        def decode(i, fails=True):
+            if fails and i in undecodable:
+                raise LookupError("odd")
+            return {"id": np.int32(i), "text": f"record {i}"}
+
+        def pipeline(source, decode):
+            ds = grain.MapDataset.source(source).seed(4).shuffle().map(decode)
+            ds = ds.random_map(
+                lambda row, rng: {**row, "noise": rng.normal(size=2).astype(np.float32)}
+            )
+            return ds.batch(global_batch_size)
+
+        source = (BatchedSource if several else Source)(num_records, fail)
+        ds = pipeline(source, decode).shard_to(
+            data_mesh(1), num_threads=threads, on_bad_record="mask", max_bad_records=50
+        )
+        with iter(ds) as iterator:
+            got = [to_numpy(batch) for batch in iterator]
+            counts = iterator.faults
+        expected = list(pipeline(np.arange(num_records), lambda i: decode(i, False)))
+        missing = corrupt | undecodable
+        assert len(got) == len(expected)
+        for batch, wanted in zip(got, expected, strict=True):
+            texts, wanted_texts = batch.pop("text"), wanted.pop("text")
+            rows = [row for row, i in enumerate(wanted["id"]) if i in missing]
+            for row, text in enumerate(wanted_texts):
+                assert texts[row] == ("" if row in rows else text)
+            assert_masked(batch, wanted, rows)
+        assert counts.bad_records == len(missing) == len(counts.listed)
+        assert counts.records == num_records
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        num_records=st.integers(2, 40),
+        rows_per_shard=st.integers(1, 3),
+        divisor=st.integers(1, 6),
+        missing=st.sets(st.integers(1, 39)),
+        several=st.booleans(),
+        data=st.data(),
+    )
+    def test_on_any_hosts(self, num_records, rows_per_shard, divisor, missing, several, data):
+        global_batch_size = rows_per_shard * divisor
+        shards = data.draw(st.sets(st.integers(0, divisor - 1), min_size=1), "shards of a host")
+        layout = BatchLayout(divisor, tuple(sorted(shards)))
+        source = (BatchedSource if several else Source)(num_records, bad(*missing))
+        ds = batches(source, global_batch_size).pipe(PadToDivisible(divisor))
+        ds = ds.pipe(ShardBatch(layout))
+        rules = FaultRules(on_bad_record="mask", max_bad_records=1.0)
+        held = layout.rows(global_batch_size)
+        for index in range(len(ds)):
+            got = ds.read_batch(index, Faults(rules))
+            indices = index * global_batch_size + held
+            is_good = [i < num_records and i not in missing for i in indices.tolist()]
+            np.testing.assert_array_equal(got["valid_mask"], is_good)
+            np.testing.assert_array_equal(got["id"], np.where(is_good, indices, 0))
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_they_are_counted_and_listed(self, num_workers, kind):
+        ds = batches(kind(40, bad(0, 17, 39))).shard_to(
+            data_mesh(4), on_bad_record="mask", num_workers=num_workers
+        )
+        with iter(ds) as iterator:
+            rows = ids(iterator)
+            counts = iterator.faults
+        assert rows == [
+            [i for i in range(k, k + 8) if i not in (0, 17, 39)] for k in range(0, 40, 8)
+        ]
+        assert counts == (0, 3, counts.listed, 40)
+        assert sorted(counts.listed) == [
+            BadRecord(i, f"ValueError: record {i} is corrupt") for i in (0, 17, 39)
+        ]
+
+    def test_a_batch_may_be_all_bad_and_the_first_one(self, kind):
+        ds = batches(kind(24, bad(*range(8)))).shard_to(data_mesh(4), on_bad_record="mask")
+        assert ids(ds) == [[], list(range(8, 16)), list(range(16, 24))]
+        assert ds.abstract_batch()["pair"].shape == (8, 2)
+
+    def test_if_no_record_tells_what_rows_look_like_it_is_an_error(self, kind):
+        ds = batches(kind(24, bad(*range(24)))).shard_to(data_mesh(4), on_bad_record="mask")
+        with pytest.raises(BadRecordsError, match="none of the first 24 records can be read"):
+            next(iter(ds))
+        with pytest.raises(BadRecordsError, match="ValueError: record 23 is corrupt"):
+            ds.abstract_batch()
+
+    def test_its_row_holds_the_value_of_padding(self):
+        ds = batches(Source(8, bad(2))).shard_to(
+            data_mesh(4), on_bad_record="mask", pad_value={"id": -1}
+        )
+        (batch,) = ds
+        assert batch["id"].tolist() == [0, 1, -1, 3, 4, 5, 6, 7]
+        assert batch["pair"][2].tolist() == [0, 0]
+
+    def test_microbatches_schedules_epochs_and_seek(self):
+        source = Source(20, bad(2, 13))
+        (first, *_) = batches(source).shard_to(data_mesh(2), on_bad_record="mask", microbatches=2)
+        assert np.asarray(first["valid_mask"]).tolist() == [
+            [True, True, False, True],
+            [True, True, True, True],
+        ]
+        records = grain.MapDataset.source(source).map(record)
+        ds = records.pipe(BatchSchedule({0: 4, 2: 8})).shard_to(data_mesh(2), on_bad_record="mask")
+        by_step = [[0, 1, 3], [4, 5, 6, 7], [8, 9, 10, 11, 12, 14, 15], [16, 17, 18, 19]]
+        assert ids(ds) == by_step
+        with ds.epochs(2) as epochs:
+            assert ids(next(epochs)) == by_step
+        with iter(ds) as iterator:
+            iterator.seek(2)
+            assert ids(iterator) == by_step[2:]
+            assert [one.record for one in iterator.faults.listed] == [13]
+
+    def test_the_state_knows_nothing_of_it(self):
+        states = []
+        for fail in (bad(2, 13), bad()):
+            with iter(batches(Source(40, fail)).shard_to(
+                data_mesh(2), on_bad_record="mask"
+            )) as iterator:  # fmt: skip
+                next(iterator), next(iterator)
+                states.append(iterator.get_state())
+        assert states[0] == states[1]
+        with iter(batches(Source(40, bad(2, 13, 30))).shard_to(
+            data_mesh(4), on_bad_record="mask"
+        )) as iterator:  # fmt: skip
+            iterator.set_state(states[0])
+            assert ids(iterator)[:2] == [list(range(16, 24)), [24, 25, 26, 27, 28, 29, 31]]
+
+    @pytest.mark.parametrize("name", ["random access", "feeds"])
+    def test_what_is_no_exception_is_never_left_out(self, name):
+        source = Source(40, bad(3, error=KeyboardInterrupt))
+        ds = batches(source) if name == "random access" else of_feeds(source)
+        with (
+            iter(ds.shard_to(data_mesh(2), on_bad_record="mask")) as iterator,
+            pytest.raises(KeyboardInterrupt),
+        ):
+            next(iterator)
+        assert iterator.faults.bad_records == 0
+
+    def test_nor_is_want_of_memory(self):
+        source = Source(40, bad(3, error=MemoryError))
+        with pytest.raises(MemoryError):
+            next(iter(batches(source).shard_to(data_mesh(2), on_bad_record="mask")))
+
+    @pytest.mark.parametrize("error", [ValueError, OSError])
+    def test_what_only_one_of_several_hosts_may_be_unable_to_read_is_not_left_out(self, error):
+        """Rows that two hosts hold must be the same on both."""
+        source = Source(8, bad(3, error=error))
+        rules = faults.read_by_several(FaultRules(on_bad_record="mask"))
+        ds = batches(source).pipe(PadToDivisible(2))
+        if error is ValueError:  # the record is, wherever it is read
+            assert not ds.read_batch(0, Faults(rules))["valid_mask"][3]
+        else:
+            with pytest.raises(OSError, match="record 3"):
+                ds.read_batch(0, Faults(rules))
+
+
+class TestTooMany:
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    @pytest.mark.parametrize(("most", "ends"), [(3, False), (2, True), (0, True)])
+    def test_a_number(self, most, ends, num_workers):
+        ds = batches(Source(40, bad(1, 17, 33))).shard_to(
+            data_mesh(2), on_bad_record="mask", max_bad_records=most, num_workers=num_workers
+        )
+        with iter(ds) as iterator:
+            if not ends:
+                assert len(ids(iterator)) == 5
+                return
+            with pytest.raises(BadRecordsError, match=rf"max_bad_records={most} allows") as caught:
+                list(iterator)
+        assert "record 1 of the dataset above .batch: ValueError: record 1 is" in str(caught.value)
+
+    @pytest.mark.parametrize(("most", "ends"), [(0.011, False), (0.009, True)])
+    def test_a_share_of_a_thousand_records_at_least(self, most, ends):
+        """Ten of 1,500 records are bad, all of them among the first."""
+        ds = batches(BatchedSource(1500, bad(*range(10, 20))), 50).shard_to(
+            data_mesh(2), on_bad_record="mask", max_bad_records=most
+        )
+        if ends:
+            with pytest.raises(BadRecordsError, match="10 of "):
+                list(ds)
+        else:
+            assert sum(map(len, ids(ds))) == 1490
+
+    @pytest.mark.parametrize("feeds", [False, True], ids=["random access", "feeds"])
+    def test_a_source_that_is_away_is_not_asked_for_every_record(self, kind, feeds):
+        source = kind(4000, bad(*range(1000, 4000), error=ConnectionError))
+        ds = of_feeds(source) if feeds else batches(source, 200)
+        ds = ds.shard_to(data_mesh(2), on_bad_record="mask", max_bad_records=5, num_threads=1)
+        with (
+            iter(ds) as iterator,
+            pytest.raises(BadRecordsError, match=r"(?s)could not be read by 5 tries.*reached"),
+        ):
+            list(iterator)
+        # Four for each of 6, and for those that were read beside them; not for each of 3,000.
+        assert iterator.faults.retries < 600
+
+    def test_a_share_of_what_was_read(self):
+        ds = batches(BatchedSource(10_000, bad(*range(0, 10_000, 50))), 100)
+        ds = ds.shard_to(data_mesh(2), on_bad_record="mask", max_bad_records=0.03)
+        assert sum(map(len, ids(ds))) == 9800
+
+
+class TestFeeds:
+    """A bad record is dropped, as a filter drops it: rows after it come sooner."""
+
+    @pytest.mark.parametrize("options", [None, IN_TURN], ids=["read ahead", "in turn"])
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_bad_records_are_dropped_and_counted(self, num_workers, options, kind):
+        ds = of_feeds(kind(40, bad(0, 6, 17)), options).shard_to(
+            data_mesh(2), on_bad_record="mask", num_workers=num_workers
+        )
+        with iter(ds) as iterator:
+            rows = [np.asarray(b["id"])[np.asarray(b["valid_mask"])] for b in iterator]
+            counts = iterator.faults
+        even = [i for i in range(0, 40, 2) if i not in (0, 6)]
+        odd = [i for i in range(1, 40, 2) if i != 17]
+        expected = [even[k : k + 4] + odd[k : k + 4] for k in range(0, 20, 4)]
+        assert [row.tolist() for row in rows] == expected
+        assert (counts.bad_records, counts.records) == (3, 40)
+        assert sorted((one.feed, one.record) for one in counts.listed) == [(0, 0), (0, 3), (1, 8)]
+
+    def test_a_state_goes_on_after_them(self):
+        options = {"on_bad_record": "mask"}
+        with iter(of_feeds(Source(40, bad(0, 6, 17))).shard_to(data_mesh(2), **options)) as first:
+            batches_ = [next(first) for _ in range(2)]
+            state, rest = first.get_state(), ids(first)
+        assert len(batches_) == 2
+        ds = of_feeds(Source(40, bad(0, 6, 17))).shard_to(data_mesh(4), **options)
+        with iter(ds) as second:
+            second.set_state(state)
+            assert ids(second) == rest
+
+    def test_too_many_end_the_run(self):
+        ds = of_feeds(Source(40, bad(0, 6, 17))).shard_to(
+            data_mesh(2), on_bad_record="mask", max_bad_records=2
+        )
+        with pytest.raises(BadRecordsError, match="record 8 of feed 1: ValueError"):
+            list(ds)
+
+
+def numbers(feed):
+    return grain_shard.from_iterable(lambda: iter([{"id": np.zeros(2)}]), rows="local")
+
+
+def on_8(ds, **options):
+    return ds.shard_to(data_mesh(8), **{"on_bad_record": "mask", **options})
+
+
+@pytest.mark.parametrize(
+    ("build", "problem"),
+    [
+        (lambda: on_8(batches([1]), mask_key=None), "needs the mask"),
+        (lambda: on_8(batches([1]).map(lambda batch: batch)), "rows that can be had one by one"),
+        (
+            lambda: on_8(grain.MapDataset.range(8).batch(8, batch_fn=np.stack)),
+            "rows that can be had one by one",
+        ),
+        (
+            lambda: on_8(batches([1]).to_iter_dataset().filter(bool), rows="global"),
+            "needs random access or feeds",
+        ),
+        (lambda: on_8(numbers(None)), "needs random access or feeds"),
+        (
+            lambda: on_8(grain_shard.feeds(numbers, num_feeds=2).batch(8)),
+            "feed 0 begins with something else",
+        ),
+        (lambda: on_8(batches([1]), on_bad_record="skip"), "on_bad_record='skip' is not one of"),
+        (lambda: on_8(batches([1]), max_bad_records=1.5), "neither a number of records nor"),
+        (lambda: on_8(batches([1]), max_bad_records=-1), "neither a number of records nor"),
+        (lambda: on_8(batches([1]), max_bad_records=True), "neither a number of records nor"),
+        (lambda: on_8(batches([1]), retries=-1), "retries=-1 is not an integer of at least 0"),
+        (lambda: on_8(batches([1]), retries="often"), "retries='often' is not an integer"),
+        (lambda: Retries(on="OSError"), "on='OSError' is no class of exceptions"),
+        (lambda: Retries(on=(KeyError, KeyboardInterrupt)), "is no class of exceptions"),
+    ],
+)
+def test_refused_when_built(build, problem):
+    with pytest.raises(ShardingError, match=problem) as caught:
+        build()
+    assert "remedy: " in str(caught.value)
+
+
+def test_a_flood_of_errors_is_no_flood_of_lines(caplog):
+    ds = batches(Source(400, lambda i, number: bad(i)(i, 0) if i % 2 else first_time(i, number)))
+    with caplog.at_level("WARNING"):
+        list(ds.shard_to(data_mesh(2), on_bad_record="mask", max_bad_records=200))
+    assert len([line for line in caplog.messages if "record" in line]) <= 2

@@ -1,0 +1,150 @@
+"""On real processes: a source that fails now and then, with some corrupt records, for an epoch.
+
+Two hosts train on it, are killed in the middle, and four go on.
+"""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import grain
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from grain_shard import rehearse
+from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+from grain_shard.reading import faults
+
+pytestmark = pytest.mark.slow
+
+NUM_RECORDS, GLOBAL_BATCH_SIZE, BATCHES_BEFORE = 6000, 96, 30
+# Hosts, devices of each, and the batches until the save.
+JOBS = [(2, 2, BATCHES_BEFORE), (4, 1, None)]
+# One record in a thousand is corrupt; every other one of these cannot be decoded, in .map.
+BAD = set(np.random.default_rng(0).choice(NUM_RECORDS, NUM_RECORDS // 1000, replace=False).tolist())
+UNDECODABLE = set(sorted(BAD)[::2])
+
+
+class Flaky:
+    """One read in a hundred fails; reads of corrupt records always do."""
+
+    def __init__(self, several):
+        self.rng = np.random.default_rng()
+        if several:
+            self.__getitems__ = lambda indices: [self[i] for i in indices]
+
+    def __len__(self):
+        return NUM_RECORDS
+
+    def __getitem__(self, index):
+        if self.rng.random() < 0.01:
+            raise ConnectionResetError("the bucket is busy")
+        if index in BAD - UNDECODABLE:
+            raise ValueError(f"the checksum of {index} is wrong")
+        return index
+
+
+def decode(index):
+    if index in UNDECODABLE:
+        raise LookupError(f"{index} has no image")
+    return np.int32(index)
+
+
+def augmented(records):
+    return records.random_map(lambda i, rng: {"id": i, "noise": rng.random(dtype=np.float32)})
+
+
+def pipeline(source, decode):
+    records = grain.MapDataset.source(source).seed(7).shuffle().map(decode)
+    return augmented(records).batch(GLOBAL_BATCH_SIZE)
+
+
+# On the hosts.
+
+
+def run_job(job, several, directory):
+    """Trains from the checkpoint of the job before; writes what it did, and may be killed."""
+    _, _, num_batches = JOBS[job]
+    faults._FIRST_PAUSE_S = 0.001
+    ds = pipeline(Flaky(several), decode).shard_to(
+        Mesh(np.array(jax.devices()), ("data",)), on_bad_record="mask", timeout_s=30
+    )
+    rows = []
+    with (
+        iter(ds) as iterator,
+        ocp.CheckpointManager(Path(directory, "checkpoints")) as manager,
+    ):
+        if job:
+            manager.restore(0, args=ocp.args.Composite(data=CheckpointRestore(iterator)))
+        for batch in iterator:
+            rows.append(
+                {n: multihost_utils.process_allgather(x, tiled=True) for n, x in batch.items()}
+            )
+            if len(rows) == num_batches:
+                manager.save(0, args=ocp.args.Composite(data=CheckpointSave(iterator)))
+                manager.wait_until_finished()
+                break
+        counts = iterator.faults
+    report = {
+        "batches": [{name: leaf.tolist() for name, leaf in batch.items()} for batch in rows],
+        "retries": counts.retries,
+        "listed": [(one.record, one.error) for one in counts.listed],
+    }
+    Path(directory, f"job {job} host {jax.process_index()}").write_text(json.dumps(report))
+    if job < len(JOBS) - 1:
+        multihost_utils.sync_global_devices("every host has written its report")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one by one", "many in a call"])
+def test_every_good_record_once_where_it_belongs_and_the_bad_ones_masked(several, tmp_path):
+    reports = []
+    for job, (hosts, devices_per_host, num_batches) in enumerate(JOBS):
+        try:
+            rehearse.run(
+                run_job,
+                job,
+                several,
+                str(tmp_path),
+                hosts=hosts,
+                devices_per_host=devices_per_host,
+                timeout_s=240,
+            )
+            assert num_batches is None, "it was to be killed"
+        except rehearse.RehearsalError as error:
+            if num_batches is None or len(list(tmp_path.glob(f"job {job} host *"))) < hosts:
+                raise AssertionError(f"job {job} failed by itself: {error}") from error
+        reports.append(
+            [json.loads((tmp_path / f"job {job} host {h}").read_text()) for h in range(hosts)]
+        )
+    for of_hosts in reports:
+        assert all(report["batches"] == of_hosts[0]["batches"] for report in of_hosts)
+    got = [batch for of_hosts in reports for batch in of_hosts[0]["batches"]]
+    expected = list(pipeline(np.arange(NUM_RECORDS), np.int32))
+    assert len(reports[0][0]["batches"]) == BATCHES_BEFORE
+    assert len(got) == len(expected)
+    for batch, wanted in zip(got, expected, strict=True):
+        mask = np.array(batch["valid_mask"])
+        is_good = ~np.isin(wanted["id"], list(BAD))
+        exist = len(is_good)  # the last batch is short
+        np.testing.assert_array_equal(mask[:exist], is_good)
+        assert not mask[exist:].any()
+        for name, leaf in wanted.items():
+            here = np.array(batch[name], leaf.dtype)
+            np.testing.assert_array_equal(here[mask], leaf[is_good])
+            assert not here[~mask].any()
+    listed = {tuple(one) for of_hosts in reports for report in of_hosts for one in report["listed"]}
+    order = np.concatenate([batch["id"] for batch in expected]).tolist()
+    assert {order[record] for record, _ in listed} == BAD
+    for record, error in listed:
+        i = order[record]
+        odd = f"LookupError: {i} has no image" in error
+        assert odd if i in UNDECODABLE else f"ValueError: the checksum of {i}" in error
+    # What was read ahead of the kill was read again by the next job.
+    for of_hosts in reports:
+        assert all(report["retries"] > 0 for report in of_hosts)
