@@ -19,6 +19,7 @@ from grain_shard.background import Producer, TaskStage
 from grain_shard.errors import describe_error
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.rounds import Rounds
+from grain_shard.spans import AGREE, span
 from grain_shard.trees import Batch
 
 _READ_THE_SAME = "read the same files with the same seed on every host"
@@ -151,9 +152,10 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         self._ended = ready == 0
         digest = self._first_digest() if self._votes == 0 else ""
         self._rounds.post(name, [ready, digest])
-        verdict = self._rounds.verdict(
-            name, self._decide, waited_s=self._waited_s, stopped=lambda: self._stopped
-        )
+        with span(AGREE):
+            verdict = self._rounds.verdict(
+                name, self._decide, waited_s=self._waited_s, stopped=lambda: self._stopped
+            )
         if verdict is None:  # stopped, while others may still have to read the last verdict
             return 0
         # Who has voted now has read the verdict of the vote before.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -30,11 +29,16 @@ from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds, agree
+from grain_shard.hosts.slowest import SlowestOf
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.second_pass import SecondPass
 from grain_shard.sharding.reshard import Resharder
-from grain_shard.spans import PLACE, span
+from grain_shard.spans import PLACE, counted_by, span
+from grain_shard.stats.counts import Size
+from grain_shard.stats.figures import Stats, waits
+from grain_shard.stats.meter import Meter
+from grain_shard.stats.prometheus import export
 from grain_shard.trees import Batch
 
 _SAVES = itertools.count()  # every host saves as often
@@ -116,21 +120,25 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self.dataset = dataset
         self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard, self._across = device_buffer_size, reshard, across
-        self._enter_context = jax_context()  # all its life that of the thread that made it
         self._second_pass = second_pass
-        self._open(None)
+        self._meter = Meter(mask_key=host.padding.mask_key)
+        with counted_by(self._meter):
+            self._enter_context = jax_context()  # all its life that of the thread that made it
+            self._open(None)
         self._beginning = self._position
 
     def _open(self, position: Position | None) -> None:
-        across = self._across
-        self._position, batches, first_digest, self._threads = self._host.open(position)
+        across, meter = self._across, self._meter
+        self._position, batches, first_digest, self._reads = self._host.open(position)
+        meter.opens(self._reads)
         source: Producer[tuple[Batch, Position]] = batches
         self._begun = self._compared = False
         self._failure = None
         self._alarm: Alarm | None = None
+        self._slowest: SlowestOf | None = None
         self._rounds = Rounds(across.hosts, across.timeout_s) if across else None
         # The threads must refer to these and not to self, which could never be collected then.
-        self._wait, placer = _Wait(), self._placer
+        placer = self._placer
         if across and self._rounds and self._host.ends_by_vote:
             source = AgreedEnd(
                 batches,
@@ -142,12 +150,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 past_end=self._host.past_end,
                 template=self._host.first,
                 padding_like=self._host.padding.like,
-                waited_s=self._wait.seconds,
+                waited_s=meter.waiting_s,
             )
 
-        def place(item: tuple[Batch, Position]) -> tuple[Batch, Position]:
+        def place(item: tuple[Batch, Position]) -> tuple[Batch, Position, Size]:
             with span(PLACE):
-                return placer(item[0]), item[1]
+                return placer(item[0]), item[1], meter.placed(item[0])
 
         self._stage = Background(
             place, source, buffer_size=self._device_buffer_size, name="grain-shard-device"
@@ -163,9 +171,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if first and self._second_pass is not None and self._position == self._beginning:
             self._second_pass.begins()
         self.start_prefetch()
-        with self._wait:
+        with self._meter:
             try:
-                batch, position = next(self._stage)
+                batch, position, size = next(self._stage)
             except ShardingError as error:
                 # What stands before placement knows no mesh, and may run where there is none.
                 self._tell(first, error)
@@ -176,6 +184,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                     self._at_end()
                 raise
         self._tell(first, None)
+        self._meter.handed_out(size)
         self._position = position
         return batch if self._reshard is None else self._reshard(batch)
 
@@ -321,16 +330,35 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Also how many reads came late and were asked for again, if any were. Empty where that is not
         found while it runs: of streams, feeds and worker processes.
         """
-        return self._threads()
+        return str(self._reads())
+
+    def stats(self) -> Stats:
+        """What it has done so far, and what the training loop has waited for; at any time.
+
+        Example:
+            >>> import jax
+            >>> mesh = jax.make_mesh((8,), ("data",))
+            >>> ds = grain.MapDataset.range(20).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
+            >>> with iter(ds) as batches:
+            ...     first = next(batches)
+            ...     print(batches.stats().total.batches, batches.stats().total.records)
+            1 8
+        """
+        slowest = None if self._slowest is None else self._slowest.found
+        return Stats.of(self._meter.total(), self._meter.recent(), slowest)
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""
         self._require_open()
         if not self._begun:
             self._begun = True
+            meter = self._meter
             if self._rounds is not None:
                 self._rounds.begin(self._host.kind)
-                self._alarm = Alarm(self._rounds.name, self._rounds.hosts, self._stage.stop)
+                name, hosts = self._rounds.name, self._rounds.hosts
+                self._alarm = Alarm(name, hosts, self._stage.stop)
+                self._slowest = SlowestOf(name, hosts, lambda: waits(meter.since_last_report()))
+            export(self if self.dataset is None else self.dataset, meter, self._slowest)
             self._stage.start()
 
     def close(self) -> None:
@@ -338,11 +366,17 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if not self._is_closed:
             self._is_closed = True
             self._close_stage()
+            self._meter.ends()
 
     def _close_stage(self) -> None:
-        if self._alarm is not None:
-            self._alarm.close()
+        self._unlisten()
         self._stage.close()
+
+    def _unlisten(self) -> None:
+        """What other hosts say does not concern it any more."""
+        for listening in (self._alarm, self._slowest):
+            if listening is not None:
+                listening.close()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -364,23 +398,5 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __del__(self):
         if (stage := getattr(self, "_stage", None)) is not None:
             stage.stop()  # without waiting: the garbage collector runs anywhere
-            if self._alarm is not None:
-                self._alarm.close()
-
-
-class _Wait:
-    """How long the training loop has been waiting for its next batch."""
-
-    def __init__(self):
-        self._since: float | None = None
-
-    def __enter__(self) -> None:
-        self._since = time.monotonic()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._since = None
-
-    def seconds(self) -> float:
-        """0 while the loop is busy with something else."""
-        since = self._since
-        return 0.0 if since is None else time.monotonic() - since
+            self._unlisten()
+            self._meter.ends()
