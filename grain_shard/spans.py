@@ -1,8 +1,8 @@
 """What the stages of a pipeline spend their time on, as they say themselves.
 
 A stage wraps its work in ``with span("read")``. That names it in JAX's profiler, counts it for the
-iterator that it works for, and records it where somebody listens; all of it takes some
-microseconds. A loop that is measured does so, too: it waits for a batch, and then it is in the step.
+iterator that it works for, and records it where somebody listens; that takes some microseconds. A
+loop that is measured does so, too: it waits for a batch, and then it is in the step.
 """
 
 from __future__ import annotations

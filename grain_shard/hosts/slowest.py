@@ -139,13 +139,16 @@ class SlowestOf:
         nothing is wrong with any of them.
         """
         before, self.found = self.found, found
-        twice = before is not None and before.holds_others_up == found.holds_others_up
-        if not twice or (found.holds_others_up and before.host != found.host):
+        name, last = _to_be_named(found), _to_be_named(before)
+        if before is None or name != last:
             return
-        name = found.host if found.holds_others_up else None
-        if name != self._told and this_host in (self.hosts[0], found.host):
+        if name not in (None, self._told) and this_host in (self.hosts[0], name):
             logging.warning("grain_shard: %s.", found)
         self._told = name
+
+
+def _to_be_named(found: SlowestHost | None) -> int | None:
+    return found.host if found is not None and found.holds_others_up else None
 
 
 class _Exchange:

@@ -22,8 +22,8 @@ from grain_shard.reading.fingerprint import (
     Fingerprint,
     check_fingerprint,
 )
-from grain_shard.reading.reads import Reads
 from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.reads import Reads
 from grain_shard.reading.row_dataset import BatchMapDataset
 from grain_shard.stats.counts import ReadCounts
 from grain_shard.trees import Batch
