@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks import (
+    counting,
     hosts,
     images,
     many_feeds,
@@ -29,6 +30,7 @@ MODULES = (
     images,
     waiting,
     many_feeds,
+    counting,
 )
 GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]
 
