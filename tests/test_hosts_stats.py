@@ -17,6 +17,7 @@ from absl import logging
 import grain_shard
 from grain_shard import rehearse
 from grain_shard.hosts import alarm
+from tests import conftest
 
 pytestmark = pytest.mark.slow
 
@@ -98,3 +99,22 @@ def test_every_host_names_the_slow_one_and_its_stage(of_hosts, kind):
 def test_the_log_says_it_once_on_the_first_host_and_on_the_slow_one(of_hosts, kind):
     logged = [len(of_host[kind][2]) for of_host in of_hosts]
     assert logged == [int(host in (0, SLOW)) for host in range(HOSTS)]
+
+
+def leave_with_the_thread_in_the_store():
+    alarm.TURN_S = 1e-3
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    records = grain.MapDataset.range(10**6).map(lambda i: {"x": np.full(4, i, np.float32)})
+    leave_with_the_thread_in_the_store.batches = iter(records.batch(8).shard_to(mesh))
+    for _ in itertools.islice(leave_with_the_thread_in_the_store.batches, 50):
+        pass
+    conftest.eventually(lambda: knows(leave_with_the_thread_in_the_store.batches))
+    return "left"
+
+
+def knows(batches):
+    return batches.stats().slowest_host is not None
+
+
+def test_a_process_ends_in_good_order_whatever_the_hosts_are_telling_each_other():
+    assert rehearse.run(leave_with_the_thread_in_the_store, hosts=2) == ["left"] * 2
