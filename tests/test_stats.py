@@ -141,6 +141,14 @@ def test_a_span_counts_for_the_iterator_of_its_thread_alone(meter, clock):
     assert meter.total().stage_s("read") == meter.total().stage_s("map")
 
 
+def test_a_stage_that_rests_is_seen_all_the_same(meter, clock):
+    take(meter, clock, wait_s=1.0, stages=[("read", 1.0), ("place", 1.0)])
+    take(meter, clock, wait_s=1.0, stages=[("place", 0.75)])
+    recent = Figures.of(meter.recent())
+    assert (recent.read_s, recent.place_s, recent.batch_s) == (0.0, 0.75, None)
+    assert recent.busiest == "place"
+
+
 # What is known of the reads.
 
 
@@ -322,18 +330,24 @@ def test_one_host_is_not_compared():
 
 def test_to_wait_for_the_votes_of_others_is_not_to_wait_for_data(meter, clock):
     take(meter, clock, wait_s=10.0, stages=[("agree", 8.0), ("read", 1.0)])
-    assert waits(meter.total()) == Waits(share=0.2, wait_s=2.0, stage="read")
+    assert waits(meter.total(), 0.0) == Waits(share=0.2, wait_s=2.0, stage="read")
 
 
 def test_a_report_is_of_what_came_after_the_last_one(meter, clock):
     take(meter, clock, wait_s=50.0)  # the first batch, for which everything begins
     take(meter, clock, wait_s=1.0, step_s=3.0)
     take(meter, clock)
-    assert waits(meter.since_last_report()).share == 0.25
+    assert waits(meter.since_last_report(), 0.0).share == 0.25
     with meter:
         clock.now += 8.0
-        assert waits(meter.since_last_report()).share == 1.0  # no batch has come at all
+        assert waits(meter.since_last_report(), 0.0).share == 1.0  # no batch has come at all
     assert meter.since_last_report().batches == 0
+
+
+def test_a_loop_that_has_only_begun_has_not_waited_for_much_of_the_time(meter, clock):
+    take(meter, clock, wait_s=1.0)
+    take(meter, clock, wait_s=1.5)
+    assert waits(meter.since_last_report(), 30.0) == Waits(share=0.05, wait_s=1.5, stage=None)
 
 
 class Store:
@@ -373,7 +387,7 @@ class Cluster:
 
     def join(self, series, host):
         hosts = range(len(self.shares))
-        return SlowestOf(series, hosts, lambda: Waits(self.shares[host], 0.01, "read"))
+        return SlowestOf(series, hosts, lambda least_s: Waits(self.shares[host], 0.01, "read"))
 
     def go_round(self, times=1):
         for _ in range(3 * times):

@@ -15,13 +15,14 @@ import functools
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import jax
 from absl import logging
 
+from grain_shard.hosts import alarm
 from grain_shard.hosts.alarm import Listener, listener_of
 from grain_shard.hosts.rounds import runtime_client
 
@@ -112,8 +113,8 @@ class SlowestOf:
     Args:
         series: The name of the iterator's rounds, the same on all hosts.
         hosts: These hosts. The first one compares.
-        waits: How the iterator's loop has waited since the last call. Called by another thread, and
-            must not refer to the iterator.
+        waits: How the iterator's loop has waited since the last call, which is so many seconds ago
+            at least. Called by another thread; must not refer to the iterator.
 
     Attributes:
         hosts: As given.
@@ -121,7 +122,7 @@ class SlowestOf:
         found: What the hosts have last found; None as long as they have not.
     """
 
-    def __init__(self, series: str, hosts: Sequence[int], waits: Callable[[], Waits]):
+    def __init__(self, series: str, hosts: Sequence[int], waits: Callable[[float], Waits]):
         self.hosts, self.waits = list(hosts), waits
         self.found: SlowestHost | None = None
         self._told: int | None = None  # which host the log has last named
@@ -161,16 +162,16 @@ class _Exchange:
     def __init__(self, client: Any):
         self._client, self._host = client, jax.process_index()
         self.iterators: dict[str, SlowestOf] = {}
-        self._turns: Iterator[Callable[[], None]] = itertools.cycle(
-            (self._post, self._compare, self._read)
-        )
+        self._things = self._post, self._compare, self._read
+        self._turns = itertools.cycle(self._things)
 
     def take_turn(self) -> None:
-        """Does one of the three things that there are to be done."""
+        """Does one of the things that there are to be done."""
         next(self._turns)()
 
     def _post(self) -> None:
-        waits = {series: one.waits() for series, one in self._alive()}
+        period_s = len(self._things) * alarm.TURN_S
+        waits = {series: one.waits(period_s) for series, one in self._alive()}
         self._client.key_value_set(f"{_WAITS}{self._host}", json.dumps(waits), allow_overwrite=True)
 
     def _compare(self) -> None:

@@ -357,7 +357,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 self._rounds.begin(self._host.kind)
                 name, hosts = self._rounds.name, self._rounds.hosts
                 self._alarm = Alarm(name, hosts, self._stage.stop)
-                self._slowest = SlowestOf(name, hosts, lambda: waits(meter.since_last_report()))
+                self._slowest = SlowestOf(
+                    name, hosts, lambda least_s: waits(meter.since_last_report(), least_s)
+                )
             export(self if self.dataset is None else self.dataset, meter, self._slowest)
             self._stage.start()
 

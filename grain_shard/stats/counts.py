@@ -92,9 +92,6 @@ class Counts:
 
     def since(self, before: Counts) -> Counts:
         """What was counted since then."""
-        stages_s = {
-            key: seconds - before.stages_s.get(key, 0.0) for key, seconds in self.stages_s.items()
-        }
         return Counts(
             seconds=self.seconds - before.seconds,
             wait_s=self.wait_s - before.wait_s,
@@ -102,7 +99,7 @@ class Counts:
             records=self.records - before.records,
             num_bytes=self.num_bytes - before.num_bytes,
             placed=self.placed - before.placed,
-            stages_s={key: seconds for key, seconds in stages_s.items() if seconds > 0},
+            stages_s={key: s - before.stages_s.get(key, 0.0) for key, s in self.stages_s.items()},
             reads=self.reads.since(before.reads),
         )
 
@@ -113,5 +110,6 @@ class Counts:
 
     @property
     def making_threads(self) -> int:
-        """Threads that were seen to make batches."""
-        return len({thread for thread, stage in self.stages_s if stage in MAKING})
+        """Threads that were at work in making batches."""
+        at_work = {key for key, seconds in self.stages_s.items() if seconds > 0}
+        return len({thread for thread, stage in at_work if stage in MAKING})

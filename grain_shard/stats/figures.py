@@ -129,11 +129,18 @@ class Figures:
         return "\n".join([*lines, *([", ".join(faults)] if faults else [])])
 
 
-def waits(counts: Counts) -> Waits:
-    """How the loop waited for this host's data; not what it waited for other hosts' votes."""
+def waits(counts: Counts, least_s: float) -> Waits:
+    """How the loop waited for this host's data; not what it waited for other hosts' votes.
+
+    Args:
+        counts: Of a while.
+        least_s: How long that was at least, in seconds: a loop that has only begun, or rests most
+            of the time, holds nobody up for long.
+    """
     agree_s = counts.stage_s(AGREE) or 0.0
     wait_s = max(0.0, min(counts.wait_s, counts.seconds) - agree_s)
-    share = wait_s / counts.seconds if counts.seconds else 0.0
+    seconds = max(counts.seconds, least_s)
+    share = wait_s / seconds if seconds else 0.0
     return Waits(share, wait_s / max(1, counts.batches), _busiest(counts))
 
 
