@@ -337,17 +337,17 @@ def test_a_report_is_of_what_came_after_the_last_one(meter, clock):
     take(meter, clock, wait_s=50.0)  # the first batch, for which everything begins
     take(meter, clock, wait_s=1.0, step_s=3.0)
     take(meter, clock)
-    assert waits(meter.since_last_report(), 0.0).share == 0.25
+    assert meter.waits_of_late(0.0).share == 0.25
     with meter:
         clock.now += 8.0
-        assert waits(meter.since_last_report(), 0.0).share == 1.0  # no batch has come at all
-    assert meter.since_last_report().batches == 0
+        assert meter.waits_of_late(0.0) == Waits(1.0, 8.0, None)  # no batch has come at all
+    assert meter.waits_of_late(0.0) == Waits(0.0, 0.0, None)
 
 
 def test_a_loop_that_has_only_begun_has_not_waited_for_much_of_the_time(meter, clock):
     take(meter, clock, wait_s=1.0)
     take(meter, clock, wait_s=1.5)
-    assert waits(meter.since_last_report(), 30.0) == Waits(share=0.05, wait_s=1.5, stage=None)
+    assert meter.waits_of_late(30.0) == Waits(share=0.05, wait_s=1.5, stage=None)
 
 
 class Store:

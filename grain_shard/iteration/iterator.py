@@ -36,7 +36,7 @@ from grain_shard.iteration.second_pass import SecondPass
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import PLACE, counted_by, span
 from grain_shard.stats.counts import Size
-from grain_shard.stats.figures import Stats, waits
+from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
 from grain_shard.stats.prometheus import export
 from grain_shard.trees import Batch
@@ -333,17 +333,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return str(self._reads())
 
     def stats(self) -> Stats:
-        """What it has done so far, and what the training loop has waited for; at any time.
-
-        Example:
-            >>> import jax
-            >>> mesh = jax.make_mesh((8,), ("data",))
-            >>> ds = grain.MapDataset.range(20).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
-            >>> with iter(ds) as batches:
-            ...     first = next(batches)
-            ...     print(batches.stats().total.batches, batches.stats().total.records)
-            1 8
-        """
+        """What it has done so far, and what the training loop has waited for; at any time."""
         slowest = None if self._slowest is None else self._slowest.found
         return Stats.of(self._meter.total(), self._meter.recent(), slowest)
 
@@ -357,9 +347,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 self._rounds.begin(self._host.kind)
                 name, hosts = self._rounds.name, self._rounds.hosts
                 self._alarm = Alarm(name, hosts, self._stage.stop)
-                self._slowest = SlowestOf(
-                    name, hosts, lambda least_s: waits(meter.since_last_report(), least_s)
-                )
+                self._slowest = SlowestOf(name, hosts, meter.waits_of_late)
             export(self if self.dataset is None else self.dataset, meter, self._slowest)
             self._stage.start()
 

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grain_shard.hosts.slowest import Waits
 from grain_shard.stats.counts import Counts, ReadCounts, Size
+from grain_shard.stats.figures import waits
 
 # What was "of late" began so long ago; the sums are kept so often.
 RECENT_S, _KEEP_S = 30.0, 5.0
@@ -132,10 +134,14 @@ class Meter:
         total = self.total()
         return total if total.batches < 2 else total.since(self._kept[0][1])
 
-    def since_last_report(self) -> Counts:
-        """Since the last call; at first, since the first batch."""
+    def waits_of_late(self, least_s: float) -> Waits:
+        """How the loop has waited since the last call; at first, since the first batch.
+
+        Args:
+            least_s: How long ago that is at least, in seconds.
+        """
         total, before = self.total(), self._reported
         if not before.batches and self._kept:
             before = self._kept[0][1]
         self._reported = total
-        return total.since(before)
+        return waits(total.since(before), least_s)
