@@ -35,18 +35,22 @@ class Span(NamedTuple):
 class Counter(Protocol):
     """What adds up the time that the stages of one iterator spend."""
 
-    def add(self, stage: str, seconds: float) -> None:
-        """A stage has worked for so long, in the calling thread."""
+    def tally(self) -> dict[str, float]:
+        """Seconds by stage, to which the calling thread, and no other, adds."""
         ...
 
 
 _listeners: list[list[Span]] = []
-_counter: ContextVar[Counter | None] = ContextVar("grain_shard_counter", default=None)
+# Of each thread: its counter, and its tally there.
+_counting: ContextVar[tuple[Counter, dict[str, float]] | None] = ContextVar(
+    "grain_shard_counting", default=None
+)
 
 
 def counter() -> Counter | None:
     """What counts the spans of the calling thread."""
-    return _counter.get()
+    counting = _counting.get()
+    return None if counting is None else counting[0]
 
 
 @contextmanager
@@ -55,11 +59,11 @@ def counted_by(counter: Counter | None) -> Iterator[None]:
 
     So it does with the spans of the background threads of stages that are made meanwhile.
     """
-    token = _counter.set(counter)
+    token = _counting.set(None if counter is None else (counter, counter.tally()))
     try:
         yield
     finally:
-        _counter.reset(token)
+        _counting.reset(token)
 
 
 class span:  # used as a function; written as a generator it would take half as long again
@@ -85,10 +89,11 @@ class span:  # used as a function; written as a generator it would take half as 
         self._annotation.__exit__(error, *exc_info)
         if error is not None:
             return
-        if (counter := _counter.get()) is not None:
-            counter.add(self._stage, end - start)
+        if (counting := _counting.get()) is not None:
+            tally = counting[1]
+            tally[self._stage] = tally.get(self._stage, 0.0) + end - start
             if self._part is not None:
-                counter.add(self._part, end - start)
+                tally[self._part] = tally.get(self._part, 0.0) + end - start
         if _listeners:
             done = Span(self._stage, threading.current_thread().name, start, end)
             for listener in _listeners:

@@ -54,18 +54,16 @@ class Meter:
         self._clock, self._mask_key = clock, mask_key
         self._loop = _Loop()
         self._placed = 0
-        # Each thread writes its own entries.
-        self._stages_s: dict[tuple[int, str], float] = {}
+        self._tallies: dict[int, dict[str, float]] = {}  # by thread
         self._reads: Callable[[], ReadCounts] = ReadCounts
         self._reads_before = ReadCounts()
         self._kept: deque[tuple[float, Counts]] = deque()  # the sums, and when they were so
         self._reported = Counts()
         self.has_ended = False
 
-    def add(self, stage: str, seconds: float) -> None:
-        """A stage has worked for so long, in the calling thread."""
-        key = threading.get_ident(), stage
-        self._stages_s[key] = self._stages_s.get(key, 0.0) + seconds
+    def tally(self) -> dict[str, float]:
+        """Seconds by stage, to which the calling thread, and no other, adds."""
+        return self._tallies.setdefault(threading.get_ident(), {})
 
     def opens(self, reads: Callable[[], ReadCounts]) -> None:
         """The iterator goes on elsewhere, where these reads are counted from 0 on."""
@@ -125,7 +123,12 @@ class Meter:
             records=loop.records,
             num_bytes=loop.num_bytes,
             placed=self._placed,
-            stages_s=self._stages_s.copy(),
+            # Copied at once, as the threads go on to write.
+            stages_s={
+                (thread, stage): seconds
+                for thread, tally in self._tallies.copy().items()
+                for stage, seconds in tally.copy().items()
+            },
             reads=self._reads().after(self._reads_before),
         )
 
