@@ -52,7 +52,7 @@ class Batches:
 
     def __next__(self) -> Any:
         self.taken += 1
-        return None, self.taken
+        return self.taken
 
     def start(self) -> None:
         pass
@@ -99,8 +99,6 @@ def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> di
         [],
         remainder="pad",
         same_rows=False,
-        position=0,
-        past_end=lambda position: position,
         padding=lambda: None,
     )
     assert isinstance(local.series, Series)

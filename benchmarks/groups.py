@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks import (
     agreement,
+    counting,
     hosts,
     images,
     many_feeds,
@@ -33,6 +34,7 @@ MODULES = (
     many_feeds,
     restoring_feeds,
     agreement,
+    counting,
 )
 GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]
 

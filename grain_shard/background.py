@@ -36,6 +36,7 @@ import jax
 from absl import logging
 
 from grain_shard.pace import FixedPace, Pace
+from grain_shard.spans import counted_by, counter
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -311,12 +312,16 @@ class _MappedTask(Task[T], Generic[S, T]):
 
 
 def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """The calling thread's JAX context (mesh, x64), to be entered in another thread."""
+    """The calling thread's JAX context (mesh, x64), to be entered in another thread.
+
+    What counts the calling thread's spans will count those of the other one, too.
+    """
     mesh, x64 = jax.sharding.get_mesh(), jax.config.jax_enable_x64  # pyright: ignore
+    counting = counter()
 
     @contextlib.contextmanager
     def enter():
-        with jax.enable_x64(x64), contextlib.ExitStack() as stack:
+        with counted_by(counting), jax.enable_x64(x64), contextlib.ExitStack() as stack:
             if not mesh.empty:
                 stack.enter_context(jax.set_mesh(mesh))
             yield

@@ -1,8 +1,8 @@
 """What the stages of a pipeline spend their time on, as they say themselves.
 
-A stage wraps its work in ``with span("read")``. That names it in JAX's profiler, and records it
-where somebody listens; otherwise it costs some microseconds. A loop that is measured does so, too:
-it waits for a batch, and then it is in the step.
+A stage wraps its work in ``with span("read")``. That names it in JAX's profiler, counts it for the
+iterator that it works for, and records it where somebody listens; that takes some microseconds. A
+loop that is measured does so, too: it waits for a batch, and then it is in the step.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol
 
 import jax
 
 STAGES = READ, BATCH, PAD, PLACE = "read", "batch", "pad", "place"
 LOOP = WAIT, STEP = "wait", "step"
+# Told by `ShardedIterator.stats` alone. The first is a part of "read": what the user's functions
+# take, where that can be told apart. In the second a stage waits for what other hosts say.
+MAP, AGREE = "map", "agree"
 
 
 class Span(NamedTuple):
@@ -28,18 +32,70 @@ class Span(NamedTuple):
     end: float
 
 
+class Counter(Protocol):
+    """What adds up the time that the stages of one iterator spend."""
+
+    def tally(self) -> dict[str, float]:
+        """Seconds by stage, to which the calling thread, and no other, adds."""
+        ...
+
+
 _listeners: list[list[Span]] = []
+# Of each thread: its counter, and its tally there.
+_counting: ContextVar[tuple[Counter, dict[str, float]] | None] = ContextVar(
+    "grain_shard_counting", default=None
+)
+
+
+def counter() -> Counter | None:
+    """What counts the spans of the calling thread."""
+    counting = _counting.get()
+    return None if counting is None else counting[0]
 
 
 @contextmanager
-def span(stage: str) -> Iterator[None]:
-    """Marks the work of a stage. What runs in a worker process is recorded there, for nobody."""
-    with jax.profiler.TraceAnnotation(f"grain_shard.{stage}"):
-        start = time.perf_counter()
+def counted_by(counter: Counter | None) -> Iterator[None]:
+    """Has a counter count the spans of the calling thread.
+
+    So it does with the spans of the background threads of stages that are made meanwhile.
+    """
+    token = _counting.set(None if counter is None else (counter, counter.tally()))
+    try:
         yield
+    finally:
+        _counting.reset(token)
+
+
+class span:  # used as a function; written as a generator it would take half as long again
+    """Marks the work of a stage. What runs in a worker process is recorded there, for nobody.
+
+    Args:
+        stage: Which.
+        part: Which part of its work this is, if that is counted by itself, too.
+    """
+
+    __slots__ = ("_annotation", "_part", "_stage", "_start")
+
+    def __init__(self, stage: str, *, part: str | None = None):
+        self._stage, self._part = stage, part
+
+    def __enter__(self) -> None:
+        self._annotation = jax.profiler.TraceAnnotation(f"grain_shard.{self._stage}")
+        self._annotation.__enter__()
+        self._start = time.perf_counter()
+
+    def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
+        start, end = self._start, time.perf_counter()
+        self._annotation.__exit__(error, *exc_info)
+        if error is not None:
+            return
+        if (counting := _counting.get()) is not None:
+            tally = counting[1]
+            tally[self._stage] = tally.get(self._stage, 0.0) + end - start
+            if self._part is not None:
+                tally[self._part] = tally.get(self._part, 0.0) + end - start
         if _listeners:
-            end = time.perf_counter()
-            done = Span(stage, threading.current_thread().name, start, end)
+            done = Span(self._stage, threading.current_thread().name, start, end)
             for listener in _listeners:
                 listener.append(done)
 

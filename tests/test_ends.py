@@ -19,6 +19,7 @@ from grain_shard.hosts.minimum import LARGEST, Minimum, Question
 from grain_shard.iteration.iterator import _Place
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.sharding.reshard import Resharder
+from grain_shard.stats.meter import Meter
 from tests.conftest import eventually
 
 # What follows from the votes: remainder, whether all hosts have the same rows, each host's vote,
@@ -163,6 +164,19 @@ class TestRounds:
         return self.meeting.said
 
 
+class Came:
+    """An event: that all hosts have posted something."""
+
+    def __init__(self, meeting, name):
+        self.meeting, self.name = meeting, name
+
+    def is_set(self):
+        return self.meeting.has_all(self.name)
+
+    def wait(self, wait_s):
+        return bool(self.meeting.all_of(self.name))
+
+
 class TestMinimum:
     """`Minimum` by such a meeting; as on devices that do not block, a question begins at once."""
 
@@ -180,7 +194,7 @@ class TestMinimum:
         self.asked += 1
         self.rounds.meeting.post(name, self.rounds.host, question.numbers)
         question.begun.set()
-        question.answered.wait = lambda wait_s: bool(self.rounds.meeting.all_of(name))
+        question.answered = Came(self.rounds.meeting, name)
         question.name = name
         return question
 
@@ -233,8 +247,6 @@ def agreed(source, host=0, meeting=None, *, buffer_size=2, remainder="pad", **op
         [rounds],
         remainder=remainder,
         same_rows=False,
-        position=0,
-        past_end=lambda position: position + 1,
         **{"padding": lambda: "padding", **options},
     )
 
@@ -243,8 +255,8 @@ def handed_out(batches):
     """What comes of them until the end, or until an error, which is the last."""
     result = []
     try:
-        for batch, position in batches:
-            result.append((batch, position))
+        for batch in batches:
+            result.append(batch)
     except Exception as error:
         result.append(error)
     batches.close()
@@ -257,7 +269,7 @@ def of_hosts(lengths, *, failing=(), remainder="pad", buffer_sizes=None):
     iterators = [
         agreed(
             Host(
-                *((f"batch {k}", k + 1) for k in range(length)),
+                *(f"batch {k}" for k in range(length)),
                 error=FAILED if host in failing else StopIteration,
             ),
             host,
@@ -282,9 +294,8 @@ def test_all_hosts_hand_out_as_many_batches_whatever_their_buffers(hosts, remain
     for length, result in zip(
         lengths, of_hosts(lengths, remainder=remainder, buffer_sizes=buffer_sizes), strict=True
     ):
-        own = [(f"batch {k}", k + 1) for k in range(min(length, expected))]
-        padding = [("padding", k + 1) for k in range(length, expected)]
-        assert result == own + padding
+        own = [f"batch {k}" for k in range(min(length, expected))]
+        assert result == own + ["padding"] * (expected - len(own))
 
 
 @settings(deadline=None, max_examples=30)
@@ -312,7 +323,7 @@ def test_few_questions_are_asked_where_the_buffers_are_full(monkeypatch):
     asked = []
     ask = TestMinimum.ask
     monkeypatch.setattr(TestMinimum, "ask", lambda *args: (asked.append(args), ask(*args))[1])
-    source = Host(*((f"batch {k}", k + 1) for k in range(60)))
+    source = Host(*(f"batch {k}" for k in range(60)))
     batches = agreed(source, buffer_size=8)
     for _ in range(48):
         next(batches)
@@ -323,8 +334,8 @@ def test_few_questions_are_asked_where_the_buffers_are_full(monkeypatch):
 
 
 def test_the_next_call_raises_the_same_error_again():
-    batches = agreed(Host(("a", 1), error=FAILED))
-    assert next(batches) == ("a", 1)
+    batches = agreed(Host("a", error=FAILED))
+    assert next(batches) == "a"
     for _ in range(2):
         with pytest.raises(ValueError, match="a bad record"):
             next(batches)
@@ -352,10 +363,14 @@ def test_a_scalar_stays_what_it_is_in_padding():
     class Padded:
         padding = PadRows()
 
+        def past_end(self, position):
+            return position + 1
+
     rows = {"x": np.ones(4), "valid_mask": np.ones(4, bool), "temperature": np.float32(0.7)}
-    place = _Place(lambda batch: batch, keeps_last=True)
-    place((rows, 1))
-    padding = place.padding(Padded())
+    place = _Place(lambda batch: batch, Meter(mask_key="valid_mask"), 0, keeps_last=True)
+    assert place((rows, 1)).size.records == 4
+    padding, position, size = place.padding(Padded())
+    assert (position, size.records) == (2, 0)
     assert not padding["x"].any()
     assert not padding["valid_mask"].any()
     assert padding["temperature"] == np.float32(0.7)
@@ -382,7 +397,7 @@ def test_the_devices_find_the_least_whatever_mesh_and_width_the_loop_has(numbers
 @pytest.mark.parametrize(("taken", "said"), [(1, {0: "has closed its iterator"}), (3, {})])
 def test_a_host_that_closes_before_the_end_says_so(taken, said):
     meeting = Meeting(1)
-    batches = agreed(Host(("a", 1), ("b", 2)), 0, meeting)
+    batches = agreed(Host("a", "b"), 0, meeting)
     for _ in range(taken):
         next(batches, None)
     batches.close()
@@ -391,7 +406,7 @@ def test_a_host_that_closes_before_the_end_says_so(taken, said):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_to_close_it_stops_and_closes_the_stream_below_once(begun):
-    host = Host(*((f"batch {k}", k) for k in range(20)))  # more than fit the buffers
+    host = Host(*(f"batch {k}" for k in range(20)))  # more than fit the buffers
     batches = agreed(host)
     if begun:
         next(batches)

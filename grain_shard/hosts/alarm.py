@@ -35,8 +35,9 @@ from grain_shard.hosts.rounds import exists_already, is_timeout, runtime_client
 
 _MESSAGE = "grain_shard/messages/{}/{}"  # the host that it is for, and its number
 _HEARD = "grain_shard/heard/{}/{}"  # the series that has failed, and a host that knows
-# The store answers a thread that listens as soon as there is something; this often it asks anew.
-_LISTEN_MS = 60_000
+# The store answers a thread that listens as soon as there is something. This often, in seconds, it
+# asks anew, and does whatever else a thread of this process does in the runtime.
+TURN_S = 10.0
 # How long the training loop may stand still once another host has failed, and how often to look.
 _STILL_S, _LOOK_S = 10.0, 0.5
 # How long the first process stays until the others have heard, and how often it looks. The store is
@@ -64,7 +65,7 @@ class Alarm:
         # Gets something when the loop knows, or has no use for the iterator any more. No Event,
         # since the garbage collector may close an iterator in any thread at any place.
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._listener = _listener_of(runtime_client())
+        self._listener = listener_of(runtime_client())
         self._listener.alarms[series] = self
 
     def sound(self, error: BaseException) -> None:
@@ -141,8 +142,11 @@ class Alarm:
             _end()
 
 
-class _Listener:
+class Listener:
     """Hears of the failures of all iterators of this process, in one thread.
+
+    It is the only thread of this package that is inside the runtime while nobody waits for it, and
+    so it does what else is to be done there now and then.
 
     Every host has numbered messages of its own in the store. So it can write one to itself, too, by
     which its thread ends. The interpreter's exit must not find that thread in the runtime: with
@@ -151,11 +155,14 @@ class _Listener:
     Attributes:
         alarms: Whom to tell, by the names of the series.
         asked: How often an iterator of this process was asked for a batch.
+        client: Of the runtime.
+        take_turn: Called by the thread, every `TURN_S`.
     """
 
     def __init__(self, client: Any):
-        self._client, self.asked = client, 0
+        self.client, self.asked = client, 0
         self.alarms: dict[str, Alarm] = {}
+        self.take_turn: Callable[[], None] = _nothing
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
         self._thread.start()
         # Hooks run last in, first out: before that of JAX, which waits for all hosts.
@@ -175,7 +182,7 @@ class _Listener:
     def _write(self, host: int, message: Any) -> None:
         for number in itertools.count():
             try:
-                self._client.key_value_set(_MESSAGE.format(host, number), json.dumps(message))
+                self.client.key_value_set(_MESSAGE.format(host, number), json.dumps(message))
             except jax.errors.JaxRuntimeError as error:
                 if not exists_already(error):
                     raise
@@ -190,7 +197,7 @@ class _Listener:
             series = message["series"]
             heard = _HEARD.format(series, jax.process_index())
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._client.key_value_set(heard, "", allow_overwrite=True)
+                self.client.key_value_set(heard, "", allow_overwrite=True)
             if (alarm := self.alarms.pop(series, None)) is not None:
                 try:
                     alarm.hear(message["host"], message["text"])
@@ -202,10 +209,17 @@ class _Listener:
         key = _MESSAGE.format(jax.process_index(), number)
         while True:
             try:
-                return json.loads(self._client.blocking_key_value_get(key, _LISTEN_MS))
+                return json.loads(self.client.blocking_key_value_get(key, int(TURN_S * 1e3)))
             except jax.errors.JaxRuntimeError as error:
                 if not is_timeout(error):
                     return None  # the runtime has ended
+            try:
+                self.take_turn()
+            except jax.errors.JaxRuntimeError:
+                pass  # the next wait says whether the runtime has ended
+            except Exception:
+                self.take_turn = _nothing
+                logging.exception("grain_shard: failures of other hosts are still listened for")
 
     def _at_exit(self) -> None:
         for error in _chain(getattr(sys, "last_value", None)):  # what nobody has handled
@@ -230,15 +244,20 @@ class _Listener:
         until = time.monotonic() + _HEARD_S
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             while time.monotonic() < until:
-                heard = self._client.key_value_dir_get(_HEARD.format(series, ""))
+                heard = self.client.key_value_dir_get(_HEARD.format(series, ""))
                 if len(heard) >= len(hosts) - 1:
                     return
                 time.sleep(_LOOK_AGAIN_S)
 
 
 @functools.lru_cache(maxsize=1)  # the runtime may be shut down and begun anew
-def _listener_of(client: Any) -> _Listener:
-    return _Listener(client)
+def listener_of(client: Any) -> Listener:
+    """The listener of this process, which begins with the first call."""
+    return Listener(client)
+
+
+def _nothing() -> None:
+    """What there is to be done in a turn if nobody has asked for anything."""
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

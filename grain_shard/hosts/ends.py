@@ -15,9 +15,10 @@ a round over the key-value store (`decide`).
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from absl import logging
 
@@ -27,7 +28,9 @@ from grain_shard.hosts.absences import Absences
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.minimum import LARGEST, Minimum, Question
 from grain_shard.hosts.rounds import Rounds
-from grain_shard.trees import Batch
+from grain_shard.spans import AGREE, counted_by, counter, span
+
+T = TypeVar("T")
 
 # So many batches after a question was asked, its answer is read. Until then the devices have done
 # the steps before it, with which they were busy when it was asked. More than that would be of no
@@ -165,13 +168,13 @@ def follow(ends_with_first: bool, handed_out: int, least: Vote) -> int | None:
     return None
 
 
-class AgreedEnd(Producer[tuple[Batch, Any]]):
+class AgreedEnd(Producer[T]):
     """Hands out global batches until the end that all hosts have agreed on.
 
     To be asked by the thread of the training loop, as it asks the devices.
 
     Args:
-        placed: (batch, position) of this host's batches, on the devices.
+        placed: This host's batches, on the devices.
         read: The same before they are put there; what `placed` takes them from.
         rounds: The series of rounds in which the hosts talk.
         devices: Of all hosts, by which they vote.
@@ -179,14 +182,12 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         same_rows: As for `decide`.
         first_digest: The digest of this host's first whole batch, once it has been read; "" where
             hosts have different batches.
-        position: Where this host's stream starts.
-        past_end: From a position to that after one more batch of padding.
         padding: Makes another batch of padding, on the devices.
     """
 
     def __init__(
         self,
-        placed: TaskStage[tuple[Batch, Any]],
+        placed: TaskStage[T],
         read: TaskStage[Any],
         rounds: Rounds,
         devices: Sequence[Any],
@@ -194,9 +195,7 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         remainder: str,
         same_rows: bool,
         first_digest: Callable[[], str] = lambda: "",
-        position: Any,
-        past_end: Callable[[Any], Any],
-        padding: Callable[[], Batch],
+        padding: Callable[[], T],
     ):
         self._placed, self._read, self._rounds = placed, read, rounds
         self._absences = Absences(rounds)
@@ -206,7 +205,8 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         self._pads = remainder == "pad" and not same_rows
         self._ends_with_first = remainder == "drop" and not same_rows
         self._timeout_s, self._first_digest = rounds.timeout_s, first_digest
-        self._past_end, self._padding, self._position = past_end, padding, position
+        self._padding = padding
+        self._counter = counter()
         self._in_words = 0  # votes
         self._asked: Question | None = None
         self._read_at = 0  # when as many batches were handed out, the answer is read
@@ -219,26 +219,26 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
         self._placed.start()
         self._minimum.start()
 
-    def __next__(self) -> tuple[Batch, Any]:
+    def __next__(self) -> T:
         if self._failure is not None:
             raise self._failure
         try:
             if self._ended or not self._agree():
                 self._ended = True
                 raise StopIteration
-            batch, self._position = self._take()
+            batch = self._take()
         except Exception as error:
             self._absences.is_over = True  # all hosts have ended, or learn it otherwise
             if not isinstance(error, StopIteration):
                 self._failure = error
             raise
         self._handed_out += 1
-        return batch, self._position
+        return batch
 
-    def _take(self) -> tuple[Batch, Any]:
+    def _take(self) -> T:
         known = self._known()
         if known.results <= self._handed_out and isinstance(known.end, StopIteration):
-            return self._padding(), self._past_end(self._position)
+            return self._padding()
         return next(self._placed)
 
     def _agree(self) -> bool:
@@ -285,18 +285,18 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
                 known = self._placed.known()
             return known.results > self._handed_out or known.end is not None
 
-        return self._wait(has_come, waits_for_own=True)
+        return has_come(0.0) or self._wait(has_come, waits_for_own=True)
 
     def _ask(self) -> bool:
         """Asks all hosts; False if this one was stopped before that has begun."""
         vote = Vote.of(self._known(), self._pads)
         self._asked, self._read_at = self._minimum.ask(vote), self._handed_out + _READ_AFTER
-        return self._wait(self._asked.begun.wait)
+        return self._wait_for_others(self._asked.begun)
 
     def _answer(self) -> Vote | None:
         """What all hosts have said; None if this one was stopped."""
         asked, self._asked = self._asked, None
-        if asked is None or not self._wait(asked.answered.wait):
+        if asked is None or not self._wait_for_others(asked.answered):
             return None
         return Vote(*self._minimum.least(asked))
 
@@ -311,10 +311,18 @@ class AgreedEnd(Producer[tuple[Batch, Any]]):
             next(self._placed)
         digest = "" if self._handed_out else self._first_digest()
         self._rounds.post(name, [max(0, ready), digest])
-        verdict = self._rounds.verdict(name, self._decide, stopped=lambda: self._stopped)
+        with counted_by(self._counter), span(AGREE):
+            verdict = self._rounds.verdict(name, self._decide, stopped=lambda: self._stopped)
         return 0 if verdict is None else verdict
 
-    def _wait(self, has_come: Callable[[float], bool], *, waits_for_own: bool = False) -> bool:
+    def _wait_for_others(self, has_come: threading.Event) -> bool:
+        """Waits for what needs all hosts; False if this one was stopped."""
+        if has_come.is_set():
+            return True
+        with counted_by(self._counter), span(AGREE):
+            return self._wait(has_come.wait, waits_for_own=False)
+
+    def _wait(self, has_come: Callable[[float], bool], *, waits_for_own: bool) -> bool:
         """Waits for something; False if this host was stopped.
 
         Args:

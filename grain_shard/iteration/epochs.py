@@ -7,6 +7,7 @@ from typing import Any
 
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.random_access import RandomAccess
+from grain_shard.stats.figures import Stats
 from grain_shard.trees import Batch
 
 
@@ -107,6 +108,10 @@ class Epochs(Iterator["EpochBatches"]):
         done = await self._iterator.load(directory)
         self._leave()
         return done
+
+    def stats(self) -> Stats:
+        """What it has done in all epochs so far; see `ShardedIterator.stats`."""
+        return self._iterator.stats()
 
     def close(self) -> None:
         """Stops the background threads and waits for them; a second call does nothing."""

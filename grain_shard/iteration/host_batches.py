@@ -19,6 +19,7 @@ from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.pad_rows import PadRows
+from grain_shard.stats.counts import ReadCounts
 from grain_shard.trees import Batch
 
 Position = Any
@@ -34,15 +35,14 @@ class Opened(NamedTuple):
         batches: (batch, position after it), made in the background.
         first_digest: Of the first whole batch once that was read, where every host reads the same
             whole batches; "" elsewhere.
-        threads: How many threads read side by side now, and why, in words, and how many reads were
-            asked for again; "" where that is not found while it runs.
+        reads: What is known of the reads: how many go side by side, how many were asked for again.
         faults: What was counted of reads that failed.
     """
 
     position: Position
     batches: TaskStage[tuple[Batch, Position]]
     first_digest: Callable[[], str] = str
-    threads: Callable[[], str] = str
+    reads: Callable[[], ReadCounts] = ReadCounts
     faults: Callable[[], FaultCounts] = FaultCounts
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import grain
 
@@ -30,12 +30,17 @@ from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds, agree, meet
 from grain_shard.hosts.series import Series
+from grain_shard.hosts.slowest import SlowestOf
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
-from grain_shard.iteration.host_batches import HostBatches, Position
+from grain_shard.iteration.host_batches import HostBatches, Opened, Position
 from grain_shard.iteration.second_pass import SecondPass
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.sharding.reshard import Resharder
-from grain_shard.spans import PLACE, span
+from grain_shard.spans import PLACE, counted_by, span
+from grain_shard.stats.counts import ReadCounts, Size
+from grain_shard.stats.figures import Stats
+from grain_shard.stats.meter import Meter
+from grain_shard.stats.prometheus import export
 from grain_shard.trees import Batch
 
 _SAVES = itertools.count()  # every host saves as often
@@ -62,6 +67,14 @@ class AcrossHosts:
     fields: Mapping[str, Any]
     shards: Sequence[int]
     remainder: str
+
+
+class Placed(NamedTuple):
+    """A batch on the devices, the position after it, and the size of this host's part of it."""
+
+    batch: Batch
+    position: Position
+    size: Size
 
 
 class Placer(Protocol):
@@ -121,25 +134,30 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self.dataset = dataset
         self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard, self._across = device_buffer_size, reshard, across
-        self._enter_context = jax_context()  # all its life that of the thread that made it
         self._second_pass = second_pass
-        self._open(None)
+        self._meter = Meter(mask_key=host.padding.mask_key)
+        with counted_by(self._meter):
+            self._enter_context = jax_context()  # all its life that of the thread that made it
+            self._open(None)
         self._beginning = self._position
 
     def _open(self, position: Position | None) -> None:
-        across = self._across
+        across, meter = self._across, self._meter
         opened = self._host.open(position)
-        self._position, batches, first_digest, self._threads, self._faults = opened
+        self._position, batches = opened.position, opened.batches
+        self._reads, self._faults = _read_counts(opened), opened.faults
+        meter.opens(self._reads)
         self._begun = self._compared = False
         self._failure = None
         self._alarm: Alarm | None = None
+        self._slowest: SlowestOf | None = None
         self._rounds = Rounds(across.hosts, across.timeout_s, across.series) if across else None
         # The threads must refer to this and not to self, which could never be collected then.
-        place = _Place(self._placer, keeps_last=self._host.ends_by_vote)
+        place = _Place(self._placer, meter, self._position, keeps_last=self._host.ends_by_vote)
         placed = Background(
             place, batches, buffer_size=self._device_buffer_size, name="grain-shard-device"
         )
-        self._stage: Background[Any, tuple[Batch, Position]] | AgreedEnd = placed
+        self._stage: Background[Any, Placed] | AgreedEnd[Placed] = placed
         if across and self._rounds and self._host.ends_by_vote:
             host = self._host
             self._stage = AgreedEnd(
@@ -149,9 +167,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 across.devices,
                 remainder=across.remainder,
                 same_rows=host.rows == GLOBAL,
-                first_digest=first_digest,
-                position=self._position,
-                past_end=host.past_end,
+                first_digest=opened.first_digest,
                 padding=lambda: place.padding(host),
             )
 
@@ -165,18 +181,20 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if first and self._second_pass is not None and self._position == self._beginning:
             self._second_pass.begins()
         self.start_prefetch()
-        try:
-            batch, position = next(self._stage)
-        except ShardingError as error:
-            # What stands before placement knows no mesh, and may run where there is none.
-            self._tell(first, error)
-            raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
-        except BaseException as error:
-            self._tell(first, error)
-            if isinstance(error, StopIteration):
-                self._at_end()
-            raise
+        with self._meter:
+            try:
+                batch, position, size = next(self._stage)
+            except ShardingError as error:
+                # What stands before placement knows no mesh, and may run where there is none.
+                self._tell(first, error)
+                raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
+            except BaseException as error:
+                self._tell(first, error)
+                if isinstance(error, StopIteration):
+                    self._at_end()
+                raise
         self._tell(first, None)
+        self._meter.handed_out(size)
         self._position = position
         return batch if self._reshard is None else self._reshard(batch)
 
@@ -338,7 +356,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Also how many reads came late and were asked for again, if any were. Empty where that is not
         found while it runs: of streams, feeds and worker processes.
         """
-        return self._threads()
+        return str(self._reads())
+
+    def stats(self) -> Stats:
+        """What it has done so far, and what the training loop has waited for; at any time."""
+        slowest = None if self._slowest is None else self._slowest.found
+        return Stats.of(self._meter.total(), self._meter.recent(), slowest)
 
     @property
     def faults(self) -> FaultCounts:
@@ -354,9 +377,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._require_open()
         if not self._begun:
             self._begun = True
+            meter = self._meter
             if self._rounds is not None:
                 self._rounds.begin(self._host.kind)
-                self._alarm = Alarm(self._rounds.name, self._rounds.hosts, self._stage.stop)
+                name, hosts = self._rounds.name, self._rounds.hosts
+                self._alarm = Alarm(name, hosts, self._stage.stop)
+                self._slowest = SlowestOf(name, hosts, meter.waits_of_late)
+            export(self if self.dataset is None else self.dataset, meter, self._slowest)
             self._stage.start()
 
     def close(self) -> None:
@@ -370,11 +397,17 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if not self._is_closed:
             self._is_closed = True
             self._close_stage()
+            self._meter.ends()
 
     def _close_stage(self) -> None:
-        if self._alarm is not None:
-            self._alarm.close()
+        self._unlisten()
         self._stage.close()
+
+    def _unlisten(self) -> None:
+        """What other hosts say does not concern it any more."""
+        for listening in (self._alarm, self._slowest):
+            if listening is not None:
+                listening.close()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -401,8 +434,19 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __del__(self):
         if (stage := getattr(self, "_stage", None)) is not None:
             stage.stop()  # without waiting: the garbage collector runs anywhere
-            if self._alarm is not None:
-                self._alarm.close()
+            self._unlisten()
+            self._meter.ends()
+
+
+def _read_counts(opened: Opened) -> Callable[[], ReadCounts]:
+    """What is known of the reads, with those that failed; it refers to nothing of the reads."""
+    reads, faults = opened.reads, opened.faults
+
+    def counts() -> ReadCounts:
+        failed = faults()
+        return replace(reads(), retries=failed.retries, bad_records=failed.bad_records)
+
+    return counts
 
 
 class _Place:
@@ -410,21 +454,24 @@ class _Place:
 
     Args:
         placer: Does it.
+        meter: Counts them.
+        position: Before the first one.
         keeps_last: Whether the last batch is kept on the host, as padding has to look like it.
     """
 
-    def __init__(self, placer: Placer, keeps_last: bool):
-        self._placer, self._keeps_last = placer, keeps_last
+    def __init__(self, placer: Placer, meter: Meter, position: Position, *, keeps_last: bool):
+        self._placer, self._meter, self._position = placer, meter, position
+        self._keeps_last = keeps_last
         self._last: Batch | None = None
 
-    def __call__(self, item: tuple[Batch, Position]) -> tuple[Batch, Position]:
-        batch, position = item
+    def __call__(self, item: tuple[Batch, Position]) -> Placed:
+        batch, self._position = item
         if self._keeps_last:
             self._last = batch
         with span(PLACE):
-            return self._placer(batch), position
+            return Placed(self._placer(batch), self._position, self._meter.placed(batch))
 
-    def padding(self, host: HostBatches) -> Batch:
-        """A batch of padding on the devices, that looks like those of this host."""
-        batch = host.first() if self._last is None else self._last
-        return self._placer(host.padding.like(batch))
+    def padding(self, host: HostBatches) -> Placed:
+        """After the last batch: one of padding, that looks like those of this host."""
+        like = host.first() if self._last is None else self._last
+        return self((host.padding.like(like), host.past_end(self._position)))

@@ -25,8 +25,10 @@ from grain_shard.reading.fingerprint import (
     Fingerprint,
     check_fingerprint,
 )
+from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.reads import Reads
 from grain_shard.reading.row_dataset import BatchMapDataset
+from grain_shard.stats.counts import ReadCounts
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import WorkerProcesses
 
@@ -46,6 +48,7 @@ class RandomAccess(HostBatches):
         fields_before: The fields of the fingerprint that are others in a state of a run that has
             come so far, since what follows may still change.
         passes: How often the dataset is gone through.
+        padding: What the rows of padding in its batches hold.
     """
 
     kind = RANDOM_ACCESS
@@ -63,11 +66,12 @@ class RandomAccess(HostBatches):
         fault_rules: FaultRules,
         fields_before: Callable[[Progress], Fingerprint] = lambda progress: {},
         passes: int = 1,
+        padding: PadRows = PadRows(),  # noqa: B008 (it is frozen)
     ):
         self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
         self._fields_before, self._passes = fields_before, passes
         self._num_threads, self._num_workers = num_threads, num_workers
-        self._reread_slow, self._fault_rules = reread_slow, fault_rules
+        self._reread_slow, self._fault_rules, self.padding = reread_slow, fault_rules, padding
         self.host_batch_sizes = ds.host_batch_sizes
         self.compared = {**fingerprint, "epochs": ds.num_epochs}
         if ds.counts_records:
@@ -153,12 +157,12 @@ class RandomAccess(HostBatches):
             faults=faults,
         )
         batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=THREAD)
-        return Opened(
-            start,
-            batches,
-            threads=lambda: f"{pace}{reads.lateness}",
-            faults=faults.counts,
-        )
+        late = reads.lateness
+
+        def counts() -> ReadCounts:  # refers to nothing of the reads themselves
+            return ReadCounts(pace.threads, pace.count.why, late.answered, late.asked_again)
+
+        return Opened(start, batches, reads=counts, faults=faults.counts)
 
     def _from_workers(
         self, ds: BatchMapDataset, start: int, faults: Faults

@@ -67,8 +67,3 @@ class Lateness:
         """A read is asked for again."""
         self._allowance -= 1
         self.asked_again += 1
-
-    def __str__(self) -> str:
-        if not self.asked_again:
-            return ""
-        return f"; {self.asked_again:,} of {self.answered:,} reads were late and asked for again"

@@ -20,6 +20,7 @@ from grain_shard.grain_inside.routes import NEVER
 from grain_shard.reading.cuts import Cuts, Progress
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.fingerprint import Fingerprint
+from grain_shard.reading.pad_rows import PadRows
 from grain_shard.trees import Batch
 
 
@@ -76,9 +77,11 @@ class RowReader(ABC):
 
     Attributes:
         reads_whole_batches: Whether reading one row evaluates all rows of the batch.
+        padding: What the rows of padding in its batches hold.
     """
 
     reads_whole_batches: bool = False
+    padding: PadRows = PadRows(mask_key=None)
 
     @property
     def reads_many(self) -> bool:

@@ -28,7 +28,7 @@ from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, fingerprint
 from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.stack import RowStacker, Stack
-from grain_shard.spans import BATCH, READ, span
+from grain_shard.spans import BATCH, MAP, READ, span
 from grain_shard.trees import Batch, FlatBatch
 
 
@@ -231,7 +231,8 @@ class _RecordBatch(MadeBatch):
             stop = min(len(elements), first + self._like.rows_at_a_time)
             at, way = start + first, self._way.part(start + first, start + stop)
             some = elements[first:stop]
-            with span(READ):
+            # What only sources were asked for, the user's functions have not seen before.
+            with span(READ, part=MAP if way.only_asks_sources else None):
                 rows = self.named(
                     lambda way=way, some=some: way.finish(some, until, self.faults),
                     at,

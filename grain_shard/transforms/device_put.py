@@ -120,6 +120,7 @@ class DevicePut(Stage):
             reread_slow=self.reread_slow,
             fault_rules=rules,
             fields_before=ds.reader.fields_before,
+            padding=ds.reader.padding,
         )
         same_order = ds.num_epochs == 1 and nodes.is_shuffled(ds)
         return self._sharded(ds, host, same_order=same_order, reads_other_rows=ds.reads_other_rows)

@@ -153,7 +153,7 @@ class _PaddedRows(RowReader):
     """A reader whose batches are all full."""
 
     def __init__(self, inner: RowReader, pad: PadToDivisible):
-        self._inner, self._pad = inner, pad
+        self._inner, self._pad, self.padding = inner, pad, pad.padding
         self.reads_whole_batches = inner.reads_whole_batches
 
     @property

@@ -1,0 +1,1 @@
+"""What an iterator says of itself while it runs."""

@@ -1,0 +1,527 @@
+"""`stats()`: figures that follow from what happened, by a clock that the test turns."""
+
+import gc
+import json
+import weakref
+
+import grain
+import jax
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+import grain_shard
+from grain_shard.hosts import slowest as slowest_module
+from grain_shard.hosts.slowest import SlowestHost, SlowestOf, Waits, slowest
+from grain_shard.iteration import iterator as iterator_module
+from grain_shard.spans import MAP, READ, counted_by, span
+from grain_shard.stats import meter as meter_module
+from grain_shard.stats.counts import Counts, ReadCounts, Size
+from grain_shard.stats.figures import Figures, Stats, waits
+from grain_shard.stats.meter import Meter
+from grain_shard.stats.prometheus import Exporter
+from tests.conftest import data_mesh, ids, numbered
+
+
+class Clock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def meter(clock):
+    return Meter(clock=clock)
+
+
+NOTHING = Size(0, 0)
+
+
+def take(meter, clock, *, wait_s=0.0, step_s=0.0, size=NOTHING, stages=()):
+    """A batch for which the loop waits, and its step."""
+    tally = meter.tally()
+    for stage, seconds in stages:
+        tally[stage] = tally.get(stage, 0.0) + seconds
+    with meter:
+        clock.now += wait_s
+    meter.placed({"x": np.zeros((2, 3), np.float32)})
+    meter.handed_out(size)
+    clock.now += step_s
+
+
+# What the loop waits for.
+
+
+def test_shares_and_times_follow_from_the_clock(meter, clock):
+    for _ in range(10):
+        take(meter, clock, wait_s=1.0, step_s=3.0, size=Size(8, 100))
+    total = Figures.of(meter.total())
+    # Until the tenth batch was handed out: its step is not over.
+    assert (total.seconds, total.batches, total.records, total.bytes) == (37.0, 10, 80, 1000)
+    assert (total.wait_share, total.wait_s, total.step_s) == (10 / 37, 1.0, 2.7)
+    assert (total.records_per_s, total.bytes_per_s) == (80 / 37, 1000 / 37)
+
+
+def test_a_wait_that_goes_on_counts(meter, clock):
+    take(meter, clock, wait_s=1.0, step_s=4.0)
+    with meter:
+        clock.now += 5.0
+        assert (meter.total().seconds, meter.total().wait_s) == (10.0, 6.0)
+
+
+def test_before_the_first_batch_there_is_nothing(meter):
+    figures = Figures.of(meter.total())
+    assert (figures.seconds, figures.batches, figures.wait_share, figures.wait_s) == (0, 0, 0, 0)
+    assert figures.read_s is figures.place_s is figures.busiest is None
+    assert "not seen" in str(figures)
+
+
+def test_of_late_is_without_the_first_batch_and_what_was_long_ago(meter, clock):
+    take(meter, clock, wait_s=60.0)
+    take(meter, clock, wait_s=1.0, step_s=1.0)
+    assert Figures.of(meter.recent()).wait_share == 1.0
+    assert (meter.recent().seconds, meter.recent().batches) == (1.0, 1)
+    for wait_s in [1.0] * 100 + [0.0] * 100:
+        take(meter, clock, wait_s=wait_s, step_s=1.0)
+    recent = meter.recent()
+    assert meter_module.RECENT_S <= recent.seconds <= meter_module.RECENT_S + 6.0
+    assert recent.wait_s == 0.0
+    assert meter.total().wait_s == 161.0
+    assert len(meter._kept) < 10
+
+
+# Stages.
+
+STAGES = [
+    # Seconds of each stage, of one thread, in a loop of ten seconds; which is the busiest.
+    ([], None),
+    ([("place", 4.0)], None),  # makers are not seen, as in worker processes, and this is not it
+    ([("place", 6.0)], "place"),
+    ([("read", 5.0), ("batch", 1.0), ("place", 4.0)], "read"),
+    ([("read", 1.0), ("batch", 1.5), ("pad", 0.5), ("place", 2.0)], "batch"),
+    ([("read", 1.0), ("place", 2.0)], "place"),
+    ([("agree", 9.0), ("read", 1.0)], "read"),  # which is no work of this host's
+]
+
+
+@pytest.mark.parametrize(("stages", "busiest"), STAGES)
+def test_the_busiest_stage(meter, clock, stages, busiest):
+    take(meter, clock, wait_s=10.0, stages=stages)
+    assert Figures.of(meter.total()).busiest == busiest
+
+
+def test_seconds_of_a_stage_are_those_a_batch_of_all_threads(meter, clock):
+    for _ in range(4):
+        take(meter, clock, wait_s=1.0, stages=[("read", 3.0), ("read", 1.0), ("place", 0.5)])
+    figures = Figures.of(meter.total())
+    assert (figures.read_s, figures.place_s, figures.batch_s, figures.map_s) == (4, 0.5, None, None)
+
+
+def test_a_span_counts_for_the_iterator_of_its_thread_alone(meter, clock):
+    with span(READ):
+        pass
+    with counted_by(meter):
+        with span(READ, part=MAP):
+            pass
+        with pytest.raises(OSError, match="gone"), span(READ):
+            raise OSError("gone")
+    with span(READ):
+        pass
+    assert {stage for _, stage in meter.total().stages_s} == {"read", "map"}
+    assert meter.total().stage_s("read") == meter.total().stage_s("map")
+
+
+def test_a_stage_that_rests_is_seen_all_the_same(meter, clock):
+    take(meter, clock, wait_s=1.0, stages=[("read", 1.0), ("place", 1.0)])
+    take(meter, clock, wait_s=1.0, stages=[("place", 0.75)])
+    recent = Figures.of(meter.recent())
+    assert (recent.read_s, recent.place_s, recent.batch_s) == (0.0, 0.75, None)
+    assert recent.busiest == "place"
+
+
+# What is known of the reads.
+
+
+def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(meter):
+    meter.opens(lambda: ReadCounts(4, "reads wait", 100, 7, 2, 1))
+    assert meter.total().reads == ReadCounts(4, "reads wait", 100, 7, 2, 1)
+    meter.opens(lambda: ReadCounts(2, "as asked for", 10, 1, 0, 1))
+    assert meter.total().reads == ReadCounts(2, "as asked for", 110, 8, 2, 2)
+    figures = Figures.of(meter.total())
+    assert (figures.rereads, figures.retries, figures.bad_records) == (8, 2, 2)
+    text = "8 late reads asked for again, 2 reads tried again, 2 records masked as bad"
+    assert text in str(figures)
+
+
+# Pipelines.
+
+
+def of_kind(kind, records, mesh):
+    """The same records in batches of 8, as each kind of pipeline has them."""
+    if kind == "random access":
+        return records.batch(8).shard_to(mesh)
+    if kind == "batch map":
+        return records.batch(8).map(lambda batch: batch).shard_to(mesh)
+    if kind == "workers":
+        return records.batch(8).shard_to(mesh, num_workers=1)
+    if kind == "stream":
+        return records.to_iter_dataset().batch(8).shard_to(mesh)
+    assert kind == "feeds"
+
+    def make_feed(feed):
+        return records[feed.shard_index :: feed.shard_count].to_iter_dataset()
+
+    return grain_shard.feeds(make_feed, num_feeds=2).batch(8).shard_to(mesh)
+
+
+SEEN = {
+    "random access": {"read", "map", "batch", "pad", "place"},
+    "batch map": {"read", "batch", "pad", "place"},
+    "stream": {"read", "pad", "place"},
+    "feeds": {"read", "batch", "place"},
+    "workers": {"place"},
+}
+
+
+def load(i):
+    return {"id": np.int32(i), "x": np.zeros(3, np.float32)}
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k != "workers" else pytest.param(k, marks=pytest.mark.slow) for k in SEEN]
+)
+def test_what_each_kind_of_pipeline_tells(mesh, kind):
+    records = grain.MapDataset.source(list(range(20))).map(load)
+    with iter(of_kind(kind, records, mesh)) as batches:
+        seen = [stats for _ in batches if (stats := batches.stats())]
+        end = batches.stats()
+    assert [stats.total.batches for stats in seen] == [1, 2, 3]
+    assert end.total.records == 20
+    # 8 ids, 8 rows of three floats, and 8 booleans.
+    assert end.total.bytes == 3 * 8 * (4 + 12 + 1)
+    figures = {name for name in SEEN["random access"] if getattr(end.total, f"{name}_s")}
+    assert figures == SEEN[kind]
+    assert (end.read_threads is not None) == (kind in ("random access", "batch map"))
+    assert (end.total.retries, end.total.bad_records, end.slowest_host) == (0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "records"),
+    [
+        ({}, 20),
+        ({"mask_key": "real"}, 20),
+        ({"mask_key": None}, 24),  # nothing tells which rows are padding
+        ({"remainder": "drop"}, 16),
+    ],
+)
+def test_records_are_the_rows_that_are_no_padding(mesh, options, records):
+    with iter(numbered(20, 8).shard_to(mesh, **options)) as batches:
+        list(batches)
+        assert batches.stats().total.records == records
+
+
+def test_batches_without_names_are_counted_by_their_rows(mesh):
+    records = grain.MapDataset.range(20).batch(8)
+    with iter(records.shard_to(mesh, mask_key=None)) as batches:
+        list(batches)
+        assert batches.stats().total.records == 24
+    with grain_shard.prefetch_to_device(iter([np.float32(1.0), np.ones((3, 2))])) as batches:
+        list(batches)
+        assert batches.stats().total.records == 1 + 3
+
+
+def test_an_iterator_that_goes_elsewhere_counts_on(mesh):
+    with iter(numbered(40, 8).shard_to(mesh)) as batches:
+        next(batches)
+        batches.seek(3)
+        assert ids(batches) == [list(range(24, 32)), list(range(32, 40))]
+        assert batches.stats().total.batches == 3
+
+
+def test_epochs_count_all_of_theirs(mesh):
+    with numbered(20, 8).shard_to(mesh).epochs(3) as epochs:
+        next(next(epochs))  # the rest of it is skipped
+        for batches in epochs:
+            list(batches)
+        assert epochs.stats().total.batches == 1 + 2 * 3
+
+
+def test_two_iterators_at_once_are_counted_apart(mesh):
+    ds = numbered(40, 8).shard_to(mesh)
+    with iter(ds) as one, iter(ds) as other:
+        for _ in range(3):
+            next(one)
+        next(other)
+        assert [i.stats().total.batches for i in (one, other)] == [3, 1]
+        list(one)
+        # Each has read for itself alone.
+        assert one.stats().total.place_s
+        assert other._meter.total().placed <= 1 + 3
+
+
+def test_stats_can_be_had_before_the_first_batch_and_after_the_end(mesh):
+    batches = iter(numbered(20, 8).shard_to(mesh))
+    assert batches.stats().total.batches == 0
+    list(batches)
+    batches.close()
+    assert batches.stats().total.batches == 3
+    assert "since the beginning: 3 batches, 20 records" in str(batches.stats())
+
+
+# For wandb and TensorBoard.
+
+
+def test_as_dict_is_flat_and_has_numbers_alone(mesh):
+    with iter(numbered(20, 8).shard_to(mesh)) as batches:
+        list(batches)
+        stats = batches.stats()
+    flat = stats.as_dict()
+    assert json.loads(json.dumps(flat)) == flat
+    assert all(isinstance(value, int | float) for value in flat.values())
+    assert flat["data/batches"] == 3
+    assert flat["data/wait_share"] == stats.recent.wait_share
+    assert "data/agree_s" not in flat  # on one host nobody is asked
+    assert {name.split("/")[0] for name in stats.as_dict("eval")} == {"eval"}
+
+
+def test_the_slowest_host_is_in_it():
+    host = SlowestHost(host=3, stage="read", wait_s=0.5, others_wait_s=0.25, share=0.5)
+    flat = Stats.of(Counts(), Counts(), host).as_dict()
+    assert flat["data/slowest_host"] == 3
+    assert flat["data/slowest_host_behind_s"] == 0.25
+    assert flat["data/slowest_host_share"] == 0.5
+
+
+# Which host is slow.
+
+HOSTS = [
+    # The shares of the time that the hosts waited for their data; which is the slowest, and
+    # whether it holds the others up.
+    ([0.0, 0.0, 0.6, 0.0], 2, True),
+    ([0.0, 0.6], 1, True),
+    ([0.02, 0.03, 0.08, 0.01], 2, False),  # it would hardly help
+    ([0.7, 0.7, 0.75, 0.7], 2, False),  # all are as slow, and all wait
+    ([0.0, 0.5, 0.6, 0.0, 0.0], 2, True),  # one of several
+    ([0.0, 0.0], 0, False),
+    ([0.05] * 1535 + [0.4], 1535, True),
+]
+
+
+@pytest.mark.parametrize(("shares", "host", "holds_up"), HOSTS)
+def test_the_slowest_host_is_the_one_that_waits_longest_for_its_data(shares, host, holds_up):
+    found = slowest({i: Waits(share, share / 100, "read") for i, share in enumerate(shares)})
+    assert (found.host, found.holds_others_up) == (host, holds_up)
+    assert ("none holds the others up" in str(found)) != holds_up
+
+
+def test_one_host_is_not_compared():
+    assert slowest({0: Waits(0.9, 1.0, "read")}) is None
+
+
+def test_to_wait_for_the_votes_of_others_is_not_to_wait_for_data(meter, clock):
+    take(meter, clock, wait_s=10.0, stages=[("agree", 8.0), ("read", 1.0)])
+    assert waits(meter.total(), 0.0) == Waits(share=0.2, wait_s=2.0, stage="read")
+
+
+def test_a_report_is_of_what_came_after_the_last_one(meter, clock):
+    take(meter, clock, wait_s=50.0)  # the first batch, for which everything begins
+    take(meter, clock, wait_s=1.0, step_s=3.0)
+    take(meter, clock)
+    assert meter.waits_of_late(0.0).share == 0.25
+    with meter:
+        clock.now += 8.0
+        assert meter.waits_of_late(0.0) == Waits(1.0, 8.0, None)  # no batch has come at all
+    assert meter.waits_of_late(0.0) == Waits(0.0, 0.0, None)
+
+
+def test_a_loop_that_has_only_begun_has_not_waited_for_much_of_the_time(meter, clock):
+    take(meter, clock, wait_s=1.0)
+    take(meter, clock, wait_s=1.5)
+    assert meter.waits_of_late(30.0) == Waits(share=0.05, wait_s=1.5, stage=None)
+
+
+class Store:
+    """What the hosts' clients share: a dict in place of the runtime's key-value store."""
+
+    def __init__(self):
+        self.entries, self.calls = {}, 0
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.entries
+        self.calls += 1
+        self.entries[key] = value
+
+    def key_value_dir_get(self, prefix):
+        self.calls += 1
+        return [(k, v) for k, v in self.entries.items() if k.startswith(prefix)]
+
+
+class Cluster:
+    """Hosts that take their turns one after the other."""
+
+    def __init__(self, monkeypatch, num_hosts):
+        self.store, self.shares = Store(), [0.0] * num_hosts
+        self.exchanges, self.iterators, self.logged = [], [], []
+        monkeypatch.setattr(slowest_module, "runtime_client", lambda: self.store)
+        monkeypatch.setattr(slowest_module, "listener_of", lambda client: None)
+        monkeypatch.setattr(slowest_module, "_exchange_of", lambda _: self.exchanges[-1])
+        monkeypatch.setattr(
+            slowest_module.logging,
+            "warning",
+            lambda text, *args: self.logged.append((self.at_work, text % args)),
+        )
+        for host in range(num_hosts):
+            monkeypatch.setattr(jax, "process_index", lambda host=host: host)
+            self.exchanges.append(slowest_module._Exchange(self.store))
+            self.iterators.append(self.join("train", host))
+
+    def join(self, series, host):
+        hosts = range(len(self.shares))
+        return SlowestOf(series, hosts, lambda least_s: Waits(self.shares[host], 0.01, "read"))
+
+    def go_round(self, times=1):
+        for _ in range(3 * times):
+            for host, exchange in enumerate(self.exchanges):
+                self.at_work = host
+                exchange.take_turn()
+
+    def found(self):
+        return {one.found and (one.found.host, one.found.holds_others_up) for one in self.iterators}
+
+
+class TestHostsThatTellEachOther:
+    def test_every_host_learns_it_and_the_store_does_not_grow(self, monkeypatch):
+        cluster = Cluster(monkeypatch, 16)
+        assert cluster.found() == {None}
+        cluster.shares[5] = 0.5
+        cluster.go_round()
+        assert cluster.found() == {(5, True)}
+        entries, calls = len(cluster.store.entries), cluster.store.calls
+        assert (entries, calls) == (16 + 1, 16 + 2 + 16)
+        cluster.go_round(10)
+        assert len(cluster.store.entries) == entries
+
+    def test_the_log_names_a_host_once_until_it_is_another(self, monkeypatch):
+        cluster = Cluster(monkeypatch, 4)
+        cluster.shares[2] = 0.5
+        cluster.go_round()
+        assert cluster.logged == []  # once may be chance
+        cluster.go_round(5)
+        assert [host for host, _ in cluster.logged] == [0, 2]
+        assert "host 2 holds the others up by" in cluster.logged[0][1]
+        cluster.shares[2] = 0.0
+        cluster.go_round(5)
+        assert len(cluster.logged) == 2
+        cluster.shares[1] = 0.5
+        cluster.go_round(5)
+        assert [host for host, _ in cluster.logged[2:]] == [0, 1]
+
+    def test_where_it_is_another_one_each_time_none_is_named(self, monkeypatch):
+        cluster = Cluster(monkeypatch, 4)
+        for slow in [0, 1, 2, 3] * 3:
+            cluster.shares[:] = [0.5 * (host == slow) for host in range(4)]
+            cluster.go_round()
+        assert cluster.logged == []
+
+    def test_an_iterator_that_some_hosts_have_not_begun_is_not_compared(self, monkeypatch):
+        cluster = Cluster(monkeypatch, 4)
+        monkeypatch.setattr(slowest_module, "_exchange_of", lambda _: cluster.exchanges[0])
+        early = cluster.join("eval", 0)
+        cluster.go_round(2)
+        assert early.found is None
+        assert cluster.found() == {(0, False)}
+        early.close()
+        assert list(cluster.exchanges[0].iterators) == ["train"]
+
+
+# Prometheus.
+
+
+def scraped(exporter):
+    """The samples, by name and labels."""
+    registry = CollectorRegistry()
+    registry.register(exporter)
+    lines = generate_latest(registry).decode().splitlines()
+    return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+class TestPrometheus:
+    @pytest.fixture
+    def exporter(self, monkeypatch):
+        exporter = Exporter()
+        monkeypatch.setattr(iterator_module, "export", exporter.add)
+        return exporter
+
+    def test_names_and_units(self, exporter, mesh):
+        with iter(numbered(20, 8).shard_to(mesh)) as batches:
+            list(batches)
+            samples, stats = scraped(exporter), batches.stats()
+        assert samples['grain_shard_batches_total{dataset="0"}'] == 3
+        assert samples['grain_shard_records_total{dataset="0"}'] == 20
+        assert samples['grain_shard_bytes_total{dataset="0"}'] == stats.total.bytes
+        assert samples['grain_shard_bad_records_total{dataset="0"}'] == 0
+        seconds = samples['grain_shard_loop_seconds_total{dataset="0"}']
+        assert 0 < samples['grain_shard_wait_seconds_total{dataset="0"}'] <= seconds
+        placing = samples['grain_shard_stage_seconds_total{dataset="0",stage="place"}']
+        assert placing == pytest.approx(3 * stats.total.place_s)
+        assert samples['grain_shard_read_threads{dataset="0"}'] == stats.read_threads
+
+    def test_a_dataset_keeps_its_number_and_its_sums_never_shrink(self, exporter, mesh):
+        train, evaluation = (numbered(n, 8).shard_to(mesh) for n in (16, 8))
+        for epoch in range(1, 4):
+            for ds in (train, evaluation):
+                for _ in ds:
+                    pass
+            samples = scraped(exporter)
+            assert samples['grain_shard_batches_total{dataset="0"}'] == 2 * epoch
+            assert samples['grain_shard_batches_total{dataset="1"}'] == epoch
+
+    def test_no_more_numbers_than_datasets_at_a_time(self, exporter, mesh):
+        for _ in range(5):
+            ds = numbered(8, 8).shard_to(mesh)
+            list(ds)
+            del ds
+            gc.collect()
+        batches = {k: v for k, v in scraped(exporter).items() if "batches_total" in k}
+        assert batches == {'grain_shard_batches_total{dataset="0"}': 5}
+
+    def test_it_keeps_no_iterator_and_no_dataset_alive(self, exporter, mesh):
+        ds = numbered(80, 8).shard_to(mesh)
+        batches = iter(ds)
+        next(batches)
+        kept = weakref.ref(batches), weakref.ref(ds)
+        del batches, ds
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None]
+        assert scraped(exporter)['grain_shard_batches_total{dataset="0"}'] == 1
+
+    def test_an_iterator_that_goes_elsewhere_counts_once(self, exporter, mesh):
+        with iter(numbered(40, 8).shard_to(mesh)) as batches:
+            next(batches)
+            batches.seek(3)
+            next(batches)
+            assert scraped(exporter)['grain_shard_batches_total{dataset="0"}'] == 2
+
+    def test_the_slowest_host(self, monkeypatch):
+        cluster, exporter, ds = Cluster(monkeypatch, 2), Exporter(), numbered(8, 8)
+        exporter.add(ds, Meter(), cluster.iterators[0])
+        assert 'grain_shard_slowest_host{dataset="0"}' not in scraped(exporter)
+        cluster.shares[1] = 0.5
+        cluster.go_round()
+        samples = scraped(exporter)
+        assert samples['grain_shard_slowest_host{dataset="0"}'] == 1
+        assert samples['grain_shard_slowest_host_ratio{dataset="0"}'] == 0.5
+
+    def test_it_is_in_the_default_registry(self):
+        with iter(numbered(8, 8).shard_to(data_mesh(1))) as batches:
+            next(batches)
+            assert b"# TYPE grain_shard_wait_seconds_total counter" in generate_latest()
