@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
@@ -50,11 +51,12 @@ _SUBCOMMANDS = {
 _EXIT_CODES = """exit codes:
   0    it is done, and all is well
   1    it ran, and failed
-  2    these words are no command, or name what is not there
+  2    these words are no command, or name what is missing
   130  Ctrl-C
   141  whatever read the output stopped reading (| head)
-rehearse ends with the code of the first host that failed (128 + n
-if signal n ended it), and with 124 when the time was over."""
+rehearse ends with the code of the first host that failed
+(128 + n if signal n ended it), and with 124 when the time
+was over."""
 
 _INTERRUPTED, _UNREAD = 130, 141  # as a shell says it: 128 + SIGINT, 128 + SIGPIPE
 
@@ -80,18 +82,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     called = argv[0] if argv and argv[0] in _SUBCOMMANDS else None
     name = "grain_shard" if called is None else f"grain_shard {called}"
     try:
-        args = _parser(called).parse_args(argv)
-        code = args.main(args)
-        sys.stdout.flush()  # here, where a reader that has left can still be noticed
-        return code
+        try:
+            args = _parser(called).parse_args(argv)
+            return args.main(args)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has left can still be noticed
     except UsageError as error:
         return _fail(2, f"{name}: {_one_line(error)}")
     except (GrainShardError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             return _nobody_reads()
         return _fail(1, f"{name}: {_one_line(error)}")
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich has noticed it
+            return _nobody_reads()
+        raise
     except KeyboardInterrupt:
-        return _fail(_INTERRUPTED, f"\n{name}: stopped by Ctrl-C")
+        return _fail(_INTERRUPTED, f"{name}: stopped by Ctrl-C")
 
 
 def _fail(code: int, line: str) -> int:
@@ -107,7 +114,7 @@ def _nobody_reads() -> int:
 
 def _one_line(error: BaseException) -> str:
     """What was wrong and what to do, without the line breaks that a log has room for."""
-    text = re.sub(r"\s*\n\s*remedy: +", " Remedy: ", str(error))
+    text = re.sub(r"\.?\s*\n\s*remedy: +", ". Remedy: ", str(error))
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
@@ -119,7 +126,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
     examples = "\n  ".join(["examples:", *(each.example for each in _SUBCOMMANDS.values())])
     parser = _Parser(
         prog="python -m grain_shard",
-        description="What comes with grain_shard, the end of a Grain pipeline: .shard_to(mesh).",
+        description="What comes with grain_shard, the end of a Grain pipeline.",
         epilog=f"{examples}\n\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -137,6 +144,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 
 def command() -> NoReturn:
     """What ``python -m grain_shard`` and ``grain-shard`` do: `main`, and then the end."""
+    sys.unraisablehook = _interrupt_again
     code = main()
     if code == _INTERRUPTED:
         # An interpreter that ends in order destroys what threads of XLA still compile with, and
@@ -146,6 +154,18 @@ def command() -> NoReturn:
     # All is said and done: a Ctrl-C from here on ends the process, and prints nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
+
+
+def _interrupt_again(lost: Any) -> None:
+    """Sends a Ctrl-C once more that came while a callback ran, where Python drops exceptions.
+
+    JAX has such a callback, at every garbage collection.
+    """
+    if lost.exc_type is KeyboardInterrupt:
+        main_thread = threading.main_thread().ident or 0
+        threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """libtpu where there is no TPU: why it complains, and what keeps it quiet.
 
 JAX starts every backend that it finds, libtpu's among them once that is installed, as
-``grain-shard[plan]`` does. With no TPU on the machine libtpu looks for the names of its hosts, finds
-none, and says so in five lines; JAX then goes on without it. ``JAX_PLATFORMS=cpu`` has JAX not ask
-it. Where GPUs may be in use, the variables here give libtpu the names that it looks for: it then
-finds no TPU without a word.
+``grain-shard[plan]`` does. With no TPU on the machine libtpu looks for the names of its hosts,
+finds none, and says so in five lines; JAX then goes on without it. ``JAX_PLATFORMS=cpu`` has JAX
+not ask it. Where GPUs may be in use, the variables here give libtpu the names that it looks for: it
+then finds no TPU without a word.
 
 A package that is imported has no business with the environment of a program. The commands of this
 one set the variables in their own processes.

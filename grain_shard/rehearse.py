@@ -475,7 +475,7 @@ def main(args: argparse.Namespace) -> int:
         )
     except _Stopped as stopped:
         name = "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name
-        print(f"\nrehearse: stopped by {name}; no host runs any more", file=sys.stderr)
+        print(f"rehearse: stopped by {name}; no host runs any more", file=sys.stderr)
         return 128 + stopped.number
     finally:
         for number, handler in previous.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -103,8 +104,9 @@ def main(args: argparse.Namespace) -> int:
     from grain_shard.demo.digits import write_digits
     from grain_shard.demo.run import compare, run
 
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = epath.Path(args.distributed or scratch)
+    given = contextlib.nullcontext(args.distributed)
+    with given if args.distributed else tempfile.TemporaryDirectory() as name:
+        directory = epath.Path(name)
         write_digits(args.data_dir)
         try:
             kept = (run if args.hosts == 1 else compare)(args, directory)

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from grain_shard.arguments import UsageError, positive_integer
-from grain_shard.errors import ShardingError
+from grain_shard.errors import GrainShardError, ShardingError
 from grain_shard.hardware import HardwareType
 from grain_shard.planning.compile_step import compile_step, load_step, memory_lines
 from grain_shard.planning.picture import draw_mesh
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     """Makes the plan and prints it.
 
     Raises:
-        UsageError: The options do not fit together.
+        UsageError: The options do not fit together, or name what is not there.
         GrainShardError: An optional package is missing, or a picture cannot be written.
     """
     if (args.hosts is None) != (args.devices_per_host is None):
@@ -88,7 +88,10 @@ def main(args: argparse.Namespace) -> int:
     if args.compile is not None:
         # What the script makes at its import is made here; it must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
-        step = load_step(args.compile)
+        try:
+            step = load_step(args.compile)
+        except GrainShardError as error:
+            raise UsageError(str(error)) from None
         size = planned.reads.padded_batch_size
         memory = compile_step(step, mesh, args.spec, size, args.microbatches)
     if args.picture is not None:
