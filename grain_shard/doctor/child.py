@@ -41,6 +41,9 @@ def ask(module: str, words: Sequence[str], *, timeout_s: float, if_late: str) ->
         # A process that waits for a broken mount does not even end when it is killed.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1)
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
     if process.returncode:
         last = complaints.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         raise RuntimeError(last[0])

@@ -46,7 +46,7 @@ def versions() -> dict[str, Any]:
     """Python's version and those of the packages; None for one that is not installed."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "grain-shard": __version__,
     }
     for package in _PACKAGES:
