@@ -25,7 +25,7 @@ from grain_shard.hardware import HardwareType
 from grain_shard.planning.topology import hosts_mesh, topology_mesh
 
 needs_libtpu = pytest.mark.skipif(
-    find_spec("libtpu") is None, reason="libtpu has wheels for Linux on x86-64 alone"
+    find_spec("libtpu") is None, reason="libtpu comes with the plan extra, on Linux on x86-64"
 )
 
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 import grain
 
 from grain_shard.background import Background, Producer, jax_context
-from grain_shard.errors import AgreementError, ShardingError, describe_error
+from grain_shard.errors import AgreementError, ShardingError, describe_error, describe_mesh
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
 from grain_shard.hosts.ends import AgreedEnd
@@ -120,6 +120,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._second_pass = second_pass
         self._open(None)
         self._beginning = self._position
+
+    def __repr__(self) -> str:
+        where = "closed" if self._is_closed else "under way" if self._begun else "not begun"
+        axes = describe_mesh(self._placer.mesh_axes)  # none, if it places on one device
+        mesh = f", mesh ({axes})" if axes else ""
+        return f"<ShardedIterator of {self._host.kind}{mesh}, {where}>"
 
     def _open(self, position: Position | None) -> None:
         across = self._across

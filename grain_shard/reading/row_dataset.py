@@ -254,6 +254,9 @@ class RowMapDataset(BatchMapDataset):
     def __len__(self) -> int:
         return self.reader.num_batches()
 
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
     def __str__(self) -> str:
         return str(self._made_by)
 

@@ -102,6 +102,9 @@ class StreamDataset(grain.IterDataset):
         (parent,) = self.parents
         return self._iterate(iter(parent))
 
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
     def __str__(self) -> str:
         return str(self._made_by)
 
