@@ -215,7 +215,7 @@ class TaskStage(Producer[T]):
         self._shared.stop()
         self._shared.join()
 
-    def __del__(self):
+    def __del__(self) -> None:
         if (shared := getattr(self, "_shared", None)) is not None:  # __init__ may have failed
             shared.stop()
 

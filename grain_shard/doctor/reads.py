@@ -80,8 +80,13 @@ def _ms(seconds: float) -> float:
     return round(1000 * seconds, 3)
 
 
-if __name__ == "__main__":
+def main(paths: list[str]) -> None:
+    """Prints the answer as JSON, or ends with the reason in one line."""
     try:
-        print(json.dumps(reads(sys.argv[1:])))
+        print(json.dumps(reads(paths)))
     except (OSError, ValueError, RuntimeError) as error:
-        sys.exit(" ".join(str(error).split()))  # one line, for whoever asked
+        sys.exit(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

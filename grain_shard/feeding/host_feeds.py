@@ -39,7 +39,8 @@ class HostFeeds(Stream):
             at least, whatever their number, so that many may be on the host.
     """
 
-    kind, rows = FEEDS, OF_FEEDS
+    kind: str = FEEDS
+    rows: str = OF_FEEDS
 
     def __init__(
         self, ds: FeedBatches, *, buffer_size: int, num_threads: int | None, num_workers: int = 0

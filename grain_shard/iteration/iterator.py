@@ -367,7 +367,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def __del__(self):
+    def __del__(self) -> None:
         if (stage := getattr(self, "_stage", None)) is not None:
             stage.stop()  # without waiting: the garbage collector runs anywhere
             if self._alarm is not None:

@@ -218,7 +218,7 @@ class BatchMapDataset(grain.MapDataset):
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         """As `RowReader.read`."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
         if index < 0:
@@ -249,7 +249,8 @@ class RowMapDataset(BatchMapDataset):
         rows: Mapping[int, np.ndarray] | None = None,
     ):
         super().__init__(parent)
-        self.reader, self._made_by, self._rows = reader, made_by, rows
+        self.reader: RowReader = reader
+        self._made_by, self._rows = made_by, rows
 
     def __len__(self) -> int:
         return self.reader.num_batches()

@@ -90,7 +90,8 @@ class StreamDataset(grain.IterDataset):
     ):
         super().__init__(parent)
         self._iterate, self._made_by = iterate, made_by
-        self.global_batch_size, self.owns_arrays = global_batch_size, owns_arrays
+        self.global_batch_size: int | None = global_batch_size
+        self.owns_arrays: bool = owns_arrays
         self.padding = padding
 
     @classmethod
