@@ -1,14 +1,17 @@
 """`python -m grain_shard doctor`: a report of parts, none of which can hang or end the others."""
 
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from grain_shard.__main__ import main
 from grain_shard.doctor import child, machine
+from grain_shard.libtpu import keep_libtpu_quiet, tpu_is_here
 from tests.conftest import HANG_S
 
 
@@ -108,14 +111,41 @@ def test_the_processes_that_it_asks_answer_in_json(files, capsys):
 
 
 @pytest.mark.slow
-def test_its_libtpu_says_nothing():
-    found = subprocess.run(
-        [sys.executable, "-m", "grain_shard.doctor.devices"],
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="without libtpu nothing complains")
+@pytest.mark.skipif(tpu_is_here(), reason="libtpu finds its TPU here")
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from grain_shard.__main__ import main; main(['doctor', '--json'])",
+        "from grain_shard.doctor import devices; devices.devices()",
+        "from grain_shard.libtpu import keep_libtpu_quiet; keep_libtpu_quiet()\n"
+        "import jax; assert jax.default_backend() == 'cpu'",
+    ],
+)
+def test_an_installed_libtpu_says_nothing_in_our_commands(program):
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TPU_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=variables,
         capture_output=True,
         text=True,
         timeout=HANG_S,
     )
-    assert (found.returncode, found.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_where_there_is_a_tpu_nothing_is_set(monkeypatch):
+    monkeypatch.delenv("TPU_WORKER_HOSTNAMES", raising=False)
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/accel0"] * pattern.count("accel"))
+    keep_libtpu_quiet()
+    assert "TPU_WORKER_HOSTNAMES" not in os.environ
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
+    with monkeypatch.context() as environment:
+        environment.setenv("TPU_WORKER_HOSTNAMES", "ours")
+        environment.setenv("TPU_ACCELERATOR_TYPE", "v5e")
+        keep_libtpu_quiet()
+        assert os.environ["TPU_WORKER_HOSTNAMES"] == "ours"
 
 
 class TestAsk:
