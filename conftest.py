@@ -6,8 +6,8 @@ import signal
 # XLA's CPU backend starts a thread a core, and a collective of eight devices on two of them can
 # starve itself.
 os.environ.setdefault("PJRT_NPROC", "32")
-# libtpu, which knows the topologies of TPUs, is installed for the tests of plans. JAX would look
-# for a TPU with it, here and in the processes that tests start.
+# Where libtpu is installed, for the tests of plans, JAX would look for a TPU with it, here and in
+# the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax

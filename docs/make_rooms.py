@@ -13,7 +13,7 @@ PACKAGE = ROOT / "grain_shard"
 
 # From the ground up. A room imports rooms of lower floors only.
 FLOORS = [
-    ["errors", "digest", "spans", "host_arrays", "pace", "grain_inside"],
+    ["errors", "digest", "spans", "host_arrays", "pace", "grain_inside", "libtpu"],
     ["trees", "background", "hardware", "step_memory", "arguments"],
     ["worker_processes"],
     ["sharding", "reading", "hosts"],
@@ -24,7 +24,8 @@ FLOORS = [
     ["chain"],
     ["training", "planning", "install", "rehearse"],
     ["the face"],
-    ["demo", "__main__"],
+    ["demo", "doctor"],
+    ["__main__"],
 ]
 
 # What a room is for, in a few words.
@@ -37,6 +38,7 @@ WORDS = {
     "worker_processes": "Grain's processes",
     "pace": "how many work side by side",
     "grain_inside": "what Grain keeps private",
+    "libtpu": "quiet without a TPU",
     "trees": "batches as trees",
     "hardware": "chips",
     "step_memory": "a step's memory",
@@ -59,6 +61,7 @@ WORDS = {
     "rehearse": "hosts on one machine",
     "the face": "import grain_shard",
     "demo": "digits, trained",
+    "doctor": "what is on this machine",
     "__main__": "commands",
 }
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 172, 46, 26, 54, 24

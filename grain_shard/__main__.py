@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from grain_shard.arguments import UsageError
 from grain_shard.errors import GrainShardError
 
 
@@ -25,6 +30,11 @@ _SUBCOMMANDS = {
         "train a classifier on real images, from files to a checked result",
         "python -m grain_shard demo --hosts 2",
     ),
+    "doctor": _Subcommand(
+        "grain_shard.doctor.command",
+        "say what is here: versions, devices, limits, and how fast files are read",
+        "python -m grain_shard doctor 'data/train-*'",
+    ),
     "plan": _Subcommand(
         "grain_shard.planning.command",
         "say what every host of a pod would read, without the pod",
@@ -38,6 +48,25 @@ _SUBCOMMANDS = {
     ),
 }
 
+_EXIT_CODES = """exit codes:
+  0    it is done, and all is well
+  1    it ran, and failed
+  2    these words are no command, or name what is missing
+  130  Ctrl-C
+  141  whatever read the output stopped reading (| head)
+rehearse ends with the code of the first host that failed
+(128 + n if signal n ended it), and with 124 when the time
+was over."""
+
+_INTERRUPTED, _UNREAD = 130, 141  # as a shell says it: 128 + SIGINT, 128 + SIGPIPE
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the list of all options above it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. Run it with --help to see what it takes.\n")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
@@ -46,15 +75,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after the program's name; None takes those of this process.
 
     Returns:
-        The subcommand's exit code, or 1 after an error of this package.
+        The exit code: 0 if it is done, 1 if it ran and failed, 2 if the words make no sense, 130
+        after Ctrl-C, 141 if nobody reads the output any more; of ``rehearse`` the script's.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = _parser(called=argv[0] if argv else None).parse_args(argv)
+    called = argv[0] if argv and argv[0] in _SUBCOMMANDS else None
+    name = "grain_shard" if called is None else f"grain_shard {called}"
     try:
-        return args.main(args)
-    except GrainShardError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        try:
+            args = _parser(called).parse_args(argv)
+            return args.main(args)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has left can still be noticed
+    except UsageError as error:
+        return _fail(2, f"{name}: {_one_line(error)}")
+    except (GrainShardError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            return _nobody_reads()
+        return _fail(1, f"{name}: {_one_line(error)}")
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich has noticed it
+            return _nobody_reads()
+        raise
+    except KeyboardInterrupt:
+        return _fail(_INTERRUPTED, f"{name}: stopped by Ctrl-C")
+
+
+def _fail(code: int, line: str) -> int:
+    print(line, file=sys.stderr)
+    return code
+
+
+def _nobody_reads() -> int:
+    # What is still in the buffer goes nowhere; else Python complains about it at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return _UNREAD
+
+
+def _one_line(error: BaseException) -> str:
+    """What was wrong and what to do, without the line breaks that a log has room for."""
+    text = re.sub(r"\.?\s*\n\s*remedy: +", ". Remedy: ", str(error))
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:
@@ -62,13 +123,14 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 
     The modules of the others are not imported, since that takes seconds.
     """
-    parser = argparse.ArgumentParser(
+    examples = "\n  ".join(["examples:", *(each.example for each in _SUBCOMMANDS.values())])
+    parser = _Parser(
         prog="python -m grain_shard",
-        description="What comes with grain_shard, the end of a Grain pipeline: .shard_to(mesh).",
-        epilog="\n  ".join(["examples:", *(each.example for each in _SUBCOMMANDS.values())]),
+        description="What comes with grain_shard, the end of a Grain pipeline.",
+        epilog=f"{examples}\n\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    choices = parser.add_subparsers(metavar="subcommand", required=True)
+    choices: Any = parser.add_subparsers(metavar="subcommand", required=True)
     for name, subcommand in _SUBCOMMANDS.items():
         choice = choices.add_parser(
             name, help=subcommand.summary, epilog=f"example: {subcommand.example}"
@@ -80,5 +142,31 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def command() -> NoReturn:
+    """What ``python -m grain_shard`` and ``grain-shard`` do: `main`, and then the end."""
+    sys.unraisablehook = _interrupt_again
+    code = main()
+    if code == _INTERRUPTED:
+        # An interpreter that ends in order destroys what threads of XLA still compile with, and
+        # that is a segmentation fault.
+        sys.stdout.flush()
+        os._exit(code)
+    # All is said and done: a Ctrl-C from here on ends the process, and prints nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
+
+
+def _interrupt_again(lost: Any) -> None:
+    """Sends a Ctrl-C once more that came while a callback ran, where Python drops exceptions.
+
+    JAX has such a callback, at every garbage collection.
+    """
+    if lost.exc_type is KeyboardInterrupt:
+        main_thread = threading.main_thread().ident or 0
+        threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(lost)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

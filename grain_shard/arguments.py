@@ -5,11 +5,27 @@ from __future__ import annotations
 import argparse
 import threading
 
+from grain_shard.errors import GrainShardError
+
+
+class UsageError(GrainShardError):
+    """The words of a command line make no sense together, or name what is not there.
+
+    Commands end with exit code 2 after it, and with 1 after any other error.
+    """
+
 
 def positive_integer(text: str) -> int:
     """A whole number, of 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def whole_number(text: str) -> int:
+    """A whole number, of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 

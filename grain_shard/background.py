@@ -235,7 +235,7 @@ class TaskStage(Producer[T]):
         if (error := self._shared.take_close_error()) is not None:
             raise error
 
-    def __del__(self):
+    def __del__(self) -> None:
         if (shared := getattr(self, "_shared", None)) is not None:  # __init__ may have failed
             shared.stop()
             shared.log_close_error()

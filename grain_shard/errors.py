@@ -62,8 +62,12 @@ class ShardingError(GrainShardError, ValueError):
         spec: Any = None,
         mesh_axes: Iterable[tuple[str, int]] = (),
     ):
-        self.problem, self.remedy, self.path, self.leaf = problem, remedy, path, leaf
-        self.spec, self.mesh_axes = spec, tuple(mesh_axes)
+        self.problem: str = problem
+        self.remedy: str = remedy
+        self.path: str | None = path
+        self.leaf: str | None = leaf
+        self.spec: Any = spec
+        self.mesh_axes: tuple[tuple[str, int], ...] = tuple(mesh_axes)
         super().__init__(self._text())
 
     def with_mesh(self, mesh_axes: Iterable[tuple[str, int]]) -> ShardingError:
@@ -82,7 +86,7 @@ class ShardingError(GrainShardError, ValueError):
         known = [f"  {known.replace(': ', ':   ', 1)}"] if known else []
         return "\n".join([head, *known, f"  remedy: {self.remedy}"])
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # A Grain worker pickles what it raised; BaseException would call __init__(*args).
         return _rebuild_sharding_error, (type(self), self.__dict__.copy())
 

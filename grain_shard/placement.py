@@ -160,6 +160,9 @@ class DevicePlacement:
             require_local(ShardingTree.of(default_device))
         self._default_device = default_device
 
+    def __repr__(self) -> str:
+        return f"DevicePlacement(default_device={self._default_device})"
+
     @property
     def default_device(self) -> Any:
         """A device of this process."""

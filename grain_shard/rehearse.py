@@ -25,6 +25,7 @@ import dataclasses
 import os
 import pickle
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -37,7 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from grain_shard.arguments import positive_integer, positive_seconds
+from grain_shard.arguments import UsageError, positive_integer, positive_seconds
 from grain_shard.errors import GrainShardError
 
 _TAIL_LINES = 40
@@ -53,10 +54,12 @@ _GRACE_S = 2.0
 # second late. For the others fail as soon as its connections break, and that was measured to be up
 # to 15 ms before the end of its process can be seen. With the delay, the first process to end is
 # the one that failed first. This program imports neither JAX nor this package, since the script may
-# set variables that have to be there before JAX is imported.
+# set variables that have to be there before JAX is imported. A script that used JAX and ran to its
+# end without having joined the other hosts leaves a file that says so.
 _HOST_PROGRAM = """
 import os, runpy, sys, time
 del sys.argv[0]
+alone = sys.argv.pop(0)
 code = 0
 try:
     if sys.argv[0] == "-m":
@@ -82,7 +85,13 @@ if code:
     sys.stderr.flush()
     time.sleep(0.5)
     os._exit(code)
+jax = sys.modules.get("jax")
+if jax and not jax.distributed.is_initialized() and jax.process_count() == 1:
+    open(alone, "w").close()
 """
+
+# What Gloo, the library by which CPUs of several hosts compute together, says of itself on stdout.
+_GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
 
 # The script that `run` gives to its hosts. It asks for __main__, since multiprocessing imports it
 # again in the worker processes that a host starts.
@@ -109,23 +118,37 @@ class RehearsalResult:
         outputs: What each host wrote to stdout and stderr.
         failed_host: The host that failed first, if any did.
         timed_out_hosts: The hosts that still ran when the time was over.
+        not_joined: Whether each of several hosts used JAX and ran to its end as if it were the only
+            one, since none called ``jax.distributed.initialize()``.
     """
 
     returncodes: list[int]
     outputs: list[str]
     failed_host: int | None
     timed_out_hosts: list[int]
+    not_joined: bool = False
 
     @property
     def exit_code(self) -> int:
-        """That of the first host to fail (128 + n if signal n killed it); 124 at a timeout; 0."""
+        """That of the first host to fail (128 + n if signal n killed it), or 0.
+
+        It is 124 at a timeout, and 1 if the hosts did not join.
+        """
         if self.failed_host is not None:
             code = self.returncodes[self.failed_host]
             return code if code >= 0 else 128 - code
-        return 124 if self.timed_out_hosts else 0
+        if self.timed_out_hosts:
+            return 124
+        return 1 if self.not_joined else 0
 
     def summary(self) -> str:
         """Which host failed or which hosts hung, how, and their last lines."""
+        if self.not_joined:
+            return (
+                f"each of the {len(self.returncodes)} processes ran the whole job by itself, as no"
+                " process called jax.distributed.initialize(). Remedy: call it (it needs no"
+                " arguments) at the top of the script, before any other use of JAX."
+            )
         if self.failed_host is None:
             hosts = self.timed_out_hosts
             head = f"timed out, still running: {', '.join(f'host {host}' for host in hosts)}"
@@ -219,8 +242,8 @@ def run_script(
     """Runs a script on every host. A host's failure is in the result; it raises nothing.
 
     `argv` is what would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
-    Each line that a host writes goes to `echo` as it arrives, prefixed with its host. All other
-    arguments are those of `run`.
+    Each line that a host writes goes to `echo` as it arrives, prefixed with its host; those that
+    Gloo writes of itself are left out. All other arguments are those of `run`.
     """
     if hosts < 1 or devices_per_host < 1:
         raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")
@@ -231,17 +254,21 @@ def run_script(
     failed_host: int | None = None
 
     def record(host: int, line: str | None) -> None:
-        if line is not None:
+        line = line and _GLOO.sub("", line)
+        if line:
             lines[host].append(line)
             if echo is not None:
                 print(f"[host {host}]", line.removesuffix("\n"), file=echo, flush=True)
 
     processes: list[_HostProcess] = []
-    with _reserved_port() as port, contextlib.ExitStack() as cleanup:
+    with contextlib.ExitStack() as cleanup:
+        port = cleanup.enter_context(_reserved_port())
+        notes = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="rehearse-")))
         cleanup.callback(_end, processes)
         for host in range(hosts):
-            variables = _host_environment(host, hosts, devices_per_host, port)
-            processes.append(_HostProcess(host, argv, variables | dict(env or {}), events))
+            variables = _host_environment(host, hosts, devices_per_host, port) | dict(env or {})
+            words = [str(notes / str(host)), *argv]
+            processes.append(_HostProcess(host, words, variables, events))
         while running and (failed_host is None or not end_others):
             if (remaining_s := deadline - time.monotonic()) <= 0:
                 timed_out_hosts = sorted(running)
@@ -253,11 +280,12 @@ def run_script(
                     running.remove(host)
                     if processes[host].reap() != 0 and failed_host is None:
                         failed_host = host
+        not_joined = hosts > 1 and not running and len(list(notes.iterdir())) == hosts
     while not events.empty():
         record(*events.get())
     returncodes = [process.reap() for process in processes]
     outputs = ["".join(host_lines) for host_lines in lines]
-    return RehearsalResult(returncodes, outputs, failed_host, timed_out_hosts)
+    return RehearsalResult(returncodes, outputs, failed_host, timed_out_hosts, not_joined)
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -395,16 +423,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "jax.distributed.initialize() needs no arguments, and collectives cross the processes."
     )
     add = parser.add_argument
-    add("--hosts", type=positive_integer, required=True, help="number of hosts")
+    add("--hosts", type=positive_integer, metavar="N", required=True, help="number of hosts")
     add(
         "--devices-per-host",
         type=positive_integer,
+        metavar="N",
         default=1,
         help="CPU devices of each (default: 1)",
     )
     add(
         "--timeout",
         type=positive_seconds,
+        metavar="SECONDS",
         default=600.0,
         help="seconds until all are ended (default: 600)",
     )
@@ -416,11 +446,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Rehearses a script from the command line, and returns the exit code.
 
-    That is 0, that of the first host to fail (128 + n if signal n killed it), or 124 at a timeout.
+    That is 0; that of the first host to fail (128 + n if signal n killed it); 124 at a timeout; 1
+    if no host joined the others; or 128 + n if signal n ended the rehearsal.
+
+    Raises:
+        UsageError: There is no such script.
     """
+    if not args.module and not Path(args.script).exists():
+        raise UsageError(f"there is no script {args.script!r}.")
 
     def stop(number: int, frame: types.FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        raise _Stopped(number)
 
     previous = {
         number: signal.signal(number, stop)
@@ -437,9 +473,21 @@ def main(args: argparse.Namespace) -> int:
             timeout_s=args.timeout,
             echo=sys.stdout,
         )
+    except _Stopped as stopped:
+        name = "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name
+        print(f"rehearse: stopped by {name}; no host runs any more", file=sys.stderr)
+        return 128 + stopped.number
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
     if result.exit_code != 0:
         print(f"rehearse: {result.summary()}", file=sys.stderr)
     return result.exit_code
+
+
+class _Stopped(BaseException):
+    """A signal that ends the rehearsal."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number

@@ -236,6 +236,23 @@ class TestState:
         with pytest.raises(StateError, match=rf"\b{named}\b.* changed"):
             iter(change()).set_state(state)
 
+    def test_a_hugging_face_dataset_that_was_shuffled_otherwise_is_another_source(self):
+        class Dataset(list):
+            """As much of `datasets.Dataset` as says what it is: its hash of all that made it."""
+
+            def __init__(self, records, fingerprint):
+                super().__init__(records)
+                self._fingerprint = fingerprint
+
+        def batches(fingerprint):
+            source = Dataset([{"x": np.int32(i)} for i in range(25)], fingerprint)
+            return iter(grain.MapDataset.source(source).batch(4).shard_to(data_mesh(2)))
+
+        state = batches("7aa466850a3f1c79").get_state()
+        batches("7aa466850a3f1c79").set_state(state)
+        with pytest.raises(StateError, match=r"\bsource\b.* changed"):
+            batches("3b2b7a605e3d0875").set_state(state)
+
     @pytest.mark.parametrize(
         "state",
         [

@@ -158,8 +158,8 @@ def test_missing_extra_is_named_with_its_remedy(cache, module, name):
     result = run(cache, "-c", f"{WITHOUT}; sys.exit(main(['demo']))", module)
     assert result.returncode == 1
     assert result.stderr == (
-        f"GrainShardError: the demo needs {name}, which is not installed.\n"
-        '  remedy: pip install "grain-shard[demo]"\n'
+        f"grain_shard demo: the demo needs {name}, which is not installed."
+        ' Remedy: pip install "grain-shard[demo]"\n'
     )
     help_text = run(cache, "-c", f"{WITHOUT}; main(['demo', '--help'])", module)
     assert (help_text.returncode, help_text.stderr) == (0, "")
@@ -180,7 +180,8 @@ def test_help_lists_the_subcommands_and_imports_none_of_them(cache):
 
 
 @pytest.mark.parametrize("subcommand", ["demo", "rehearse"])
-def test_help_of_a_subcommand_ends_with_an_example(subcommand, capsys):
+def test_help_of_a_subcommand_ends_with_an_example(subcommand, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as end:
         main([subcommand, "-h"])
     assert end.value.code == 0
@@ -188,18 +189,24 @@ def test_help_of_a_subcommand_ends_with_an_example(subcommand, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["--epochs", "0"], ["--batch-size", "0"], ["--batch-size", "751"]]
+    ("words", "problem"),
+    [
+        (["--epochs", "0"], "--epochs: '0' is not a whole number of at least 1"),
+        (["--batch-size", "0"], "--batch-size: '0' is not a whole number of at least 1"),
+        (["--batch-size", "751"], "--batch-size: 751 is more than 750, half of an epoch"),
+    ],
 )
-def test_sizes_without_a_middle_of_an_epoch_are_refused(words, capsys):
-    assert main(["demo", *words]) == 1
-    text = "GrainShardError: --epochs is at least 1, --batch-size from 1 to 750.\n"
-    assert capsys.readouterr().err == text
+def test_sizes_without_a_middle_of_an_epoch_are_refused(words, problem, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["demo", *words])
+    assert end.value.code == 2
+    assert f"argument {problem}. " in capsys.readouterr().err
 
 
 def test_checkpoints_of_another_run_are_refused(tmp_path, capsys):
     (tmp_path / "66").mkdir()
-    assert main(["demo", "--distributed", str(tmp_path)]) == 1
-    text = f"GrainShardError: {tmp_path} is not empty.\n  remedy: name a new folder.\n"
+    assert main(["demo", "--distributed", str(tmp_path)]) == 2
+    text = f"grain_shard demo: {tmp_path} is not empty. Remedy: name a new folder.\n"
     assert capsys.readouterr().err == text
 
 

@@ -26,7 +26,7 @@ from grain_shard.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.sharding.slices import slice_of
 
 needs_libtpu = pytest.mark.skipif(
-    find_spec("libtpu") is None, reason="libtpu has wheels for Linux on x86-64 alone"
+    find_spec("libtpu") is None, reason="libtpu comes with the plan extra, on Linux on x86-64"
 )
 
 

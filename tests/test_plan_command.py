@@ -101,8 +101,11 @@ class TestCommand:
         ],
     )
     def test_errors(self, words, message, capsys):
-        assert main(["plan", *words.split(), "--batch", "8", "--records", "80"]) == 1
-        assert message in capsys.readouterr().err
+        assert main(["plan", *words.split(), "--batch", "8", "--records", "80"]) == 2
+        complaint = capsys.readouterr().err
+        assert message in complaint
+        assert ". Remedy: " in complaint
+        assert complaint.count("\n") == 1
 
     @pytest.mark.parametrize(
         "words",
@@ -113,12 +116,19 @@ class TestCommand:
             "--hosts 2 --devices-per-host 1 --mesh data=2 --spec data++x",
             "--hosts 2 --topology v5e:2x2 --mesh data=2",
             "--hosts 0 --devices-per-host 1 --mesh data=2",
+            "--topology v5e:2x2 --mesh data=4 --compile train.py",
+            "--topology v5e:2x2 --mesh data=4 --compile :build",
+            "--topology v5e:2x2 --mesh data=4 --compile nowhere.py:build",
+            "--hosts 2 --devices-per-host 1 --mesh data=2 --picture mesh",
         ],
     )
     def test_what_is_no_command_line(self, words, capsys):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as end:
             main(["plan", *words.split(), "--batch", "8", "--records", "80"])
-        assert "error:" in capsys.readouterr().err
+        assert end.value.code == 2
+        complaint = capsys.readouterr().err
+        assert complaint.startswith("python -m grain_shard plan: ")
+        assert complaint.count("\n") == 1
 
     @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])
     def test_what_is_no_number(self, number, capsys):
@@ -219,7 +229,9 @@ class TestPicture:
         assert main([*arguments, "--picture", str(path)]) == 0
         assert "</svg>" in path.read_text()
         assert f"drawn: {path}" in capsys.readouterr().err
-        assert main([*arguments, "--picture", str(tmp_path / "mesh.words")]) == 1
+        with pytest.raises(SystemExit) as end:
+            main([*arguments, "--picture", str(tmp_path / "mesh.words")])
+        assert end.value.code == 2
         printed, complaint = capsys.readouterr()
         assert "ending in .png or .svg" in complaint
         assert printed == ""  # no plan above an error, where it would be overlooked

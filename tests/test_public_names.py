@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -68,6 +69,28 @@ print([m for m in ("flax", "optax", "sklearn") if m in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.slow
+def test_type_checkers_know_what_the_function_returns(tmp_path):
+    """The method `.shard_to` no type checker can know; the function of that name is the same."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import grain, jax, grain_shard\n"
+        "batches = grain.MapDataset.range(8).batch(4)\n"
+        "reveal_type(grain_shard.shard_to(batches, jax.make_mesh((1,), ('data',))))\n"
+        "reveal_type(grain_shard.shard_to(batches, remainder='drop').epochs(2))\n"
+    )
+    command = ["pyright", "--pythonpath", sys.executable, script]
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.findall(r'is "(\w+)"', done.stdout) == ["ShardedDataset", "Epochs"]
 
 
 def test_the_package_says_it_is_typed():

@@ -178,6 +178,42 @@ def test_the_command_line_ends_with_the_failure(script):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, script, capsys):
+    path = script("import jax.numpy as jnp; print(float(jnp.ones(3).sum()))")
+    code = main(["rehearse", "--hosts", str(hosts), path])
+    shown, complaint = capsys.readouterr()
+
+    assert sorted(shown.splitlines()) == [f"[host {host}] 3.0" for host in range(hosts)]
+    if hosts == 1:
+        assert (code, complaint) == (0, "")
+    else:
+        assert code == 1
+        assert complaint == (
+            "rehearse: each of the 2 processes ran the whole job by itself, as no process called"
+            " jax.distributed.initialize(). Remedy: call it (it needs no arguments) at the top of"
+            " the script, before any other use of JAX.\n"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "jax.distributed.shutdown()", "sys.exit()", "os._exit(0)"])
+def test_hosts_that_joined_may_end_as_they_like_and_gloo_says_nothing(end, script):
+    path = script(f"""
+        import jax
+        import numpy as np
+        jax.distributed.initialize()
+        from jax.experimental import multihost_utils
+        print(multihost_utils.process_allgather(np.array([1])).sum())
+        {end}
+    """)
+    result = rehearse.run_script([path], hosts=2)
+
+    assert (result.exit_code, result.not_joined) == (0, False)
+    assert result.outputs == ["2\n", "2\n"]
+
+
 def test_the_command_line_leaves_the_scripts_options_to_the_script():
     parser = argparse.ArgumentParser()
     rehearse.add_arguments(parser)
@@ -380,11 +416,15 @@ def test_a_signal_to_the_rehearsal_leaves_no_process(script, number):
         signal.pause()
     """)
     command = [sys.executable, "-c", COMMAND_LINE, "--hosts", "2", path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rehearsal:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as rehearsal:
         try:
             lines = [rehearsal.stdout.readline() for _ in range(2)]
             rehearsal.send_signal(number)
             assert rehearsal.wait(timeout=60) == 128 + number
+            name = {signal.SIGINT: "Ctrl-C"}.get(number, number.name)
+            said = f"rehearse: stopped by {name}; no host runs any more\n"
+            assert rehearsal.stderr.read() == said
         finally:
             rehearsal.kill()  # or a failure would wait for it
 

@@ -18,7 +18,8 @@ class CountingSource:
     """A source that counts the records that this host reads, in whatever thread."""
 
     def __init__(self, source: Any):
-        self._source, self._lock, self.reads = source, threading.Lock(), 0
+        self._source, self._lock = source, threading.Lock()
+        self.reads: int = 0
 
     def __len__(self) -> int:
         return len(self._source)

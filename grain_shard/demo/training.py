@@ -26,9 +26,9 @@ class Classifier(nnx.Module):
     """
 
     def __init__(self, rngs: nnx.Rngs):
-        self.conv1 = nnx.Conv(1, 32, kernel_size=(3, 3), rngs=rngs)
-        self.conv2 = nnx.Conv(32, 64, kernel_size=(3, 3), rngs=rngs)
-        self.linear = nnx.Linear(4 * 4 * 64, 10, rngs=rngs)
+        self.conv1: nnx.Conv = nnx.Conv(1, 32, kernel_size=(3, 3), rngs=rngs)
+        self.conv2: nnx.Conv = nnx.Conv(32, 64, kernel_size=(3, 3), rngs=rngs)
+        self.linear: nnx.Linear = nnx.Linear(4 * 4 * 64, 10, rngs=rngs)
 
     def __call__(self, image: jax.Array) -> jax.Array:
         x = nnx.silu(self.conv1(image))

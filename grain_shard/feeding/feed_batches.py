@@ -92,7 +92,7 @@ class Feeds:
     make_feed: MakeFeed
     num_feeds: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_int("num_feeds", self.num_feeds, 1)
         if not callable(self.make_feed):
             raise ShardingError(
@@ -167,7 +167,8 @@ class FeedBatches(grain.IterDataset):
         super().__init__()
         require_int("global_batch_size", global_batch_size, 1)
         self._feeds, self._global_batch_size = feeds, global_batch_size
-        self.padding, self.layout = padding, layout
+        self.padding: Padding | None = padding
+        self.layout: BatchLayout | None = layout
         if global_batch_size % feeds.num_feeds:
             down = global_batch_size // feeds.num_feeds * feeds.num_feeds
             sizes = " or ".join(str(n) for n in (down, down + feeds.num_feeds) if n)

@@ -43,7 +43,8 @@ class HostFeeds(Stream):
         fault_rules: What becomes of reads that fail.
     """
 
-    kind, rows = FEEDS, OF_FEEDS
+    kind: str = FEEDS
+    rows: str = OF_FEEDS
 
     def __init__(
         self,

@@ -215,6 +215,17 @@ def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:
     return tuple(int(seed) for seed in found if seed is not None)
 
 
+def source_fingerprint(ds: grain.MapDataset | grain.IterDataset) -> str | None:
+    """What the source of a node says of its records and their order, if it does.
+
+    A Hugging Face dataset does, by a hash: another one after ``.shuffle(seed=2)`` than after
+    ``.shuffle(seed=1)``. It is the same in each run and on each host, if the functions that it
+    mapped can be pickled.
+    """
+    found = getattr(getattr(ds, "_source", None), "_fingerprint", None)
+    return found if isinstance(found, str) else None
+
+
 def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
     """What a node was given that changes the order of records, and that its text leaves out."""
     names = ("_reseed_each_epoch", "_num_epochs", "_window_size", "_proportions")

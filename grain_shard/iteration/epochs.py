@@ -54,6 +54,9 @@ class Epochs(Iterator["EpochBatches"]):
         """The number of epochs; each of them has its number of batches."""
         return self._num_epochs
 
+    def __repr__(self) -> str:
+        return f"<Epochs: {self._num_epochs} of {self._iterator!r}>"
+
     def __iter__(self) -> Epochs:
         return self
 
@@ -138,12 +141,18 @@ class EpochBatches(Iterator[Batch]):
     """
 
     def __init__(self, epochs: Epochs, begun: int, epoch: int, num_batches: int):
-        self._epochs, self._begun, self.epoch = epochs, begun, epoch
+        self._epochs, self._begun = epochs, begun
+        self.epoch: int = epoch
         self._num_batches = self._left = num_batches
 
     def __len__(self) -> int:
         """How many batches it hands out, those that it already has included."""
         return self._num_batches
+
+    def __repr__(self) -> str:
+        return (
+            f"<EpochBatches: epoch {self.epoch}, {self._left} of {self._num_batches} batches left>"
+        )
 
     def __iter__(self) -> EpochBatches:
         return self

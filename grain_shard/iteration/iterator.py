@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import grain
 
 from grain_shard.background import Background, jax_context, log_unclosed
-from grain_shard.errors import AgreementError, ShardingError, describe_error
+from grain_shard.errors import AgreementError, ShardingError, describe_error, describe_mesh
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
 from grain_shard.hosts.ends import AgreedEnd
@@ -140,6 +140,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             self._enter_context = jax_context()  # all its life that of the thread that made it
             self._open(None)
         self._beginning = self._position
+
+    def __repr__(self) -> str:
+        where = "closed" if self._is_closed else "under way" if self._begun else "not begun"
+        axes = describe_mesh(self._placer.mesh_axes)  # none, if it places on one device
+        mesh = f", mesh ({axes})" if axes else ""
+        return f"<ShardedIterator of {self._host.kind}{mesh}, {where}>"
 
     def _open(self, position: Position | None) -> None:
         across, meter = self._across, self._meter
@@ -431,7 +437,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 raise
             log_unclosed(error)  # the error that ended the loop is the one to see
 
-    def __del__(self):
+    def __del__(self) -> None:
         if (stage := getattr(self, "_stage", None)) is not None:
             stage.stop()  # without waiting: the garbage collector runs anywhere
             self._unlisten()

@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from grain_shard.arguments import positive_integer
-from grain_shard.errors import GrainShardError
+from grain_shard.arguments import UsageError, positive_integer
+from grain_shard.errors import GrainShardError, ShardingError
 from grain_shard.hardware import HardwareType
 from grain_shard.planning.compile_step import compile_step, load_step, memory_lines
 from grain_shard.planning.picture import draw_mesh
 from grain_shard.planning.plan import plan
+from grain_shard.planning.result import Plan
 from grain_shard.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.showing.tables import table, to_screen
 
@@ -50,57 +51,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--hardware",
         choices=[chip.value for chip in HardwareType],
-        help="the chip, for advice on the batch size; default: that of the topology",
+        metavar="CHIP",
+        help="the chip, for advice on the batch size: %(choices)s; default: that of the topology",
     )
     add(
         "--compile",
+        type=_script_and_name,
         metavar="SCRIPT.PY:NAME",
         help="compile a training step for the slice: a function of the mesh that returns the step,"
         " its state and one record, as jax.ShapeDtypeStruct",
     )
     add("--json", action="store_true", help="print JSON, with every host")
-    add("--picture", type=Path, metavar="FILE", help="draw who holds which rows: mesh.png")
+    add("--picture", type=_picture, metavar="FILE", help="draw who holds which rows: mesh.png")
 
 
 def main(args: argparse.Namespace) -> int:
     """Makes the plan and prints it.
 
     Raises:
-        GrainShardError: The options do not fit together, or an optional package is missing.
+        UsageError: The options do not fit together, or name what is not there.
+        GrainShardError: An optional package is missing, or a picture cannot be written.
     """
     if (args.hosts is None) != (args.devices_per_host is None):
-        raise GrainShardError(
+        raise UsageError(
             "--hosts and --devices-per-host go together.\n  remedy: give both, or --topology alone."
         )
     if args.slices is not None and args.topology is None:
-        raise GrainShardError(
+        raise UsageError(
             "--slices are of a TPU topology.\n  remedy: give --topology in place of --hosts."
         )
-    if args.topology is not None:
-        mesh = topology_mesh(args.topology, args.mesh, slices=args.slices or 1)
-    else:
-        mesh = hosts_mesh(args.mesh, hosts=args.hosts, devices_per_host=args.devices_per_host)
-    planned = plan(
-        mesh,
-        args.spec,
-        global_batch_size=args.batch,
-        num_records=args.records,
-        record_bytes=args.record_bytes,
-        remainder=args.remainder,
-        microbatches=args.microbatches,
-        read=args.read,
-        hardware=None if args.hardware is None else HardwareType(args.hardware),
-    )
+    if args.compile is not None and args.topology is None:
+        raise UsageError(
+            "there is no compiler for devices that are not known.\n"
+            "  remedy: name a TPU slice, --topology."
+        )
+    try:
+        mesh, planned = _mesh_and_plan(args)
+    except ShardingError as error:  # a plan is made of the options and of nothing else
+        raise UsageError(str(error)) from None
     memory = None
     if args.compile is not None:
-        if args.topology is None:
-            raise GrainShardError(
-                "there is no compiler for devices that are not known.\n"
-                "  remedy: name a TPU slice, --topology."
-            )
         # What the script makes at its import is made here; it must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
-        step = load_step(args.compile)
+        try:
+            step = load_step(args.compile)
+        except GrainShardError as error:
+            raise UsageError(str(error)) from None
         size = planned.reads.padded_batch_size
         memory = compile_step(step, mesh, args.spec, size, args.microbatches)
     if args.picture is not None:
@@ -117,6 +113,43 @@ def main(args: argparse.Namespace) -> int:
             columns = ["the compiled step", "on a device"]
             to_screen(table(columns, memory_lines(memory), left=1))
     return 0
+
+
+def _mesh_and_plan(args: argparse.Namespace) -> tuple[Mesh, Plan]:
+    if args.topology is not None:
+        mesh = topology_mesh(args.topology, args.mesh, slices=args.slices or 1)
+    else:
+        mesh = hosts_mesh(args.mesh, hosts=args.hosts, devices_per_host=args.devices_per_host)
+    return mesh, plan(
+        mesh,
+        args.spec,
+        global_batch_size=args.batch,
+        num_records=args.records,
+        record_bytes=args.record_bytes,
+        remainder=args.remainder,
+        microbatches=args.microbatches,
+        read=args.read,
+        hardware=None if args.hardware is None else HardwareType(args.hardware),
+    )
+
+
+def _script_and_name(text: str) -> str:
+    """``train.py:build``, of a script that is there."""
+    path, _, name = text.rpartition(":")
+    if not path or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like train.py:build")
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {path!r}")
+    return text
+
+
+def _picture(text: str) -> Path:
+    """A file whose name says what picture it is."""
+    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no name of a picture: write one ending in .png or .svg (or .pdf)"
+        )
+    return Path(text)
 
 
 def _axes(text: str) -> dict[str, int]:

@@ -37,7 +37,7 @@ class BatchSchedule:
 
     sizes: Mapping[int, int]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.sizes, Mapping) or not self.sizes:
             raise ShardingError(
                 f"{self.sizes!r} does not say which batch size holds when.",

@@ -71,8 +71,10 @@ class Cuts:
         drop_remainder: bool = False,
         begin: Progress = START,
     ):
-        self.records, self.drop_remainder, self.begin = records, drop_remainder, begin
-        self.sizes_by_step = dict(sizes)
+        self.records: int = records
+        self.drop_remainder: bool = drop_remainder
+        self.begin: Progress = begin
+        self.sizes_by_step: dict[int, int] = dict(sizes)
         current = sizes[max(step for step in sizes if step <= begin.step)]
         self._stretches = [_Stretch(self, begin, current)]
         for step, size in sizes.items():

@@ -1,8 +1,9 @@
 """What must not change between saving a state and restoring it, in a few short words.
 
-The walk down a pipeline uses what Grain shows of it: each node's text, its length, the paths of a
-source. Seeds and weights have no public place; where they can't be seen, a change goes unnoticed.
-So does one inside a function (its name is all that is compared) or inside the records.
+The walk down a pipeline uses what Grain shows of it: each node's text, its length, the paths or the
+own fingerprint of a source. Seeds and weights have no public place; where they can't be seen, a
+change goes unnoticed. So does one inside a function (its name is all that is compared) or inside
+the records.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def fingerprint(ds: grain.MapDataset) -> Fingerprint:
 
     Returns:
         Records above ``.batch``, the batch size (both None if they can't be seen), and a digest
-        each of the sources (names of the files and their records), the seeds and the
+        each of the sources (names of the files and their records; of a Hugging Face dataset its
+        own fingerprint), the seeds and the
         transformations. Plain JSON.
     """
     node = nodes.batch_node(ds)
@@ -126,11 +128,7 @@ def _transforms(
 def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:
     """A digest each of a dataset's sources, seeds and transformations."""
     walked = list(nodes.walk(ds))
-    sources = [
-        (_text(n), _length(n), [os.path.basename(str(p)) for p in _paths(n)])
-        for n in walked
-        if not n.parents
-    ]
+    sources = [_source(node) for node in walked if not node.parents]
     return {
         "source": digest(sources),
         "seeds": digest([nodes.seeds(n) for n in walked]),
@@ -181,6 +179,12 @@ def check_fingerprint(
             + "\n".join(lines)
             + f"\n  remedy: {remedy}"
         )
+
+
+def _source(node: Any) -> tuple[Any, ...]:
+    names = [os.path.basename(str(path)) for path in _paths(node)]
+    own = nodes.source_fingerprint(node)
+    return _text(node), _length(node), names, *(() if own is None else (own,))
 
 
 def _length(node: Any) -> int | None:

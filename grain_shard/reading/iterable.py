@@ -92,6 +92,9 @@ class IterableBatches(grain.IterDataset):
         """Whether what is taken of one iterator is gone for the others."""
         return isinstance(self._source, Iterator)
 
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
     def __str__(self) -> str:
         return f"from_iterable({type(self._source).__name__}, rows={self.rows!r})"
 

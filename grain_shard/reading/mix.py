@@ -79,6 +79,9 @@ class MixedByRecord(ElementsOfParents):
     def __len__(self) -> int:
         return self._schedule.length([len(ds) for ds in self.parents])
 
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
     def __str__(self) -> str:
         return f"mix({self._schedule})"
 

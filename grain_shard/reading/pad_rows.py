@@ -31,7 +31,7 @@ class PadRows:
     pad_value: Any = 0
     mask_key: str | None = MASK_KEY
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for keys, value in jax.tree_util.tree_flatten_with_path(self.pad_value, is_leaf=_is_none)[
             0
         ]:

@@ -237,7 +237,7 @@ class BatchMapDataset(grain.MapDataset):
     def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
         """As `RowReader.read`."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
         if index < 0:
@@ -272,10 +272,14 @@ class RowMapDataset(BatchMapDataset):
         rows: Mapping[int, np.ndarray] | None = None,
     ):
         super().__init__(parent)
-        self.reader, self._made_by, self._rows = reader, made_by, rows
+        self.reader: RowReader = reader
+        self._made_by, self._rows = made_by, rows
 
     def __len__(self) -> int:
         return self.reader.num_batches()
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
     def __str__(self) -> str:
         return str(self._made_by)

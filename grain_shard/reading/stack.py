@@ -27,10 +27,12 @@ class RowStacker:
     """
 
     def __init__(self, row: Any, name: str):
-        self.paths, leaves, _ = flatten(row)
-        self.name, self.structure = name, jax.tree.structure(row)
+        paths, leaves, _ = flatten(row)
+        self.paths: list[str] = paths
+        self.name: str = name
+        self.structure: Any = jax.tree.structure(row)
         # Copies: a row may be a view of much more, which it would keep in memory.
-        self.likes = [np.array(like) for like in as_arrays(self.paths, leaves)]
+        self.likes: list[np.ndarray] = [np.array(like) for like in as_arrays(self.paths, leaves)]
         self._of_many: dict[int, Any] = {}  # the structure of so many rows
 
     @property

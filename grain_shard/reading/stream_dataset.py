@@ -95,7 +95,8 @@ class StreamDataset(grain.IterDataset):
     ):
         super().__init__(parent)
         self._iterate, self._made_by = iterate, made_by
-        self.global_batch_size, self.owns_arrays = global_batch_size, owns_arrays
+        self.global_batch_size: int | None = global_batch_size
+        self.owns_arrays: bool = owns_arrays
         self.padding = padding
 
     @classmethod
@@ -106,6 +107,9 @@ class StreamDataset(grain.IterDataset):
     def __iter__(self) -> StreamIterator:
         (parent,) = self.parents
         return self._iterate(iter(parent))
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
     def __str__(self) -> str:
         return str(self._made_by)

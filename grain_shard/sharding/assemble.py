@@ -65,7 +65,7 @@ class Assembler:
         host_batch_sizes: Sequence[int] = (),
     ):
         self._shardings, self._layout = shardings, layout
-        self.mesh_axes = shardings.mesh_axes
+        self.mesh_axes: tuple[tuple[str, int], ...] = shardings.mesh_axes
         self._structure: Any = None
         self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
         self.digest = ""  # of this host's rows of the first batch, if any row is real

@@ -78,7 +78,7 @@ class DevicePut(Stage):
     reread_slow: bool = True
     fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_int("cpu_buffer_size", self.cpu_buffer_size, 1)
         require_int("device_buffer_size", self.device_buffer_size, 1)
         require_int("num_workers", self.num_workers, 0)

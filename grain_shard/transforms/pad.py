@@ -54,7 +54,7 @@ class PadToDivisible(Stage):
     global_batch_size: int | None = None
     pad_value: Any = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_int("divisor", self.divisor, 1)
         self.padding  # noqa: B018 (refuses what is no value)
         if self.global_batch_size is not None:

@@ -36,7 +36,7 @@ class ShardBatch(Stage):
 
     layout: BatchLayout
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.layout, BatchLayout):
             raise ShardingError(
                 f"a {type(self.layout).__name__} does not say which rows this host holds.",

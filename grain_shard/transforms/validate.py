@@ -55,7 +55,7 @@ class ValidateBatchSize(Stage):
     mesh_axes: tuple[tuple[str, int], ...] = ()
     microbatches: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_int("divisor", self.divisor, 1)
         require_int("microbatches", self.microbatches, 1)
 
