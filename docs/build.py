@@ -1,0 +1,161 @@
+"""Builds the documents as a site with a search: into build/site, to be opened from the disk.
+
+    pip install ".[docs]" && python docs/build.py
+
+Sphinx is given build/site_source, which is put together here: the pages of docs/, the README as the
+first page, the notebooks as they are with their outputs, the measurements, and a reference that is
+written from the public names and the help of the commands. A link between files of the repository
+becomes one between pages; what is no page can be downloaded. Any warning is an error.
+"""
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE, SITE = ROOT / "build" / "site_source", ROOT / "build" / "site"
+
+MODULES = ["checkpoint", "measuring", "placement", "rehearse", "training"]
+COMMANDS = ["demo", "plan", "rehearse"]
+
+# Files of the repository that are pages beside those of docs/ and notebooks/, and where.
+ELSEWHERE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/RESULTS.md": "measured.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+
+# The navigation. A page of docs/ that is in none of these lists is a warning of Sphinx's.
+SECTIONS = {
+    "Tutorials": ["tutorials/*"],
+    "How to": [
+        "data", "buckets", "saving", "evaluation", "slow_input", "seeing", "many_hosts", "faults",
+        "stats", "changing_runs", "mixtures", "microbatches", "meshes", "after_batch", "recipes",
+        "coming_from",
+    ],
+    "Reference": [
+        "options", "names", "reference/*", "troubleshooting", "limits", "changelog",
+    ],
+    "Explanation": [
+        "contract", "streams", "how_rows_are_found", "measured", "benchmarks", "contributing",
+    ],
+}  # fmt: skip
+
+
+def pages():
+    """Every page of the site: the file of the repository that it is, and its place in the site."""
+    found = {ROOT / file: page for file, page in ELSEWHERE.items()}
+    found |= {file: file.name for file in sorted((ROOT / "docs").glob("*.md"))}
+    return found | {
+        file: f"tutorials/{file.name}" for file in sorted((ROOT / "notebooks").glob("*.ipynb"))
+    }
+
+
+def with_links_of_the_site(text, file, page, places):
+    """The text of a page, in which links to files of the repository lead to what the site has.
+
+    A file that is no page is copied to files/ and can be downloaded, or is a picture.
+    """
+
+    def link(match):
+        target, hash_, anchor = match[1].partition("#")
+        linked = (file.parent / target).resolve()
+        if not target or ":" in target or not linked.exists():
+            return match[0]
+        if linked.is_dir():
+            linked = next((f for f in places if f.parent == linked), None)
+            if linked is None:
+                return match[0]
+        if linked in places:
+            place = places[linked]
+        else:
+            place = f"files/{linked.relative_to(ROOT)}"
+            (SOURCE / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(linked, SOURCE / place)
+        return f"]({os.path.relpath(place, Path(page).parent)}{hash_}{anchor})"
+
+    text = re.sub(r"\[!\[[^]]*\]\([^)]*colab-badge[^)]*\)\]\([^)]*\)", "", text)  # from elsewhere
+    return re.sub(r"\]\(([^)\s]+)\)", link, text)
+
+
+def reference(name, described):
+    """A page with every public name of a module, from their docstrings, in the order of names.md.
+
+    `described` are the names on the pages before, by what they name: a second one refers to it.
+    """
+    module = importlib.import_module(name)
+    blocks = [] if name == "grain_shard" else [f".. automodule:: {name}\n"]
+    in_order = (ROOT / "docs" / "names.md").read_text()
+    for public in sorted(getattr(module, "__all__", []), key=lambda n: in_order.find(f"`{n}`")):
+        value = getattr(module, public)
+        if inspect.ismodule(value):
+            continue
+        first = described.setdefault(id(value), f"{name}.{public}")
+        if first != f"{name}.{public}":
+            blocks.append(f"``{name}.{public}`` is :py:obj:`{first}`.\n")
+        elif inspect.isclass(value):
+            blocks.append(f".. autoclass:: {name}.{public}\n   :members:\n")
+        else:
+            blocks.append(f".. autofunction:: {name}.{public}\n")
+    body = "\n".join(blocks)
+    return f"# `{name}`\n\n```{{eval-rst}}\n{body}\n```\n"
+
+
+def commands():
+    """A page with the help of every command."""
+    parts = ["# The commands\n"]
+    for command in COMMANDS:
+        words = [sys.executable, "-m", "grain_shard", command, "--help"]
+        environment = os.environ | {"COLUMNS": "88", "PYTHONPATH": str(ROOT)}
+        shown = subprocess.run(
+            words, env=environment, capture_output=True, text=True, check=True, timeout=120
+        ).stdout
+        parts.append(f"## {command}\n\n```text\n{shown}```\n")
+    return "\n".join(parts)
+
+
+def navigation():
+    """The lists of pages, as Sphinx wants them on the first page."""
+    for caption, entries in SECTIONS.items():
+        there = [e for e in entries if "*" in e or (SOURCE / f"{e}.md").exists()]
+        lines = "\n".join(there)
+        yield f"\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{lines}\n```\n"
+
+
+def put_together():
+    """Writes the folder that Sphinx reads."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    places = pages()
+    for folder in ("tutorials", "reference"):
+        (SOURCE / folder).mkdir(parents=True)
+    for file, page in places.items():
+        (SOURCE / page).write_text(with_links_of_the_site(file.read_text(), file, page, places))
+    described = {}
+    for name in ["grain_shard", *(f"grain_shard.{module}" for module in MODULES)]:
+        (SOURCE / "reference" / f"{name}.md").write_text(reference(name, described))
+    (SOURCE / "reference" / "zz_commands.md").write_text(commands())
+    with (SOURCE / "index.md").open("a") as index:
+        index.writelines(navigation())
+
+
+def main():
+    sys.path.insert(0, str(ROOT))
+    put_together()
+    shutil.rmtree(SITE, ignore_errors=True)
+    words = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "auto", "-c"]
+    words += [ROOT / "docs", "-d", ROOT / "build" / "site_cache", SOURCE, SITE]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    if done.returncode == 0:
+        print(f"open {SITE / 'index.html'}")
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
