@@ -18,6 +18,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from docs import messages  # noqa: E402
+
 SOURCE, SITE = ROOT / "build" / "site_source", ROOT / "build" / "site"
 
 MODULES = ["checkpoint", "measuring", "placement", "rehearse", "training"]
@@ -41,7 +45,7 @@ SECTIONS = {
         "coming_from",
     ],
     "Reference": [
-        "options", "names", "reference/*", "troubleshooting", "limits", "changelog",
+        "options", "names", "reference/*", "troubleshooting", "messages", "limits", "changelog",
     ],
     "Explanation": [
         "contract", "streams", "how_rows_are_found", "measured", "benchmarks", "contributing",
@@ -141,12 +145,12 @@ def put_together():
     for name in ["grain_shard", *(f"grain_shard.{module}" for module in MODULES)]:
         (SOURCE / "reference" / f"{name}.md").write_text(reference(name, described))
     (SOURCE / "reference" / "zz_commands.md").write_text(commands())
+    (SOURCE / "messages.md").write_text(messages.page())
     with (SOURCE / "index.md").open("a") as index:
         index.writelines(navigation())
 
 
 def main():
-    sys.path.insert(0, str(ROOT))
     put_together()
     shutil.rmtree(SITE, ignore_errors=True)
     words = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "auto", "-c"]

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.messages import HOLE, WARNING, messages
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -123,3 +125,22 @@ def test_the_animation_of_the_readme_is_what_the_library_says():
     from docs.make_flow import PICTURE, draw
 
     assert draw() == PICTURE.read_text()
+
+
+def test_troubleshooting_explains_messages_that_the_source_has():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    _, ours = page.split("## Building the pipeline")
+    source = ["\n".join(texts) for texts in messages().values()]
+    explained = re.findall(r"^### `(.*)`$", ours, re.MULTILINE)
+    assert len(explained) > 30
+    for message in explained:
+        parts = [re.escape(part) for part in message.split(HOLE) if part.strip()]
+        assert any(re.search(".*".join(parts), text) for text in source), message
+
+
+def test_every_message_has_its_place_on_the_page_of_all_of_them():
+    found = messages()
+    assert {"ShardingError", "StateError", "HostTimeoutError", "ValueError", WARNING} <= set(found)
+    assert len(found["ShardingError"]) > 80
+    for text in found["ShardingError"]:  # it tells what to do
+        assert "\n  remedy: " in text, text
