@@ -11,7 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # importing the package for its d
 import grain_shard
 
 MODULES = ("checkpoint", "measuring", "placement", "rehearse", "training")
-# Every public name as it is written in the pages, and in full. Those of the face come last: they win.
+# Every public name as it is written in the pages, and in full. Those of the face win: the last.
 PUBLIC = {
     name: f"{module.__name__}.{name}"
     for module in (*(getattr(grain_shard, name) for name in MODULES), grain_shard)

@@ -45,9 +45,7 @@ def batches():
 
 def rows_by_host(hosts):
     """For each host, the rows of the batch that it reads."""
-    mesh = hosts_mesh(
-        {"data": NUM_DEVICES}, hosts=hosts, devices_per_host=NUM_DEVICES // hosts
-    )
+    mesh = hosts_mesh({"data": NUM_DEVICES}, hosts=hosts, devices_per_host=NUM_DEVICES // hosts)
     layouts = ShardingTree.of(mesh).layouts()
     return {host: layout.rows(GLOBAL_BATCH_SIZE).tolist() for host, layout in layouts.items()}
 
@@ -107,7 +105,8 @@ svg {{ font-family: system-ui, sans-serif; font-size: 14px; fill: #222 }}
 .mask, .no {{ font-size: 12px; text-anchor: middle; animation: mask {SECONDS_A_STEP}s infinite }}
 .no {{ fill: #B00020; font-weight: 600 }}
 .moving {{ opacity: 0 }}
-.row {{ transform: translate({DEVICE_X}px, var(--y)); animation: row {SECONDS_A_STEP}s infinite }}"""
+.row {{ animation: row {SECONDS_A_STEP}s infinite }}
+.row {{ transform: translate({DEVICE_X}px, var(--y)) }}"""
     for step in range(steps):
         begin, end = 100 * step / steps, 100 * (step + 1) / steps
         yield f".step{step} {{ animation: step{step} {whole}s infinite }}"
@@ -143,8 +142,8 @@ def draw():
     for device in range(NUM_DEVICES):
         y = y_of(device * GLOBAL_BATCH_SIZE // NUM_DEVICES)
         parts.append(
-            f'<rect x="{DEVICE_X - 5}" y="{y - 3}" width="{CELL[0] + 10}" height="{PITCH + CELL[1] + 6}"'
-            ' rx="4" fill="white" stroke="#888"/>'
+            f'<rect x="{DEVICE_X - 5}" y="{y - 3}" width="{CELL[0] + 10}" rx="4"'
+            f' height="{PITCH + CELL[1] + 6}" fill="white" stroke="#888"/>'
         )
     captions = [
         "step 0, on four hosts",

@@ -24,9 +24,9 @@ def text_of(node):
         return "".join(map(text_of, node.values))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return text_of(node.left) + text_of(node.right)
-    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "join":
-        if node.args and isinstance(node.args[0], ast.List):
-            return text_of(node.func.value).join(map(text_of, node.args[0].elts))
+    is_join = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "join"
+    if is_join and node.args and isinstance(node.args[0], ast.List):
+        return text_of(node.func.value).join(map(text_of, node.args[0].elts))
     return HOLE
 
 
@@ -75,9 +75,9 @@ def page():
     """All messages as a page of the site."""
     parts = [
         "# Every message",
-        f"As they are in the source; `{HOLE}` stands for what is filled in. Press Ctrl-F, or search,"
-        " with a few words of the message that you met. The ones that need more than a sentence are"
-        " in [Troubleshooting](troubleshooting.md).",
+        f"As they are in the source; `{HOLE}` is what an error fills in. Press Ctrl-F, or search,"
+        " with a few words of the message that you met. Those that need more than a sentence are in"
+        " [Troubleshooting](troubleshooting.md).",
     ]
     for kind, texts in messages().items():
         parts.append(f"## {kind if kind in (WARNING, OTHERS) else f'`{kind}`'}")
