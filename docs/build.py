@@ -45,7 +45,7 @@ SECTIONS = {
         "coming_from",
     ],
     "Reference": [
-        "options", "names", "reference/*", "troubleshooting", "messages", "limits", "changelog",
+        "options", "names", "reference/*", "commands", "troubleshooting", "messages", "limits", "changelog",
     ],
     "Explanation": [
         "contract", "streams", "how_rows_are_found", "measured", "benchmarks", "contributing",
@@ -144,7 +144,7 @@ def put_together():
     described = {}
     for name in ["grain_shard", *(f"grain_shard.{module}" for module in MODULES)]:
         (SOURCE / "reference" / f"{name}.md").write_text(reference(name, described))
-    (SOURCE / "reference" / "zz_commands.md").write_text(commands())
+    (SOURCE / "commands.md").write_text(commands())
     (SOURCE / "messages.md").write_text(messages.page())
     with (SOURCE / "index.md").open("a") as index:
         index.writelines(navigation())

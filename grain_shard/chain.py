@@ -74,9 +74,9 @@ def shard_to(
             ``[microbatches, rows, ...]``, with specs that hold from the dim of the rows on. It is
             the batch reshaped: microbatch 0 has its first rows, and so on. With ``rows="local"``
             it is the rows of each host that are reshaped.
-        cpu_buffer_size: Batches that may wait on the host or be in the making there; by default 4.
-            With `num_workers` there may be four for each worker, of feeds four in all, if that is
-            more: Grain keeps them.
+        cpu_buffer_size: The most batches on the host at a time, those that are being made
+            included; by default 4. With `num_workers` there may be four for each worker, of feeds
+            four in all, if that is more: Grain keeps them.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         num_threads: Threads that read side by side (`MapDataset`), or that run feeds side by side.
             None finds out while it runs how many reads help, and runs feeds one after the other.
