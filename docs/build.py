@@ -45,7 +45,8 @@ SECTIONS = {
         "coming_from",
     ],
     "Reference": [
-        "options", "names", "reference/*", "commands", "troubleshooting", "messages", "limits", "changelog",
+        "options", "names", "reference/*", "commands", "troubleshooting", "messages", "limits",
+        "changelog",
     ],
     "Explanation": [
         "contract", "streams", "how_rows_are_found", "measured", "benchmarks", "contributing",
@@ -89,27 +90,37 @@ def with_links_of_the_site(text, file, page, places):
     return re.sub(r"\]\(([^)\s]+)\)", link, text)
 
 
-def reference(name, described):
-    """A page with every public name of a module, from their docstrings, in the order of names.md.
-
-    `described` are the names on the pages before, by what they name: a second one refers to it.
-    """
-    module = importlib.import_module(name)
-    blocks = [] if name == "grain_shard" else [f".. automodule:: {name}\n"]
+def public_names():
+    """Every public name in full, and the one that describes it: the first for the same thing."""
+    first, described = {}, {}
     in_order = (ROOT / "docs" / "names.md").read_text()
-    for public in sorted(getattr(module, "__all__", []), key=lambda n: in_order.find(f"`{n}`")):
-        value = getattr(module, public)
-        if inspect.ismodule(value):
+    for module_name in ["grain_shard", *(f"grain_shard.{module}" for module in MODULES)]:
+        module = importlib.import_module(module_name)
+        names = [
+            n for n in getattr(module, "__all__", ()) if not inspect.ismodule(getattr(module, n))
+        ]
+        for name in sorted(names, key=lambda name: in_order.find(f"`{name}`")):
+            full = f"{module_name}.{name}"
+            described[full] = first.setdefault(id(getattr(module, name)), full)
+    return described
+
+
+def reference(module_name, described):
+    """A page with the docstrings of a module and of its public names, in the order of names.md."""
+    module = importlib.import_module(module_name)
+    blocks = [] if module_name == "grain_shard" else [f".. automodule:: {module_name}\n"]
+    for full, first in described.items():
+        owner, _, name = full.rpartition(".")
+        if owner != module_name:
             continue
-        first = described.setdefault(id(value), f"{name}.{public}")
-        if first != f"{name}.{public}":
-            blocks.append(f"``{name}.{public}`` is :py:obj:`{first}`.\n")
-        elif inspect.isclass(value):
-            blocks.append(f".. autoclass:: {name}.{public}\n   :members:\n")
+        if first != full:
+            blocks.append(f"``{full}`` is :py:obj:`{first}`.\n")
+        elif inspect.isclass(getattr(module, name)):
+            blocks.append(f".. autoclass:: {full}\n   :members:\n")
         else:
-            blocks.append(f".. autofunction:: {name}.{public}\n")
+            blocks.append(f".. autofunction:: {full}\n")
     body = "\n".join(blocks)
-    return f"# `{name}`\n\n```{{eval-rst}}\n{body}\n```\n"
+    return f"# `{module_name}`\n\n```{{eval-rst}}\n{body}\n```\n"
 
 
 def commands():
@@ -141,7 +152,7 @@ def put_together():
         (SOURCE / folder).mkdir(parents=True)
     for file, page in places.items():
         (SOURCE / page).write_text(with_links_of_the_site(file.read_text(), file, page, places))
-    described = {}
+    described = public_names()
     for name in ["grain_shard", *(f"grain_shard.{module}" for module in MODULES)]:
         (SOURCE / "reference" / f"{name}.md").write_text(reference(name, described))
     (SOURCE / "commands.md").write_text(commands())

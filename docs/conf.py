@@ -2,21 +2,24 @@
 
 import os
 import re
+import sys
+from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # importing the package for its docstrings
 
-import grain_shard
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-MODULES = ("checkpoint", "measuring", "placement", "rehearse", "training")
-# Every public name as it is written in the pages, and in full. Those of the face win: the last.
-PUBLIC = {
-    name: f"{module.__name__}.{name}"
-    for module in (*(getattr(grain_shard, name) for name in MODULES), grain_shard)
-    for name in getattr(module, "__all__", ())
-}
+import grain_shard
+from docs.build import public_names
+
+# Every public name as it is written in the pages, and in full, with what describes it.
+PUBLIC = {}
+for full, described in public_names().items():
+    PUBLIC.setdefault(full.rpartition(".")[2], described)
+    PUBLIC[full] = described
 
 project = "grain_shard"
 author = "the authors of grain_shard"
@@ -26,6 +29,8 @@ html_title = f"grain_shard {release}"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"
 html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 # Nothing is loaded from anywhere else.
 nb_ipywidgets_js = {}
@@ -57,7 +62,7 @@ def docstring_as_rst(app, what, name, obj, options, lines):
 def link_public_names(app, doctree):
     """Makes a link of every `shard_to` and `grain_shard.feeds` in a page: to the reference."""
     for node in list(doctree.findall(nodes.literal)):
-        name = node.astext().removeprefix("grain_shard.")
+        name = node.astext()
         if name in PUBLIC and not isinstance(
             node.parent, nodes.reference | nodes.title | addnodes.pending_xref
         ):

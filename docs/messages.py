@@ -61,7 +61,7 @@ def messages():
             raised.update(map(id, ast.walk(node)))
             text = text_of(node.args[0])
             remedies = [text_of(word.value) for word in node.keywords if word.arg == "remedy"]
-            if text.strip(f"{HOLE}. \n"):
+            if any(map(str.isalpha, text.partition("\n")[0])):
                 found[kind_of(node)].add("\n  remedy: ".join([text, *remedies]))
         for node in ast.walk(tree):
             whole = isinstance(node, ast.Call | ast.JoinedStr) and id(node) not in raised
