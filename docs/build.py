@@ -91,17 +91,23 @@ def with_links_of_the_site(text, file, page, places):
 
 
 def public_names():
-    """Every public name in full, and the one that describes it: the first for the same thing."""
+    """Every public name in full, and the one that describes it: the first for the same thing.
+
+    They are those of a module's `__all__`, or else what it defines and names.md has.
+    """
     first, described = {}, {}
     in_order = (ROOT / "docs" / "names.md").read_text()
     for module_name in ["grain_shard", *(f"grain_shard.{module}" for module in MODULES)]:
         module = importlib.import_module(module_name)
-        names = [
-            n for n in getattr(module, "__all__", ()) if not inspect.ismodule(getattr(module, n))
+        names = getattr(module, "__all__", None) or [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module_name and f"`{name}`" in in_order
         ]
         for name in sorted(names, key=lambda name: in_order.find(f"`{name}`")):
-            full = f"{module_name}.{name}"
-            described[full] = first.setdefault(id(getattr(module, name)), full)
+            full, value = f"{module_name}.{name}", getattr(module, name)
+            if not inspect.ismodule(value):
+                described[full] = first.setdefault(id(value), full)
     return described
 
 

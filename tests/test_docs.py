@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+import grain_shard
+from docs.build import MODULES, SECTIONS, public_names
 from docs.messages import HOLE, WARNING, messages
 
 ROOT = Path(__file__).parents[1]
@@ -144,3 +146,15 @@ def test_every_message_has_its_place_on_the_page_of_all_of_them():
     assert len(found["ShardingError"]) > 80
     for text in found["ShardingError"]:  # it tells what to do
         assert "\n  remedy: " in text, text
+
+
+def test_the_site_has_every_page_and_every_public_name():
+    listed = {page for pages in SECTIONS.values() for page in pages}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= listed
+    described = public_names()
+    assert {f"grain_shard.{name}" for name in grain_shard.__all__} <= {
+        *described,
+        *(f"grain_shard.{module}" for module in MODULES),
+    }
+    assert "grain_shard.checkpoint.CheckpointSave" in described
+    assert "grain_shard.rehearse.run" in described
