@@ -22,6 +22,7 @@ import pytest
 import grain_shard
 from docs.build import MODULES, SECTIONS, public_names
 from docs.messages import HOLE, WARNING, messages
+from grain_shard import rehearse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -90,6 +91,18 @@ def test_the_page_about_saving_goes_on_where_it_was_stopped(tmp_path):
     assert printed(stopped, tmp_path) == ""
     for _ in range(2):  # from step 10 on; and with nothing left to do
         assert printed(code, tmp_path) == "30 613440.0\n"
+
+
+@pytest.mark.slow
+def test_the_page_about_saving_is_the_same_script_on_two_hosts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, code = BLOCK.findall((ROOT / "docs/saving.md").read_text())[0]
+    line = r"^jax\.config\.update\(.*on a pod (jax\.distributed\.initialize\(\))$"
+    script = tmp_path / "train.py"
+    script.write_text(re.sub(line, r"\1", code, flags=re.MULTILINE))
+    result = rehearse.run_script([str(script)], hosts=2, devices_per_host=2)
+    assert result.exit_code == 0, result.summary()
+    assert all("30 613440.0\n" in output for output in result.outputs)
 
 
 def test_the_first_block_of_the_readme_is_one_that_runs():
