@@ -78,21 +78,23 @@ def shard_to(
             ``[microbatches, rows, ...]``, with specs that hold from the dim of the rows on. It is
             the batch reshaped: microbatch 0 has its first rows, and so on. With ``rows="local"``
             it is the rows of each host that are reshaped.
-        cpu_buffer_size: Batches that may wait on the host or be in the making there; by default 4.
-            With `num_workers` there may be four for each worker, of feeds four in all, if that is
-            more, since Grain keeps them, and one in this process: 33 with 8 workers, of feeds 5.
-        device_buffer_size: Batches that may wait on the devices or be on their way there.
+        cpu_buffer_size: The most batches on the host at a time, those that are being made
+            included; by default 4. With `num_workers` there may be four for each worker, of feeds
+            four in all, if that is more, since Grain keeps them, and one in this process: 33 with 8
+            workers, of feeds 5.
+        device_buffer_size: The most batches that wait on the devices, those on their way there
+            included.
         num_threads: Threads that read side by side (`MapDataset`), or that run feeds side by side.
             None finds out while it runs how many reads help, and runs feeds one after the other.
             Of a `MapDataset` with ``.to_iter_dataset(ReadOptions(...))``, these give the number of
             threads and `cpu_buffer_size` where the arguments do not.
-        num_workers: Grain worker processes that make the batches instead (`MapDataset`), or that
-            run this host's feeds, some of them each (`feeds`; no more start than there are feeds,
-            and `num_threads` is of each worker).
+        num_workers: Grain worker processes that make the batches in place of threads. With `feeds`
+            each of them runs some of this host's feeds; no more are started than there are feeds,
+            and each has `num_threads` threads.
         reread_slow: Whether a source may be asked again for a read that takes far longer than
             others, as a bucket does now and then ("backup requests"): the first answer counts.
-            At most one read in twenty is. False for a source that must not be asked twice. Of a
-            `MapDataset` that threads read; others are asked once.
+            At most one read in twenty is asked for again, and only where threads read a
+            `MapDataset`. False for a source that must not be asked twice.
         retries: How often a source is asked again, with growing pauses, after an `OSError`, a
             `TimeoutError` or what a bucket raises that is busy. `Retries` names more classes of
             exceptions, also those of a ``.map``.

@@ -1,6 +1,16 @@
-"""The documents: their pictures can be made again, and their links lead somewhere."""
+"""The documents: what they show runs, their pictures can be made again, their links lead somewhere.
+
+An example with prompts is a doctest. Any other block of Python runs as it stands, in a process of
+its own, unless a comment right above it says why not:
+
+    <!-- not run: a reason -->        it is an outline, or wants a pod
+    <!-- needs: pyarrow -->           runs where that is installed
+
+What a block prints is what its last line says in a comment.
+"""
 
 import doctest
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,9 +19,15 @@ from pathlib import Path
 
 import pytest
 
+import grain_shard
+from docs.build import MODULES, SECTIONS, public_names
+from docs.messages import HOLE, WARNING, messages
+from grain_shard import rehearse
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 RUNNING = [page for page in PAGES if ">>> " in page.read_text()]
 
@@ -23,6 +39,75 @@ def test_examples_run(page):
     )
     assert results.attempted
     assert not results.failed
+
+
+def printed(code, folder):
+    """What a program prints, which ends without an error."""
+    script = folder / "example.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def scripts():
+    """Every block that is no doctest and is to run: its page, its needs, and itself."""
+    for page in PAGES:
+        for number, (note, code) in enumerate(BLOCK.findall(page.read_text())):
+            if ">>> " in code or note.startswith("not run: "):
+                continue
+            needs = note.removeprefix("needs: ").split() if note.startswith("needs: ") else []
+            yield pytest.param(code, needs, id=f"{page.name}-{number}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "needs"), list(scripts()))
+def test_blocks_run_as_pasted(code, needs, tmp_path):
+    for package in needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    said = re.search(r"  # (.*)$", code.rstrip().splitlines()[-1])
+    assert said, "let the last line print something, and say in a comment what it is"
+    assert printed(code, tmp_path) == said[1] + "\n"
+
+
+@pytest.mark.slow
+def test_the_page_about_saving_goes_on_where_it_was_stopped(tmp_path):
+    _, code = BLOCK.findall((ROOT / "docs/saving.md").read_text())[0]
+    stopped = re.sub(
+        r"^        state = train_step\(state, batch\)$",
+        "        if step == 18:\n            manager.close()\n            raise SystemExit\n\\g<0>",
+        code,
+        flags=re.MULTILINE,
+    )
+    assert stopped != code
+    assert printed(stopped, tmp_path) == ""
+    for _ in range(2):  # from step 10 on; and with nothing left to do
+        assert printed(code, tmp_path) == "30 613440.0\n"
+
+
+@pytest.mark.slow
+def test_the_page_about_saving_is_the_same_script_on_two_hosts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, code = BLOCK.findall((ROOT / "docs/saving.md").read_text())[0]
+    line = r"^jax\.config\.update\(.*on a pod (jax\.distributed\.initialize\(\))$"
+    script = tmp_path / "train.py"
+    script.write_text(re.sub(line, r"\1", code, flags=re.MULTILINE))
+    result = rehearse.run_script([str(script)], hosts=2, devices_per_host=2)
+    assert result.exit_code == 0, result.summary()
+    assert all("30 613440.0\n" in output for output in result.outputs)
+
+
+def test_the_first_block_of_the_readme_is_one_that_runs():
+    note, _ = BLOCK.findall((ROOT / "README.md").read_text())[0]
+    assert note == ""
 
 
 def anchors(page):
@@ -51,17 +136,38 @@ def test_the_pictures_of_the_contract_can_be_made_again(tmp_path):
     assert shown == made
 
 
-def test_the_example_of_a_source_behind_http_runs(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/buckets.md").read_text(), re.DOTALL)
-    (example,) = (block for block in blocks if "class HttpRecords" in block)
-    script = tmp_path / "example.py"
-    script.write_text(example)
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "2000\n"), done.stderr
+def test_the_animation_of_the_readme_is_what_the_library_says():
+    from docs.make_flow import PICTURE, draw
+
+    assert draw() == PICTURE.read_text()
+
+
+def test_troubleshooting_explains_messages_that_the_source_has():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    _, ours = page.split("## Building the pipeline")
+    source = ["\n".join(texts) for texts in messages().values()]
+    explained = re.findall(r"^### `(.*)`$", ours, re.MULTILINE)
+    assert len(explained) > 30
+    for message in explained:
+        parts = [re.escape(part) for part in message.split(HOLE) if part.strip()]
+        assert any(re.search(".*".join(parts), text) for text in source), message
+
+
+def test_every_message_has_its_place_on_the_page_of_all_of_them():
+    found = messages()
+    assert {"ShardingError", "StateError", "HostTimeoutError", "ValueError", WARNING} <= set(found)
+    assert len(found["ShardingError"]) > 80
+    for text in found["ShardingError"]:  # it tells what to do
+        assert "\n  remedy: " in text, text
+
+
+def test_the_site_has_every_page_and_every_public_name():
+    listed = {page for pages in SECTIONS.values() for page in pages}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= listed
+    described = public_names()
+    assert {f"grain_shard.{name}" for name in grain_shard.__all__} <= {
+        *described,
+        *(f"grain_shard.{module}" for module in MODULES),
+    }
+    assert "grain_shard.checkpoint.CheckpointSave" in described
+    assert "grain_shard.rehearse.run" in described

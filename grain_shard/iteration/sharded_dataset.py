@@ -27,7 +27,7 @@ class Settings:
     """How a pipeline is run, as far as one may want to change it; see `shard_to`.
 
     Attributes:
-        cpu_buffer_size: Batches that may wait on the host or be in the making there.
+        cpu_buffer_size: The most batches on the host, those that are being made included.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         num_workers: Worker processes that make the batches; 0 if threads do.
         is_stream: Whether batches come in order only.

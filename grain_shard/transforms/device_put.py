@@ -49,7 +49,7 @@ class DevicePut(Stage):
 
     Attributes:
         shardings: Of every leaf of the batch.
-        cpu_buffer_size: Batches that may wait on the host or be in the making there.
+        cpu_buffer_size: The most batches on the host, those that are being made included.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         num_threads: Threads that read side by side (`MapDataset`; None finds how many help), or
             that run feeds side by side (`FeedBatches`; None for one).

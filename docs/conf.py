@@ -1,0 +1,79 @@
+"""How Sphinx makes the site; docs/build.py runs it."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # importing the package for its docstrings
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import grain_shard
+from docs.build import public_names
+
+# Every public name as it is written in the pages, and in full, with what describes it.
+PUBLIC = {}
+for full, described in public_names().items():
+    PUBLIC.setdefault(full.rpartition(".")[2], described)
+    PUBLIC[full] = described
+
+project = "grain_shard"
+author = "the authors of grain_shard"
+release = grain_shard.__version__
+html_title = f"grain_shard {release}"
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+html_theme = "furo"
+html_show_copyright = False
+html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+
+# Nothing is loaded from anywhere else.
+nb_ipywidgets_js = {}
+
+nb_execution_mode = "off"  # notebooks/run.py runs them; the site shows the outputs that they have
+nb_merge_streams = True
+myst_heading_anchors = 4
+suppress_warnings = [
+    "myst.header",  # a notebook may begin with a badge
+    "config.cache",
+    "mystnb.unknown_mime_type",
+]
+
+default_role = "py:obj"  # `shard_to` in a docstring is a link, where there is such a name
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say it in words
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+pygments_style = "friendly"
+
+
+def docstring_as_rst(app, what, name, obj, options, lines):
+    """Lets a letter follow a backtick, as in "`jax.Array`s", which Sphinx does not."""
+    lines[:] = [re.sub(r"(?<!`)(`[^`]+`)(?=\w)", r"\1\\ ", line) for line in lines]
+
+
+def link_public_names(app, doctree):
+    """Makes a link of every `shard_to` and `grain_shard.feeds` in a page: to the reference."""
+    for node in list(doctree.findall(nodes.literal)):
+        name = node.astext()
+        if name in PUBLIC and not isinstance(
+            node.parent, nodes.reference | nodes.title | addnodes.pending_xref
+        ):
+            xref = addnodes.pending_xref(
+                "", refdomain="py", reftype="obj", reftarget=PUBLIC[name], refwarn=False
+            )
+            node.replace_self(xref)
+            xref += node
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", docstring_as_rst)
+    app.connect("doctree-read", link_public_names)
