@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grain_shard import palette
+
 PHASES_MS = (0, 50, 0)
 PHASE_S = 10
 SAMPLE_S = 0.1  # longer than a read
 SMOOTHED_S = 0.5
-OURS, GUIDE = "#0072B2", "#D55E00"  # Okabe and Ito's
+OURS, GUIDE = palette.BLUE, palette.VERMILION
 
 
 class Followed(NamedTuple):
@@ -98,7 +100,7 @@ def draw(followed: dict[str, tuple[str, Followed]], path: Path) -> None:
     for axes in (rates, threads):
         for phase, latency_ms in enumerate(PHASES_MS):
             if latency_ms:
-                axes.axvspan(phase * PHASE_S, (phase + 1) * PHASE_S, color="#EEEEEE", zorder=0)
+                axes.axvspan(phase * PHASE_S, (phase + 1) * PHASE_S, color=palette.EMPTY, zorder=0)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.grid(axis="y", alpha=0.3)
