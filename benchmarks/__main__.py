@@ -4,8 +4,8 @@
     python -m benchmarks --quick             # everything, about nine minutes
     python -m benchmarks P7 P8 overlap       # some, by number or by name
 
-Prints a table and writes results.json, and results.png if P1 to P3 are among them. Peers that are not installed (the ``bench``
-extra has them) are skipped with a word.
+Prints a table and writes results.json, and results.png if P1 to P3 are among them. Peers that are
+not installed (the ``bench`` extra has them) are skipped with a word.
 """
 
 from __future__ import annotations
