@@ -6,7 +6,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-from grain_shard.palette import COLORS, EMPTY, FILLS, GREEN, VERMILION
+from grain_shard.palette import COLORS, EMPTY, FILLS, GRAY, GREEN, VERMILION
 
 
 def as_jpeg():
@@ -148,7 +148,7 @@ def words(batch):
     axis.axhline(real, color="black", linestyle=":")
     axis.set(xlim=(0, length), ylim=(num_rows, 0), xlabel="position", ylabel="row", aspect="auto")
     axis.set_title(
-        f"The last batch: {real} sentences, a word a field; below the dotted line rows of padding",
+        f"The last batch: {real} sentences, colored where words are; the last rows are padding",
         loc="left",
         fontsize=10,
     )
@@ -197,10 +197,9 @@ def losses(curves, *, log=True, differences_from=None):
     axis, below = axes[0, 0], axes[-1, 0]
     for number, (name, (start, values)) in enumerate(curves.items()):
         steps = range(start, start + len(values))
-        # The first is what others are to lie on, if there are others.
-        first = number == 0 and len(curves) > 1
-        style = {"color": EMPTY, "lw": 8} if first else {"color": COLORS[number], "lw": 1.8}
-        axis.plot(steps, values, label=name, **style)
+        color = GRAY if number == 0 and len(curves) > 1 else COLORS[number]
+        drawn_over = sum(other == start for other, _ in list(curves.values())[number + 1 :])
+        axis.plot(steps, values, label=name, color=color, lw=1.8 + 3 * drawn_over)
         if differences_from and name != differences_from:
             expected = np.array(curves[differences_from][1])[start : start + len(values)]
             below.plot(steps, np.abs(values - expected), color=COLORS[number])
