@@ -23,7 +23,6 @@ PHASES_MS = (0, 50, 0)
 PHASE_S = 10
 SAMPLE_S = 0.1  # longer than a read
 SMOOTHED_S = 0.5
-OURS, GUIDE = "#0072B2", "#D55E00"  # Okabe and Ito's
 
 
 class Followed(NamedTuple):
@@ -83,6 +82,7 @@ def draw(followed: dict[str, tuple[str, Followed]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     from benchmarks.waiting import GLOBAL_BATCH_SIZE
+    from grain_shard.palette import EMPTY
 
     end = PHASE_S * len(PHASES_MS)
     times = np.arange(0, end, 0.1)
@@ -98,7 +98,7 @@ def draw(followed: dict[str, tuple[str, Followed]], path: Path) -> None:
     for axes in (rates, threads):
         for phase, latency_ms in enumerate(PHASES_MS):
             if latency_ms:
-                axes.axvspan(phase * PHASE_S, (phase + 1) * PHASE_S, color="#EEEEEE", zorder=0)
+                axes.axvspan(phase * PHASE_S, (phase + 1) * PHASE_S, color=EMPTY, zorder=0)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.grid(axis="y", alpha=0.3)
@@ -121,11 +121,12 @@ def main() -> None:
 
     jax.config.update("jax_num_cpu_devices", 8)
     from benchmarks.waiting import GLOBAL_BATCH_SIZE, guide, ours
+    from grain_shard.palette import BLUE, VERMILION
 
     default = Path(__file__).parents[1] / "docs" / "changing_latency.png"
     followed = {
-        ".shard_to(mesh)": (OURS, follow(ours)),
-        "Grain's guide (16 threads)": (GUIDE, follow(guide)),
+        ".shard_to(mesh)": (BLUE, follow(ours)),
+        "Grain's guide (16 threads)": (VERMILION, follow(guide)),
     }
     draw(followed, Path(sys.argv[1]) if len(sys.argv) > 1 else default)
     for name, (_, seen) in followed.items():

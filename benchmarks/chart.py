@@ -1,52 +1,47 @@
-"""The results as a picture: how far each figure is from its goal, on which side."""
+"""The one picture of the results: records per second, ours and those of others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import reading
 from benchmarks.measure import Result, quartiles
-from benchmarks.report import cells
+from grain_shard import palette
 
-MET, MISSED = "#2a7f62", "#b5432e"
+# All else is in the table: other units, other goals, other peers.
+_SHOWN = {
+    "Grain's guide": "Grain's guide",
+    "Grain tuned": "Grain, tuned by hand:\n2 threads, 4 batches ahead",
+    "by hand": "a loop written by hand\nfor just this",
+}
 
 
-def write_chart(results: Sequence[Result], path: Path) -> None:
-    """A row for each goal; a dot at the median, a line from quartile to quartile."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = [result for result in results if result.met is not None]
+def write_chart(results: Sequence[Result], path: Path) -> bool:
+    """A bar for ours and one for each of three others; whether these have been measured."""
+    shown = [
+        result
+        for result in results
+        if result.comparison.what == reading.WHAT
+        and result.comparison.theirs in _SHOWN
+        and result.values
+    ]
     if not shown:
-        return
-    figure, axes = plt.subplots(figsize=(11, 1.4 + 0.45 * len(shown)), layout="constrained")
-    for row, result in enumerate(shown):
-        goal = result.comparison.goal
-        assert goal is not None
-        low, middle, high = (max(1e-3, goal.margin(v)) for v in quartiles(result.values))
-        color = MET if result.met else MISSED
-        axes.plot([low, high], [row, row], color=color, linewidth=3, alpha=0.4)
-        axes.plot(middle, row, "o", color=color, markersize=8)
-        _, _, _, _, _, goal_text, measured, _, _ = cells(result)
-        axes.annotate(
-            f"{measured}   (goal: {goal_text})",
-            (1.01, row),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            color=color,
-        )
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_yticks(
-        range(len(shown)),
-        [f"{r.comparison.number}  {r.comparison.what}\nvs {r.comparison.against}" for r in shown],
-        fontsize=8,
-    )
-    axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("times better than its goal (1 = the goal; left of it is missed)")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+        return False
+    rates = {_SHOWN[result.comparison.theirs]: result.theirs for result in shown}
+    rates["grain_shard,\nwith nothing set"] = shown[0].ours  # of the same rounds for all of them
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.9 + 0.55 * len(rates)), layout="constrained")
+    axes = figure.add_subplot()
+    medians = [quartiles(values)[1] for values in rates.values()]
+    colors = [palette.GRAY] * len(shown) + [palette.BLUE]
+    bars = axes.barh(list(rates), medians, color=colors)
+    axes.bar_label(bars, [f"{median:,.0f}" for median in medians], padding=4)
+    axes.margins(x=0.12)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_title(f"Records per second:\n{reading.WHAT}", loc="left", fontsize=10)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    return True

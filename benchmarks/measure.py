@@ -57,16 +57,6 @@ class Goal:
             return measured == self.value
         return measured >= self.value if self.relation == "at least" else measured <= self.value
 
-    def margin(self, measured: float) -> float:
-        """1 where the measured figure is the goal, more where it is better."""
-        if self.relation == "exactly":
-            low, high = sorted((measured, self.value))
-            return 1.0 if self.met(measured) else low / high
-        better, worse = (
-            (measured, self.value) if self.relation == "at least" else (self.value, measured)
-        )
-        return better / worse
-
 
 @dataclass(frozen=True)
 class Comparison:

@@ -133,7 +133,7 @@ def write_page(results: Sequence[Result], under: Mapping[str, Any], path: Path) 
         "*measured* is the median of the pairs (not the ratio of the medians), *quartiles* are of"
         " the pairs.",
         "",
-        "![Each measured figure beside its goal](results.png)",
+        "![Records per second, ours and those of others; the table has the figures](results.png)",
         "",
         "| " + " | ".join(HEADER) + " |",
         "|" + "---|" * len(HEADER),

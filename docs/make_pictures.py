@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("PJRT_NPROC", "32")  # threads enough for eight devices on few cores
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import grain
 import jax
@@ -21,10 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from grain_shard import DevicePut, ShardingTree, hosts_mesh
+from grain_shard.palette import EMPTY, FILLS, PADDING
 
-HOST_COLORS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7"]  # Okabe and Ito's
-NO_ROW = "#EEEEEE"
-PADDING = "#BBBBBB"
+HOST_COLORS = FILLS[:4]
 DEVICES_PER_HOST = 2
 
 
@@ -70,7 +70,7 @@ def rows_by_host(folder, global_batch_size=16):
         for host, layout in enumerate(by_host):
             held = set(layout.rows(global_batch_size).tolist())
             for row in range(global_batch_size):
-                cell(axes, row, host, HOST_COLORS[host] if row in held else NO_ROW,
+                cell(axes, row, host, HOST_COLORS[host] if row in held else EMPTY,
                      str(row) if row in held else "")  # fmt: skip
         axes.set_yticks(np.arange(len(by_host)) + 0.5, [f"host {i}" for i in range(len(by_host))])
         axes.set_xticks([])
@@ -150,42 +150,56 @@ def resume(folder, num_batches=8, stop_after=4, global_batch_size=8):
     save(figure, folder, "resume.png")
 
 
-def buffers(folder):
-    """Where batches wait, with the default sizes."""
-    figure = Figure(figsize=(11, 2.9), layout="constrained")
+def buffers(folder, in_use=7):
+    """Where each batch of a run is at one moment, with the default sizes."""
+    on_devices, on_host = DevicePut.device_buffer_size, DevicePut.cpu_buffer_size
+    in_making = 2  # of those on the host
+    figure = Figure(figsize=(11, 3.3), layout="constrained")
     axes = figure.add_subplot()
-    axes.set(xlim=(0, 22), ylim=(5, 0), aspect="equal")
+    axes.set(xlim=(0, 22), ylim=(6.6, 0), aspect="equal")
     axes.axis("off")
 
-    def box(x, text, width=3.0):
-        axes.add_patch(Rectangle((x, 1.2), width, 2, facecolor="white", edgecolor="black", lw=1.2))
-        axes.text(x + width / 2, 2.2, text, ha="center", va="center", fontsize=9)
+    def memory(x, width, name, color):
+        axes.add_patch(Rectangle((x, 0.9), width, 3.5, facecolor=color, alpha=0.25, lw=0))
+        axes.text(x + width / 2, 0.55, name, ha="center", va="center", fontsize=10)
 
-    def slots(x, count, color, name):
-        for i in range(count):
-            axes.add_patch(Rectangle((x + i, 1.7), 0.9, 1, facecolor=color, edgecolor="black"))
-        axes.text(x + count / 2, 3.5, name, ha="center", va="top", fontsize=9, family="monospace")
+    def batch(x, number, color, text="", filled=1.0):
+        """A batch as four rows, so many of which are there."""
+        axes.add_patch(Rectangle((x, 1.5), 1.3, 1.6, facecolor="white", edgecolor="black"))
+        for row in range(round(4 * filled)):
+            of_batch = Rectangle((x, 1.5 + row * 0.4), 1.3, 0.4, facecolor=color, edgecolor="white")
+            axes.add_patch(of_batch)
+        axes.add_patch(Rectangle((x, 1.5), 1.3, 1.6, fill=False, edgecolor="black"))
+        axes.text(x + 0.65, 2.3, str(number), ha="center", va="center", fontsize=11)
+        axes.text(x + 0.65, 3.3, text, ha="center", va="top", fontsize=8)
 
-    def arrow(start, end):
-        ends = (start, 2.2), (end, 2.2)
-        axes.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=12, color="black"))
+    def thread(start, end, text):
+        """Who carries a batch from one place to the next."""
+        ends = (start, 4.75), (end, 4.75)
+        axes.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=14, color="black"))
+        axes.text((start + end) / 2, 5.0, text, ha="center", va="top", fontsize=9)
 
-    on_host, on_devices = DevicePut.cpu_buffer_size, DevicePut.device_buffer_size
-    box(0.2, "read, stack, pad\nthis host's rows\n(num_threads)", 4)
-    arrow(4.2, 5.2)
-    slots(5.3, on_host, HOST_COLORS[0], f"cpu_buffer_size={on_host}")
-    arrow(5.3 + on_host, 10.3)
-    box(10.3, "hand to\nthe devices\n(one thread)", 3.4)
-    arrow(13.7, 14.7)
-    slots(14.8, on_devices, HOST_COLORS[1], f"device_buffer_size={on_devices}")
-    arrow(14.8 + on_devices, 17.9)
-    box(17.9, "the loop:\nstep(state, batch)", 3.9)
-    axes.text(7.3, 0.6, "batches on the host", ha="center", fontsize=10)
-    axes.text(15.8, 0.6, "batches on the devices", ha="center", fontsize=10)
-    axes.text(
-        11, 4.7, "A batch in the making holds a place already: no thread starts on one for which"
-        " there is no room.", ha="center", fontsize=9,
-    )  # fmt: skip
+    memory(3.4, 8.6, f"memory of the host: at most {on_host} (cpu_buffer_size)", FILLS[0])
+    memory(
+        12.6,
+        8.6,
+        f"memory of the devices: at most {on_devices} wait (device_buffer_size)",
+        FILLS[1],
+    )
+    axes.add_patch(Rectangle((0.3, 1.5), 2.3, 1.6, facecolor=EMPTY, edgecolor="black"))
+    axes.text(1.45, 2.3, "records", ha="center", va="center", fontsize=10)
+    number = in_use + on_devices + on_host
+    for place in range(on_host):
+        making = place < in_making
+        filled = (0.25, 0.75)[place] if making else 1.0
+        state = "being read" if making else "waits"
+        batch(4.0 + 2 * place, number - place, FILLS[0], state, filled)
+    for place in range(on_devices):
+        batch(13.6 + 2 * place, in_use + on_devices - place, FILLS[1], "waits")
+    batch(18.9, in_use, FILLS[1], "the step uses it")
+    thread(1.5, 6.0, "threads that read side by side,\nas many as help")
+    thread(10.6, 14.2, "one thread that hands\nfull batches to the devices")
+    thread(16.2, 19.5, "the training loop\ntakes the next one")
     save(figure, folder, "buffers.png")
 
 

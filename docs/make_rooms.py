@@ -13,7 +13,7 @@ PACKAGE = ROOT / "grain_shard"
 
 # From the ground up. A room imports rooms of lower floors only.
 FLOORS = [
-    ["errors", "digest", "spans", "host_arrays", "pace", "grain_inside", "libtpu"],
+    ["errors", "palette", "digest", "spans", "host_arrays", "pace", "grain_inside", "libtpu"],
     ["trees", "background", "hardware", "step_memory", "arguments"],
     ["worker_processes"],
     ["sharding", "reading", "hosts"],
@@ -32,6 +32,7 @@ FLOORS = [
 WORDS = {
     "errors": "what can go wrong",
     "digest": "long values, shortened",
+    "palette": "the colors of pictures",
     "spans": "who is at work when",
     "host_arrays": "aligned host memory",
     "background": "threads that work ahead",

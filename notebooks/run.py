@@ -55,7 +55,8 @@ def run(path: Path) -> nbformat.NotebookNode:
             record_timing=False,
             resources={"metadata": {"path": str(working)}},
         )
-        client.execute(env=os.environ | {"TMPDIR": str(temporary)})
+        beside = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
+        client.execute(env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": beside})
         if left := [str(file.relative_to(scratch)) for file in Path(scratch).glob("*/*")]:
             raise RuntimeError(f"{path.name} left files behind: {', '.join(left)}")
     notebook.cells.pop()

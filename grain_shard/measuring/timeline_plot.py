@@ -6,17 +6,17 @@ import io
 
 from matplotlib.figure import Figure
 
+from grain_shard import palette
 from grain_shard.measuring.measurement import Measurement
 from grain_shard.spans import BATCH, PAD, PLACE, READ, STEP, WAIT
 
-# Okabe and Ito's palette, which people with any kind of color vision can tell apart.
 _COLORS = {
-    READ: "#0072B2",
-    BATCH: "#56B4E9",
-    PAD: "#CC79A7",
-    PLACE: "#E69F00",
-    WAIT: "#D55E00",
-    STEP: "#009E73",
+    READ: palette.BLUE,
+    BATCH: palette.SKY,
+    PAD: palette.PURPLE,
+    PLACE: palette.ORANGE,
+    WAIT: palette.VERMILION,
+    STEP: palette.GREEN,
 }
 _LANE_HEIGHT = 0.8
 

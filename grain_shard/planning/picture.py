@@ -9,9 +9,9 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grain_shard.errors import GrainShardError, describe_mesh
+from grain_shard.palette import FILLS
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
-from grain_shard.showing.tables import ROW_COLORS
 
 _MAX_LINES = 32  # shards of the rows
 _MAX_DEVICES = 32  # in a line
@@ -57,7 +57,7 @@ def draw_mesh(
     figure = Figure(figsize=inches, layout="constrained")
     axes = figure.add_subplot()
     for y, (_, hosts) in enumerate(lines):
-        color = ROW_COLORS[y % len(ROW_COLORS)]
+        color = FILLS[y % len(FILLS)]
         x = 0
         for host, devices in groupby(sorted(hosts)[:width]):
             count = len(list(devices))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 from rich.console import Group
-from rich.jupyter import JupyterMixin
 from rich.padding import Padding
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.hardware import HardwareType
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.showing.tables import (
+    InNotebooks,
     describe_bytes,
     describe_few,
     describe_ranges,
@@ -100,7 +100,7 @@ class Reads:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan(JupyterMixin):
+class Plan(InNotebooks):
     """What `plan` found. Printed, it is a table; in a notebook too.
 
     Example:

@@ -10,8 +10,9 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
+from grain_shard.palette import FILLS
 from grain_shard.sharding.specs import spec_rank
-from grain_shard.showing.tables import ROW_COLORS, describe_few, describe_ranges, table
+from grain_shard.showing.tables import describe_few, describe_ranges, table
 from grain_shard.trees import flatten
 
 _MAX_LINES = 16
@@ -68,7 +69,7 @@ def _drawing(paths: Sequence[str], leaf: Any) -> Any:
         ),
         left=1 + _MAX_COLUMNS,
     )
-    drawing.row_styles = [f"black on {color}" for color in ROW_COLORS]
+    drawing.row_styles = [f"black on {color}" for color in FILLS]
     return Group(Padding(Text(title), (0, 2)), drawing)
 
 

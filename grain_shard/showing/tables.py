@@ -6,16 +6,33 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.filesize import decimal
 
 from grain_shard.showing.fitting import FittingTable
 
-# Okabe and Ito's palette, which people with any kind of color vision can tell apart, mixed half and
-# half with white, so that black text can be read on it. For the shards of a batch's rows.
-ROW_COLORS = "#F3CF80", "#ABDAF4", "#80CFB9", "#F8F2A1", "#80B9D9", "#EBAF80", "#E6BCD3"
-
 _TEXT_WIDTH = 100
+
+# A table that is wider than the page is scrolled, not folded.
+_HTML = (
+    '<pre style="white-space:pre;overflow-x:auto;line-height:normal;'
+    "font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace\">{code}</pre>"
+)
+
+
+class InNotebooks:
+    """For what rich can render: HTML in a notebook, and text where none is shown.
+
+    Text is what a terminal shows, a page of GitHub that has not loaded the notebook's HTML, and a
+    comparison of two versions of a notebook.
+    """
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": to_html(self), "text/plain": to_text(self)}
+
+
+class _Page(InNotebooks, Group):
+    """Several renderables, one below the other."""
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) -> FittingTable:
@@ -26,6 +43,11 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) 
 def to_screen(renderable: Any) -> None:
     """Prints it: in colors where stdout is a terminal, and as HTML in a notebook."""
     console = Console()
+    if console.is_jupyter:
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        display(_Page(renderable))
+        return
     if not console.is_terminal:  # a log has no width to keep to
         console = Console(width=max(_TEXT_WIDTH, console.width))
     console.print(renderable, highlight=False)
@@ -33,11 +55,20 @@ def to_screen(renderable: Any) -> None:
 
 def to_text(renderable: Any) -> str:
     """It as plain text, without a newline at its end."""
-    file = io.StringIO()
+    text = _rendered(renderable).export_text()
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
+
+
+def to_html(renderable: Any) -> str:
+    """It as one element of HTML, with its colors."""
+    return _rendered(renderable).export_html(code_format=_HTML, inline_styles=True)
+
+
+def _rendered(renderable: Any) -> Console:
     # In a notebook rich would show it at once, whatever the file.
-    console = Console(file=file, width=_TEXT_WIDTH, color_system=None, force_jupyter=False)
+    console = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_jupyter=False, record=True)
     console.print(renderable, highlight=False)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
+    return console
 
 
 def describe_bytes(count: int | None) -> str:

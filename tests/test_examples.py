@@ -1,0 +1,129 @@
+"""The two scripts to start from: the same losses on one host and on two, also if stopped."""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grain_shard import rehearse
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CLASSIFIER = EXAMPLES / "image_classifier.py"
+LANGUAGE_MODEL = EXAMPLES / "language_model.py"
+
+
+def losses_in(folder):
+    return json.loads((folder / "losses.json").read_text())
+
+
+def run_here(script, folder, *options):
+    """Runs a script as one plain process; what it printed."""
+    done = subprocess.run(
+        [sys.executable, script, "--checkpoint-dir", folder, *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_on(hosts, script, folder, *options):
+    """Rehearses a script on so many hosts, with eight devices in all; what host 0 printed."""
+    done = rehearse.run_script(
+        [script, "--distributed", "--checkpoint-dir", folder, *map(str, options)],
+        hosts=hosts,
+        devices_per_host=8 // hosts,
+        timeout_s=300,
+        echo=sys.stdout,
+    )
+    assert done.exit_code == 0
+    return done.outputs[0]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The losses of each script on one host, in one go."""
+
+    @functools.cache
+    def losses_of(script, *options):
+        folder = tmp_path_factory.mktemp(script.stem)
+        run_here(script, folder, *options)
+        return losses_in(folder)
+
+    return losses_of
+
+
+@pytest.mark.parametrize(
+    ("script", "option", "part", "whole", "num_losses"),
+    [
+        (CLASSIFIER, "--epochs", 1, 3, 36),
+        (LANGUAGE_MODEL, "--steps", 7, 12, 12),
+    ],
+    ids=["image_classifier", "language_model"],
+)
+def test_on_2_hosts_and_continued_on_1_the_losses_are_those_of_1_without_a_stop(
+    uninterrupted, tmp_path, script, option, part, whole, num_losses
+):
+    expected = uninterrupted(script, option, whole)
+    assert len(expected) == num_losses
+    assert expected[-1] < expected[0] - 0.5, "it learns"
+
+    run_on(2, script, tmp_path, option, part)
+    before = losses_in(tmp_path)
+    run_here(script, tmp_path, option, whole)
+    continued = losses_in(tmp_path)
+    assert 0 < len(before) < len(continued)
+    assert continued[: len(before)] == before
+    np.testing.assert_allclose(continued, expected, rtol=1e-3)
+
+    run_here(script, tmp_path, option, whole)  # nothing is left to do
+    assert losses_in(tmp_path) == continued
+
+
+# The classifier, whose host 1, or only host, is told to stop while it trains the 17th batch.
+TOLD_TO_STOP = """
+import os, signal, sys
+sys.path.insert(0, {examples!r})
+import jax
+import image_classifier as example
+
+calls, train_step = [], example.train_step
+
+def train_step_of_a_cluster_that_needs_the_machine(*args):
+    calls.append(None)
+    if len(calls) == 17 and jax.process_index() == jax.process_count() - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return train_step(*args)
+
+example.train_step = train_step_of_a_cluster_that_needs_the_machine
+example.main()
+"""
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_classifier_saves_and_leaves_when_a_host_is_told_to_stop(
+    uninterrupted, tmp_path, hosts
+):
+    folder, script = tmp_path / "run", tmp_path / "told_to_stop.py"
+    script.write_text(TOLD_TO_STOP.format(examples=str(EXAMPLES)))
+    output = run_here(script, folder) if hosts == 1 else run_on(hosts, script, folder)
+    (step,) = map(int, re.findall(r"told to stop: step (\d+) is saved", output))
+    assert 17 <= step < 36, "in the second of three epochs, or soon after it"
+    assert len(losses_in(folder)) == step
+
+    run_here(CLASSIFIER, folder, "--epochs", 3)
+    expected = uninterrupted(CLASSIFIER, "--epochs", 3)
+    np.testing.assert_allclose(losses_in(folder), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("script", [CLASSIFIER, LANGUAGE_MODEL], ids=lambda path: path.stem)
+def test_each_is_one_file_that_can_be_read_at_a_sitting(script):
+    assert len(script.read_text().splitlines()) < 200
