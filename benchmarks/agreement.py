@@ -46,7 +46,7 @@ class Batches:
         self.taken = 0
 
     def known(self, wait_s: float = 0.0) -> Any:
-        from grain_shard.background import Known
+        from grain_shard.tasks import Known
 
         return Known(self.taken + BUFFERED, None)
 

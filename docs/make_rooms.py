@@ -13,7 +13,17 @@ PACKAGE = ROOT / "grain_shard"
 
 # From the ground up. A room imports rooms of lower floors only.
 FLOORS = [
-    ["errors", "palette", "digest", "spans", "host_arrays", "pace", "grain_inside", "libtpu"],
+    [
+        "errors",
+        "palette",
+        "digest",
+        "spans",
+        "tasks",
+        "host_arrays",
+        "pace",
+        "grain_inside",
+        "libtpu",
+    ],
     ["trees", "background", "hardware", "step_memory", "arguments"],
     ["worker_processes"],
     ["sharding", "reading", "hosts"],
@@ -34,6 +44,7 @@ WORDS = {
     "digest": "long values, shortened",
     "palette": "the colors of pictures",
     "spans": "who is at work when",
+    "tasks": "what threads are given to do",
     "host_arrays": "aligned host memory",
     "background": "threads that work ahead",
     "worker_processes": "Grain's processes",

@@ -24,8 +24,8 @@ from typing import Any
 
 import grain
 
-from grain_shard.background import Producer
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
+from grain_shard.tasks import Producer
 
 
 class WorkerProcesses(Producer[Any]):

@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from grain_shard.background import Background, Known, Producer
+from grain_shard.background import Background
 from grain_shard.errors import AgreementError
 from grain_shard.hosts import ends
 from grain_shard.hosts.ends import AgreedEnd, Vote, decide, follow
 from grain_shard.hosts.minimum import LARGEST, Minimum, Question
-from grain_shard.iteration.iterator import _Place
+from grain_shard.iteration.placing import Placing
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.stats.meter import Meter
+from grain_shard.tasks import Known, Producer
 from tests.conftest import eventually
 
 # What follows from the votes: remainder, whether all hosts have the same rows, each host's vote,
@@ -367,7 +368,7 @@ def test_a_scalar_stays_what_it_is_in_padding():
             return position + 1
 
     rows = {"x": np.ones(4), "valid_mask": np.ones(4, bool), "temperature": np.float32(0.7)}
-    place = _Place(lambda batch: batch, Meter(mask_key="valid_mask"), 0, keeps_last=True)
+    place = Placing(lambda batch: batch, Meter(mask_key="valid_mask"), 0, keeps_last=True)
     assert place((rows, 1)).size.records == 4
     padding, position, size = place.padding(Padded())
     assert (position, size.records) == (2, 0)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from grain_shard import background
-from grain_shard.background import Background, Items, Producer
+from grain_shard.background import Background
+from grain_shard.tasks import Items, Producer
 from tests.conftest import HANG_S, eventually, wait
 
 

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from grain_shard.background import Background, Producer, naming_closed
+from grain_shard.background import Background
 from grain_shard.feeding.feed_reader import FeedReader, naming_feed
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.stack import RowStacker
 from grain_shard.spans import READ, span
+from grain_shard.tasks import Producer, naming_closed
 
 
 class Piece(NamedTuple):

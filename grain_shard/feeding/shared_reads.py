@@ -15,11 +15,12 @@ from typing import Any
 import grain
 import numpy as np
 
-from grain_shard.background import Raised, Task, Tasks, TaskStage
+from grain_shard.background import TaskStage
 from grain_shard.grain_inside.routes import route
 from grain_shard.pace import ReadPace
 from grain_shard.reading.faults import Faults
 from grain_shard.spans import READ, span
+from grain_shard.tasks import Raised, Task, Tasks
 
 # Records that wait or are in the making, of all lines together. Grain has 500 for each.
 _MOST_AHEAD = 2048

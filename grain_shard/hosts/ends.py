@@ -22,13 +22,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import logging
 
-from grain_shard.background import Known, Producer, TaskStage
+from grain_shard.background import TaskStage
 from grain_shard.errors import describe_error
 from grain_shard.hosts.absences import Absences
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.minimum import LARGEST, Minimum, Question
 from grain_shard.hosts.rounds import Rounds
 from grain_shard.spans import AGREE, counted_by, counter, span
+from grain_shard.tasks import Known, Producer
 
 T = TypeVar("T")
 

@@ -23,7 +23,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grain_shard.background import Background, Producer
+from grain_shard.background import Background
+from grain_shard.tasks import Producer
 
 # Largest number that can be asked about.
 LARGEST = int(np.iinfo(np.int32).max)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from grain_shard.background import TaskStage
@@ -44,6 +45,16 @@ class Opened(NamedTuple):
     first_digest: Callable[[], str] = str
     reads: Callable[[], ReadCounts] = ReadCounts
     faults: Callable[[], FaultCounts] = FaultCounts
+
+    def read_counts(self) -> Callable[[], ReadCounts]:
+        """What is known of the reads, with those that failed; it refers to nothing of the reads."""
+        reads, faults = self.reads, self.faults
+
+        def counts() -> ReadCounts:
+            failed = faults()
+            return replace(reads(), retries=failed.retries, bad_records=failed.bad_records)
+
+        return counts
 
 
 class HostBatches(ABC):

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import grain
 
-from grain_shard.background import Background, jax_context, log_unclosed
+from grain_shard.background import Background, jax_context
 from grain_shard.errors import AgreementError, ShardingError, describe_error, describe_mesh
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
@@ -32,15 +32,16 @@ from grain_shard.hosts.rounds import Rounds, agree, meet
 from grain_shard.hosts.series import Series
 from grain_shard.hosts.slowest import SlowestOf
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
-from grain_shard.iteration.host_batches import HostBatches, Opened, Position
+from grain_shard.iteration.host_batches import HostBatches, Position
+from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.iteration.second_pass import SecondPass
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.sharding.reshard import Resharder
-from grain_shard.spans import PLACE, counted_by, span
-from grain_shard.stats.counts import ReadCounts, Size
+from grain_shard.spans import counted_by
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
 from grain_shard.stats.prometheus import export
+from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
 
 _SAVES = itertools.count()  # every host saves as often
@@ -67,29 +68,6 @@ class AcrossHosts:
     fields: Mapping[str, Any]
     shards: Sequence[int]
     remainder: str
-
-
-class Placed(NamedTuple):
-    """A batch on the devices, the position after it, and the size of this host's part of it."""
-
-    batch: Batch
-    position: Position
-    size: Size
-
-
-class Placer(Protocol):
-    """What puts a host's batch on the devices; `Assembler` is one."""
-
-    mesh_axes: tuple[tuple[str, int], ...]
-    digest: str
-
-    def __call__(self, batch: Batch) -> Batch:
-        """The batch on the devices."""
-        ...
-
-    def describe(self) -> dict[str, str]:
-        """The leaves of the first batch, to be compared with other hosts'."""
-        ...
 
 
 class ShardedIterator(grain.DatasetIterator[Batch]):
@@ -151,7 +129,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         across, meter = self._across, self._meter
         opened = self._host.open(position)
         self._position, batches = opened.position, opened.batches
-        self._reads, self._faults = _read_counts(opened), opened.faults
+        self._reads, self._faults = opened.read_counts(), opened.faults
         meter.opens(self._reads)
         self._begun = self._compared = False
         self._failure = None
@@ -159,7 +137,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._slowest: SlowestOf | None = None
         self._rounds = Rounds(across.hosts, across.timeout_s, across.series) if across else None
         # The threads must refer to this and not to self, which could never be collected then.
-        place = _Place(self._placer, meter, self._position, keeps_last=self._host.ends_by_vote)
+        place = Placing(self._placer, meter, self._position, keeps_last=self._host.ends_by_vote)
         placed = Background(
             place, batches, buffer_size=self._device_buffer_size, name="grain-shard-device"
         )
@@ -442,42 +420,3 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             stage.stop()  # without waiting: the garbage collector runs anywhere
             self._unlisten()
             self._meter.ends()
-
-
-def _read_counts(opened: Opened) -> Callable[[], ReadCounts]:
-    """What is known of the reads, with those that failed; it refers to nothing of the reads."""
-    reads, faults = opened.reads, opened.faults
-
-    def counts() -> ReadCounts:
-        failed = faults()
-        return replace(reads(), retries=failed.retries, bad_records=failed.bad_records)
-
-    return counts
-
-
-class _Place:
-    """Puts this host's batches on the devices.
-
-    Args:
-        placer: Does it.
-        meter: Counts them.
-        position: Before the first one.
-        keeps_last: Whether the last batch is kept on the host, as padding has to look like it.
-    """
-
-    def __init__(self, placer: Placer, meter: Meter, position: Position, *, keeps_last: bool):
-        self._placer, self._meter, self._position = placer, meter, position
-        self._keeps_last = keeps_last
-        self._last: Batch | None = None
-
-    def __call__(self, item: tuple[Batch, Position]) -> Placed:
-        batch, self._position = item
-        if self._keeps_last:
-            self._last = batch
-        with span(PLACE):
-            return Placed(self._placer(batch), self._position, self._meter.placed(batch))
-
-    def padding(self, host: HostBatches) -> Placed:
-        """After the last batch: one of padding, that looks like those of this host."""
-        like = host.first() if self._last is None else self._last
-        return self((host.padding.like(like), host.past_end(self._position)))

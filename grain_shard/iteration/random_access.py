@@ -12,7 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from grain_shard.background import Background, Producer, TaskStage, naming_closed
+from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
@@ -29,6 +29,7 @@ from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.reads import Reads
 from grain_shard.reading.row_dataset import BatchMapDataset
 from grain_shard.stats.counts import ReadCounts
+from grain_shard.tasks import Producer, naming_closed
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import WorkerProcesses
 

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any, cast
 
-from grain_shard.background import Background, Producer, naming_closed
+from grain_shard.background import Background
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.grain_inside.read_ahead import replace_records
@@ -19,6 +19,7 @@ from grain_shard.reading.iterable import require_another_pass
 from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.reading.state_json import from_json, to_json
 from grain_shard.reading.stream_dataset import BatchIterator, StreamDataset, StreamIterator
+from grain_shard.tasks import Producer, naming_closed
 from grain_shard.trees import Batch
 
 

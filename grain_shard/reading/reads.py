@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grain_shard.background import Raised, Task, Tasks
 from grain_shard.pace import ReadPace
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.late import Lateness
 from grain_shard.reading.row_dataset import BatchMapDataset, MadeBatch, Piece
+from grain_shard.tasks import Raised, Task, Tasks
 from grain_shard.trees import Batch
 
 # Records that are read one by one go together for about so long, as each read costs some

@@ -1,0 +1,62 @@
+"""How this host's batches are put on the devices, ahead of the training loop."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from grain_shard.iteration.host_batches import HostBatches, Position
+from grain_shard.spans import PLACE, span
+from grain_shard.stats.counts import Size
+from grain_shard.stats.meter import Meter
+from grain_shard.trees import Batch
+
+
+class Placed(NamedTuple):
+    """A batch on the devices, the position after it, and the size of this host's part of it."""
+
+    batch: Batch
+    position: Position
+    size: Size
+
+
+class Placer(Protocol):
+    """What puts a host's batch on the devices; `Assembler` is one."""
+
+    mesh_axes: tuple[tuple[str, int], ...]
+    digest: str
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch on the devices."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """The leaves of the first batch, to be compared with other hosts'."""
+        ...
+
+
+class Placing:
+    """Puts this host's batches on the devices.
+
+    Args:
+        placer: Does it.
+        meter: Counts them.
+        position: Before the first one.
+        keeps_last: Whether the last batch is kept on the host, as padding has to look like it.
+    """
+
+    def __init__(self, placer: Placer, meter: Meter, position: Position, *, keeps_last: bool):
+        self._placer, self._meter, self._position = placer, meter, position
+        self._keeps_last = keeps_last
+        self._last: Batch | None = None
+
+    def __call__(self, item: tuple[Batch, Position]) -> Placed:
+        batch, self._position = item
+        if self._keeps_last:
+            self._last = batch
+        with span(PLACE):
+            return Placed(self._placer(batch), self._position, self._meter.placed(batch))
+
+    def padding(self, host: HostBatches) -> Placed:
+        """After the last batch: one of padding, that looks like those of this host."""
+        like = host.first() if self._last is None else self._last
+        return self((host.padding.like(like), host.past_end(self._position)))
