@@ -372,3 +372,12 @@ def test_the_names_of_datarax_are_those_of_the_table():
     datarax = pytest.importorskip("datarax.distributed", exc_type=ImportError)
     table = PAGE[PAGE.index("| `datarax.distributed` |") : PAGE.index("For those that are not")]
     assert set(re.findall(r"`(\w+)`", table)) == set(datarax.__all__)
+
+
+@row("`grain.experimental.assert_equal_output_after_checkpoint(ds)`")
+def output_after_checkpoint(mesh):
+    ds = numbers(30).batch(8).shard_to(mesh)
+    with pytest.raises(ValueError, match="truth value"):
+        grain.experimental.assert_equal_output_after_checkpoint(ds)
+    as_numpy = ds.map(lambda batch: jax.tree.map(np.asarray, batch))
+    grain.experimental.assert_equal_output_after_checkpoint(as_numpy)

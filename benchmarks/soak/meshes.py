@@ -95,14 +95,18 @@ def draw(rng: random.Random) -> DrawnMesh:
 
 def draw_of_shape(rng: random.Random, shape: tuple[int, ...]) -> DrawnMesh:
     order = tuple(rng.sample(range(math.prod(shape)), math.prod(shape)))
-    return DrawnMesh(shape, order, rng.random() < 0.3, draw_spec(rng, NAMES[: len(shape)]))
+    return DrawnMesh(
+        shape, order, rng.random() < 0.3, draw_spec(rng, dict(zip(NAMES, shape, strict=False)))
+    )
 
 
-def draw_spec(rng: random.Random, names: Sequence[str]) -> Any:
+def draw_spec(rng: random.Random, sizes: Mapping[str, int]) -> Any:
+    """A spec on a mesh with axes of these sizes; a record has 8 tokens."""
+    names = list(sizes)
     rows = rng.choice([*names, tuple(rng.sample(names, len(names))), names[0], None])
     if rng.random() < 0.7:
         return P(rows)
-    left = [name for name in names if name not in axes_of(rows)]
+    left = [name for name in names if name not in axes_of(rows) and 8 % sizes[name] == 0]
     return {
         "id": P(rows),
         "tokens": P(rows, rng.choice([None, *left])),

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.background import Background
+from grain_shard.errors import AgreementError
 from grain_shard.tasks import Producer
 
 # Largest number that can be asked about.
@@ -75,9 +76,15 @@ class Minimum:
         """The answer to the earliest question that has been answered and not been read.
 
         Raises:
-            JaxRuntimeError: The collective has failed.
+            AgreementError: The collective has failed.
         """
-        next(self._stage)
+        try:
+            next(self._stage)
+        except jax.errors.JaxRuntimeError as error:
+            raise AgreementError(
+                "the devices could not ask all hosts whether there is another batch; most likely"
+                f" one of the hosts is gone.\n  {error}\n  remedy: look at the other hosts' logs."
+            ) from error
         return question.least
 
     def stop(self) -> None:
