@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = _parser(called).parse_args(argv)
             return args.main(args)
         finally:
-            sys.stdout.flush()  # here, where a reader that has left can still be noticed
+            if sys.stdout is not None:  # nobody wants the output
+                sys.stdout.flush()  # here, where a reader that has left can still be noticed
     except UsageError as error:
         return _fail(2, f"{name}: {_one_line(error)}")
     except (GrainShardError, OSError) as error:
@@ -149,7 +150,8 @@ def command() -> NoReturn:
     if code == _INTERRUPTED:
         # An interpreter that ends in order destroys what threads of XLA still compile with, and
         # that is a segmentation fault.
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         os._exit(code)
     # All is said and done: a Ctrl-C from here on ends the process, and prints nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -113,7 +113,8 @@ def shard_to(
             batch is handed out, which takes a batch that all devices divide. On several slices it
             is once in each that needs the row, as none leaves its slice. "auto" takes "once" where
             the devices divide the batch and fewer rows are read so.
-        timeout_s: How long one host waits for another, in seconds, before it raises.
+        timeout_s: How long one host waits for another, in seconds, before it raises; ten times as
+            long for one whose training loop is busy with something else.
 
     Returns:
         A dataset of batches whose leaves are global `jax.Array`s, padded to a multiple of the

@@ -33,7 +33,8 @@ mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 shards = grain_shard.ShardByMesh(mesh)
 
 def load(record):
-    if jax.process_index() == 2 and 0 <= 16 * first_bad_batch <= record:
+    source_fails = jax.process_index() == 2 and not kind.startswith("the loop")
+    if source_fails and 0 <= 16 * first_bad_batch <= record:
         raise OSError("the bucket is gone")
     return {"x": np.full(4, record, np.float32)}
 
@@ -42,7 +43,7 @@ records = grain.MapDataset.range(16 * 40).map(load)
 def stream(ds, shard_index, shard_count):
     return ds[shard_index::shard_count].to_iter_dataset().filter(lambda record: True)
 
-if kind == "random access":
+if kind == "random access" or kind.startswith("the loop"):
     ds = records.batch(16).shard_to(mesh)
 elif kind == "stream":
     own = stream(records, shards.shard_index, shards.shard_count)
@@ -53,11 +54,22 @@ else:
     ds = grain_shard.feeds(make_feed, num_feeds=4).batch(16).shard_to(mesh)
 
 step = jax.jit(lambda batch: batch["x"].sum())
-for batch in ds:
-    loss = float(step(batch))
-print("trained to", loss)
+
+def train(batches):
+    for count, batch in enumerate(batches):
+        if kind.startswith("the loop") and jax.process_index() == 2 and count == first_bad_batch:
+            raise OSError("the bucket is gone")
+        loss = float(step(batch))
+    print("trained to", loss)
+
+if kind == "the loop, in with":
+    with iter(ds) as batches:
+        train(batches)
+else:
+    train(ds)
 """
-KINDS = ["random access", "stream", "feeds"]
+# What fails: the source of one of the three kinds of pipelines, or the training loop itself.
+KINDS = ["random access", "stream", "feeds", "the loop", "the loop, in with"]
 
 
 @pytest.fixture(scope="module")

@@ -234,6 +234,7 @@ def test_a_host_killed_between_two_batches_of_a_stream_ends_the_other():
     assert result.timed_out_hosts == []
     assert result.returncodes[1] == -signal.SIGKILL
     assert result.returncodes[0] != 0
-    # The CPU's collectives notice it at once; those of other devices wait until the runtime does.
-    assert "most likely one of the hosts is gone" in result.outputs[0]
+    # The CPU's collectives mostly notice it at once.
+    gone = "most likely one of the hosts is gone"
+    assert gone in result.outputs[0] or "host 1 did not answer within 2 s" in result.outputs[0]
     assert "the whole stream" not in result.outputs[0]

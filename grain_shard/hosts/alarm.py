@@ -7,7 +7,7 @@ of every process listens. There the iterator raises that failure in its turn. If
 stands still and does not come to its iterator any more, the process says where it stands, and ends.
 
 A process that ends because of such an error leaves at once: at its exit JAX would wait for all
-others, for minutes.
+others, for minutes. So does one whose training loop has failed by itself, and it tells the others.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ _STILL_S, _LOOK_S = 10.0, 0.5
 _HEARD_S, _LOOK_AGAIN_S = 5.0, 0.05
 # How long a process waits at its end for the thread that listens, which it has woken.
 _JOIN_S = 30.0
-# An attribute of the errors that end the run on all hosts.
-_ENDS_ALL = "grain_shard_ends_all_hosts"
+# An attribute of the errors that end the run on all hosts; and one of those that have ended the
+# training loop of this host, of which the others do not know yet.
+_ENDS_ALL, _LEFT_BY = "grain_shard_ends_all_hosts", "grain_shard_left_by"
 
 
 class Alarm:
@@ -56,11 +57,15 @@ class Alarm:
         series: The name of the iterator's rounds, the same on all hosts.
         hosts: These hosts.
         stop: Ends whatever the training loop may be waiting for in the iterator.
+
+    Attributes:
+        is_at_end: Whether the loop has had all batches.
     """
 
     def __init__(self, series: str, hosts: Sequence[int], stop: Callable[[], None]):
         self._series, self._hosts, self._stop = series, list(hosts), stop
         self._failure: AgreementError | None = None
+        self.is_at_end = False
         self._loop = threading.get_ident()  # the thread that asks for batches
         # Gets something when the loop knows, or has no use for the iterator any more. No Event,
         # since the garbage collector may close an iterator in any thread at any place.
@@ -82,6 +87,20 @@ class Alarm:
         self._over.put(None)
         with contextlib.suppress(AttributeError):  # it has slots; then the process waits
             setattr(error, _ENDS_ALL, (self._series, self._hosts))
+
+    def left_by(self, error: BaseException) -> None:
+        """The training loop has left the iterator by an error of its own.
+
+        If nobody handles it, the others are told when this process ends.
+        """
+        if not self.is_at_end and not hasattr(error, _ENDS_ALL):
+            with contextlib.suppress(AttributeError):  # it has slots
+                setattr(error, _LEFT_BY, self.hosts_by_series)
+
+    @property
+    def hosts_by_series(self) -> tuple[str, list[int]]:
+        """The name of the rounds, and the hosts."""
+        return self._series, self._hosts
 
     def raise_failure(self) -> None:
         """Raises the failure of another host if there is one; called whenever a batch is asked for.
@@ -227,6 +246,7 @@ class Listener:
                 if jax.process_index() == 0:
                     self._wait_for_others(*failed)
                 _end()
+        self._tell_of_the_loop()
         if minimum.is_waiting():
             # The stages have been closed by now, and some seconds have passed. When the collective
             # fails in the end, with the other host's process, it would abort this one.
@@ -238,6 +258,21 @@ class Listener:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._write(jax.process_index(), None)
         self._thread.join(_JOIN_S)
+
+    def _tell_of_the_loop(self) -> None:
+        """Tells the others of an error that nobody has handled and that has ended the loop here."""
+        unhandled = getattr(sys, "last_value", None)
+        if unhandled is None:
+            return
+        left = [getattr(error, _LEFT_BY, None) for error in _chain(unhandled)]
+        left += [a.hosts_by_series for a in self.alarms.values() if not a.is_at_end]
+        told = [hosts_by_series for hosts_by_series in left if hosts_by_series is not None]
+        for series, hosts in told:
+            self.tell(series, hosts, describe_error(unhandled))
+        if told:
+            if jax.process_index() == 0:
+                self._wait_for_others(*told[0])
+            _end()
 
     def _wait_for_others(self, series: str, hosts: Sequence[int]) -> None:
         """Waits until all hosts but the one that failed have heard, and not for long."""

@@ -15,6 +15,7 @@ a round over the key-value store (`decide`).
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.minimum import LARGEST, Minimum, Question
 from grain_shard.hosts.rounds import Rounds
 from grain_shard.spans import AGREE, counted_by, counter, span
-from grain_shard.tasks import Known, Producer
+from grain_shard.tasks import Known, Producer, Raised
 
 T = TypeVar("T")
 
@@ -41,6 +42,8 @@ _READ_AFTER = 3
 _SLICE_S = 0.5
 # How long it waits before it looks again why another one does not come, in terms of its patience.
 _LOOK_AGAIN = 0.1
+# How long the training loop of another host may be busy with something else, in the same terms.
+_LOOPS_MAY_TAKE = 10
 
 _READ_THE_SAME = "read the same files with the same seed on every host"
 _OR_LOCAL = 'or shard the source by grain_shard.ShardByMesh and pass rows="local".'
@@ -208,12 +211,17 @@ class AgreedEnd(Producer[T]):
         self._timeout_s, self._first_digest = rounds.timeout_s, first_digest
         self._padding = padding
         self._counter = counter()
-        self._in_words = 0  # votes
+        self._in_words, self._posted = (
+            0,
+            "",
+        )  # votes, and the last one in which this host has spoken
         self._asked: Question | None = None
-        self._read_at = 0  # when as many batches were handed out, the answer is read
+        # Of it: when as many batches were handed out, the answer is read; and whether it was asked
+        # where nothing was agreed any more, and each host knew what comes next.
+        self._read_at, self._where_all_know = 0, False
         self._agreed = self._handed_out = 0  # batches
-        self._ended = self._stopped = False
-        self._failure: Exception | None = None
+        self._stopped = False
+        self._final: Raised | None = None
 
     def start(self) -> None:
         """Starts working ahead."""
@@ -221,17 +229,16 @@ class AgreedEnd(Producer[T]):
         self._minimum.start()
 
     def __next__(self) -> T:
-        if self._failure is not None:
-            raise self._failure
+        if self._final is not None:
+            self._final.throw()
         try:
-            if self._ended or not self._agree():
-                self._ended = True
+            if not self._agree():
                 raise StopIteration
             batch = self._take()
         except Exception as error:
             self._absences.is_over = True  # all hosts have ended, or learn it otherwise
-            if not isinstance(error, StopIteration):
-                self._failure = error
+            self._minimum.stop()
+            self._final = Raised(error, error.__traceback__)
             raise
         self._handed_out += 1
         return batch
@@ -243,7 +250,11 @@ class AgreedEnd(Producer[T]):
         return next(self._placed)
 
     def _agree(self) -> bool:
-        """Whether all hosts hand out another batch; not if this one was stopped, either."""
+        """Whether all hosts hand out another batch; not if this one was stopped, either.
+
+        An interrupt, such as Ctrl-C, may leave it anywhere. The next call goes on there: it asks no
+        question twice, which the other hosts would not answer.
+        """
         if not self._in_words:
             # Before the first collective, since these hosts may not even run the same program.
             if not self._wait_for_own():
@@ -251,23 +262,22 @@ class AgreedEnd(Producer[T]):
             self._agreed = self._vote_in_words()
             if self._agreed == 0:
                 return False
-        all_used = self._agreed == self._handed_out
-        if self._asked is not None and (all_used or self._handed_out >= self._read_at):
-            if (least := self._answer()) is None:
-                return False
-            self._agreed = max(self._agreed, least.most)
-        if self._agreed == self._handed_out:
-            if not self._wait_for_own() or not self._ask() or (least := self._answer()) is None:
-                return False
-            agreed = follow(self._ends_with_first, self._handed_out, least)
-            if agreed is None:
-                agreed = self._handed_out + self._vote_in_words()
-            if agreed == self._handed_out:
-                return False
-            self._agreed = agreed
+        while self._asked is not None or self._agreed == self._handed_out:
+            all_used = self._agreed == self._handed_out
+            if self._asked is None:
+                if not self._wait_for_own():
+                    return False
+                self._ask(where_all_know=True)
+            elif all_used or self._handed_out >= self._read_at:
+                if not self._read_answer():
+                    return False
+                if self._where_all_know and self._agreed == self._handed_out:
+                    return False
+            else:
+                break
         if self._asked is None and self._agreed - self._handed_out <= 2 * _READ_AFTER:
-            return self._ask()
-        return True
+            self._ask(where_all_know=False)
+        return self._asked is None or self._wait_for_others(self._asked.begun)
 
     def _known(self, wait_s: float = 0.0) -> Known:
         """What this host knows of its batches."""
@@ -288,33 +298,46 @@ class AgreedEnd(Producer[T]):
 
         return has_come(0.0) or self._wait(has_come, waits_for_own=True)
 
-    def _ask(self) -> bool:
-        """Asks all hosts; False if this one was stopped before that has begun."""
-        vote = Vote.of(self._known(), self._pads)
-        self._asked, self._read_at = self._minimum.ask(vote), self._handed_out + _READ_AFTER
-        return self._wait_for_others(self._asked.begun)
+    def _ask(self, where_all_know: bool) -> None:
+        """Asks all hosts, each of which may know what comes after the batches handed out."""
+        self._where_all_know = where_all_know
+        self._read_at = self._handed_out + _READ_AFTER
+        self._asked = self._minimum.ask(Vote.of(self._known(), self._pads))
 
-    def _answer(self) -> Vote | None:
-        """What all hosts have said; None if this one was stopped."""
-        asked, self._asked = self._asked, None
-        if asked is None or not self._wait_for_others(asked.answered):
-            return None
-        return Vote(*self._minimum.least(asked))
+    def _read_answer(self) -> bool:
+        """Follows what all hosts have said; False if this one was stopped."""
+        assert self._asked is not None
+        if not self._wait_for_others(self._asked.answered):
+            return False
+        least = Vote(*self._minimum.least(self._asked))
+        agreed: int | None = max(self._agreed, least.most)
+        if self._where_all_know:
+            agreed = follow(self._ends_with_first, self._handed_out, least)
+            if agreed is None:
+                agreed = self._handed_out + self._vote_in_words()
+        self._asked, self._agreed = None, agreed
+        return True
 
     def _vote_in_words(self) -> int:
         """How many batches may be handed out; 0 at the end, or if this host was stopped."""
-        name, self._in_words = str(self._in_words), self._in_words + 1
-        known = self._known()
-        ready = known.results - self._handed_out
-        if not ready and known.end is not None and not isinstance(known.end, StopIteration):
-            # Does not wait for the others: whoever raises this is gone from the rounds.
-            self._rounds.fail(name, describe_error(known.end), self._decide)
-            next(self._placed)
-        digest = "" if self._handed_out else self._first_digest()
-        self._rounds.post(name, [max(0, ready), digest])
+        name = str(self._in_words)
+        if self._posted != name:
+            known = self._known()
+            ready = known.results - self._handed_out
+            if not ready and known.end is not None and not isinstance(known.end, StopIteration):
+                # Does not wait for the others: whoever raises this is gone from the rounds.
+                self._rounds.fail(name, describe_error(known.end), self._decide)
+                next(self._placed)
+                raise AssertionError("a stage that has failed gave a batch")
+            digest = "" if self._handed_out else self._first_digest()
+            self._rounds.post(name, [max(0, ready), digest])
+            self._posted = name
         with counted_by(self._counter), span(AGREE):
             verdict = self._rounds.verdict(name, self._decide, stopped=lambda: self._stopped)
-        return 0 if verdict is None else verdict
+        if verdict is None:
+            return 0
+        self._in_words += 1
+        return verdict
 
     def _wait_for_others(self, has_come: threading.Event) -> bool:
         """Waits for what needs all hosts; False if this one was stopped."""
@@ -335,6 +358,7 @@ class AgreedEnd(Producer[T]):
         """
         start = time.monotonic()
         look_at_s = warn_at_s = self._timeout_s
+        end_s = math.inf if waits_for_own else _LOOPS_MAY_TAKE * self._timeout_s
         while not has_come(_SLICE_S) and not self._stopped:
             waited_s = time.monotonic() - start
             if waited_s >= warn_at_s:
@@ -343,9 +367,9 @@ class AgreedEnd(Producer[T]):
                 logging.warning("grain_shard: this host has waited %.0f s for %s", waited_s, what)
             if waited_s >= look_at_s:
                 look_at_s = waited_s + _LOOK_AGAIN * self._timeout_s
-                self._absences.look(waits_for_own)
-        if warn_at_s > self._timeout_s and waits_for_own and not self._stopped:
-            self._absences.come_back()
+                self._absences.look(waits_for_own, gives_up=waited_s >= end_s)
+        if warn_at_s > self._timeout_s and not self._stopped:
+            self._absences.come_back(waits_for_own)
         return not self._stopped
 
     def stop(self) -> None:

@@ -53,7 +53,8 @@ class FeedFile(NamedTuple):
     def named(cls, name: str) -> FeedFile | None:
         """The file of this name; None if it is of something else."""
         match = _NAME.fullmatch(name)
-        return cls(*map(int, match.groups())) if match else None
+        file = cls(*map(int, match.groups())) if match else None
+        return file if file is not None and file.first <= file.last < file.num_feeds else None
 
     @property
     def name(self) -> str:

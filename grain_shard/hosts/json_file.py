@@ -20,6 +20,8 @@ def read_object(path: epath.Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except ValueError as error:  # of JSON, or of the encoding
         raise damaged(path, str(error)) from error
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise damaged(path, f"a {type(found).__name__} in place of an object")
     return found

@@ -39,12 +39,14 @@ class Question:
         begun: Set once the collective is in the queue of the devices.
         answered: Set once `least` is known, or the collective has failed.
         least: Of each number the least on any host.
+        is_read: Whether it was asked for.
     """
 
     def __init__(self, numbers: Sequence[int]):
         self.numbers = tuple(numbers)
         self.begun, self.answered = threading.Event(), threading.Event()
         self.least: tuple[int, ...] = ()
+        self.is_read = False
 
 
 class Minimum:
@@ -73,13 +75,15 @@ class Minimum:
         return question
 
     def least(self, question: Question) -> tuple[int, ...]:
-        """The answer to the earliest question that has been answered and not been read.
+        """The answer to a question that was answered; the questions before it were read already.
 
         Raises:
             AgreementError: The collective has failed.
         """
         try:
-            next(self._stage)
+            if not question.is_read:
+                next(self._stage)  # so that there is room for the next one
+                question.is_read = True
         except jax.errors.JaxRuntimeError as error:
             raise AgreementError(
                 "the devices could not ask all hosts whether there is another batch; most likely"

@@ -23,7 +23,7 @@ _SLICE_MS = 500
 # How much longer than the first host the others wait, so that they report its verdict.
 _GRACE_S = 5.0
 # Which iterator each host has opened last.
-_OPENED = "grain_shard/opened/{}"
+_OPENED = "grain_shard/opened/"
 
 
 class Rounds:
@@ -58,9 +58,7 @@ class Rounds:
         name, number = self._series.open(self.hosts)
         self.name = f"grain_shard/{name}"
         opened = {"kind": kind, "made at": self._series.place, "iterator": number}
-        self._client.key_value_set(
-            _OPENED.format(self._host), json.dumps(opened), allow_overwrite=True
-        )
+        self.say_of_host(_OPENED, json.dumps(opened))
 
     def fail(self, round_: str, text: str, decide: Callable[[Answers], Any]) -> None:
         """Posts that this host failed, and does not wait: the first host settles the round by it.
@@ -154,6 +152,16 @@ class Rounds:
         """What hosts have said, by host. Does not wait for anybody."""
         return self._posted(topic)
 
+    def say_of_host(self, folder: str, text: str) -> None:
+        """Says something that belongs to no series, in place of what this host said before."""
+        self._client.key_value_set(f"{folder}{self._host}", text, allow_overwrite=True)
+
+    def of_hosts(self, folder: str) -> dict[int, Any]:
+        """What these hosts have said so (JSON)."""
+        said = dict(self._client.key_value_dir_get(folder))
+        keys = {host: f"{folder}{host}" for host in self.hosts}
+        return {host: json.loads(said[key]) for host, key in keys.items() if key in said}
+
     def _gather(
         self, round_: str, waited_s: Callable[[], float], stopped: Callable[[], bool]
     ) -> dict[int, Any] | None:
@@ -220,9 +228,7 @@ class Rounds:
         Raises:
             HostTimeoutError: It names them.
         """
-        entries = self._client.key_value_dir_get(_OPENED.format(""))
-        opened = {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in sorted(entries)}
-        opened = {host: opened[host] for host in self.hosts if host in opened}
+        opened = self.of_hosts(_OPENED)
         fields = ("kind", "made at", "iterator")
         differences = [line for field in fields if (line := difference(field, opened))]
         if differences:

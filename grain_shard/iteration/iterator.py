@@ -41,7 +41,7 @@ from grain_shard.spans import counted_by
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
 from grain_shard.stats.prometheus import export
-from grain_shard.tasks import log_unclosed
+from grain_shard.tasks import Raised, log_unclosed
 from grain_shard.trees import Batch
 
 _SAVES = itertools.count()  # every host saves as often
@@ -132,7 +132,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._reads, self._faults = opened.read_counts(), opened.faults
         meter.opens(self._reads)
         self._begun = self._compared = False
-        self._failure = None
+        self._failure: Raised | None = None
         self._alarm: Alarm | None = None
         self._slowest: SlowestOf | None = None
         self._rounds = Rounds(across.hosts, across.timeout_s, across.series) if across else None
@@ -158,7 +158,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __next__(self) -> Batch:
         self._require_open()
         if self._failure is not None:
-            raise self._failure
+            self._failure.throw()
         if self._alarm is not None:
             self._alarm.raise_failure()
         first, self._compared = not self._compared, True
@@ -183,6 +183,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return batch if self._reshard is None else self._reshard(batch)
 
     def _at_end(self) -> None:
+        if self._alarm is not None:
+            self._alarm.is_at_end = True
         if self._second_pass is not None:
             self._second_pass.ends()
         if self._reshard is not None:
@@ -215,7 +217,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         try:
             agree(self._rounds, answer)
         except AgreementError as failure:
-            self._failure = failure
+            self._failure = Raised(failure, failure.__traceback__)
             self._stage.stop()
             raise
 
@@ -408,6 +410,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
+        if exc is not None and self._alarm is not None:
+            self._alarm.left_by(exc)
         try:
             self.close()
         except Exception as error:
