@@ -45,9 +45,8 @@ _STILL_S, _LOOK_S = 10.0, 0.5
 _HEARD_S, _LOOK_AGAIN_S = 5.0, 0.05
 # How long a process waits at its end for the thread that listens, which it has woken.
 _JOIN_S = 30.0
-# An attribute of the errors that end the run on all hosts; and one of those that have ended the
-# training loop of this host, of which the others do not know yet.
-_ENDS_ALL, _LEFT_BY = "grain_shard_ends_all_hosts", "grain_shard_left_by"
+# An attribute of the errors that end the run on all hosts.
+_ENDS_ALL = "grain_shard_ends_all_hosts"
 
 
 class Alarm:
@@ -88,15 +87,6 @@ class Alarm:
         with contextlib.suppress(AttributeError):  # it has slots; then the process waits
             setattr(error, _ENDS_ALL, (self._series, self._hosts))
 
-    def left_by(self, error: BaseException) -> None:
-        """The training loop has left the iterator by an error of its own.
-
-        If nobody handles it, the others are told when this process ends.
-        """
-        if not self.is_at_end and not hasattr(error, _ENDS_ALL):
-            with contextlib.suppress(AttributeError):  # it has slots
-                setattr(error, _LEFT_BY, self.hosts_by_series)
-
     @property
     def hosts_by_series(self) -> tuple[str, list[int]]:
         """The name of the rounds, and the hosts."""
@@ -122,6 +112,8 @@ class Alarm:
     def close(self) -> None:
         """The iterator is closed, so that no failure concerns it any more."""
         self._over.put(None)
+        if not self.is_at_end:
+            self._listener.left_last = self.hosts_by_series
         self._listener.alarms.pop(self._series, None)
 
     def hear(self, host: int, text: str) -> None:
@@ -174,6 +166,7 @@ class Listener:
     Attributes:
         alarms: Whom to tell, by the names of the series.
         asked: How often an iterator of this process was asked for a batch.
+        left_last: The series and the hosts of the last iterator that was closed before its end.
         client: Of the runtime.
         take_turn: Called by the thread, every `TURN_S`.
     """
@@ -181,6 +174,7 @@ class Listener:
     def __init__(self, client: Any):
         self.client, self.asked = client, 0
         self.alarms: dict[str, Alarm] = {}
+        self.left_last: tuple[str, list[int]] | None = None
         self.take_turn: Callable[[], None] = _nothing
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
         self._thread.start()
@@ -264,9 +258,9 @@ class Listener:
         unhandled = getattr(sys, "last_value", None)
         if unhandled is None:
             return
-        left = [getattr(error, _LEFT_BY, None) for error in _chain(unhandled)]
-        left += [a.hosts_by_series for a in self.alarms.values() if not a.is_at_end]
-        told = [hosts_by_series for hosts_by_series in left if hosts_by_series is not None]
+        told = [a.hosts_by_series for a in self.alarms.values() if not a.is_at_end]
+        if self.left_last is not None:  # most likely by that error, which has let go of it
+            told.append(self.left_last)
         for series, hosts in told:
             self.tell(series, hosts, describe_error(unhandled))
         if told:

@@ -410,8 +410,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
-        if exc is not None and self._alarm is not None:
-            self._alarm.left_by(exc)
         try:
             self.close()
         except Exception as error:
