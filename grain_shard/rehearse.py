@@ -55,7 +55,7 @@ _GRACE_S = 2.0
 # to 15 ms before the end of its process can be seen. With the delay, the first process to end is
 # the one that failed first. This program imports neither JAX nor this package, since the script may
 # set variables that have to be there before JAX is imported. A script that used JAX and ran to its
-# end without having joined the other hosts leaves a file that says so.
+# end, or failed, without having joined the other hosts leaves a file that says so.
 _HOST_PROGRAM = """
 import os, runpy, sys, time
 del sys.argv[0]
@@ -80,18 +80,29 @@ except BaseException as error:
         tb = tb.tb_next
     sys.excepthook(type(error), error.with_traceback(tb), tb)
     code = 1
-if code:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(0.5)
-    os._exit(code)
-jax = sys.modules.get("jax")
-if jax and not jax.distributed.is_initialized() and jax.process_count() == 1:
-    open(alone, "w").close()
+try:
+    jax = sys.modules.get("jax")
+    if jax and not jax.distributed.is_initialized() and jax.process_count() == 1:
+        open(alone, "w").close()
+finally:
+    if code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(0.5)
+        os._exit(code)
 """
 
 # What Gloo, the library by which CPUs of several hosts compute together, says of itself on stdout.
 _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
+# How JAX says that a host ends as another one has gone, and the lines that come after: the error of
+# the connection, and a stack of C++ functions. Other lines of the host may stand between them.
+_LOST_ANOTHER = "Terminating process because the JAX distributed service detected fatal errors"
+_STACK_OF_LOSS = re.compile(
+    r"\*\*\* Check failure stack trace: \*\*\*"
+    r"|    @ +0x[0-9a-f]+ "
+    r"|Additional GRPC error information from remote target coordination_service "
+    r"|:UNKNOWN:Error received from peer "
+)
 
 # The script that `run` gives to its hosts. It asks for __main__, since multiprocessing imports it
 # again in the worker processes that a host starts.
@@ -118,8 +129,9 @@ class RehearsalResult:
         outputs: What each host wrote to stdout and stderr.
         failed_host: The host that failed first, if any did.
         timed_out_hosts: The hosts that still ran when the time was over.
-        not_joined: Whether each of several hosts used JAX and ran to its end as if it were the only
-            one, since none called ``jax.distributed.initialize()``.
+        not_joined: Whether several hosts used JAX, each as if it were the only one, since they had
+            not called ``jax.distributed.initialize()``: all of them, which ran to their ends, or
+            the one that failed first.
     """
 
     returncodes: list[int]
@@ -143,26 +155,43 @@ class RehearsalResult:
 
     def summary(self) -> str:
         """Which host failed or which hosts hung, how, and their last lines."""
-        if self.not_joined:
-            return (
-                f"each of the {len(self.returncodes)} processes ran the whole job by itself, as no"
-                " process called jax.distributed.initialize(). Remedy: call it (it needs no"
-                " arguments) at the top of the script, before any other use of JAX."
-            )
-        if self.failed_host is None:
-            hosts = self.timed_out_hosts
-            head = f"timed out, still running: {', '.join(f'host {host}' for host in hosts)}"
-        else:
-            hosts = [self.failed_host]
-            head = f"host {self.failed_host} failed first, with exit code {self.exit_code}"
-            if (code := self.returncodes[self.failed_host]) < 0:
-                head += f" (signal {-code}: {signal.strsignal(-code)})"
+        hosts = self.timed_out_hosts if self.failed_host is None else [self.failed_host]
         tails = [
             f"[host {host}] {line}"
             for host in hosts
             for line in self.outputs[host].splitlines()[-_TAIL_LINES:]
         ]
-        return "\n".join([head, *tails])
+        head, remedy = self.verdict()[:1], self.verdict()[1:]
+        return "\n".join([*head, *tails, *remedy])
+
+    def verdict(self) -> list[str]:
+        """The same without the lines of the hosts, for a reader who has seen them."""
+        ends = []
+        if self.failed_host is not None:
+            end = f"host {self.failed_host} failed first, with exit code {self.exit_code}"
+            if (code := self.returncodes[self.failed_host]) < 0:
+                end += f" (signal {-code}: {signal.strsignal(-code)})"
+            ends.append(end)
+        elif self.timed_out_hosts:
+            hosts = ", ".join(f"host {host}" for host in self.timed_out_hosts)
+            ends.append(f"timed out, still running: {hosts}")
+        if self.not_joined:
+            if self.failed_host is None:
+                end = (
+                    f"each of the {len(self.returncodes)} processes ran the whole job by itself, as"
+                    " no process called jax.distributed.initialize()."
+                )
+            else:
+                end = (
+                    f"host {self.failed_host} had not called jax.distributed.initialize(). Without"
+                    " that call each process runs the whole job by itself, and they may get in each"
+                    " other's way, as in a folder that all of them write to."
+                )
+            ends.append(
+                f"{end} Remedy: call it (it needs no arguments) at the top of the script, before"
+                " any other use of JAX."
+            )
+        return ends
 
 
 class RehearsalError(GrainShardError, RuntimeError):
@@ -242,8 +271,9 @@ def run_script(
     """Runs a script on every host. A host's failure is in the result; it raises nothing.
 
     `argv` is what would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
-    Each line that a host writes goes to `echo` as it arrives, prefixed with its host; those that
-    Gloo writes of itself are left out. All other arguments are those of `run`.
+    Each line that a host writes goes to `echo` as it arrives, prefixed with its host; the stack of
+    C++ functions with which JAX ends a host that has lost another does not. What Gloo writes of
+    itself is left out everywhere. All other arguments are those of `run`.
     """
     if hosts < 1 or devices_per_host < 1:
         raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")
@@ -252,12 +282,16 @@ def run_script(
     lines: list[list[str]] = [[] for _ in range(hosts)]
     running, timed_out_hosts = set(range(hosts)), []
     failed_host: int | None = None
+    lost_another: set[int] = set()
 
     def record(host: int, line: str | None) -> None:
         line = line and _GLOO.sub("", line)
         if line:
             lines[host].append(line)
-            if echo is not None:
+            if _LOST_ANOTHER in line:
+                lost_another.add(host)
+            is_stack = host in lost_another and _STACK_OF_LOSS.match(line)
+            if echo is not None and not is_stack:
                 print(f"[host {host}]", line.removesuffix("\n"), file=echo, flush=True)
 
     processes: list[_HostProcess] = []
@@ -280,7 +314,9 @@ def run_script(
                     running.remove(host)
                     if processes[host].reap() != 0 and failed_host is None:
                         failed_host = host
-        not_joined = hosts > 1 and not running and len(list(notes.iterdir())) == hosts
+        alone = {int(note.name) for note in notes.iterdir()}
+        is_alone = failed_host in alone or (not running and len(alone) == hosts)
+        not_joined = hosts > 1 and is_alone
     while not events.empty():
         record(*events.get())
     returncodes = [process.reap() for process in processes]
@@ -481,7 +517,7 @@ def main(args: argparse.Namespace) -> int:
         for number, handler in previous.items():
             signal.signal(number, handler)
     if result.exit_code != 0:
-        print(f"rehearse: {result.summary()}", file=sys.stderr)
+        print("rehearse:", "\n".join(result.verdict()), file=sys.stderr)
     return result.exit_code
 
 

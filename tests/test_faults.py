@@ -20,6 +20,7 @@ import grain_shard
 from grain_shard import BadRecordsError, BatchLayout, BatchSchedule, Retries, ShardingError
 from grain_shard.reading import faults
 from grain_shard.reading.faults import BadRecord, FaultRules, Faults
+from grain_shard.reading.origin import Origin
 from grain_shard.reading.transient import is_transient
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
@@ -211,7 +212,10 @@ class TestRetries:
         assert source.requests[5] == 1 + times + 1
         notes = [n for n in caught.value.__notes__ if n.startswith("grain_shard")]
         tried = [f"grain_shard: it was tried {times + 1} times"] if times else []
-        place = "grain_shard: while evaluating record 5 of the dataset above .batch, for batch 0"
+        place = (
+            "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset"
+            " above .batch, for batch 0"
+        )
         assert notes == [*tried, place]
 
     @pytest.mark.parametrize("error", [ValueError, FileNotFoundError, KeyboardInterrupt])
@@ -377,6 +381,7 @@ class TestMask:
             counts = iterator.faults
         expected = list(pipeline(np.arange(num_records), lambda i: decode(i, False)))
         missing = corrupt | undecodable
+        expected_ids = np.concatenate([batch["id"] for batch in expected])
         assert len(got) == len(expected)
         for batch, wanted in zip(got, expected, strict=True):
             texts, wanted_texts = batch.pop("text"), wanted.pop("text")
@@ -385,6 +390,9 @@ class TestMask:
                 assert texts[row] == ("" if row in rows else text)
             assert_masked(batch, wanted, rows)
         assert counts.bad_records == len(missing) == len(counts.listed)
+        # Each is named by its place in the source, from before the shuffle.
+        assert {one.origin.record for one in counts.listed} == missing
+        assert all(expected_ids[one.record] == one.origin.record for one in counts.listed)
         assert counts.records == num_records
 
     @settings(max_examples=60, deadline=None)
@@ -425,8 +433,19 @@ class TestMask:
         ]
         assert counts == (0, 3, counts.listed, 40)
         assert sorted(counts.listed) == [
-            BadRecord(i, f"ValueError: record {i} is corrupt") for i in (0, 17, 39)
+            BadRecord(i, f"ValueError: record {i} is corrupt", None, Origin(i, kind.__name__))
+            for i in (0, 17, 39)
         ]
+
+    @pytest.mark.parametrize(("on_bad_record", "records"), [("mask", 40), ("error", 0)])
+    def test_how_many_records_were_read_is_counted_where_bad_ones_may_be_left_out(
+        self, on_bad_record, records
+    ):
+        ds = batches(Source(40, bad())).shard_to(data_mesh(2), on_bad_record=on_bad_record)
+        with iter(ds) as iterator:
+            list(iterator)
+            assert iterator.faults.records == records
+            assert iterator.stats().total.records == 40
 
     def test_a_batch_may_be_all_bad_and_the_first_one(self, kind):
         ds = batches(kind(24, bad(*range(8)))).shard_to(data_mesh(4), on_bad_record="mask")
@@ -592,6 +611,151 @@ class TestFeeds:
         )
         with pytest.raises(BadRecordsError, match="record 8 of feed 1: ValueError"):
             list(ds)
+
+
+class InFiles(Source):
+    """Ten records a file."""
+
+    def where(self, index):
+        return f"file-{index // 10}", index % 10
+
+
+def shuffled(source):
+    return grain.MapDataset.source(source).shuffle(seed=1)
+
+
+def mixed(source):
+    others = grain.MapDataset.source(range(100, 140))
+    return grain_shard.mix([others, shuffled(source)], {0: (1, 1)})
+
+
+# What stands between the source and .batch, and whether the way through it is known.
+WAYS = {
+    "nothing": (grain.MapDataset.source, True),
+    "a shuffle": (shuffled, True),
+    "a slice of a shuffle": (lambda source: shuffled(source)[1::2], True),
+    "repeated": (lambda source: shuffled(source)[:7].repeat(3), True),
+    "mixed": (mixed, True),
+    "concatenated": (lambda s: grain.MapDataset.concatenate([shuffled(s), shuffled(s)]), False),
+    "no source": (lambda source: grain.MapDataset.range(40).map(lambda i: source[i]), False),
+}
+
+
+class TestOrigins:
+    """A record that fails is named by its place in the source, where the way there is known."""
+
+    @pytest.mark.parametrize(("records", "is_known"), WAYS.values(), ids=WAYS)
+    def test_of_each_record(self, records, is_known):
+        ds = records(InFiles(40, bad()))
+        for index, element in enumerate(ds):
+            origin = Origin.of(ds, index)
+            if not is_known:
+                assert origin is None
+            elif element >= 100:  # of the other dataset of the mixture
+                assert origin == Origin(element - 100, "range")
+            else:
+                assert origin == Origin(element, "InFiles", f"file-{element // 10}", element % 10)
+
+    @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+    def test_the_list_and_the_error_name_the_file(self, num_workers):
+        ds = shuffled(InFiles(40, bad(17))).map(record).batch(8)
+        above = list(shuffled(np.arange(40))).index(17)
+        options = {"on_bad_record": "mask", "num_workers": num_workers}
+        with iter(ds.shard_to(data_mesh(2), **options)) as iterator:
+            list(iterator)
+            (listed,) = iterator.faults.listed
+        assert (listed.record, listed.origin) == (above, Origin(17, "InFiles", "file-1", 7))
+        with pytest.raises(BadRecordsError) as caught:
+            list(ds.shard_to(data_mesh(2), max_bad_records=0, **options))
+        assert (
+            "    record 17 of the source InFiles (record 7 of file-1), "
+            f"record {above} of the dataset above .batch: ValueError: record 17 is corrupt\n"
+        ) in str(caught.value)
+
+    def test_an_error_that_ends_the_run_names_the_file(self):
+        ds = shuffled(InFiles(40, bad(17))).batch(40).shard_to(data_mesh(2))
+        with iter(ds) as iterator, pytest.raises(ValueError, match="corrupt") as caught:
+            next(iterator)
+        above = list(shuffled(np.arange(40))).index(17)
+        assert caught.value.__notes__[0] == (
+            "grain_shard: while evaluating record 17 of the source InFiles (record 7 of file-1), "
+            f"record {above} of the dataset above .batch, for batch 0"
+        )
+
+    def test_a_feed_names_the_file(self):
+        options = {"on_bad_record": "mask", "max_bad_records": 0}
+        with pytest.raises(BadRecordsError) as caught:
+            list(of_feeds(InFiles(40, bad(17))).shard_to(data_mesh(2), **options))
+        named = "record 17 of the source InFiles (record 7 of file-1), record 8 of feed 1: "
+        assert named in str(caught.value)
+
+    @pytest.mark.parametrize("where", [lambda i: 1 / 0, lambda i: "here", lambda i: (i, i), None])
+    def test_a_method_of_that_name_that_says_something_else_does_no_harm(self, where):
+        source = Source(8, bad())
+        source.where = where
+        assert Origin.of(grain.MapDataset.source(source), 3) == Origin(3, "Source")
+
+
+class TestComesAndGoes:
+    """An error that ends the run, though a second read, made to find its record, succeeds."""
+
+    def note(self, source, global_batch_size, error=RuntimeError, **options):
+        ds = batches(source, global_batch_size)
+        with (
+            iter(ds.shard_to(data_mesh(1), num_threads=1, **options)) as iterator,
+            pytest.raises(error, match="flaky") as caught,
+        ):
+            list(iterator)
+        (note,) = [n for n in caught.value.__notes__ if "while evaluating" in n]
+        return note
+
+    def flaky(self, error=RuntimeError, times=1):
+        def fail(index, number):
+            if index == 5 and number <= times:
+                raise error("flaky")
+
+        return fail
+
+    def test_one_record_is_named_as_one(self):
+        assert self.note(Source(8, self.flaky()), 1) == (
+            "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset"
+            " above .batch, for batch 5. Reading it a second time, to find the cause, succeeded."
+            " RuntimeError is not tried again by itself: retries=Retries(4, on=RuntimeError) has it"
+            " tried again"
+        )
+
+    def test_so_are_several_of_which_nobody_knows_which_it_was(self):
+        assert self.note(BatchedSource(8, self.flaky()), 4) == (
+            "grain_shard: while evaluating one of the records 4 to 7 of the dataset above .batch,"
+            " for batch 1. Reading each of them a second time, to find which one it was, succeeded."
+            " RuntimeError is not tried again by itself: retries=Retries(4, on=RuntimeError) has it"
+            " tried again"
+        )
+
+    @pytest.mark.parametrize(
+        ("error", "retries", "tries", "advice"),
+        [
+            (
+                RuntimeError,
+                Retries(2, on=KeyError),
+                1,
+                "RuntimeError is not tried again by itself: retries=Retries(2, on=(KeyError,"
+                " RuntimeError)) has it tried again",
+            ),
+            (OSError, 0, 1, "retries=Retries(4, on=OSError) has it tried more often"),
+            (OSError, 4, 5, "retries=Retries(8, on=OSError) has it tried more often"),
+            (
+                KeyError,
+                Retries(1, on=LookupError),
+                2,
+                "retries=Retries(2, on=LookupError) has it tried more often",
+            ),
+        ],
+    )
+    def test_how_to_have_it_tried_again(self, error, retries, tries, advice):
+        source = Source(8, self.flaky(error, tries))
+        note = self.note(source, 1, error, retries=retries)
+        assert note.endswith(f"succeeded. {advice}")
 
 
 def numbers(feed):

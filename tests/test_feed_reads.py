@@ -282,7 +282,8 @@ def test_a_call_that_fails_names_the_record_and_the_records_before_it_come(optio
     # Grain may have added a note of its own.
     assert [note for note in raised.value.__notes__ if note.startswith("grain_shard: ")] == [
         "grain_shard: it was tried 5 times",
-        "grain_shard: while evaluating record 301 of the dataset above .to_iter_dataset",
+        "grain_shard: while evaluating record 301 of the source Batched, record 301 of the dataset"
+        " above .to_iter_dataset",
         "grain_shard: in feed 0 of 1",
     ]
 

@@ -173,9 +173,8 @@ def test_the_command_line_ends_with_the_failure(script):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     assert ended.returncode == 7
-    assert ended.stderr == (
-        "rehearse: host 1 failed first, with exit code 7\n[host 1] about to fail\n"
-    )
+    assert ended.stdout.count("[host 1] about to fail\n") == 1
+    assert ended.stderr == "rehearse: host 1 failed first, with exit code 7\n"
 
 
 @pytest.mark.slow
@@ -195,6 +194,54 @@ def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, script, capsys)
             " jax.distributed.initialize(). Remedy: call it (it needs no arguments) at the top of"
             " the script, before any other use of JAX.\n"
         )
+
+
+NOT_JOINED = (
+    "host 1 had not called jax.distributed.initialize(). Without that call each process runs the"
+    " whole job by itself, and they may get in each other's way, as in a folder that all of them"
+    " write to. Remedy: call it (it needs no arguments) at the top of the script, before any other"
+    " use of JAX."
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "says_so"),
+    [
+        ("", False),  # JAX has nothing to do with it
+        ("import jax", True),
+        ("import jax; jax.distributed.initialize()", False),
+        (
+            "import jax; jax.distributed.initialize(); jax.devices(); jax.distributed.shutdown()",
+            False,
+        ),
+    ],
+)
+def test_a_host_that_fails_without_having_joined_is_told_so(before, says_so, script, capsys):
+    path = script(f"""
+        {before}
+        if host == 1:
+            raise FileExistsError("checkpoint/0")
+        signal.pause()
+    """)
+    code = main(["rehearse", "--hosts", "2", path])
+    shown, complaint = capsys.readouterr()
+
+    assert code == 1
+    assert shown.count("FileExistsError: checkpoint/0") == 1
+    head = "rehearse: host 1 failed first, with exit code 1\n"
+    assert complaint == head + (f"{NOT_JOINED}\n" if says_so else "")
+
+
+def test_the_summary_has_the_last_lines_between_the_failure_and_the_remedy():
+    result = rehearse.RehearsalResult([-15, 1], ["", "one\ntwo\n"], 1, [], not_joined=True)
+
+    assert result.summary().splitlines() == [
+        "host 1 failed first, with exit code 1",
+        "[host 1] one",
+        "[host 1] two",
+        NOT_JOINED,
+    ]
 
 
 @pytest.mark.slow
@@ -371,6 +418,40 @@ def test_what_a_host_makes_of_the_loss_of_another():
     assert (caught.value.result.failed_host, caught.value.result.exit_code) == (1, 137)
     assert caught.value.result.returncodes == [1, -signal.SIGKILL]
     assert "lost a host at step 3" in caught.value.result.outputs[0]
+
+
+STACK = (
+    "*** Check failure stack trace: ***",
+    "    @     0x7f6cf3040634  absl::LogMessage::Flush()",
+)
+
+
+@pytest.mark.slow
+def test_the_stack_with_which_jax_ends_a_host_that_lost_another_is_not_shown(script):
+    shown = io.StringIO()
+    path = script("""
+        import jax
+        jax.distributed.initialize()
+        if host == 0:
+            raise ValueError("boom")
+        signal.pause()
+    """)
+    result = rehearse.run_script([path], hosts=2, timeout_s=60, end_others=False, echo=shown)
+
+    assert (result.failed_host, result.returncodes) == (0, [1, -signal.SIGABRT])
+    assert STACK[0] in result.outputs[1]
+    of_host_1 = [line for line in shown.getvalue().splitlines() if line.startswith("[host 1]")]
+    assert "Terminating process because the JAX distributed service" in of_host_1[-1]
+    assert shown.getvalue().count("ValueError: boom") == 1
+
+
+@pytest.mark.slow
+def test_any_other_stack_is_shown(script):
+    shown = io.StringIO()
+    path = script(f"print({STACK[0]!r}); print({STACK[1]!r}); os.abort()")
+    rehearse.run_script([path], hosts=1, timeout_s=60, echo=shown)
+
+    assert shown.getvalue().splitlines() == [f"[host 0] {line}" for line in STACK]
 
 
 @pytest.mark.slow

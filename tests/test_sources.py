@@ -86,6 +86,29 @@ def test_a_batched_read_keeps_the_order_that_was_asked_for(paths, indices):
     assert list(ArrayRecordSource(paths)._getitems(indices)) == [record(i) for i in indices]
 
 
+def test_it_says_which_file_holds_a_record_and_where(paths):
+    source = ArrayRecordSource([paths[3], f"{paths[2]}[5:9]", paths[0]])
+    for index in range(len(source)):
+        path, position = source.where(index)
+        assert ArrayRecordSource(path)[position] == source[index]
+    assert source.where(np.int64(4)) == (paths[2], 5)
+    with pytest.raises(IndexError, match="record 15 of 15 does not exist"):
+        source.where(15)
+
+
+def test_a_bad_record_is_named_by_its_file(paths):
+    def decode_all_but_11(value):
+        if value.startswith(b"record 11 "):
+            raise ValueError("corrupt")
+        return decode(value)
+
+    ds = grain.MapDataset.source(ArrayRecordSource(paths)).shuffle(seed=3).map(decode_all_but_11)
+    with iter(ds.batch(4).shard_to(data_mesh(2), on_bad_record="mask")) as batches:
+        list(batches)
+        (bad,) = batches.faults.listed
+    assert bad.origin == (11, "ArrayRecordSource", paths[2], 3)
+
+
 def test_grain_takes_it_for_a_source_with_batched_reads(paths):
     ds = grain.MapDataset.source(Counting(paths))
     source = ds._source

@@ -14,6 +14,7 @@ import numpy as np
 
 from grain_shard.grain_inside.routes import RAISES, Recovery, route
 from grain_shard.reading.faults import Skipped
+from grain_shard.reading.origin import Origin, record_name
 
 # How many records are found in one go, at first and at most. To find them takes microseconds. But a
 # source that reads many in a call reads them all at once, and the first rows must not wait for it.
@@ -87,13 +88,14 @@ class RecordIterator(grain.DatasetIterator):
                 element = next(self._next_elements)
             except BaseException as error:
                 self._next_elements = None  # whoever asks again gets the same record again
-                error.add_note(
-                    f"grain_shard: while evaluating record {self._next_index} of the dataset above"
-                    " .to_iter_dataset"
-                )
+                origin = Origin.of(self._records, self._next_index)
+                name = record_name(self._next_index, "the dataset above .to_iter_dataset", origin)
+                error.add_note(f"grain_shard: while evaluating {name}")
                 raise
             self._next_index += 1
-            if self._skipped is not None and self._skipped.skips(element, self._next_index - 1):
+            if self._skipped is not None and self._skipped.skips(
+                element, self._records, self._next_index - 1
+            ):
                 continue
             if element is not None:  # Grain leaves out what is None, too
                 return element

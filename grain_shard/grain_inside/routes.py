@@ -448,6 +448,23 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
     return Route(origin, tuple(reversed(steps)))
 
 
+def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
+    """The source that an element is read from, and its index there.
+
+    Args:
+        ds: Any dataset.
+        index: As for `route`.
+
+    Returns:
+        None if the way there is not known, or ends at something that is no source.
+    """
+    origin = route(ds, np.array([index])).origin
+    while isinstance(origin, _Fork):
+        (origin,) = (way.origin for way in origin.routes if way.origin.size)
+    source = getattr(origin.ds, "_source", None) if type(origin.ds) is _SOURCE else None
+    return None if source is None else (source, origin.indices.item() % len(origin.ds))
+
+
 def _single_read(ds: grain.MapDataset) -> Callable[[int], Any]:
     """How one element is read; a source is asked directly, as for many elements."""
     if type(ds) is _SOURCE and (source := getattr(ds, "_source", None)) is not None:

@@ -16,6 +16,7 @@ from absl import logging
 
 from grain_shard.errors import BadRecordsError, ShardingError, describe_error, require_int
 from grain_shard.grain_inside.routes import Recovery, Unreadable
+from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.transient import is_transient
 
 OnBadRecord = Literal["error", "mask"]
@@ -113,17 +114,20 @@ class BadRecord(NamedTuple):
             Those of a second epoch follow those of the first.
         error: Why not.
         feed: The feed that it belongs to; None where there are no feeds.
+        origin: Where it comes from: its index in the source, and the file if the source says so.
+            None if the way from the source to the record is not known.
     """
 
     record: int
     error: str
     feed: int | None = None
+    origin: Origin | None = None
 
     @property
     def name(self) -> str:
         """The record, in words."""
         where = "the dataset above .batch" if self.feed is None else f"feed {self.feed}"
-        return f"record {self.record} of {where}"
+        return record_name(self.record, where, self.origin)
 
 
 class FaultCounts(NamedTuple):
@@ -155,8 +159,10 @@ class Faults(Recovery):
     def __init__(self, rules: FaultRules, *, is_worker: bool = False):
         self._rules, self._is_worker = rules, is_worker
         self.leaves_out = rules.masks
-        assert isinstance(rules.retries, Retries)
-        self._times, self._named = rules.retries.times, rules.retries.on
+        retries = rules.retries
+        assert isinstance(retries, Retries)
+        assert isinstance(retries.on, tuple)
+        self._times, self._named = retries.times, retries.on
         self._retries = self._bad_records = self._records = 0
         # For how many records all tries were used up, and whether these are too many.
         self._in_vain, self._is_away = 0, False
@@ -202,6 +208,18 @@ class Faults(Recovery):
     def may_heal(self, error: Exception) -> bool:
         """Whether the source is asked again after this error of its own."""
         return self._is_named(error) or is_transient(error)
+
+    def advice(self, error: Exception) -> str:
+        """What has the source asked again, or more often, after an error that comes and goes."""
+        name = type(error).__name__
+        classes = [one.__name__ for one in self._named]
+        if not self._is_named(error):
+            classes.append(name)
+        on = classes[0] if len(classes) == 1 else f"({', '.join(classes)})"
+        if self.may_heal(error):
+            return f"retries=Retries({2 * self._times or 4}, on={on}) has it tried more often"
+        again = f"retries=Retries({self._times or 4}, on={on}) has it tried again"
+        return f"{name} is not tried again by itself: {again}"
 
     def _is_named(self, error: Exception) -> bool:
         return isinstance(error, self._named)
@@ -301,13 +319,19 @@ class Faults(Recovery):
         with self._changes:
             self._records += records
 
-    def note(self, record: int, error: Exception, feed: int | None = None) -> None:
+    def note(
+        self,
+        record: int,
+        error: Exception,
+        feed: int | None = None,
+        origin: Origin | None = None,
+    ) -> None:
         """A record is left out.
 
         Raises:
             BadRecordsError: There are too many.
         """
-        self._note(BadRecord(record, describe_error(error), feed), error)
+        self._note(BadRecord(record, describe_error(error), feed, origin), error)
 
     def add(self, counts: FaultCounts) -> None:
         """What a worker process has counted.
@@ -366,8 +390,8 @@ class Skipped:
     def __init__(self, faults: Faults, feed: int):
         self._faults, self._feed = faults, feed
 
-    def skips(self, element: Any, record: int) -> bool:
-        """Whether this stands in the place of a record, which is then counted.
+    def skips(self, element: Any, records: grain.MapDataset, record: int) -> bool:
+        """Whether this stands in the place of a record of a dataset, which is then counted.
 
         Raises:
             BadRecordsError: There are too many.
@@ -375,7 +399,7 @@ class Skipped:
         self._faults.count(1)
         if type(element) is not Unreadable:
             return False
-        self._faults.note(record, element.error, self._feed)
+        self._faults.note(record, element.error, self._feed, Origin.of(records, record))
         return True
 
 

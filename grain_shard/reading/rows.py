@@ -26,6 +26,7 @@ from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts, Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, fingerprint
+from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.spans import BATCH, MAP, READ, span
@@ -191,6 +192,10 @@ class _RowsOf:
     def rows_at_a_time(self) -> int:
         return 1 if self._stacker is None else self._stacker.rows_at_a_time
 
+    def origin(self, record: int) -> Origin | None:
+        """Where a record comes from, if that is known."""
+        return Origin.of(self._records, record)
+
     def evaluate_apart(self, record: int) -> Any:
         """One record by the public way."""
         return self._records[record]
@@ -259,7 +264,8 @@ class _RecordBatch(MadeBatch):
         good = next((row for row in rows if type(row) is not routes.Unreadable), _UNKNOWN)
         empty_row = self._like.stacker(self.faults, good).empty_row
         for i in bad:
-            self.faults.note(int(self._records[start + i]), rows[i].error)
+            record = int(self._records[start + i])
+            self.faults.note(record, rows[i].error, origin=self._like.origin(record))
             self._bad_rows.append(start + i)
             rows[i] = empty_row
 
@@ -284,17 +290,27 @@ class _RecordBatch(MadeBatch):
                 except Exception as one:
                     for note in getattr(error, "__notes__", ()):
                         one.add_note(note)
-                    one.add_note(
-                        f"grain_shard: while evaluating record {record} of the dataset above"
-                        f" .batch, for batch {self._index}"
-                    )
+                    one.add_note(self._place_note(record))
                     raise one from None
-            error.add_note(
-                f"grain_shard: while evaluating records {records[0]} to {records[-1]} of the"
-                f" dataset above .batch, for batch {self._index}; none of them failed a second"
-                " time"
-            )
+            error.add_note(self._passing_note(error, records))
             raise
+
+    def _place_note(self, record: int) -> str:
+        name = record_name(record, "the dataset above .batch", self._like.origin(record))
+        return f"grain_shard: while evaluating {name}, for batch {self._index}"
+
+    def _passing_note(self, error: Exception, records: np.ndarray) -> str:
+        """Of an error that did not come again when the records were read once more."""
+        if len(records) == 1:
+            place = self._place_note(int(records[0]))
+            again = "Reading it a second time, to find the cause, succeeded"
+        else:
+            place = (
+                f"grain_shard: while evaluating one of the records {records[0]} to {records[-1]} of"
+                f" the dataset above .batch, for batch {self._index}"
+            )
+            again = "Reading each of them a second time, to find which one it was, succeeded"
+        return f"{place}. {again}. {self.faults.advice(error)}"
 
 
 class WholeBatchRows(RowReader):

@@ -32,6 +32,18 @@ _FREE_HELPERS = threading.BoundedSemaphore(256)
 _PATIENCE_S = 5e-3
 
 
+class RecordPlace(NamedTuple):
+    """Where a record lies.
+
+    Attributes:
+        path: The file.
+        position: Which of its records it is; the first is 0.
+    """
+
+    path: str
+    position: int
+
+
 class ArrayRecordSource:
     """Records of ArrayRecord files by index, read many at a time.
 
@@ -96,14 +108,26 @@ class ArrayRecordSource:
         """The files, in the order of their records."""
         return [part.path for part in self._parts]
 
+    def where(self, index: SupportsIndex) -> RecordPlace:
+        """The file that holds a record, and which of the file's records it is.
+
+        Example:
+            >>> source = ArrayRecordSource(["train-0[10:20]", "train-1[0:5]"])
+            >>> source.where(12)
+            RecordPlace(path='train-1', position=2)
+
+        Raises:
+            IndexError: There is no such record.
+        """
+        part, position = self._part_of(index.__index__())
+        return RecordPlace(part.path, position)
+
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: SupportsIndex) -> bytes:
-        index = index.__index__()
-        self._check(index)
-        part = bisect.bisect_right(self._ends, index)
-        return self._reader(self._parts[part].path).read([index + self._shifts[part]])[0]
+        part, position = self._part_of(index.__index__())
+        return self._reader(part.path).read([position])[0]
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
         wanted = np.asarray(indices, np.int64)
@@ -123,6 +147,12 @@ class ArrayRecordSource:
 
         _side_by_side(read, np.split(by_part, borders) if len(wanted) else [])
         return records
+
+    def _part_of(self, index: int) -> tuple[_Part, int]:
+        """The part that holds a record, and the position of the record in its file."""
+        self._check(index)
+        part = bisect.bisect_right(self._ends, index)
+        return self._parts[part], index + self._shifts[part]
 
     def _check(self, index: int) -> None:
         if not 0 <= index < len(self):
