@@ -44,20 +44,20 @@ WITHOUT_BATCH = {
 
 @pytest.mark.parametrize("build", WITHOUT_BATCH.values(), ids=WITHOUT_BATCH)
 @pytest.mark.parametrize("rows", ["global", "local"])
-def test_a_record_with_a_number_beside_arrays_is_refused(build, rows):
+def test_a_record_with_a_value_beside_arrays_is_refused(build, rows):
     with pytest.raises(ShardingError) as refusal:
         first(build(), rows=rows)
     assert str(refusal.value) == (
-        "batch['label']: the leaf is a single number beside arrays, and no .batch stands in the"
+        "batch['label']: the leaf is a single value beside arrays, and no .batch stands in the"
         " pipeline: each record would be cut up as if its first dim were rows.\n"
         "  leaf:   int64[]   mesh: data=8\n"
         "  remedy: call .batch(global_batch_size) before .shard_to. If each element is a whole"
-        " batch, give this leaf a number for each row, or drop it."
+        " batch, give this leaf a value for each row, or drop it."
     )
 
 
 def test_random_access_is_refused_when_the_pipeline_is_built():
-    with pytest.raises(ShardingError, match="a single number beside arrays"):
+    with pytest.raises(ShardingError, match="a single value beside arrays"):
         records().shard_to(data_mesh(8))
 
 

@@ -139,9 +139,10 @@ def batch_sizes(ds: grain.MapDataset | grain.IterDataset) -> list[int]:
     return [size for size in dict.fromkeys(sizes) if size is not None]
 
 
-def has_batch(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Whether a ``.batch`` stands anywhere in a pipeline, or what cuts batches anew."""
-    return any(type(node) in (_BATCH, _ITER_BATCH, _REBATCH) for node in walk(ds))
+def makes_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
+    """Whether a ``.batch`` stands anywhere in a pipeline, or a dataset that says so of itself."""
+    batching = (_BATCH, _ITER_BATCH, _REBATCH)
+    return any(type(n) in batching or getattr(n, "makes_batches", False) for n in walk(ds))
 
 
 def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:

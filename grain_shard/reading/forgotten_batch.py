@@ -8,13 +8,11 @@ import grain
 
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.grain_inside import nodes
-from grain_shard.reading.iterable import is_from_iterable
-from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.trees import FlatBatch
 
 
 def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
-    """Refuses what tells that it is a record and no batch: a number beside arrays.
+    """Refuses what tells that it is a record and no batch: a value without a dim beside arrays.
 
     Nothing does where a ``.batch`` stands anywhere in the pipeline, or where it was said to be of
     batches, by `from_iterable`.
@@ -26,17 +24,17 @@ def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch)
     Raises:
         ShardingError: It is a record.
     """
-    if _makes_batches(ds):
+    if nodes.makes_batches(ds):
         return
     for path, array in zip(element.paths, element.arrays, strict=True):
         if not array.ndim:
             raise ShardingError(
-                "the leaf is a single number beside arrays, and no .batch stands in the pipeline:"
+                "the leaf is a single value beside arrays, and no .batch stands in the pipeline:"
                 " each record would be cut up as if its first dim were rows.",
                 path=path,
                 leaf=describe_leaf(array),
                 remedy="call .batch(global_batch_size) before .shard_to. If each element is a whole"
-                " batch, give this leaf a number for each row, or drop it.",
+                " batch, give this leaf a value for each row, or drop it.",
             )
 
 
@@ -47,7 +45,7 @@ def warn_of_records(ds: grain.MapDataset, element: FlatBatch) -> None:
         ds: The pipeline.
         element: What it has given, of which every leaf has a leading axis.
     """
-    if not _makes_batches(ds):
+    if not nodes.makes_batches(ds):
         path, array = element.paths[0], element.arrays[0]
         warnings.warn(
             f"no .batch stands in the pipeline, so each element is taken for a whole batch:"
@@ -55,11 +53,3 @@ def warn_of_records(ds: grain.MapDataset, element: FlatBatch) -> None:
             " .batch(global_batch_size) before .shard_to.",
             stacklevel=2,
         )
-
-
-def _makes_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    return nodes.has_batch(ds) or any(
-        is_from_iterable(node)
-        or (isinstance(node, RowMapDataset) and not node.reader.reads_whole_batches)
-        for node in nodes.walk(ds)
-    )
