@@ -695,12 +695,6 @@ def test_an_index_error_of_a_later_row_is_not_asked_about():
     assert not any("fewer files" in note for note in error.value.__notes__)
 
 
-def test_several_epochs_are_refused_with_where_to_read_how():
-    ds = numbers([9] * 4).batch(8).shard_to(data_mesh(4))
-    with pytest.raises(grain_shard.ShardingError, match=r"docs/streams\.md#several-epochs"):
-        ds.epochs(2)
-
-
 def test_hosts_are_refused_that_feeds_cannot_serve():
     """Eight devices of as many hosts."""
     layouts = {host: grain_shard.BatchLayout(8, (host,), num_hosts=8) for host in range(8)}

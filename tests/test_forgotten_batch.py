@@ -61,6 +61,13 @@ def test_random_access_is_refused_when_the_pipeline_is_built():
         records().shard_to(data_mesh(8))
 
 
+class OwnBatches(grain.IterDataset):
+    """A stream of the user's own, of whole batches."""
+
+    def __iter__(self):
+        return iter(records().batch(16).map(lambda b: b | {"step": 3}).to_iter_dataset())
+
+
 WITH_BATCH = {
     "random access": lambda: records().batch(16),
     "a number of the batch": lambda: records().batch(16).map(lambda b: b | {"step": 3}),
@@ -73,6 +80,7 @@ WITH_BATCH = {
     "batches cut anew": lambda: grain.experimental.RebatchIterDataset(
         records().to_iter_dataset().batch(16), 8
     ),
+    "a stream of one's own": OwnBatches,
     "another library's": lambda: grain_shard.from_iterable(
         [whole_batch(0) | {"step": 3}] * 2, rows="global"
     ),

@@ -139,10 +139,18 @@ def batch_sizes(ds: grain.MapDataset | grain.IterDataset) -> list[int]:
     return [size for size in dict.fromkeys(sizes) if size is not None]
 
 
-def makes_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Whether a ``.batch`` stands anywhere in a pipeline, or a dataset that says so of itself."""
-    batching = (_BATCH, _ITER_BATCH, _REBATCH)
-    return any(type(n) in batching or getattr(n, "makes_batches", False) for n in walk(ds))
+def may_make_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
+    """Whether elements may be batches: not where random access begins and nothing batches.
+
+    An `IterDataset` that has none below it, as one of the user's own, may give anything. What
+    batches without being a ``.batch`` says so by an attribute ``makes_batches``.
+    """
+    return any(
+        type(node) in (_BATCH, _ITER_BATCH, _REBATCH)
+        or getattr(node, "makes_batches", False)
+        or (isinstance(node, grain.IterDataset) and not node.parents)
+        for node in walk(ds)
+    )
 
 
 def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:

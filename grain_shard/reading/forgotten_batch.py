@@ -14,8 +14,8 @@ from grain_shard.trees import FlatBatch
 def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
     """Refuses what tells that it is a record and no batch: a value without a dim beside arrays.
 
-    Nothing does where a ``.batch`` stands anywhere in the pipeline, or where it was said to be of
-    batches, by `from_iterable`.
+    Nothing does where a ``.batch`` stands anywhere in the pipeline, or where it begins with an
+    `grain.IterDataset`, as `from_iterable` makes one: that may give batches itself.
 
     Args:
         ds: The pipeline.
@@ -24,7 +24,7 @@ def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch)
     Raises:
         ShardingError: It is a record.
     """
-    if nodes.makes_batches(ds):
+    if nodes.may_make_batches(ds):
         return
     for path, array in zip(element.paths, element.arrays, strict=True):
         if not array.ndim:
@@ -45,7 +45,7 @@ def warn_of_records(ds: grain.MapDataset, element: FlatBatch) -> None:
         ds: The pipeline.
         element: What it has given, of which every leaf has a leading axis.
     """
-    if not nodes.makes_batches(ds):
+    if not nodes.may_make_batches(ds):
         path, array = element.paths[0], element.arrays[0]
         warnings.warn(
             f"no .batch stands in the pipeline, so each element is taken for a whole batch:"

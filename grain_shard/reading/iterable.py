@@ -80,12 +80,7 @@ class IterableBatches(grain.IterDataset):
     Args:
         source: As for `from_iterable`.
         rows: As for `from_iterable`.
-
-    Attributes:
-        makes_batches: Whether its elements are batches, as the user has said.
     """
-
-    makes_batches = True
 
     def __init__(self, source: Any, rows: Rows):
         super().__init__()
