@@ -68,8 +68,9 @@ def shard_to(
         spec: A `PartitionSpec`, or a tree prefix of them, e.g. ``{"image": P("data"), "tokens":
             P("data", "seq")}``. By default ``P("data")``, or the mesh's only axis. A spec for
             several leaves is trimmed to the rank of each; scalars are replicated.
-        remainder: What becomes of a batch that is short, or that the shards do not divide: "pad"
-            it with rows of padding, "drop" a short one, or "error".
+        remainder: What becomes of a last batch that is short: "pad" it with rows of padding, "drop"
+            it, or "error". A batch size that the shards do not divide is padded by "pad", and
+            refused by the others.
         mask_key: The key at which the batch gets a mask, ``bool[global_batch_size]``, True for
             real rows; None for no mask.
         pad_value: What rows of padding hold, besides False in the mask: a number, or a tree prefix

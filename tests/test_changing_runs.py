@@ -621,7 +621,7 @@ class TestEpochs:
         [
             (lambda: sharded(8).epochs(0), "n=0 is not an integer of at least 1"),
             (lambda: sharded(8).epochs(2.0), "n=2.0 is not an integer"),
-            (lambda: in_feeds(8).epochs(2), "call iter(ds) for each epoch"),
+            (lambda: in_feeds(8).epochs(2), "docs/streams.md#several-epochs"),
             (
                 lambda: records().to_iter_dataset().map(len).batch(8).shard_to().epochs(2),
                 "call iter(ds) for each epoch",

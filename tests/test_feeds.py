@@ -660,6 +660,41 @@ def test_an_error_in_make_feed_is_found_when_the_pipeline_is_built():
     assert error.value.__notes__ == ["grain_shard: in feed 0 of 4"]
 
 
+FILES = ["a", "b"]
+WITHOUT_A_FILE = {
+    "grain finds it": lambda feed: grain.experimental.InterleaveIterDataset(
+        [grain.MapDataset.source(file).to_iter_dataset() for file in FILES[feed.shard_index :: 4]],
+        cycle_length=1,
+    ),
+    "make_feed finds it": lambda feed: (
+        grain.MapDataset.source(FILES[feed.shard_index]).map(ord).to_iter_dataset()
+    ),
+}
+
+
+@pytest.mark.parametrize("make_feed", WITHOUT_A_FILE.values(), ids=WITHOUT_A_FILE)
+def test_a_feed_without_a_file_is_named_and_asked_about(make_feed):
+    batches = iter(grain_shard.feeds(make_feed, num_feeds=4).batch(4))
+    with pytest.raises(IndexError) as error:
+        next(batches)
+    ours = [note for note in error.value.__notes__ if note.startswith("grain_shard")]
+    assert ours == [
+        "grain_shard: the feed failed before its first row; are there fewer files than feeds?",
+        "grain_shard: in feed 2 of 4",
+    ]
+
+
+def test_an_index_error_of_a_later_row_is_not_asked_about():
+    def make_feed(feed):
+        return grain.MapDataset.range(3).map(lambda i: [5, 6][i]).to_iter_dataset(OPTIONS)
+
+    batches = iter(grain_shard.feeds(make_feed, num_feeds=1).batch(1))
+    assert [next(batches).item(), next(batches).item()] == [5, 6]
+    with pytest.raises(IndexError) as error:
+        next(batches)
+    assert not any("fewer files" in note for note in error.value.__notes__)
+
+
 def test_hosts_are_refused_that_feeds_cannot_serve():
     """Eight devices of as many hosts."""
     layouts = {host: grain_shard.BatchLayout(8, (host,), num_hosts=8) for host in range(8)}

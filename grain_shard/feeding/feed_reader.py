@@ -33,6 +33,7 @@ class FeedReader:
         self._make, self._entry = make, entry
         self._iterator: grain.DatasetIterator | None = None
         self._ended = entry == ENDED
+        self._begun = bool(entry)  # whether it has given a row
 
     def take(self, num_rows: int) -> list[Any]:
         """The next rows; fewer, or none, once the feed has ended.
@@ -43,15 +44,22 @@ class FeedReader:
         rows: list[Any] = []
         if self._ended or not num_rows:
             return rows
-        if self._iterator is None:
-            self._iterator = self._open()
-        for _ in range(num_rows):
-            try:
+        try:
+            if self._iterator is None:
+                self._iterator = self._open()
+            while len(rows) < num_rows:
                 rows.append(next(self._iterator))
-            except StopIteration:
-                self._ended = True
-                self.close()
-                break
+        except StopIteration:
+            self._ended = True
+            self.close()
+        except IndexError as error:
+            if not (self._begun or rows):
+                error.add_note(
+                    "grain_shard: the feed failed before its first row; are there fewer files than"
+                    " feeds?"
+                )
+            raise
+        self._begun = True
         return rows
 
     def entry(self) -> Entry:

@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import (
@@ -95,6 +95,15 @@ class HostFeeds(Stream):
 
     def next_batch(self, position: bytes) -> Mapping[str, Any]:
         return {"next batch": _loaded(position).step}
+
+    def repeated(self, times: int) -> NoReturn:
+        raise ShardingError(
+            "epochs needs random access: where an epoch of feeds ends, only its end tells.",
+            remedy="let make_feed give all epochs of its part, each with an order of its own:"
+            " .shuffle().repeat(n) on the MapDataset that it begins with, or an"
+            " InterleaveIterDataset of the epochs' streams with cycle_length=1. Both are written"
+            " out under docs/streams.md#several-epochs.",
+        )
 
     def past_end(self, position: bytes) -> bytes:
         return pickle.dumps(_loaded(position).past_end())

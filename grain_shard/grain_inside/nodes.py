@@ -21,6 +21,7 @@ _ITER_BATCH_FN = getattr(
     grain.MapDataset.range(1).to_iter_dataset().batch(1), "_batch_fn", object()
 )
 _BATCH_FN = getattr(grain.MapDataset.range(1).batch(1), "_batch_fn", object())
+_REBATCH = getattr(grain.experimental, "RebatchIterDataset", None)
 _FILTER = type(grain.MapDataset.range(1).filter(bool))
 _ITER_SEED = type(grain.MapDataset.range(1).to_iter_dataset().seed(0))
 _READ_AHEAD = type(grain.MapDataset.range(1).to_iter_dataset())
@@ -136,6 +137,20 @@ def batch_sizes(ds: grain.MapDataset | grain.IterDataset) -> list[int]:
     """The sizes that are seen of all ``.batch`` in a pipeline, from the last one up, each once."""
     sizes = [getattr(n, "_batch_size", None) for n in walk(ds) if type(n) in (_BATCH, _ITER_BATCH)]
     return [size for size in dict.fromkeys(sizes) if size is not None]
+
+
+def may_make_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
+    """Whether elements may be batches: not where random access begins and nothing batches.
+
+    An `IterDataset` that has none below it, as one of the user's own, may give anything. What
+    batches without being a ``.batch`` says so by an attribute ``makes_batches``.
+    """
+    return any(
+        type(node) in (_BATCH, _ITER_BATCH, _REBATCH)
+        or getattr(node, "makes_batches", False)
+        or (isinstance(node, grain.IterDataset) and not node.parents)
+        for node in walk(ds)
+    )
 
 
 def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:

@@ -337,6 +337,11 @@ class RowMapDataset(BatchMapDataset):
         return tuple(len(rows) for rows in self._rows.values())
 
     @property
+    def makes_batches(self) -> bool:
+        """Whether it makes batches of records, and not of the batches below it."""
+        return not self.reader.reads_whole_batches
+
+    @property
     def has_all_rows(self) -> bool:
         """Whether its batches are whole, so that a stage may still choose among their rows."""
         return self._rows is None

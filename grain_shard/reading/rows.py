@@ -26,6 +26,7 @@ from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts, Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, fingerprint
+from grain_shard.reading.forgotten_batch import refuse_records, warn_of_records
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.row_dataset import MadeBatch, Piece, RowMapDataset, RowReader
 from grain_shard.reading.stack import RowStacker, Stack
@@ -348,7 +349,10 @@ class WholeBatchRows(RowReader):
 
     def global_batch_size_of(self, index: int) -> int:
         if self._size is None:  # nothing tells it but a batch
-            self._size = self._rows_of(0)
+            batch = FlatBatch.of(self._ds[0])
+            refuse_records(self._ds, batch)
+            warn_of_records(self._ds, batch)
+            self._size = batch.rows
         return self._size
 
     def epochs(self) -> Cuts | None:

@@ -28,8 +28,9 @@ from grain_shard.trees import flatten
 def show(batch_or_dataset: Any) -> None:
     """Shows the leaves of a batch: global shape, mesh axes, rows and bytes on each device.
 
-    Below them it shows which device holds what. Nothing is computed on a device or moved
-    from one, and no other host is asked, so that one host of many may call it.
+    Below them it shows which device holds what. It prints by itself, in a notebook as HTML, and
+    returns nothing. Nothing is computed on a device or moved from one, and no other host is asked,
+    so that one host of many may call it.
 
     Args:
         batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.

@@ -16,6 +16,7 @@ from grain_shard.hardware import (
     rate_batch_size,
     validate_batch_size,
 )
+from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.rows import whole_batches
 from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
@@ -88,7 +89,7 @@ class ValidateBatchSize(Stage):
             self.check(ds.global_batch_size)
         return StreamDataset(
             ds,
-            lambda source: _ValidatingIterator(source, self),
+            lambda source: _ValidatingIterator(source, self, ds),
             self,
             global_batch_size=ds.global_batch_size,
             owns_arrays=ds.owns_arrays,
@@ -134,15 +135,18 @@ class _ValidatingIterator(StreamIterator):
     first one was checked when it began.
     """
 
-    def __init__(self, source: grain.DatasetIterator, validate: ValidateBatchSize):
+    def __init__(
+        self, source: grain.DatasetIterator, validate: ValidateBatchSize, ds: StreamDataset
+    ):
         super().__init__(source)
-        self._validate, self._begun = validate, False
+        self._validate, self._ds, self._begun = validate, ds, False
 
     def __next__(self) -> Batch:
         batch = super().__next__()
-        rows = FlatBatch.of(batch).rows
+        flat = FlatBatch.of(batch)
         if not self._begun:
-            self._validate.check(rows)
+            refuse_records(self._ds, flat)
+            self._validate.check(flat.rows)
             self._begun = True
         return batch
 

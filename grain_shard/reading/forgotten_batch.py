@@ -1,0 +1,55 @@
+"""A pipeline without ``.batch``, whose records would be cut up as if their first dim were rows."""
+
+from __future__ import annotations
+
+import warnings
+
+import grain
+
+from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.grain_inside import nodes
+from grain_shard.trees import FlatBatch
+
+
+def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
+    """Refuses what tells that it is a record and no batch: a value without a dim beside arrays.
+
+    Nothing does where a ``.batch`` stands anywhere in the pipeline, or where it begins with an
+    `grain.IterDataset`, as `from_iterable` makes one: that may give batches itself.
+
+    Args:
+        ds: The pipeline.
+        element: What it has given.
+
+    Raises:
+        ShardingError: It is a record.
+    """
+    if nodes.may_make_batches(ds):
+        return
+    for path, array in zip(element.paths, element.arrays, strict=True):
+        if not array.ndim:
+            raise ShardingError(
+                "the leaf is a single value beside arrays, and no .batch stands in the pipeline:"
+                " each record would be cut up as if its first dim were rows.",
+                path=path,
+                leaf=describe_leaf(array),
+                remedy="call .batch(global_batch_size) before .shard_to. If each element is a whole"
+                " batch, give this leaf a value for each row, or drop it.",
+            )
+
+
+def warn_of_records(ds: grain.MapDataset, element: FlatBatch) -> None:
+    """Warns of what may be a record or a batch, as nothing tells which.
+
+    Args:
+        ds: The pipeline.
+        element: What it has given, of which every leaf has a leading axis.
+    """
+    if not nodes.may_make_batches(ds):
+        path, array = element.paths[0], element.arrays[0]
+        warnings.warn(
+            f"no .batch stands in the pipeline, so each element is taken for a whole batch:"
+            f" {path}, {describe_leaf(array)}, for {element.rows} rows. If it is a record, call"
+            " .batch(global_batch_size) before .shard_to.",
+            stacklevel=2,
+        )

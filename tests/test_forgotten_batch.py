@@ -1,0 +1,108 @@
+"""A pipeline without `.batch`: its records are not cut up in silence as if they were batches."""
+
+import grain
+import numpy as np
+import pytest
+
+import grain_shard
+from grain_shard import BatchSchedule, ShardingError
+from tests.conftest import data_mesh
+
+
+def labeled(i):
+    return {"image": np.full((16, 4), i, np.uint8), "label": i % 10}
+
+
+def image(i):
+    return {"image": np.full((16, 4), i, np.uint8)}
+
+
+def whole_batch(i):
+    return {"image": np.zeros((16, 4), np.uint8), "label": np.full(16, i)}
+
+
+def kept(record):
+    return True
+
+
+def records(make=labeled):
+    return grain.MapDataset.range(32).map(make)
+
+
+def first(ds, **options):
+    with iter(ds.shard_to(data_mesh(8), **options)) as batches:
+        return next(batches)
+
+
+WITHOUT_BATCH = {
+    "random access": lambda: records(),
+    "looked through": lambda: records().to_iter_dataset(),
+    "a stream": lambda: records().to_iter_dataset().filter(kept),
+    "a mixture": lambda: grain.MapDataset.mix([records(), records()]),
+}
+
+
+@pytest.mark.parametrize("build", WITHOUT_BATCH.values(), ids=WITHOUT_BATCH)
+@pytest.mark.parametrize("rows", ["global", "local"])
+def test_a_record_with_a_value_beside_arrays_is_refused(build, rows):
+    with pytest.raises(ShardingError) as refusal:
+        first(build(), rows=rows)
+    assert str(refusal.value) == (
+        "batch['label']: the leaf is a single value beside arrays, and no .batch stands in the"
+        " pipeline: each record would be cut up as if its first dim were rows.\n"
+        "  leaf:   int64[]   mesh: data=8\n"
+        "  remedy: call .batch(global_batch_size) before .shard_to. If each element is a whole"
+        " batch, give this leaf a value for each row, or drop it."
+    )
+
+
+def test_random_access_is_refused_when_the_pipeline_is_built():
+    with pytest.raises(ShardingError, match="a single value beside arrays"):
+        records().shard_to(data_mesh(8))
+
+
+class OwnBatches(grain.IterDataset):
+    """A stream of the user's own, of whole batches."""
+
+    def __iter__(self):
+        return iter(records().batch(16).map(lambda b: b | {"step": 3}).to_iter_dataset())
+
+
+WITH_BATCH = {
+    "random access": lambda: records().batch(16),
+    "a number of the batch": lambda: records().batch(16).map(lambda b: b | {"step": 3}),
+    "of a stream": lambda: records().to_iter_dataset().filter(kept).batch(16),
+    "in the middle": lambda: records().batch(16).to_iter_dataset().filter(kept),
+    "in the parts of a mixture": lambda: grain.MapDataset.mix([records().batch(16)] * 2),
+    "a schedule": lambda: (
+        records().pipe(BatchSchedule({0: 16})).map(lambda batch: batch | {"step": 3})
+    ),
+    "batches cut anew": lambda: grain.experimental.RebatchIterDataset(
+        records().to_iter_dataset().batch(16), 8
+    ),
+    "a stream of one's own": OwnBatches,
+    "another library's": lambda: grain_shard.from_iterable(
+        [whole_batch(0) | {"step": 3}] * 2, rows="global"
+    ),
+    "a map over another library's": lambda: grain_shard.from_iterable(
+        [whole_batch(0)] * 2, rows="global"
+    ).map(lambda batch: batch | {"step": 3}),
+}
+
+
+@pytest.mark.parametrize("build", WITH_BATCH.values(), ids=WITH_BATCH)
+def test_what_makes_batches_is_taken_without_a_word(build):
+    assert first(build())["image"].shape[-1] == 4
+
+
+@pytest.mark.parametrize("make", [image, whole_batch])
+def test_of_arrays_alone_nothing_tells_so_random_access_warns_once(make):
+    with pytest.warns(UserWarning, match=r"no \.batch stands in.*for 16 rows") as warned:
+        batch = first(records(make))
+    assert len(warned) == 1
+    assert batch["image"].shape == (16, 4)
+
+
+def test_what_is_placed_ahead_as_it_is_counts_as_batches():
+    with grain_shard.prefetch_to_device(records()) as batches:
+        assert next(batches)["image"].shape == (16, 4)
