@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 import jax
 
 from grain_shard.pace import FixedPace, Pace
-from grain_shard.spans import counted_by, counter
+from grain_shard.spans import ROOM, counted_by, counter, span
 from grain_shard.tasks import Items, Known, Producer, Raised, Task, Tasks, log_unclosed
 
 S = TypeVar("S")
@@ -396,7 +396,8 @@ class _Shared(Generic[T]):
         with self._one_draws:
             with self._lock:
                 while not self._over() and self._room() < self._tasks.room_wanted:
-                    self._room_came.wait(self._tasks.look_again_s)
+                    with span(ROOM):
+                        self._room_came.wait(self._tasks.look_again_s)
                 if self._over():
                     return False
                 if rank >= self._pace.threads:

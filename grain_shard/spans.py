@@ -21,15 +21,29 @@ LOOP = WAIT, STEP = "wait", "step"
 # Told by `ShardedIterator.stats` alone. The first is a part of "read": what the user's functions
 # take, where that can be told apart. In the second a stage waits for what other hosts say.
 MAP, AGREE = "map", "agree"
+# What the threads of a stage do when they may not begin another result, as the buffer is full.
+ROOM = "room"
 
 
 class Span(NamedTuple):
-    """What one stage, or the loop, did for one batch; times by `time.perf_counter`, in seconds."""
+    """What one stage, or the loop, did for one batch; times by `time.perf_counter`, in seconds.
+
+    Attributes:
+        stage: Which.
+        thread: The name of the thread that did it.
+        start: When it began.
+        end: When it was done.
+        processor_s: For how much of that a processor was busy with it. For the rest it waited: for
+            a source, for the interpreter's lock, or for a processor.
+        part: Which part of the stage's work it was, if that is told apart.
+    """
 
     stage: str
     thread: str
     start: float
     end: float
+    processor_s: float = 0.0
+    part: str | None = None
 
 
 class Counter(Protocol):
@@ -74,7 +88,7 @@ class span:  # used as a function; written as a generator it would take half as 
         part: Which part of its work this is, if that is counted by itself, too.
     """
 
-    __slots__ = ("_annotation", "_part", "_stage", "_start")
+    __slots__ = ("_annotation", "_part", "_processor_start", "_stage", "_start")
 
     def __init__(self, stage: str, *, part: str | None = None):
         self._stage, self._part = stage, part
@@ -82,6 +96,7 @@ class span:  # used as a function; written as a generator it would take half as 
     def __enter__(self) -> None:
         self._annotation = jax.profiler.TraceAnnotation(f"grain_shard.{self._stage}")
         self._annotation.__enter__()
+        self._processor_start = time.thread_time() if _listeners else None
         self._start = time.perf_counter()
 
     def __exit__(self, error: type[BaseException] | None, *exc_info: object) -> None:
@@ -94,15 +109,17 @@ class span:  # used as a function; written as a generator it would take half as 
             tally[self._stage] = tally.get(self._stage, 0.0) + end - start
             if self._part is not None:
                 tally[self._part] = tally.get(self._part, 0.0) + end - start
-        if _listeners:
-            done = Span(self._stage, threading.current_thread().name, start, end)
+        if _listeners and self._processor_start is not None:
+            processor_s = time.thread_time() - self._processor_start
+            thread = threading.current_thread().name
+            done = Span(self._stage, thread, start, end, processor_s, self._part)
             for listener in _listeners:
                 listener.append(done)
 
 
 @contextmanager
 def recorded() -> Iterator[list[Span]]:
-    """The spans of all pipelines of this process, as long as the context lasts."""
+    """The spans of all pipelines of this process that begin and end within the context."""
     spans: list[Span] = []
     _listeners.append(spans)
     try:

@@ -118,13 +118,20 @@ def test_the_verdict_without_a_step_is_about_the_pipeline():
     assert "step" not in profiled.lanes_s
 
 
-def measured(pipeline=None, **lanes):
-    """A loop of 10 seconds, from (thread, start, end) in each lane."""
+def measured(pipeline=None, num_examples=0, **lanes):
+    """A loop of 10 seconds, from (thread, start, end, processor_s, part) in each lane.
+
+    In "room" a thread rests, as the buffer is full.
+    """
     spans = [Span(lane, *at) for lane, ats in lanes.items() for at in ats]
-    return Measurement(1, 1, 0, 10, tuple(spans), pipeline)
+    batches = len(lanes.get("wait", [0]))
+    return Measurement(batches, batches, 0, 10, tuple(spans), pipeline, num_examples)
 
 
 READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8, 10)]}
+BOTH_HALF, REST_HALF = [("t", 0, 4.9), ("u", 0, 4.9)], [("t", 4.9, 10), ("u", 4.9, 10)]
+# The loop waits long for the first of five batches, and half a second for each of the others.
+UNEVENLY = [("main", 0, 4), *(("main", at, at + 0.5) for at in (5, 6, 7, 8))]
 
 
 @pytest.mark.parametrize(
@@ -133,34 +140,125 @@ READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8
         # Waits exactly as much as is let pass, and a little more.
         ({"wait": [("main", 0, 0.99)], "step": [("main", 1, 10)]}, "step"),
         ({"wait": [("main", 0, 1.01)], "step": [("main", 1.01, 10)]}, "unseen"),
-        # Of two threads that make batches, each reads nearly half of the time.
-        ({**READING, "read": [("t", 0, 4.9), ("u", 0, 4.9)]}, "buffer"),
+        # Both threads that make batches rest for a little more than half of the time, as the buffer
+        # is full. The loop waits for all of its batches alike, or for few of them.
+        ({**READING, "read": BOTH_HALF, "room": REST_HALF}, "unseen"),
+        ({**READING, "read": BOTH_HALF, "room": REST_HALF, "wait": UNEVENLY}, "buffer"),
         ({**READING, "read": [("t", 0, 9), ("u", 0, 9)]}, "read"),
+        # If they stand still without a full buffer, a larger one could not help: the interpreter's
+        # lock lets one work at a time, or other processes have the processors.
+        ({**READING, "read": BOTH_HALF, "wait": UNEVENLY}, "read"),
+        ({**READING, "read": [(f"t{i}", i, i + 0.3) for i in range(10)]}, "read"),
+        # One of two that rests is not both; a thread that makes no batches does not count.
+        ({**READING, "read": [("t", 0, 10), ("u", 0, 1)], "room": [("u", 1, 10)]}, "read"),
+        ({**READING, "read": [("t", 0, 4)], "room": [("d", 0, 10)]}, "read"),
         # The same threads read, stack and pad; placing has a thread of its own.
         ({**READING, "read": [("t", 0, 2)], "batch": [("t", 2, 9)]}, "batch"),
         ({**READING, "read": [("t", 0, 2)], "pad": [("t", 2, 9)]}, "pad"),
-        ({**READING, "read": [("t", 0, 8)], "place": [("d", 0, 9)]}, "place"),
-        ({**READING, "read": [("t", 0, 9)], "place": [("d", 0, 8)]}, "read"),
-        # As busy as the loop has own work: larger buffers would have it keep up.
         (
-            {"read": [("t", 0, 5.9)], "wait": [("main", 0, 4)], "step": [("main", 4, 10)]},
+            {**READING, "read": [("t", 0, 8)], "room": [("t", 8, 10)], "place": [("d", 0, 9)]},
+            "place",
+        ),
+        ({**READING, "read": [("t", 0, 9)], "place": [("d", 0, 8)]}, "read"),
+        # Nearly as busy as the loop has own work, or as busy: larger buffers help only before.
+        (
+            {
+                "read": [("t", 0, 5.4)],
+                "room": [("t", 5.4, 10)],
+                "wait": [("main", 0, 3), *(("main", at, at + 0.5) for at in (4, 5, 6))],
+                "step": [("main", 7, 10)],
+            },
             "buffer",
         ),
-        ({"read": [("t", 0, 6)], "wait": [("main", 0, 4)], "step": [("main", 4, 10)]}, "read"),
+        (
+            {
+                "read": [("t", 0, 5.5)],
+                "room": [("t", 5.5, 10)],
+                "wait": [("main", 0, 3), *(("main", at, at + 0.5) for at in (4, 5, 6))],
+                "step": [("main", 7, 10)],
+            },
+            "read",
+        ),
         # Half of the waiting while nothing is at work.
-        ({**READING, "read": [("t", 0, 4)]}, "handover"),
-        ({**READING, "read": [("t", 0, 4.1)]}, "buffer"),
-        ({**READING, "read": [("t", 0, 3), ("u", 2, 4.1)]}, "buffer"),
+        ({**READING, "read": [("t", 0, 4)], "room": [("t", 4, 10)]}, "handover"),
+        ({**READING, "read": [("t", 0, 4.1)], "room": [("t", 4.1, 10)]}, "unseen"),
+        ({**READING, "read": [("t", 0, 3), ("u", 2, 4.1)], "room": [("t", 4.1, 10)]}, "unseen"),
+        # Threads that compute may wait for the interpreter's lock in any stage: here in padding.
+        ({**READING, "read": [("t", 0, 4, 4)], "pad": [("u", 0, 9, 1)]}, "read"),
+        ({**READING, "read": [("t", 0, 4)], "pad": [("u", 0, 9)]}, "pad"),
     ],
 )
 def test_the_verdict_follows_from_the_figures(lanes, expected):
     assert find_bottleneck(measured(**lanes)).name == expected
 
 
+def test_a_verdict_of_buffer_says_on_what_it_rests():
+    lanes = {**READING, "read": BOTH_HALF, "room": REST_HALF, "wait": UNEVENLY}
+    found = find_bottleneck(measured(**lanes))
+    assert found.reason == (
+        "the loop waits 60% of the time, and batches are in the making only 49% of it: half of the"
+        " waiting is for 1 of 5 batches, 4,000.0 ms or more for each, and too few others wait in"
+        " the buffers."
+    )
+    assert found.advice[0].startswith("raise cpu_buffer_size (4 now)")
+
+
+IN_PYTHON = "compute: about 500 examples a second at best if that is Python code"
+HELD_UP = "or would compute if other processes did not use the processors"
+
+
+@pytest.mark.parametrize(
+    ("reads", "rests", "reason", "advice", "not_advised"),
+    [
+        # 4000 examples in 8 seconds of one processor.
+        ([("t", 0, 10, 8, "map")], [], f"your functions {IN_PYTHON}", "num_workers", "buffer"),
+        ([("t", 0, 10, 8)], [], f"the source, or your functions, {IN_PYTHON}", "num_workers", ""),
+        # Many threads, one of which works at a time: the others wait for the interpreter's lock.
+        (
+            [(f"t{i}", 0, 10, 1, "map") for i in range(8)],
+            [],
+            f"your functions {IN_PYTHON}",
+            "pass num_workers",
+            "raise cpu_buffer_size",
+        ),
+        # Threads compute side by side.
+        (
+            [(t, 0, 10, 8, "map") for t in "tu"],
+            [],
+            "your functions compute: about 250 examples a second for each processor.",
+            "pass num_workers",
+            "raise cpu_buffer_size",
+        ),
+        # Reads that wait, with room for more of them and without.
+        ([("t", 0, 10, 0.1)], [], "the source waits.", "num_threads", "raise cpu_buffer_size"),
+        (
+            [("t", 0, 10, 0.1)],
+            [("t", 1, 3)],
+            "the source waits.",
+            "raise cpu_buffer_size (4 now), so that more is read side by side: for 20% of the time",
+            "num_workers",
+        ),
+        ([("t", 0, 10, 0.1, "map")], [], "your functions wait.", "num_threads", "num_workers"),
+        # Between the two nobody can tell.
+        ([("t", 0, 10, 3)], [], f"the source waits, {HELD_UP}.", "if it computes, pass", "raise"),
+    ],
+)
+def test_whether_reads_compute_or_wait_is_told_by_their_processor_time(
+    reads, rests, reason, advice, not_advised
+):
+    found = find_bottleneck(
+        measured(num_examples=4000, **{**READING, "read": reads, "room": rests})
+    )
+    assert found.name == "read"
+    assert reason in found.reason
+    assert advice in " ".join(found.advice)
+    assert not not_advised or not_advised not in " ".join(found.advice)
+
+
 @pytest.mark.parametrize(
     ("pipeline", "given", "not_given"),
     [
-        (Settings(), "raise cpu_buffer_size if this waits", "read="),
+        (Settings(), "if this waits for files or a network", "read="),
         (Settings(amplification=4), "every row 4 times", ".mp_prefetch"),
         (Settings(reads_other_rows=True), "at or after .batch before it", "read="),
         (Settings(is_stream=True, amplification=4), ".mp_prefetch", "read="),
@@ -200,8 +298,8 @@ class TestProfile:
         profiled = profile(sharded(batches(slow(record))), step, 10, warmup=3)
         assert (profiled.num_batches, profiled.warmup) == (10, 3)
         assert set(profiled.lanes_s) >= {"place", "wait", "step"}
-        for lane, thread, start, end in profiled.spans:
-            assert 0 <= start <= end <= profiled.seconds, (lane, thread)
+        for span in profiled.spans:
+            assert 0 <= span.start <= span.end <= profiled.seconds, span
         loop = [(s.stage, s.end) for s in profiled.spans if s.stage in ("wait", "step")]
         assert [lane for lane, _ in loop] == ["wait", "step"] * 10
         assert loop[-1][1] == profiled.seconds
@@ -221,13 +319,35 @@ class TestProfile:
             "12,400 examples/s, 7.9 MB/s, 2.500 ms a batch; the loop waits 80.0% of the time",
             "",
             "lane    threads         total       a batch    busy",
-            "read          2       0.008 s      4.000 ms     80%",
+            "read          2       0.008 s      4.000 ms    100%",
             "wait          1       0.004 s      2.000 ms     80%",
             "step          1       0.001 s      0.500 ms     20%",
             "",
         ]
-        assert bottleneck.startswith("bottleneck: read; the threads that make batches (seen: 2)")
-        assert advice.startswith("  - raise cpu_buffer_size if this waits")
+        assert bottleneck == (
+            "bottleneck: read; batches are in the making 100% of the time, by 1.6 threads on"
+            " average, mostly reading and decoding records, which keeps 0 processors busy:"
+            " the source waits."
+        )
+        assert advice.startswith("  - if this waits for files or a network")
+
+    def test_busy_is_when_any_thread_is_at_work_however_many_were_seen(self):
+        spans = [Span("read", f"t{i}", i, i + 1.0) for i in range(5)]
+        profiled = Profile(1, 1, 0, 10.0, (*spans, Span("read", "t5", 0.0, 1.0)))
+        assert (profiled.threads("read"), profiled.busy("read")) == (6, 0.5)
+        assert profiled.side_by_side("read") == 0.6
+
+    def test_threads_that_make_batches_tell_when_the_buffer_is_full(self):
+        profiled = profile(sharded(), slow(step), 10)
+        assert {s.thread for s in profiled.rests} & {
+            s.thread for s in profiled.recorded_spans if s.stage == "read"
+        }
+        assert all(0 <= s.start <= s.end <= profiled.seconds for s in profiled.rests)
+        assert "room" not in profiled.lanes_s
+
+    def test_of_a_span_that_is_cut_off_the_same_part_of_its_processor_time_counts(self):
+        profiled = Profile(1, 1, 0, 10.0, (Span("read", "t", -1.0, 3.0, 2.0),))
+        assert profiled.processor_s("read") == 1.5
 
     def test_it_says_how_many_reads_went_side_by_side_and_why(self):
         for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(as asked for\)")]:

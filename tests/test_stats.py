@@ -119,6 +119,15 @@ def test_the_busiest_stage(meter, clock, stages, busiest):
     assert Figures.of(meter.total()).busiest == busiest
 
 
+def test_the_busiest_stage_is_that_of_threads_that_are_to_work_now():
+    # 80 threads were seen, one after the other; 8 read now.
+    reading = {(thread, "read"): 1.0 for thread in range(80)}
+    counts = Counts(
+        seconds=10.0, stages_s={**reading, (80, "place"): 2.0}, reads=ReadCounts(threads=8)
+    )
+    assert Figures.of(counts).busiest == "read"
+
+
 def test_seconds_of_a_stage_are_those_a_batch_of_all_threads(meter, clock):
     for _ in range(4):
         take(meter, clock, wait_s=1.0, stages=[("read", 3.0), ("read", 1.0), ("place", 0.5)])

@@ -1,25 +1,39 @@
 """Which stage a training loop waits for, and what to change.
 
-A stage holds the loop up if its threads need longer for a batch than the loop does for its own
-work: no buffer could help then. If the loop waits and no stage does, then either batches differ
-much in what they take, and the buffers are too small to even that out, or the time goes into
-something that is not seen.
+A stage holds the loop up if it takes more of the time than the loop needs for its own work. Batches
+are in the making unless all threads that make them rest, since the buffer is full. How many threads
+these are plays no part in it: they come and go, and where the interpreter's lock lets one of them
+work at a time, the others stand still with or without something to do. If the loop waits and no
+stage holds it up, then either batches differ much in what they take, and the buffers are too small
+to even that out, or the time goes into something that is not seen.
+
+Whether threads that are at work compute or wait, their processor time tells. One processor's worth
+of it is the most that Python code can use in one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from typing import NamedTuple
 
 from grain_shard.iteration.sharded_dataset import Settings
-from grain_shard.measuring.measurement import Measurement
-from grain_shard.spans import BATCH, PAD, PLACE, READ, STAGES, STEP, WAIT, Span
+from grain_shard.measuring.measurement import Measurement, covered_s
+from grain_shard.spans import BATCH, MAP, PAD, PLACE, READ, STAGES, STEP, WAIT, Span
 
 _MAKING = READ, BATCH, PAD  # one after the other, by the threads that make a host's batches
 
 _LITTLE_WAIT = 0.1  # of the loop's time: no change to the pipeline could gain more than that
-_BUSY = 0.5  # of its threads' time: with less, a stage mostly waits for something itself
-_MOST = 0.5  # of the waiting
+_BUSY = 0.5  # of the time: with less, a stage mostly waits for something itself
+_MOST = 0.5  # of the waiting, or of a stage's time
+_LITTLE_REST = 0.1  # of the time: if the buffer is full for no longer, a larger one is no use
+_FEW = 0.25  # of the batches: if so few make up most of the waiting, batches come unevenly
+# With more processors busy than this, the threads compute. With fewer they wait.
+_COMPUTES = 0.5
+# With less of the threads' time on processors they surely don't wait for one.
+_SURELY_WAITS = 0.05
+# With more processors busy than this, the work leaves the interpreter's lock: threads compute side
+# by side.
+_ONE_AT_A_TIME = 1.2
 
 
 class Bottleneck(NamedTuple):
@@ -34,7 +48,6 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
     """What holds the loop up, with the advice that fits the pipeline."""
     pipeline = measured.pipeline or Settings()
     waits = f"the loop waits {measured.busy(WAIT):.0%} of the time"
-    making = f"{measured.busy(*_MAKING):.0%} busy"
     if measured.busy(WAIT) < _LITTLE_WAIT and measured.total_s(STEP) > 0:
         return Bottleneck(
             STEP,
@@ -53,13 +66,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
             ),
         )
     if busiest is not None:
-        doing = {READ: "reading and decoding records", BATCH: "stacking records", PAD: "padding"}
-        return Bottleneck(
-            busiest,
-            f"the threads that make batches (seen: {measured.threads(*_MAKING)}) are {making},"
-            f" mostly {doing[busiest]}.",
-            _faster_making(busiest, pipeline),
-        )
+        return _making(busiest, measured, pipeline)
     if pipeline.num_workers:
         return Bottleneck(
             "workers",
@@ -90,10 +97,23 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
                 "make the step bigger, by a larger global batch, if it is very short.",
             ),
         )
+    making = f"batches are in the making only {_making_share(measured):.0%} of it"
+    few, least_s = _longest_waits(measured)
+    if few > _FEW * measured.num_batches:
+        return Bottleneck(
+            "unseen",
+            f"{waits}, and {making}, but the loop waits for most batches alike: this is no stage's"
+            " time, nor that of a few slow batches.",
+            (
+                "profile more batches, while nothing else needs the processors.",
+                "look for Python code beside the pipeline, in the step or in other threads: the"
+                " threads that make batches can't run meanwhile.",
+            ),
+        )
     return Bottleneck(
         "buffer",
-        f"{waits}, and yet the threads that make batches are only {making}: some batches take much"
-        " longer than others, and too few wait in the buffers.",
+        f"{waits}, and {making}: half of the waiting is for {few} of {measured.num_batches} batches"
+        f", {least_s * 1e3:,.1f} ms or more for each, and too few others wait in the buffers.",
         (
             f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) to cover a slow batch.",
             "or make the slow batches faster: the picture shows which they are.",
@@ -101,8 +121,59 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
     )
 
 
+def _making(stage: str, measured: Measurement, pipeline: Settings) -> Bottleneck:
+    """The threads that make batches hold the loop up, mostly in one of their stages."""
+    doing = {READ: "reading and decoding records", BATCH: "stacking records", PAD: "padding"}
+    cores = _making_cores(measured)
+    computes = cores >= _COMPUTES
+    what = _what_computes(stage, measured) if computes else _what_waits(stage, measured)
+    return Bottleneck(
+        stage,
+        f"batches are in the making {_making_share(measured):.0%} of the time, by"
+        f" {measured.side_by_side(*_MAKING):.1f} threads on average, mostly {doing[stage]}, which"
+        f" keeps {cores:.2g} processors busy: {what}",
+        (
+            *_faster_making(stage, pipeline),
+            *(_faster_computing(stage, pipeline) if computes else ()),
+            *(() if computes or stage != READ else _faster_waiting(measured, pipeline)),
+        ),
+    )
+
+
+def _what_computes(stage: str, measured: Measurement) -> str:
+    """What keeps the processors busy, and how fast that can be at best."""
+    mapped_s = sum(s.processor_s for s in measured.spans if s.part == MAP)
+    if stage != READ:
+        who = "this computes"
+    elif mapped_s > _MOST * measured.processor_s(READ):
+        who = "your functions compute"
+    else:
+        who = "the source, or your functions, compute"
+    best = f"about {measured.num_examples / measured.processor_s(*_MAKING):,.0f} examples a second"
+    if _making_cores(measured) > _ONE_AT_A_TIME:
+        return f"{who}: {best} for each processor."
+    return (
+        f"{who}: {best} at best if that is Python code, which runs one thread at a time, whatever"
+        " the buffers."
+    )
+
+
+def _what_waits(stage: str, measured: Measurement) -> str:
+    """What the threads wait for that are at work and need no processor."""
+    mapped_s = sum(s.end - s.start for s in measured.spans if s.part == MAP)
+    if stage != READ:
+        who = "it waits"
+    elif mapped_s > _MOST * measured.total_s(READ):
+        who = "your functions wait"
+    else:
+        who = "the source waits"
+    if _surely_waits(measured):
+        return f"{who}."
+    return f"{who}, or would compute if other processes did not use the processors."
+
+
 def _faster_making(stage: str, pipeline: Settings) -> tuple[str, ...]:
-    """Advice for a pipeline whose threads are busy in one of the stages that make a batch."""
+    """Advice on one of the stages that make a batch, whether they compute or wait."""
     advice = []
     if stage == READ and pipeline.reads_other_rows:
         advice.append(
@@ -121,37 +192,100 @@ def _faster_making(stage: str, pipeline: Settings) -> tuple[str, ...]:
         advice.append("make records smaller before .batch: crop, or keep uint8 until the step.")
     if stage == PAD:
         advice.append("choose a global batch that the shards divide: then only the last is padded.")
+    return tuple(advice)
+
+
+def _faster_computing(stage: str, pipeline: Settings) -> tuple[str, ...]:
+    """Advice where the threads that make batches compute."""
+    advice = []
     if not pipeline.is_stream and not pipeline.num_workers:
         advice.append(
-            "raise cpu_buffer_size if this waits for files or a network, so that more is read"
-            " ahead; pass num_workers if it computes in Python, which runs one thread at a time."
+            "pass num_workers, as far as there are idle processor cores: processes compute side by"
+            " side, and threads do where the work leaves Python's lock."
+        )
+    if stage == READ:
+        advice.append(
+            "make the decoding cheaper, or move work into the step, where it is done for a whole"
+            " batch at once."
         )
     return tuple(advice)
+
+
+def _faster_waiting(measured: Measurement, pipeline: Settings) -> tuple[str, ...]:
+    """Advice where reads wait: have more of them side by side."""
+    if pipeline.is_stream or pipeline.num_workers:
+        return ()
+    full = covered_s(_rests(measured)) / measured.seconds
+    if full >= _LITTLE_REST:
+        waiting = (
+            f"if this waits for files or a network, raise cpu_buffer_size"
+            f" ({pipeline.cpu_buffer_size} now), so that more is read side by side: for {full:.0%}"
+            " of the time there was no room to begin another batch."
+        )
+    else:
+        waiting = (
+            "if this waits for files or a network, leave num_threads out, so that the number of"
+            " reads side by side is found, or give the source a _getitems that asks for many"
+            " records at once. Larger buffers would not help."
+        )
+    if _surely_waits(measured):
+        return (waiting,)
+    return waiting, "if it computes, pass num_workers, or profile while the machine is idle."
+
+
+def _making_share(measured: Measurement) -> float:
+    """The part of the time, 0 to 1, during which batches were in the making.
+
+    At other times none could be begun for want of room, and none was still being worked on.
+    """
+    made = [s for s in measured.spans if s.stage in _MAKING]
+    if not made:
+        return 0.0
+    either_s = covered_s([*made, *_rests(measured)])
+    return 1 - (either_s - covered_s(made)) / measured.seconds
+
+
+def _rests(measured: Measurement) -> list[Span]:
+    """When a thread that makes batches could begin none, as the buffer was full."""
+    threads = {s.thread for s in measured.spans if s.stage in _MAKING}
+    return [s for s in measured.rests if s.thread in threads]
+
+
+def _surely_waits(measured: Measurement) -> bool:
+    """Whether the threads that make batches wait, and surely not for a processor."""
+    return measured.processor_s(*_MAKING) < _SURELY_WAITS * measured.total_s(*_MAKING)
+
+
+def _making_cores(measured: Measurement) -> float:
+    """How many processors the threads that make batches kept busy, on average."""
+    return measured.processor_s(*_MAKING) / measured.seconds
 
 
 def _busiest(measured: Measurement) -> str | None:
     """The stage that takes longer for a batch than the loop's own work; None if none does.
 
-    Of stages that share their threads, the longest.
+    Of stages that share their threads, the longest; where they compute, by processor time, since
+    those that wait for the interpreter's lock may do so in any stage.
     """
-    placing, making = measured.busy(PLACE), measured.busy(*_MAKING)
+    placing, making = measured.busy(PLACE), _making_share(measured)
     if max(placing, making) < max(_BUSY, 1 - measured.busy(WAIT)):
         return None
-    return PLACE if placing > making else max(_MAKING, key=measured.total_s)
+    computes = _making_cores(measured) >= _COMPUTES
+    seconds = measured.processor_s if computes else measured.total_s
+    return PLACE if placing > making else max(_MAKING, key=seconds)
 
 
 def _idle_share(measured: Measurement) -> float:
     """The part of the waiting, 0 to 1, during which no stage was seen at work."""
     waits = [s for s in measured.spans if s.stage == WAIT]
     works = [s for s in measured.spans if s.stage in STAGES]
-    idle_s = _covered_s([*waits, *works]) - _covered_s(works)
-    return idle_s / (_covered_s(waits) or 1)
+    idle_s = covered_s([*waits, *works]) - covered_s(works)
+    return idle_s / (covered_s(waits) or 1)
 
 
-def _covered_s(spans: Sequence[Span]) -> float:
-    """Seconds during which at least one of the spans was going on."""
-    covered_s, reached = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda s: s.start):
-        covered_s += max(0.0, span.end - max(span.start, reached))
-        reached = max(reached, span.end)
-    return covered_s
+def _longest_waits(measured: Measurement) -> tuple[int, float]:
+    """How many batches make up half of the waiting, the fewest; and for how long each, at least."""
+    waits_s = sorted((s.end - s.start for s in measured.spans if s.stage == WAIT), reverse=True)
+    sums = itertools.accumulate(waits_s)
+    few = next(count for count, s in enumerate(sums, 1) if s >= _MOST * sum(waits_s))
+    return few, waits_s[few - 1]

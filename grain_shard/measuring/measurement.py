@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -16,7 +16,7 @@ import numpy as np
 from grain_shard.errors import require_int
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.sharded_dataset import Settings, sharded
-from grain_shard.spans import LOOP, PAD, PLACE, STAGES, STEP, WAIT, Span, recorded, span
+from grain_shard.spans import LOOP, PAD, PLACE, ROOM, STAGES, STEP, WAIT, Span, recorded, span
 from grain_shard.trees import MASK_KEY
 
 
@@ -29,11 +29,12 @@ class Measurement:
         num_batches_asked: Batches that were to be measured; more if the dataset ended early.
         warmup: Batches that were taken before these and left out.
         seconds: How long the loop took for the measured batches.
-        recorded_spans: What each lane did for a batch, from the start of the warm-up on: (lane,
-            thread, start, end), in seconds after the start of the measured loop. The lanes are
+        recorded_spans: What each lane did for a batch, from the start of the warm-up on: `Span`s,
+            in seconds after the start of the measured loop. The lanes are
             "read" (read and decode the records of a batch, or take it from its stream), "batch"
             (stack them), "pad", "place" (hand it to the devices); and those of the loop: "wait"
-            (for a batch that is on the devices), "step" (until its result is).
+            (for a batch that is on the devices), "step" (until its result is). A span of "room"
+            is that of a thread which rests since a buffer is full.
         pipeline: What is known of the pipeline; None if `shard_to` did not make it.
         num_examples: Rows of the measured global batches; where these have a "valid_mask", only
             those for which it is True, unless the step donated it.
@@ -110,11 +111,19 @@ class Measurement:
 
     @functools.cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The spans within the measured loop, cut off at its start and its end."""
+        """The spans of the lanes within the measured loop, cut off at its start and its end."""
+        return self._within(*STAGES, *LOOP)
+
+    @functools.cached_property
+    def rests(self) -> tuple[Span, ...]:
+        """When a thread began nothing within the measured loop, since a buffer was full."""
+        return self._within(ROOM)
+
+    def _within(self, *stages: str) -> tuple[Span, ...]:
         return tuple(
-            s._replace(start=max(s.start, 0), end=min(s.end, self.seconds))
+            _cut(s, max(s.start, 0), min(s.end, self.seconds))
             for s in self.recorded_spans
-            if s.end > 0 and s.start < self.seconds
+            if s.stage in stages and s.end > 0 and s.start < self.seconds
         )
 
     @property
@@ -131,8 +140,21 @@ class Measurement:
         return len({s.thread for s in self.spans if s.stage in lanes})
 
     def busy(self, *lanes: str) -> float:
-        """The part of the time, 0 to 1, that the threads of these lanes were at work in them."""
-        return self.total_s(*lanes) / (max(1, self.threads(*lanes)) * self.seconds)
+        """The part of the time, 0 to 1, during which any thread was at work in these lanes.
+
+        It is not taken over the threads that were seen. Threads come and go as `pace.py` finds
+        their number, and where the interpreter's lock lets one of them work at a time, the others
+        rest however much there is to do.
+        """
+        return covered_s([s for s in self.spans if s.stage in lanes]) / self.seconds
+
+    def side_by_side(self, *lanes: str) -> float:
+        """How many threads were at work in these lanes at a time, on average."""
+        return self.total_s(*lanes) / self.seconds
+
+    def processor_s(self, *lanes: str) -> float:
+        """Seconds for which processors were busy with these lanes, of all threads together."""
+        return sum((s.processor_s for s in self.spans if s.stage in lanes), 0.0)
 
     @property
     def examples_per_second(self) -> float:
@@ -202,6 +224,22 @@ class _Batch(NamedTuple):
         if self.mask is None or (isinstance(self.mask, jax.Array) and self.mask.is_deleted()):
             return self.num_rows  # the mask is gone if the step donated its batch
         return int(self.mask.sum())
+
+
+def covered_s(spans: Sequence[Span]) -> float:
+    """Seconds during which at least one of the spans was going on."""
+    seconds, reached = 0.0, float("-inf")
+    for one in sorted(spans, key=lambda s: s.start):
+        seconds += max(0.0, one.end - max(one.start, reached))
+        reached = max(reached, one.end)
+    return seconds
+
+
+def _cut(whole: Span, start: float, end: float) -> Span:
+    """The part of a span between two times; of its processor time, as large a part."""
+    length = whole.end - whole.start
+    part = (end - start) / length if length else 1.0
+    return whole._replace(start=start, end=end, processor_s=whole.processor_s * part)
 
 
 @contextlib.contextmanager

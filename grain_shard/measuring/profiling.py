@@ -31,9 +31,9 @@ class Profile(Measurement):
         """What holds the loop up.
 
         A stage ("read", "batch", "pad", "place"), the "step" itself, the "buffer" (too small for
-        batches that differ much in what they take), the "workers" (processes, which are not seen),
-        the "handover" (whatever comes between the devices and the loop), or "unseen" (a dataset
-        whose stages tell nothing).
+        a few batches that take much longer than the others), the "workers" (processes, which are
+        not seen), the "handover" (whatever comes between the devices and the loop), or "unseen" (a
+        dataset whose stages tell nothing, or time that is not theirs).
         """
         return find_bottleneck(self).name
 
@@ -138,7 +138,8 @@ def profile(
 
     Args:
         ds: The dataset: what `shard_to` returns, or any iterable of batches, whose stages then tell
-            nothing. An iterator is the caller's own and is not closed.
+            nothing. One pass is taken: a short one should `.repeat()`. An iterator is the caller's
+            own and is not closed.
         step: Called with each batch, e.g. a closure around the train step that keeps the state; it
             has to return something that the step computes, such as the loss, to be waited for.
             None measures the pipeline alone, and the loop does nothing but wait.

@@ -149,7 +149,9 @@ def _busiest(counts: Counts) -> str | None:
     if not counts.seconds:
         return None
     made = {stage: counts.stage_s(stage) or 0.0 for stage in MAKING}
-    making = sum(made.values()) / (max(1, counts.making_threads) * counts.seconds)
+    # More threads may have been seen than are to work now.
+    threads = min(counts.making_threads, counts.reads.threads or counts.making_threads)
+    making = sum(made.values()) / (max(1, threads) * counts.seconds)
     placing = (counts.stage_s(PLACE) or 0.0) / counts.seconds
     if making:
         return PLACE if placing > making else max(MAKING, key=lambda stage: made[stage])
