@@ -529,7 +529,35 @@ class TestMask:
                 ds.read_batch(0, Faults(rules))
 
 
+HERE_OR_EVERYWHERE = [
+    (ValueError("no JPEG"), True),
+    (KeyError("label"), True),
+    (FileNotFoundError("train-7"), False),
+    (PermissionError("train-7"), False),
+    (ConnectionResetError(), False),
+    (ImportError("no PIL"), False),
+]
+
+
+@pytest.mark.parametrize(("error", "leaves_out"), HERE_OR_EVERYWHERE, ids=repr)
+def test_of_rows_that_several_hosts_read_nothing_is_masked_that_one_of_them_may_have(
+    error, leaves_out
+):
+    """A file that one host alone lacks would make two different rows of one."""
+    rules = FaultRules(on_bad_record="mask")
+    assert Faults(rules)._may_leave_out(error)
+    assert Faults(faults.read_by_several(rules))._may_leave_out(error) == leaves_out
+
+
 class TestTooMany:
+    @pytest.mark.parametrize("most", [float("nan"), -1, 1.5, True, "1"])
+    def test_what_is_no_number_of_records_and_no_share_is_refused(self, most):
+        with pytest.raises(ShardingError, match="neither a number of records nor a share"):
+            FaultRules(max_bad_records=most)
+
+    def test_a_number_of_numpys_will_do(self):
+        assert FaultRules(max_bad_records=np.int64(10)).max_bad_records == 10
+
     @pytest.mark.parametrize("num_workers", [0, 1])
     @pytest.mark.parametrize(("most", "ends"), [(3, False), (2, True), (0, True)])
     def test_a_number(self, most, ends, num_workers):

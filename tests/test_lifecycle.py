@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import grain_shard
-from grain_shard import DevicePut, ShardingTree, background
+from grain_shard import DevicePut, ShardingTree, background, tasks
 from grain_shard.grain_inside import nodes
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, numbered, wait
 
@@ -231,9 +231,7 @@ class TestWhatCannotBeClosed:
     @pytest.fixture
     def logged(self, monkeypatch):
         errors = []
-        monkeypatch.setattr(
-            background.logging, "error", lambda text, exc_info: errors.append(exc_info)
-        )
+        monkeypatch.setattr(tasks.logging, "error", lambda text, exc_info: errors.append(exc_info))
         return errors
 
     @pytest.mark.parametrize("num_batches", [0, 1, 100])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import numbers
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -89,8 +90,12 @@ class FaultRules:
                 remedy="choose one of them.",
             )
         most = self.max_bad_records
+        if isinstance(most, numbers.Integral) and not isinstance(most, bool):
+            most = int(most)  # it may be one of NumPy's
+            object.__setattr__(self, "max_bad_records", most)
         is_number = isinstance(most, int | float) and not isinstance(most, bool)
-        if not is_number or most < 0 or (isinstance(most, float) and most > 1):
+        # Written so that it refuses what is not a number ("nan"), too.
+        if not is_number or not most >= 0 or (isinstance(most, float) and not most <= 1):
             raise ShardingError(
                 f"max_bad_records={most!r} is neither a number of records nor a share of them.",
                 remedy="pass a whole number, as 100, or a share from 0.0 to 1.0, as 0.01.",
@@ -262,7 +267,10 @@ class Faults(Recovery):
     def _may_leave_out(self, error: Exception) -> bool:
         if not self.leaves_out or self._is_stopped or isinstance(error, MemoryError):
             return False
-        return self._rules.is_read_once or not self.may_heal(error)
+        if self._rules.is_read_once:
+            return True
+        # A file may be missing, or a bucket away, for one of the hosts that read the same rows.
+        return not isinstance(error, OSError | ImportError) and not self.may_heal(error)
 
     def _check_in_vain(self, error: Exception) -> None:
         """Judges before the batch is made: where a source is away, each record takes all pauses.
