@@ -34,11 +34,12 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "measured.md",
     "benchmarks/README.md": "benchmarks.md",
+    "examples/README.md": "examples.md",
 }
 
 # The navigation. A page of docs/ that is in none of these lists is a warning of Sphinx's.
 SECTIONS = {
-    "Tutorials": ["tutorials/*"],
+    "Tutorials": ["tutorials/*", "examples"],
     "How to": [
         "data", "buckets", "saving", "evaluation", "slow_input", "seeing", "many_hosts", "faults",
         "stats", "changing_runs", "mixtures", "microbatches", "meshes", "after_batch", "recipes",
