@@ -180,7 +180,7 @@ def what_they_raise():
 def wait_for_the_failure_of(batches):
     from tests.conftest import eventually
 
-    eventually(lambda: batches._alarm.has_heard)
+    eventually(lambda: batches._alarm._failure is not None)
 
 
 def test_a_loop_that_handles_the_failure_can_go_on_with_another_iterator():

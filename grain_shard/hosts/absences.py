@@ -47,9 +47,11 @@ class Absences:
             HostTimeoutError: Another host does not come; or has waited in vain for this one.
         """
         rounds = self._rounds
-        if self._said is None:
-            self._said = _NO_DATA if waits_for_own else _WAITING
-            rounds.say(self._said, "")
+        topic = _NO_DATA if waits_for_own else _WAITING
+        if self._said != topic:  # an interrupt may have left the other one
+            self._unsay()
+            rounds.say(topic, "")
+            self._said = topic
         if not waits_for_own:
             absent = dict.fromkeys(rounds.said(_NO_DATA), "has no data")
             absent |= {
@@ -75,6 +77,9 @@ class Absences:
         """
         if waits_for_own:
             self.look(waits_for_own)
+        self._unsay()
+
+    def _unsay(self) -> None:
         if self._said is not None:
             self._rounds.unsay(self._said)
             self._said = None

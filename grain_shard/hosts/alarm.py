@@ -85,7 +85,7 @@ class Alarm:
         """
         self._over.put(None)
         with contextlib.suppress(AttributeError):  # it has slots; then the process waits
-            setattr(error, _ENDS_ALL, (self._series, self._hosts))
+            setattr(error, _ENDS_ALL, self.hosts_by_series)
 
     @property
     def hosts_by_series(self) -> tuple[str, list[int]]:
@@ -103,11 +103,6 @@ class Alarm:
         if self._failure is not None:
             self.raised(self._failure)
             raise self._failure
-
-    @property
-    def has_heard(self) -> bool:
-        """Whether another host has failed."""
-        return self._failure is not None
 
     def close(self) -> None:
         """The iterator is closed, so that no failure concerns it any more."""

@@ -211,10 +211,8 @@ class AgreedEnd(Producer[T]):
         self._timeout_s, self._first_digest = rounds.timeout_s, first_digest
         self._padding = padding
         self._counter = counter()
-        self._in_words, self._posted = (
-            0,
-            "",
-        )  # votes, and the last one in which this host has spoken
+        self._in_words = 0  # votes
+        self._posted = ""  # the last of these for which this host has spoken
         self._asked: Question | None = None
         # Of it: when as many batches were handed out, the answer is read; and whether it was asked
         # where nothing was agreed any more, and each host knew what comes next.

@@ -117,7 +117,7 @@ class Rounds:
             if text is None:
                 if stopped():
                     return None
-                answers = self._posted(round_)
+                answers = self.said(round_)
                 silent = [h for h in self.hosts if h not in answers] or [self._leader]
                 verdict = self._settle(key, {"silent": silent})
             else:
@@ -148,10 +148,6 @@ class Rounds:
         """Takes back what this host has said."""
         self._client.key_value_delete(self._answer_key(topic, self._host))
 
-    def said(self, topic: str) -> dict[int, Any]:
-        """What hosts have said, by host. Does not wait for anybody."""
-        return self._posted(topic)
-
     def say_of_host(self, folder: str, text: str) -> None:
         """Says something that belongs to no series, in place of what this host said before."""
         self._client.key_value_set(f"{folder}{self._host}", text, allow_overwrite=True)
@@ -170,7 +166,7 @@ class Rounds:
         If a host says that it failed, nobody else is waited for.
         """
         while not stopped():
-            answers = self._posted(round_)
+            answers = self.said(round_)
             missing = [host for host in self.hosts if host not in answers]
             if _failed(answers) or not missing or waited_s() > self.timeout_s:
                 return answers
@@ -178,7 +174,8 @@ class Rounds:
             self._soon(self._answer_key(round_, missing[-1]))
         return None
 
-    def _posted(self, round_: str) -> dict[int, Any]:
+    def said(self, round_: str) -> dict[int, Any]:
+        """What hosts have posted or said, by host. Does not wait for anybody."""
         entries = self._client.key_value_dir_get(f"{self.name}/{round_}/answers/")
         answers = {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in entries}
         return dict(sorted(answers.items()))  # the store sorts them as text
