@@ -5,8 +5,11 @@ Pauses take no time here (see conftest), but for the tests of their end.
 
 import collections
 import contextlib
+import errno
 import gc
+import io
 import itertools
+import ssl
 import threading
 
 import grain
@@ -47,6 +50,12 @@ class TestTransient:
             (FileNotFoundError(), False),
             (PermissionError(), False),
             (IsADirectoryError(), False),
+            (OSError(errno.EIO, "Input/output error"), True),
+            (OSError(errno.ENOSPC, "No space left on device"), False),
+            (OSError(errno.EROFS, "Read-only file system"), False),
+            (ssl.SSLEOFError(), True),
+            (ssl.SSLCertVerificationError(), False),
+            (io.UnsupportedOperation("read"), False),
             (ValueError("record 3 is corrupt"), False),
             (KeyError("image"), False),
             (named("ServiceUnavailable", "google.api_core.exceptions", code=503), True),
@@ -85,6 +94,7 @@ class TestTransient:
 
         assert is_transient(requests.exceptions.ConnectionError())
         assert is_transient(requests.exceptions.ReadTimeout())
+        assert not is_transient(requests.exceptions.InvalidURL())
         assert is_transient(urllib3.exceptions.ProtocolError("Connection broken"))
         assert is_transient(urllib3.exceptions.ReadTimeoutError(None, "/", "timed out"))
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 import gzip
 import http.client
-import io
 import os
 import re
+import ssl
 from typing import Any
 
 # These will be the same the next time.
@@ -22,8 +22,17 @@ _LASTING = (
     NotADirectoryError,
     PermissionError,
     gzip.BadGzipFile,
-    io.UnsupportedOperation,
+    ssl.SSLCertVerificationError,
+    ValueError,  # an OSError that is this, too, was asked for what there is not: an address, say
 )
+_LASTING_NUMBERS = {
+    errno.EDQUOT,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENODEV,
+    errno.ENOSPC,
+    errno.EROFS,
+}
 _LASTING_NAMES = {"PIL.UnidentifiedImageError"}
 # What goes wrong on the way is one of these; the answer of a server is judged by its status.
 _TRANSIENT = (OSError, http.client.BadStatusLine, http.client.IncompleteRead)
@@ -74,8 +83,8 @@ def is_transient(error: Exception) -> bool:
     """Whether what a source has raised may be gone the next time that it is asked.
 
     So are `OSError`, and `TimeoutError` with it, but for those that say that there is no such file,
-    or none that may be read; what HTTP servers answer when they are busy; and what libraries of
-    buckets call so.
+    none that may be read, or no room on the disk; what HTTP servers answer when they are busy; and
+    what libraries of buckets call so.
 
     Example:
         >>> [is_transient(e) for e in (ConnectionResetError(), FileNotFoundError(), ValueError())]
@@ -84,7 +93,11 @@ def is_transient(error: Exception) -> bool:
         True
     """
     names = {f"{c.__module__}.{c.__qualname__}" for c in type(error).__mro__}
-    if isinstance(error, _LASTING) or names & _LASTING_NAMES:
+    if names & _LASTING_NAMES:
+        return False
+    if isinstance(error, OSError) and (
+        isinstance(error, _LASTING) or error.errno in _LASTING_NUMBERS
+    ):
         return False
     if (status := _http_status(error)) is not None:
         return status in _TRANSIENT_STATUS

@@ -189,7 +189,8 @@ class Stats:
         ['train/bad_records', 'train/batch_s', 'train/batches']
 
     Attributes:
-        total: Since the iterator's first ``next``.
+        total: Since the iterator's first ``next``. What is handed out again after ``set_state`` or
+            ``seek`` counts again.
         recent: Of the last 30 seconds or a little more; without the first batch, for which
             everything begins.
         read_threads: How many threads read side by side now; None where that is not found while
