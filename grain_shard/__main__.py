@@ -42,7 +42,7 @@ _SUBCOMMANDS = {
         " --records 1281167",
     ),
     "rehearse": _Subcommand(
-        "grain_shard.rehearse",
+        "grain_shard.rehearse.command",
         "run a multi-host script on this machine, as one process for each host",
         "python -m grain_shard rehearse --hosts 4 train.py",
     ),

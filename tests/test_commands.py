@@ -46,6 +46,7 @@ def run_body(body):
         ("demo --epochs x", "argument --epochs: 'x' is not a whole number of at least 1. "),
         ("demo --seed -1", "argument --seed: '-1' is not a whole number of at least 0. "),
         ("rehearse --hosts 2.5 a.py", "argument --hosts: '2.5' is not a whole number of at le"),
+        ("rehearse --hosts 2 .", "grain_shard rehearse: there is no script '.'."),
         ("rehearse --hosts 2 nowhere.py", "grain_shard rehearse: there is no script 'nowhere.py'."),
         ("doctor --timeout soon", "argument --timeout: 'soon' is not a positive number of sec"),
     ],

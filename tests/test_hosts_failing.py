@@ -16,6 +16,7 @@ import pytest
 
 import grain_shard
 from grain_shard import rehearse
+from grain_shard.rehearse import host_process
 from tests.conftest import HANG_S
 
 pytestmark = pytest.mark.slow
@@ -86,7 +87,7 @@ def runs(tmp_path_factory):
             started = {
                 kind: [start(script, kind, first_bad_batch, host, port, cleanup) for host in HOSTS]
                 for kind in kinds
-                for port in [cleanup.enter_context(rehearse._reserved_port())]
+                for port in [cleanup.enter_context(host_process.reserved_port())]
             }
             outputs = {
                 k: [p.communicate(timeout=3 * HANG_S)[0] for p in ps] for k, ps in started.items()
@@ -101,7 +102,7 @@ def runs(tmp_path_factory):
 def start(script, kind, first_bad_batch, host, port, cleanup):
     process = subprocess.Popen(
         [sys.executable, str(script), kind, str(first_bad_batch)],
-        env=os.environ | rehearse._host_environment(host, len(HOSTS), 2, port),
+        env=os.environ | host_process.host_environment(host, len(HOSTS), 2, port),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -24,15 +24,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from grain_shard import rehearse
 from grain_shard.__main__ import main
 from grain_shard.errors import GrainShardError
+from grain_shard.rehearse import command, host_process, rehearsal
 
 COMMAND_LINE = """
 import argparse, signal, sys
-from grain_shard import rehearse
+from grain_shard.rehearse import command
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignore both, and its children would, too
 parser = argparse.ArgumentParser()
-rehearse.add_arguments(parser)
-sys.exit(rehearse.main(parser.parse_args()))
+command.add_arguments(parser)
+sys.exit(command.main(parser.parse_args()))
 """
 
 
@@ -124,7 +125,7 @@ def test_a_function_is_sent_with_its_closure_and_returns_any_value():
 
 
 def test_a_librarys_function_is_sent_by_name():
-    function, args = pickle.loads(rehearse._pickle_call(jax.process_index, ("cpu",)))
+    function, args = pickle.loads(rehearsal._pickle_call(jax.process_index, ("cpu",)))
 
     assert function is jax.process_index  # a copy would have globals of its own
     assert args == ("cpu",)
@@ -263,7 +264,7 @@ def test_hosts_that_joined_may_end_as_they_like_and_gloo_says_nothing(end, scrip
 
 def test_the_command_line_leaves_the_scripts_options_to_the_script():
     parser = argparse.ArgumentParser()
-    rehearse.add_arguments(parser)
+    command.add_arguments(parser)
     args = parser.parse_args(["--hosts", "4", "-m", "my.train", "--hosts", "9", "-m"])
 
     assert vars(args) == {
@@ -329,7 +330,7 @@ def test_a_traceback_begins_in_the_script(script):
 
 @pytest.mark.slow
 def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(rehearse, "_GRACE_S", 0.5)
+    monkeypatch.setattr(host_process, "_GRACE_S", 0.5)
     os.mkfifo(tmp_path / "host_0_is_ready")
     path = script("""
         if host == 1:
@@ -348,7 +349,9 @@ def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["raise", "exit", "kill"])
 def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure, monkeypatch):
-    monkeypatch.setattr(rehearse, "_GRACE_S", 0.5)  # JAX catches SIGTERM, so all of it is waited
+    monkeypatch.setattr(
+        host_process, "_GRACE_S", 0.5
+    )  # JAX catches SIGTERM, so all of it is waited
 
     def train():
         for step in range(1000):

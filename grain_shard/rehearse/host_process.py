@@ -1,0 +1,179 @@
+"""The process of one host: what runs in it, with which variables, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
+
+# Seconds that a host has between SIGTERM and SIGKILL. A host that is blocked uses all of them:
+# after jax.distributed.initialize() JAX's preemption service catches SIGTERM, notes it for the
+# program to ask for, and does not end the process.
+_GRACE_S = 2.0
+
+# What each process runs: the script or module, as `python` would run it. Only the end of a script
+# that fails is different. In an ordinary exit JAX's atexit handler waits up to 5 minutes for the
+# other hosts, which in turn wait for this one; so the process leaves by os._exit. It does so half a
+# second late. For the others fail as soon as its connections break, and that was measured to be up
+# to 15 ms before the end of its process can be seen. With the delay, the first process to end is
+# the one that failed first. This program imports neither JAX nor this package, since the script may
+# set variables that have to be there before JAX is imported. A script that used JAX and ran to its
+# end, or failed, without having joined the other hosts leaves a file that says so.
+_HOST_PROGRAM = """
+import os, runpy, sys, time
+del sys.argv[0]
+alone = sys.argv.pop(0)
+code = 0
+try:
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as error:
+    code = error.code or 0
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+except BaseException as error:
+    tb = error.__traceback__
+    while tb and tb.tb_frame.f_code.co_filename in ("<string>", "<frozen runpy>"):
+        tb = tb.tb_next
+    sys.excepthook(type(error), error.with_traceback(tb), tb)
+    code = 1
+try:
+    jax = sys.modules.get("jax")
+    if jax and not jax.distributed.is_initialized() and jax.process_count() == 1:
+        open(alone, "w").close()
+finally:
+    if code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(0.5)
+        os._exit(code)
+"""
+
+
+class HostProcess:
+    """One host's process, a thread that reads its lines and one that waits for its end.
+
+    Into `events` they put ``(index, line)`` for each line and, at the end, ``(index, None)``.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        events: queue.SimpleQueue[tuple[int, str | None]],
+    ):
+        self._index, self._events = index, events
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _HOST_PROGRAM, *argv],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,  # so that a signal to its group reaches its children too
+        )
+        assert self._process.stdout is not None
+        stdout = self._process.stdout
+        self._reader = threading.Thread(target=self._read, args=(stdout,), daemon=True)
+        self._waiter = threading.Thread(target=self._wait, daemon=True)
+        self._reader.start()
+        self._waiter.start()
+
+    def _read(self, stdout: IO[str]) -> None:
+        with stdout:
+            for line in stdout:
+                self._events.put((self._index, line))
+
+    def _wait(self) -> None:
+        # With WNOWAIT the process stays a zombie until `reap`. So long the system gives its number,
+        # which is also that of its group, to no other process, and signals reach the right one.
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self._events.put((self._index, None))
+
+    def terminate(self) -> None:
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+
+    def join(self, timeout_s: float) -> None:
+        self._waiter.join(timeout_s)
+
+    def reap(self) -> int:
+        """Ends what is left of the process and of its children; returns its return code."""
+        if self._process.returncode is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._waiter.join()
+            # The children get SIGTERM first, and time: when they have ended, multiprocessing's
+            # resource tracker frees their shared memory. Until then they keep the pipe open, so the
+            # thread that reads from it ends when they have.
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self._reader.join(_GRACE_S)
+            os.killpg(self._process.pid, signal.SIGKILL)
+            # A daemon that has left the group may keep the pipe open for ever, hence the timeout.
+            self._reader.join(_GRACE_S)
+        return self._process.wait()
+
+
+def end(processes: Sequence[HostProcess]) -> None:
+    """Ends the hosts that still run: by SIGTERM and, after `_GRACE_S`, by SIGKILL."""
+    try:
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + _GRACE_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:  # a second Ctrl-C cuts the wait short, and all are killed even so
+        for process in processes:
+            process.reap()
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that the system gives to nobody else, and on which JAX's coordinator can listen."""
+    with socket.socket() as reservation:
+        # With this option, which JAX's coordinator sets too, both can have the port at once.
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reservation.bind(("127.0.0.1", 0))
+        yield reservation.getsockname()[1]
+
+
+def host_environment(host: int, hosts: int, devices_per_host: int, port: int) -> dict[str, str]:
+    """This process's variables, and those that make a process one host of a SLURM job."""
+    # A real cluster may have set these, to values that contradict ours.
+    foreign = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_LOCAL_DEVICE_IDS")
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    if any(name.lower().endswith("_proxy") for name in variables):
+        variables["no_grpc_proxy"] = "127.0.0.1"  # else gRPC goes through the proxy, and hangs
+    # Collectives of several devices block threads while they wait for each other. XLA starts a
+    # thread for each core, and JAX 0.10.2 hung on 2 cores with 2 devices a host, so ask for more.
+    threads = max(os.cpu_count() or 1, 4 * devices_per_host)
+    return variables | {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_STEP_NUM_NODES": str(hosts),
+        "SLURM_NTASKS": str(hosts),
+        "SLURM_PROCID": str(host),
+        "SLURM_LOCALID": "0",
+        "JAX_COORDINATOR_PORT": str(port),
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices_per_host),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "PJRT_NPROC": str(threads),
+        "PYTHONUNBUFFERED": "1",
+    }
