@@ -41,7 +41,7 @@ def no_thread_outlives_its_test(request):
     if background_threads() - others:
         gc.collect()  # an iterator in a reference cycle; not after each test, as it is slow
     for thread in background_threads() - others:
-        thread.join(timeout=10)
+        thread.join(timeout=HANG_S)
         assert not thread.is_alive(), f"{thread.name} outlived the test"
 
 
@@ -64,8 +64,8 @@ def hints(request, monkeypatch):
         monkeypatch.setattr(nodes, "iter_batch_size", lambda ds: None)
         monkeypatch.setattr(routes, "_ELEMENTS", {})
         monkeypatch.setattr(routes, "_INDICES", {})
-        monkeypatch.setattr(routes, "_batched_read", lambda ds: None)
-        monkeypatch.setattr(routes, "_single_read", lambda ds: ds.__getitem__)
+        monkeypatch.setattr(routes, "batched_read_of", lambda ds: None)
+        monkeypatch.setattr(routes, "single_read_of", lambda ds: ds.__getitem__)
         monkeypatch.setattr(nodes, "seeds", lambda ds: ())
         monkeypatch.setattr(read_ahead, "read_ahead", lambda ds: None)
     return request.param

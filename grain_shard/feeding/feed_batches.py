@@ -11,34 +11,31 @@ import functools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import grain
 import numpy as np
 
-from grain_shard.errors import ShardingError, StateError, require_int
-from grain_shard.feeding.feed_reader import ENDED, Entry, FeedReader, is_entry, naming_feed
+from grain_shard.errors import ShardingError, require_int
+from grain_shard.feeding.feed_position import FeedsPosition
+from grain_shard.feeding.feed_reader import Entry, FeedReader, naming_feed
 from grain_shard.feeding.feed_turns import FeedTurns, Piece, row_stacker
 from grain_shard.feeding.feed_workers import FeedWorkers
 from grain_shard.feeding.record_stream import RecordStream, evaluated_in_turn
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import begins_with_records, replace_read_ahead
-from grain_shard.hosts.feed_files import FEED_ENTRIES, NUM_FEEDS
-from grain_shard.hosts.state_files import FEEDS, KIND
+from grain_shard.hosts.feed_files import NUM_FEEDS
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults, Skipped
-from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint, pipeline_digests
+from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
 from grain_shard.reading.pad_batch import Remainder, pad_batch
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.stack import RowStacker, Stack
-from grain_shard.reading.state_json import from_json, to_json
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.spans import BATCH, span
 from grain_shard.trees import Batch
 
 _MISSING = object()  # instead of a row that a feed no longer has
-_STEP = "step"  # the state's key for the number of batches that were handed out
-_UNCHANGED = "  remedy: pass what get_state() gave, unchanged."
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
 
 
@@ -350,39 +347,6 @@ class FeedBatches(grain.IterDataset):
             padded[mask_key][: len(found)] = [row is not _MISSING for _, row in found]
         return padded
 
-    def to_state(self, position: FeedsPosition) -> dict[str, Any]:
-        """The state of these feeds as plain JSON."""
-        entries = {
-            str(feed): to_json(pickle.loads(entry)) for feed, entry in position.entries.items()
-        }
-        return {KIND: FEEDS, _STEP: position.step, **self.fingerprint, FEED_ENTRIES: entries}
-
-    def from_state(self, state: Mapping[str, Any]) -> FeedsPosition:
-        """Where these feeds stood when a state was saved; it may hold others, too.
-
-        Raises:
-            StateError: The state was saved by other feeds, or lacks one of these.
-        """
-        check_fingerprint(state, self.fingerprint, kind="feeds", keys=(_STEP, FEED_ENTRIES))
-        if type(state[_STEP]) is not int or state[_STEP] < 0:
-            raise StateError(f"the state stands at batch {state[_STEP]!r}.\n{_UNCHANGED}")
-        saved = state[FEED_ENTRIES]
-        if not isinstance(saved, Mapping):
-            raise StateError(f"the state's feeds are {saved!r}.\n{_UNCHANGED}")
-        missing = [feed for feed in self.rows_by_feed if str(feed) not in saved]
-        if missing:
-            raise StateError(
-                f"the state has no entry for feeds {', '.join(map(str, missing))}, which this host"
-                " runs.\n  remedy: each host's get_state() has the feeds that it runs; join the"
-                f' "{FEED_ENTRIES}" of all, as CheckpointRestore does.'
-            )
-        entries = {feed: from_json(saved[str(feed)]) for feed in self.rows_by_feed}
-        for feed, entry in entries.items():
-            if not is_entry(entry):
-                raise StateError(f"the state has {entry!r} for feed {feed}.\n{_UNCHANGED}")
-        pickled = {feed: pickle.dumps(entry) for feed, entry in entries.items()}
-        return FeedsPosition(state[_STEP], pickled)
-
     def __repr__(self) -> str:
         return f"FeedBatches({self.num_feeds} feeds, {self._global_batch_size} rows)"
 
@@ -404,17 +368,6 @@ class FeedBatches(grain.IterDataset):
                 " .to_iter_dataset().",
             )
         return ds
-
-
-class FeedsPosition(NamedTuple):
-    """How many batches were handed out, and where each feed then stood, pickled."""
-
-    step: int
-    entries: Mapping[int, bytes]
-
-    def past_end(self) -> FeedsPosition:
-        """The position after one more batch, for which none of these feeds had a row any more."""
-        return FeedsPosition(self.step + 1, dict.fromkeys(self.entries, pickle.dumps(ENDED)))
 
 
 class FeedIterator(BatchIterator):
@@ -443,11 +396,11 @@ class FeedIterator(BatchIterator):
         self._stacker: RowStacker | None = None
         self._is_closed = self._ended = False
         self._failure: BaseException | None = None
-        self._position = FeedsPosition(0, dict.fromkeys(ds.rows_by_feed, pickle.dumps({})))
+        self._position = FeedsPosition.at_start(ds.rows_by_feed)
         self._turns = self._turns_from(self._position)
 
     def _turns_from(self, position: FeedsPosition) -> FeedTurns | FeedWorkers:
-        entries = {feed: pickle.loads(entry) for feed, entry in position.entries.items()}
+        entries = position.opened()
         self._faults = Faults(self._fault_rules)
         open_turns = functools.partial(
             self._ds.open_turns, num_threads=self._num_threads, faults=self._faults
@@ -518,11 +471,11 @@ class FeedIterator(BatchIterator):
         self._move(pickle.loads(position))
 
     def get_state(self) -> dict[str, Any]:
-        return self._ds.to_state(self._position)
+        return self._position.to_state(self._ds.fingerprint)
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._require_open()
-        self._move(self._ds.from_state(state))
+        self._move(FeedsPosition.of_state(state, self._ds.fingerprint, self._ds.rows_by_feed))
 
     def stop(self) -> None:
         self._turns.stop()

@@ -9,11 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from grain_shard.errors import ShardingError
-from grain_shard.feeding.feed_batches import (
-    FeedBatches,
-    FeedIterator,
-    FeedsPosition,
-)
+from grain_shard.feeding.feed_batches import FeedBatches, FeedIterator
+from grain_shard.feeding.feed_position import FeedsPosition
 from grain_shard.feeding.feed_reader import naming_feed
 from grain_shard.feeding.feed_turns import row_stacker
 from grain_shard.hosts.compare import OF_FEEDS
@@ -109,10 +106,11 @@ class HostFeeds(Stream):
         return pickle.dumps(_loaded(position).past_end())
 
     def to_state(self, position: bytes) -> dict[str, Any]:
-        return self._ds.to_state(_loaded(position))
+        return _loaded(position).to_state(self._ds.fingerprint)
 
     def from_state(self, state: dict[str, Any]) -> bytes:
-        return pickle.dumps(self._ds.from_state(state))
+        ds = self._ds
+        return pickle.dumps(FeedsPosition.of_state(state, ds.fingerprint, ds.rows_by_feed))
 
 
 def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int) -> list[int]:

@@ -12,7 +12,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from grain_shard.grain_inside.routes import RAISES, Recovery, route
+from grain_shard.grain_inside.recovery import RAISES, Recovery
+from grain_shard.grain_inside.routes import route
 from grain_shard.reading.faults import Skipped
 from grain_shard.reading.origin import Origin, record_name
 

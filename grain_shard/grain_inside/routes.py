@@ -30,13 +30,18 @@ from grain_shard.grain_inside.nodes import (
     SEED,
     SLICE,
 )
+from grain_shard.grain_inside.recovery import RAISES, Recovery, Unreadable
+from grain_shard.grain_inside.source_reads import (
+    SOURCE,
+    BatchedRead,
+    batched_read_of,
+    single_read_of,
+)
 
 Apply = Callable[[Any, int], Any]
-_BatchedRead = Callable[[Sequence[int]], Sequence[Any]]
 
 NEVER = float("inf")
 
-_SOURCE = type(grain.MapDataset.source([0]))
 _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
 
 # From an element, and the index that it has at the node, to another element.
@@ -63,55 +68,6 @@ def _of_element(one: Callable[[Any], Any]) -> Apply:
 
 def _of_index_first(one: Callable[[int, Any], Any]) -> Apply:
     return lambda element, index: one(index, element)
-
-
-class Unreadable:
-    """Stands in the place of an element that cannot be had.
-
-    Attributes:
-        error: Why not.
-    """
-
-    def __init__(self, error: Exception):
-        self.error = error
-
-
-class Recovery:
-    """What becomes of elements that cannot be had. This one raises what was raised.
-
-    Attributes:
-        leaves_out: Whether an `Unreadable` may take the place of an element.
-    """
-
-    leaves_out = False
-
-    def asks_at_once(self, error: Exception) -> bool:
-        """Whether to ask again, in parts, where nobody knows which element has failed."""
-        return False
-
-    def of_source(self, error: Exception, again: Callable[[], Any]) -> Any:
-        """What to take for an element that could not be read.
-
-        Args:
-            error: Why not.
-            again: Reads it once more.
-
-        Returns:
-            The element, or an `Unreadable` if these may be left out.
-        """
-        raise error
-
-    def of_function(self, error: Exception, again: Callable[[], Any]) -> Any:
-        """The same, of an element for which a function of the user's has failed.
-
-        Args:
-            error: Why.
-            again: Reads it once more, and makes of it what the functions do.
-        """
-        raise error
-
-
-RAISES = Recovery()
 
 
 class ElementsOfParents(grain.MapDataset):
@@ -239,24 +195,22 @@ class _Origin:
 
     @property
     def reads_many(self) -> bool:
-        return _batched_read(self.ds) is not None
+        return batched_read_of(self.ds) is not None
 
     @property
     def only_asks_sources(self) -> bool:
-        return type(self.ds) is _SOURCE
+        return type(self.ds) is SOURCE
 
     def read(self, until: float, recovery: Recovery) -> list[Any]:
         indices = self.indices.tolist()
-        batched_read = _batched_read(self.ds)
-        if batched_read is None and type(self.ds) is not _SOURCE and len(indices) > 1:
+        batched_read = batched_read_of(self.ds)
+        if batched_read is None and type(self.ds) is not SOURCE and len(indices) > 1:
             batched_read = getattr(self.ds, "_getitems", None)
         if batched_read is None:
             return _while_time_lasts(until, self._one_by_one(recovery))
         return self._many(batched_read, indices, recovery) if indices else []
 
-    def _many(
-        self, batched_read: _BatchedRead, indices: list[int], recovery: Recovery
-    ) -> list[Any]:
+    def _many(self, batched_read: BatchedRead, indices: list[int], recovery: Recovery) -> list[Any]:
         """In one call; or if that fails, and it may help, in calls for ever fewer.
 
         A call for many elements does not say for which of them it has failed.
@@ -306,7 +260,7 @@ class _Origin:
 
     def _one_by_one(self, recovery: Recovery) -> Iterator[Any]:
         # Not by `map`, which a StopIteration of the user's would end in silence.
-        read_one = _single_read(self.ds)
+        read_one = single_read_of(self.ds)
         for index in self.indices.tolist():
             try:
                 element = read_one(index)
@@ -461,31 +415,8 @@ def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
     origin = route(ds, np.array([index])).origin
     while isinstance(origin, _Fork):
         (origin,) = (way.origin for way in origin.routes if way.origin.size)
-    source = getattr(origin.ds, "_source", None) if type(origin.ds) is _SOURCE else None
+    source = getattr(origin.ds, "_source", None) if type(origin.ds) is SOURCE else None
     return None if source is None else (source, origin.indices.item() % len(origin.ds))
-
-
-def _single_read(ds: grain.MapDataset) -> Callable[[int], Any]:
-    """How one element is read; a source is asked directly, as for many elements."""
-    if type(ds) is _SOURCE and (source := getattr(ds, "_source", None)) is not None:
-        length = len(ds)
-        return lambda index: source[index % length]
-    return ds.__getitem__
-
-
-def _batched_read(ds: grain.MapDataset) -> _BatchedRead | None:
-    """How a source reads many records in one call, under Grain's name for that or Python's.
-
-    Asked directly: Grain's node measures each record that passes, for 2 us and more.
-    """
-    if type(ds) is not _SOURCE:
-        return None
-    source = getattr(ds, "_source", None)
-    for name in ("_getitems", "__getitems__"):  # the second is PyTorch's and array_record's
-        if (read := getattr(source, name, None)) is not None:
-            length = len(ds)  # asked once: that of a source may be no attribute but a call
-            return lambda indices: read([i % length for i in indices])
-    return None
 
 
 def _below_slice(node: Any, indices: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import grain
 from absl import logging
 
 from grain_shard.errors import BadRecordsError, ShardingError, describe_error, require_int
-from grain_shard.grain_inside.routes import Recovery, Unreadable
+from grain_shard.grain_inside.recovery import Recovery, Unreadable
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.transient import is_transient
 
