@@ -28,6 +28,7 @@ from grain_shard.reading.transient import is_transient
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
 from tests.conftest import background_threads, data_mesh, eventually, ids, to_numpy
+from tests.counting_source import SOURCES, BatchedSource, Source
 
 
 def named(name, module, base=Exception, **attributes):
@@ -105,41 +106,6 @@ class TestTransient:
 def all_of(batches):
     """The ids of all valid rows."""
     return list(itertools.chain.from_iterable(ids(batches)))
-
-
-class Source:
-    """Records that are their own indices; `fail` gets an index, and which request it is."""
-
-    def __init__(self, num_records, fail):
-        self._num_records, self._fail = num_records, fail
-        self.requests = collections.Counter()
-        self._lock = threading.Lock()
-
-    def __getstate__(self):
-        return {**self.__dict__, "_lock": None}
-
-    def __setstate__(self, state):
-        self.__dict__ = {**state, "_lock": threading.Lock()}
-
-    def __len__(self):
-        return self._num_records
-
-    def __getitem__(self, index):
-        with self._lock:
-            self.requests[index] += 1
-            number = self.requests[index]
-        self._fail(index, number)
-        return index
-
-
-class BatchedSource(Source):
-    """Reads many records in one call, which fails if one of them does."""
-
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
-
-
-SOURCES = {"one by one": Source, "many in a call": BatchedSource}
 
 
 @pytest.fixture(params=SOURCES.values(), ids=SOURCES)

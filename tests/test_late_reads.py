@@ -23,6 +23,7 @@ from grain_shard.reading import late, reads, rows
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.late import Lateness
 from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
+from tests.counting_source import SOURCES, BatchedSource, Source
 from tests.test_reads import in_order
 
 MS = 1e-3
@@ -96,32 +97,6 @@ def impatient(monkeypatch):
     monkeypatch.setattr(reads, "_READ_S", 0.0)  # one record at a time
 
 
-class Source:
-    """Records that are their own indices; `on_read` gets an index, and which request it is."""
-
-    def __init__(self, num_records, on_read):
-        self._num_records, self._on_read = num_records, on_read
-        self.requests = collections.Counter()
-        self._lock = threading.Lock()
-
-    def __len__(self):
-        return self._num_records
-
-    def __getitem__(self, index):
-        with self._lock:
-            self.requests[index] += 1
-            number = self.requests[index]
-        self._on_read(index, number)
-        return index
-
-
-class BatchedSource(Source):
-    """Reads many records in one call."""
-
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
-
-
 def record(i):
     return {"id": np.int32(i)}
 
@@ -131,7 +106,7 @@ def sharded(source, **options):
     return ds.shard_to(data_mesh(2), num_threads=4, **options)
 
 
-@pytest.fixture(params=[Source, BatchedSource], ids=["one by one", "many in a call"])
+@pytest.fixture(params=SOURCES.values(), ids=SOURCES)
 def kind(request):
     return request.param
 
