@@ -28,7 +28,7 @@ def in_turn(collective: Callable[..., Any], *arrays: jax.Array) -> Any:
     keeps_order = any(device.platform != "cpu" for device in arrays[0].devices())
     if keeps_order or jax.process_count() == 1:
         return collective(*arrays)
-    for array in jax.live_arrays():
+    for array in jax.live_arrays("cpu"):
         # Some are donated, and gone; what failed is told to whoever asks for it.
         with contextlib.suppress(RuntimeError):
             array.block_until_ready()
