@@ -22,23 +22,20 @@ def number(value: float) -> str:
 def figure(value: float, unit: str) -> str:
     """With its unit: 4.56x, 9.91 ms and not 0.00991 s, 1 file."""
     value, unit = _in_readable_unit(value, unit)
-    return _with_unit(number(value), unit)
+    written = number(value)
+    if unit == "x":
+        return written + unit
+    return f"{written} {_ONE_OF.get(unit, unit) if written == '1' else unit}"
 
 
-def spread(low: float, middle: float, high: float, unit: str) -> str:
-    """What lies around a figure, in the unit in which that is written."""
-    of_middle, readable = _in_readable_unit(middle, unit)
-    factor = 1.0 if readable == unit else of_middle / middle
-    return f"{number(low * factor)} to {_with_unit(number(high * factor), readable)}"
+def with_quartiles(low: float, middle: float, high: float, unit: str) -> str:
+    """A median and what lies around it, all in one unit: 27.7 ms (25.8 to 32.2)."""
+    readable, _ = _in_readable_unit(middle, unit)
+    factor = readable / middle if middle else 1.0
+    return f"{figure(middle, unit)} ({number(low * factor)} to {number(high * factor)})"
 
 
 def _in_readable_unit(value: float, unit: str) -> tuple[float, str]:
     while 0 < abs(value) < 0.1 and unit in _SMALLER:
         value, unit = value * 1e3, _SMALLER[unit]
     return value, unit
-
-
-def _with_unit(written: str, unit: str) -> str:
-    if unit == "x":
-        return written + unit
-    return f"{written} {_ONE_OF.get(unit, unit) if written == '1' else unit}"

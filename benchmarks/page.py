@@ -39,9 +39,8 @@ def _lines(measured: Measured, under: Mapping[str, Any]) -> Iterator[str]:
         f"{sum(verdicts)} of {len(verdicts)} goals are met. Each round runs every side once, in"
         " turn; *ours* and *theirs*",
         "are medians over the rounds, *measured* is the median of the pairs (not the ratio of the"
-        " medians),",
-        "*quartiles* are of the pairs, where there was more than one round. A row without a goal"
-        " shows a peer.",
+        " medians), with",
+        "their quartiles if there was more than one round. A row without a number has no goal.",
         "",
         "![How many times as fast as others, the median of the pairs and their quartiles, as in"
         " the first table](results.png)",

@@ -107,7 +107,7 @@ GROUPS = [
                 _comparison(
                     "P7",
                     f"{leaves} leaves",
-                    "grain.experimental.device_put",
+                    "Grain's device_put",
                     f"chain {leaves}",
                     f"Grain {leaves}",
                     Goal("at most", 0.85),

@@ -129,12 +129,12 @@ GROUPS = [
                 goal=Goal("at most", 1.01),
             ),
             _reading("", "datarax", "datarax", None),
-            _reading("", "flax.jax_utils.prefetch_to_device", "flax", None),
+            _reading("", "Flax's prefetch_to_device", "flax", None),
         ],
     ),
     Group(
         "first_batch",
-        f"Time to the first batch: {WHAT}",
+        "Time to the first batch of 3 KB ArrayRecords",
         measure_starts,
         [
             _first_batch("P14", "Grain's guide, option C", "Grain's guide", Goal("at most", 0.5)),

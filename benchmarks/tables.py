@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.figures import figure, spread
+from benchmarks.figures import figure, with_quartiles
 from benchmarks.measure import Result, quartiles
 
 
@@ -48,13 +48,10 @@ def _median(values: Sequence[float], unit: str) -> str:
 
 
 def _measured(result: Result) -> str:
-    return result.skipped or _median(result.values, result.comparison.compared_unit)
-
-
-def _quartiles(result: Result) -> str:
-    if len(result.values) < 2:  # a single round has none
-        return ""
-    return spread(*quartiles(result.values), result.comparison.compared_unit)
+    unit = result.comparison.compared_unit
+    if len(result.values) < 2:  # of a single round there are no quartiles
+        return result.skipped or _median(result.values, unit)
+    return with_quartiles(*quartiles(result.values), unit)
 
 
 Column = Callable[[Result], str]
@@ -63,20 +60,18 @@ _ALONE: Mapping[str, Column] = {
     "#": lambda result: result.comparison.number,
     "goal met?": _verdict,
     "what": lambda result: result.comparison.what,
-    "goal": _goal,
     "measured": _measured,
-    "quartiles": _quartiles,
+    "goal": _goal,
 }
 _BESIDE: Mapping[str, Column] = {
     "#": lambda result: result.comparison.number,
     "goal met?": _verdict,
     "what": lambda result: result.comparison.what,
     "against": lambda result: result.comparison.against,
+    "measured": _measured,
+    "goal": _goal,
     "ours": lambda result: _median(result.ours, result.comparison.unit),
     "theirs": lambda result: _median(result.theirs, result.comparison.unit),
-    "goal": _goal,
-    "measured": _measured,
-    "quartiles": _quartiles,
 }
 
 

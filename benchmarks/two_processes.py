@@ -89,7 +89,7 @@ GROUPS = [
         [
             _comparison(
                 "in the background",
-                "grain.experimental.device_put",
+                "Grain's device_put",
                 "chain",
                 "Grain",
             ),
