@@ -49,8 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 
     if unknown := [name for name in args.names if name not in groups.names()]:
         parser.error(f"nothing is called {unknown}; names are {', '.join(groups.names())}")
-    if args.write and args.names:
-        parser.error("--write is for all of them: name none")
+    for option in ("write", "again"):
+        if getattr(args, option) and args.names:
+            parser.error(f"--{option} is for all of them: name none")
     if args.again:
         try:
             conditions, measured = saved.read_json(args.again, groups.GROUPS)

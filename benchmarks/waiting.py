@@ -305,7 +305,7 @@ NAMES = [f"{kind}, {latency_ms} ms" for kind in KINDS for latency_ms in LATENCIE
 GROUPS = [
     Group(
         "waiting",
-        "3 KB records that are waited for, each so many ms",
+        f"3 KB records of a source that waits {LATENCIES_MS[0]} to {LATENCIES_MS[-1]} ms a read",
         measure_waiting,
         [
             _compared(
@@ -325,7 +325,7 @@ GROUPS = [
     ),
     Group(
         "waiting_first",
-        "Time to the first batch of records that are waited for",
+        "Time to the first batch of a source that waits",
         measure_first,
         [
             Comparison(
@@ -343,7 +343,7 @@ GROUPS = [
     ),
     Group(
         "computing",
-        "Records that are computed, and not waited for",
+        "Records of sources that compute, and do not wait",
         measure_computing,
         [
             _compared("P16", name, BEST, "the best num_threads", Goal("at least", 0.95))

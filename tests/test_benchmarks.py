@@ -255,6 +255,7 @@ def test_the_command_measures_a_goal_and_writes_json(tmp_path):
         (["P5", "typo"], "nothing is called ['typo']; names are reading, "),
         ([""], "nothing is called ['']"),
         (["P5", "--write"], "--write is for all of them"),
+        (["P5", "--again", "results.json"], "--again is for all of them"),
         (["P5", "--out", "README.md"], "cannot write to --out: "),
         (["--again", "nowhere.json"], "--again: [Errno 2]"),
         (["--again", "README.md"], "--again: Expecting value"),
