@@ -56,7 +56,18 @@ napoleon_numpy_docstring = False
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
+SECTIONS_OF_DOCSTRINGS = {"Args:", "Attributes:", "Example:", "Raises:", "Returns:", "Yields:"}
 SHORT = 20  # characters of code that are not broken over two lines
+
+
+def example_first(app, what, name, obj, options, lines):
+    """Puts the example before what is taken, returned and raised, wherever the docstring has it."""
+    heads = [i for i, line in enumerate(lines) if line in SECTIONS_OF_DOCSTRINGS]
+    for start in heads:
+        if lines[start] == "Example:":
+            end = next((i for i in heads if i > start), len(lines))
+            example, between = lines[start:end], lines[heads[0] : start]
+            lines[heads[0] : end] = [*example, "", *between]
 
 
 def docstring_as_rst(app, what, name, obj, options, lines):
@@ -102,6 +113,7 @@ def link_public_names(app, doctree):
 
 
 def setup(app):
+    app.connect("autodoc-process-docstring", example_first, priority=400)  # before Sphinx reads it
     app.connect("autodoc-process-docstring", docstring_as_rst)
     app.connect("doctree-read", keep_short_code_in_one_line)
     app.connect("doctree-read", end_code_with_its_last_line)
