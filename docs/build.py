@@ -154,8 +154,9 @@ def commands():
     """A page with the help of every command."""
     parts = [
         "# The commands\n",
-        "What each command prints with `--help`. `grain-shard` is short for `python -m grain_shard`."
-        " With which codes they end is told under [Public names](names.md#commands).\n",
+        "What each command prints with `--help`. `grain-shard` is short for"
+        " `python -m grain_shard`. With which codes they end is told under"
+        " [Public names](names.md#commands).\n",
     ]
     for command in COMMANDS:
         words = [sys.executable, "-m", "grain_shard", command, "--help"]

@@ -133,8 +133,10 @@ def draw_rooms(path):
         f'<rect width="{width}" height="{height}" fill="white"/>',
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
         f' markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{ARROW}"/></marker></defs>',
-        f'<g font-size="14" text-anchor="start"><text x="{MARGIN}" y="32">Arrows are imports, drawn</text>'
-        f'<text x="{MARGIN}" y="51">to the next floor alone.</text></g>',
+        '<g font-size="14" text-anchor="start">',
+        f'<text x="{MARGIN}" y="32">Arrows are imports, drawn</text>',
+        f'<text x="{MARGIN}" y="51">to the next floor alone.</text>',
+        "</g>",
     ]
     for above, below in arrows():
         (x1, y1), (x2, y2) = at[above], at[below]
