@@ -7,6 +7,7 @@ end the others. Every step has a collective, in which they would wait for the on
 import contextlib
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -120,7 +121,10 @@ def test_a_host_that_fails_ends_all_and_each_names_it(runs, kind):
         assert "OSError: the bucket is gone" in output, output
         assert "trained" not in output
     if kind == "random access":
-        assert all("record 328" in output for output in outputs)
+        # All four records that host 2 reads of batch 20 fail; which is met first, its threads say.
+        named = {re.search(r"record (\d+) of the dataset", output)[1] for output in outputs}
+        assert len(named) == 1
+        assert named <= {"328", "329", "330", "331"}
     assert 0 not in codes, codes
 
 
