@@ -87,6 +87,12 @@ def test_an_object_says_what_it_is(make, text):
     assert repr(make(data_mesh(2))) == text
 
 
+@pytest.mark.parametrize("ds", [numbered(20, 8), stream()], ids=["random access", "stream"])
+def test_a_dataset_prints_as_what_it_is(ds):
+    sharded = ds.shard_to(data_mesh(2))
+    assert str(sharded) == repr(sharded)
+
+
 def test_an_iterator_says_where_it_stands():
     batches = iter(numbered(8, 8).shard_to(data_mesh(2)))
     seen = [repr(batches)]

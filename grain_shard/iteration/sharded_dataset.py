@@ -34,6 +34,8 @@ class Settings:
         reads_once: Whether every row is read on one host and moved by the devices.
         reads_other_rows: Whether whole batches are read, of which this host keeps some rows.
         amplification: Rows that all hosts read together, over the rows of the batch.
+        records_per_batch: Of a full batch of all hosts, before padding, or of the first if sizes
+            change; None if only the batches tell.
     """
 
     cpu_buffer_size: int = 4
@@ -43,6 +45,7 @@ class Settings:
     reads_once: bool = False
     reads_other_rows: bool = False
     amplification: float = 1.0
+    records_per_batch: int | None = None
 
 
 class ShardedDataset(grain.IterDataset):
@@ -185,14 +188,12 @@ class ShardedDataset(grain.IterDataset):
             ]
         )
 
-    def __str__(self) -> str:
-        buffer = self._settings.device_buffer_size
-        return f"DevicePut(mesh=({self._mesh_text()}), device_buffer_size={buffer})"
-
     def __repr__(self) -> str:
         batches = self.num_batches()
         count = "" if batches is None else f", {batches} batches"
         return f"<ShardedDataset of {self._host.kind}, mesh ({self._mesh_text()}){count}>"
+
+    __str__ = __repr__  # Grain's shows the class alone
 
     def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: workers come before the batches are put on devices."""

@@ -123,7 +123,13 @@ class DevicePut(Stage):
             padding=ds.reader.padding,
         )
         same_order = ds.num_epochs == 1 and nodes.is_shuffled(ds)
-        return self._sharded(ds, host, same_order=same_order, reads_other_rows=ds.reads_other_rows)
+        return self._sharded(
+            ds,
+            host,
+            ds.reader.unpadded_batch_size,
+            same_order=same_order,
+            reads_other_rows=ds.reads_other_rows,
+        )
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
         """Global batches, in the order of the stream.
@@ -141,7 +147,8 @@ class DevicePut(Stage):
             )
         ds, rows = ds.with_own_arrays(), agreed_rows(ds, self.rows) or GLOBAL
         host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows, fault_rules=self.fault_rules)
-        return self._sharded(ds, host, is_stream=True)
+        records = ds.unpadded_batch_size if rows == GLOBAL else None
+        return self._sharded(ds, host, records, is_stream=True)
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
         """Global batches of feeds, of which this host runs those whose rows it holds.
@@ -163,12 +170,13 @@ class DevicePut(Stage):
             saved_feeds=feeds_to_save(ds, layouts, jax.process_index()),
             fault_rules=rules,
         )
-        return self._sharded(ds, host, is_stream=True)
+        return self._sharded(ds, host, ds.global_batch_size, is_stream=True)
 
     def _sharded(
         self,
         ds: grain.MapDataset | grain.IterDataset,
         host: HostBatches,
+        records_per_batch: int | None,
         *,
         same_order: bool = False,
         **found: bool,
@@ -179,6 +187,7 @@ class DevicePut(Stage):
             num_workers=self.num_workers,
             reads_once=self.final_shardings is not None,
             amplification=self.shardings.layout().amplification,
+            records_per_batch=records_per_batch,
             **found,
         )
         return ShardedDataset(
