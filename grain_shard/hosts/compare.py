@@ -14,6 +14,12 @@ _MAX_CHARACTERS = 200  # of a value
 GLOBAL: Final = "global"
 LOCAL: Final = "local"
 OF_FEEDS: Final = "feeds"
+# Fields by which a pipeline is told, and why they mostly differ where the script is the same.
+_OF_THE_PIPELINE = "source", "transforms"
+_DIVIDED = (
+    " If it is the same, the pipeline is most likely divided by jax.process_index(), as by a slice"
+    " or by files of each host: leave that out, since .shard_to gives each host its rows."
+)
 OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
 
 
@@ -35,6 +41,8 @@ def compare(answers: Answers) -> dict[str, Any]:
     if not lines:
         return {}
     remedy = "run the same script with the same arguments, files and checkpoint on every host."
+    if any(difference(name, answers) for name in _OF_THE_PIPELINE):
+        remedy += _DIVIDED
     return {
         "error": "\n".join(
             ["the hosts do not run the same pipeline.", *lines, f"  remedy: {remedy}"]

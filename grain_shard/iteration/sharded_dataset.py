@@ -34,8 +34,6 @@ class Settings:
         reads_once: Whether every row is read on one host and moved by the devices.
         reads_other_rows: Whether whole batches are read, of which this host keeps some rows.
         amplification: Rows that all hosts read together, over the rows of the batch.
-        records_per_batch: Of a full batch of all hosts, before padding, or of the first if sizes
-            change; None if only the batches tell.
     """
 
     cpu_buffer_size: int = 4
@@ -45,7 +43,6 @@ class Settings:
     reads_once: bool = False
     reads_other_rows: bool = False
     amplification: float = 1.0
-    records_per_batch: int | None = None
 
 
 class ShardedDataset(grain.IterDataset):
@@ -60,6 +57,11 @@ class ShardedDataset(grain.IterDataset):
         remainder: What a stream does that ends before those of other hosts.
         timeout_s: How long one host waits for another, in seconds.
         same_order: Whether it is known to be shuffled, and to have the same order in each pass.
+        records_per_batch: See the attribute.
+
+    Attributes:
+        records_per_batch: Rows of a full batch of all hosts that are no padding; of the first, if
+            sizes change. None if only the batches tell.
 
     Example:
         >>> import grain_shard
@@ -80,12 +82,14 @@ class ShardedDataset(grain.IterDataset):
         remainder: str,
         timeout_s: float,
         same_order: bool = False,
+        records_per_batch: int | None = None,
     ):
         super().__init__(parent)
         self._host, self._read_by, self._final = host, shardings, final_shardings
         self._settings, self._remainder, self._timeout_s = settings, remainder, timeout_s
         self._layout, self._second_pass = shardings.layout(), SecondPass(same_order)
         self._series = Series()
+        self.records_per_batch: int | None = records_per_batch
 
     @property
     def settings(self) -> Settings:

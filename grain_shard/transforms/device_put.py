@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import grain
 import jax
+from absl import logging
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
@@ -181,13 +182,13 @@ class DevicePut(Stage):
         same_order: bool = False,
         **found: bool,
     ) -> ShardedDataset:
+        _warn_of_one_host(self.shardings.layout().num_hosts)
         settings = Settings(
             cpu_buffer_size=self.cpu_buffer_size,
             device_buffer_size=self.device_buffer_size,
             num_workers=self.num_workers,
             reads_once=self.final_shardings is not None,
             amplification=self.shardings.layout().amplification,
-            records_per_batch=records_per_batch,
             **found,
         )
         return ShardedDataset(
@@ -199,6 +200,19 @@ class DevicePut(Stage):
             remainder=self.remainder,
             timeout_s=self.timeout_s,
             same_order=same_order,
+            records_per_batch=records_per_batch,
+        )
+
+
+def _warn_of_one_host(hosts: int) -> None:
+    """Says that hosts train apart, which is legal and seldom meant."""
+    if hosts == 1 and jax.process_count() > 1:
+        logging.warning(
+            "grain_shard: the mesh has devices of this host alone, and there are %d hosts. So this"
+            " host reads all rows of every batch, and shares nothing with the others. That is right"
+            " for what it does by itself, such as an evaluation. To train together, build the mesh"
+            " of the devices of all hosts: by jax.make_mesh, or from jax.devices().",
+            jax.process_count(),
         )
 
 
