@@ -52,8 +52,9 @@ def _file(options: str, path: str) -> ArrayRecordReader:
 def _object(options: str, path: str) -> ArrayRecordReader:
     """The reader of an object of a bucket; while it does not answer, the log says so.
 
-    Without a network, or credentials, array_record tries for minutes, and its caller does not hear
-    Ctrl-C. So a thread of its own calls it, which nobody has to wait for.
+    Without a network, or credentials, array_record tries for a quarter of an hour without a word,
+    and its caller does not hear Ctrl-C. So a thread of its own calls it, which nobody has to wait
+    for.
     """
     opened = Future[ArrayRecordReader]()
 
@@ -71,9 +72,9 @@ def _object(options: str, path: str) -> ArrayRecordReader:
             return opened.result()
         logging.log_every_n_seconds(
             logging.WARNING,
-            "%s is not open yet, after %.0f s or more, and is still being tried: see whether this"
-            " host reaches storage.googleapis.com and has credentials for the bucket, or mount it"
-            " and give the path below the mount's folder.",
+            "%s is not open yet, after %.0f s or more. It is tried for a quarter of an hour before"
+            " that is an error: see whether this host reaches storage.googleapis.com and has"
+            " credentials for the bucket, or mount it and give the path below the mount's folder.",
             _AGAIN_S,
             path,
             _LATE_S,
@@ -85,7 +86,7 @@ def _refusal(path: str, reader: ArrayRecordReader) -> Exception:
     remedy = "write it anew, or leave it out."
     if path.startswith(BUCKET):
         remedy = (
-            "see whether the object exists, and whether this host may read it (gcloud storage ls);"
+            "see whether this host reaches the bucket, and may read the object (gcloud storage ls);"
             " or mount the bucket and give the path below the mount's folder."
         )
     elif not os.path.exists(path):
