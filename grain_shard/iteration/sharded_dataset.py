@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -57,11 +58,7 @@ class ShardedDataset(grain.IterDataset):
         remainder: What a stream does that ends before those of other hosts.
         timeout_s: How long one host waits for another, in seconds.
         same_order: Whether it is known to be shuffled, and to have the same order in each pass.
-        records_per_batch: See the attribute.
-
-    Attributes:
-        records_per_batch: Rows of a full batch of all hosts that are no padding; of the first, if
-            sizes change. None if only the batches tell.
+        records_per_batch: See the method.
 
     Example:
         >>> import grain_shard
@@ -82,14 +79,14 @@ class ShardedDataset(grain.IterDataset):
         remainder: str,
         timeout_s: float,
         same_order: bool = False,
-        records_per_batch: int | None = None,
+        records_per_batch: Callable[[], int | None],
     ):
         super().__init__(parent)
         self._host, self._read_by, self._final = host, shardings, final_shardings
         self._settings, self._remainder, self._timeout_s = settings, remainder, timeout_s
         self._layout, self._second_pass = shardings.layout(), SecondPass(same_order)
         self._series = Series()
-        self.records_per_batch: int | None = records_per_batch
+        self._records_per_batch = records_per_batch
 
     @property
     def settings(self) -> Settings:
@@ -125,6 +122,16 @@ class ShardedDataset(grain.IterDataset):
     def num_batches(self) -> int | None:
         """The number of batches; None if only the end of the stream tells it."""
         return self._host.num_batches()
+
+    def records_per_batch(self) -> int | None:
+        """Rows of a full batch that are no padding; of the first, if sizes change.
+
+        Where nothing else tells, a batch of a `MapDataset` is read for it.
+
+        Returns:
+            Those of all hosts; None if only the batches tell, of a stream.
+        """
+        return self._records_per_batch()
 
     def __bool__(self) -> bool:
         return True  # not by len(), which a stream does not have
@@ -193,11 +200,16 @@ class ShardedDataset(grain.IterDataset):
         )
 
     def __repr__(self) -> str:
+        return f"<ShardedDataset of {self._text()}>"
+
+    def __str__(self) -> str:
+        # As Grain prints a pipeline, every stage is called by its name.
+        return f"DevicePut({self._text()})"
+
+    def _text(self) -> str:
         batches = self.num_batches()
         count = "" if batches is None else f", {batches} batches"
-        return f"<ShardedDataset of {self._host.kind}, mesh ({self._mesh_text()}){count}>"
-
-    __str__ = __repr__  # Grain's shows the class alone
+        return f"{self._host.kind}, mesh ({self._mesh_text()}){count}"
 
     def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: workers come before the batches are put on devices."""

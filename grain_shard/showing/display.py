@@ -116,7 +116,7 @@ def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[
     batches = ds.num_batches()
     yield "batches", "only the end of the stream tells" if batches is None else f"{batches:,}"
     if global_batch_size is not None:
-        records = ds.records_per_batch or global_batch_size
+        records = ds.records_per_batch() or global_batch_size
         if records < global_batch_size:
             padding = f"{records:,} records + {global_batch_size - records:,} of padding"
             yield "rows of a batch", f"{global_batch_size:,}: {padding}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grain
@@ -127,7 +128,7 @@ class DevicePut(Stage):
         return self._sharded(
             ds,
             host,
-            ds.reader.unpadded_batch_size,
+            lambda: ds.reader.unpadded_batch_size,
             same_order=same_order,
             reads_other_rows=ds.reads_other_rows,
         )
@@ -149,7 +150,7 @@ class DevicePut(Stage):
         ds, rows = ds.with_own_arrays(), agreed_rows(ds, self.rows) or GLOBAL
         host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows, fault_rules=self.fault_rules)
         records = ds.unpadded_batch_size if rows == GLOBAL else None
-        return self._sharded(ds, host, records, is_stream=True)
+        return self._sharded(ds, host, lambda: records, is_stream=True)
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
         """Global batches of feeds, of which this host runs those whose rows it holds.
@@ -171,13 +172,13 @@ class DevicePut(Stage):
             saved_feeds=feeds_to_save(ds, layouts, jax.process_index()),
             fault_rules=rules,
         )
-        return self._sharded(ds, host, ds.global_batch_size, is_stream=True)
+        return self._sharded(ds, host, lambda: ds.global_batch_size, is_stream=True)
 
     def _sharded(
         self,
         ds: grain.MapDataset | grain.IterDataset,
         host: HostBatches,
-        records_per_batch: int | None,
+        records_per_batch: Callable[[], int | None],
         *,
         same_order: bool = False,
         **found: bool,
