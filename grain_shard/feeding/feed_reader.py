@@ -40,6 +40,7 @@ class FeedReader:
 
         Raises:
             StateError: The feed cannot start from its entry.
+            IndexError: There are fewer files than feeds, most likely.
         """
         rows: list[Any] = []
         if self._ended or not num_rows:

@@ -8,18 +8,18 @@ from typing import Any, Final
 
 Answers = Mapping[int, Any]
 _MAX_CHARACTERS = 200  # of a value
-# What a host's pipeline yields: the same whole batches as everywhere, rows of its own, or the rows
-# of feeds. In the last two cases hosts compare a field with their shards and a digest of their rows
-# of the first batch. Two feeds may well yield the same rows, so only the same feeds are compared.
-GLOBAL: Final = "global"
-LOCAL: Final = "local"
-OF_FEEDS: Final = "feeds"
 # Fields by which a pipeline is told, and why they mostly differ where the script is the same.
 _OF_THE_PIPELINE = "source", "transforms"
 _DIVIDED = (
     " If it is the same, the pipeline is most likely divided by jax.process_index(), as by a slice"
     " or by files of each host: leave that out, since .shard_to gives each host its rows."
 )
+# What a host's pipeline yields: the same whole batches as everywhere, rows of its own, or the rows
+# of feeds. In the last two cases hosts compare a field with their shards and a digest of their rows
+# of the first batch. Two feeds may well yield the same rows, so only the same feeds are compared.
+GLOBAL: Final = "global"
+LOCAL: Final = "local"
+OF_FEEDS: Final = "feeds"
 OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
 
 

@@ -57,8 +57,8 @@ class ShardedDataset(grain.IterDataset):
         settings: How the pipeline is run.
         remainder: What a stream does that ends before those of other hosts.
         timeout_s: How long one host waits for another, in seconds.
-        same_order: Whether it is known to be shuffled, and to have the same order in each pass.
         records_per_batch: See the method.
+        same_order: Whether it is known to be shuffled, and to have the same order in each pass.
 
     Example:
         >>> import grain_shard
@@ -78,8 +78,8 @@ class ShardedDataset(grain.IterDataset):
         *,
         remainder: str,
         timeout_s: float,
-        same_order: bool = False,
         records_per_batch: Callable[[], int | None],
+        same_order: bool = False,
     ):
         super().__init__(parent)
         self._host, self._read_by, self._final = host, shardings, final_shardings
