@@ -1,15 +1,16 @@
-"""The one picture of the results: records per second, ours and those of others."""
+"""The one picture of the results: how many times as fast as others, as the first table says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import reading
-from benchmarks.measure import Result, quartiles
+from benchmarks.figures import figure
+from benchmarks.measure import quartiles
+from benchmarks.saved import Measured
 from grain_shard import palette
 
-# All else is in the table: other units, other goals, other peers.
+# All else is in the tables: other units, other goals, other peers.
 _SHOWN = {
     "Grain's guide": "Grain's guide",
     "Grain tuned": "Grain, tuned by hand:\n2 threads, 4 batches ahead",
@@ -17,31 +18,53 @@ _SHOWN = {
 }
 
 
-def write_chart(results: Sequence[Result], path: Path) -> bool:
-    """A bar for ours and one for each of three others; whether these have been measured."""
-    shown = [
-        result
+def write_chart(measured: Measured, path: Path) -> bool:
+    """A bar for each of three others; whether these have been measured."""
+    shown = {
+        _SHOWN[result.comparison.theirs]: quartiles(result.values)
+        for group, results in measured
+        if group.title == reading.WHAT
         for result in results
-        if result.comparison.what == reading.WHAT
-        and result.comparison.theirs in _SHOWN
-        and result.values
-    ]
+        if result.comparison.theirs in _SHOWN and result.values
+    }
     if not shown:
         return False
-    rates = {_SHOWN[result.comparison.theirs]: result.theirs for result in shown}
-    rates["grain_shard,\nwith nothing set"] = shown[0].ours  # of the same rounds for all of them
 
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 0.9 + 0.55 * len(rates)), layout="constrained")
-    axes = figure.add_subplot()
-    medians = [quartiles(values)[1] for values in rates.values()]
-    colors = [palette.GRAY] * len(shown) + [palette.BLUE]
-    bars = axes.barh(list(rates), medians, color=colors)
-    axes.bar_label(bars, [f"{median:,.0f}" for median in medians], padding=4)
+    drawing = Figure(figsize=(8, 1.1 + 0.55 * len(shown)), layout="constrained")
+    axes = drawing.add_subplot()
+    medians = [median for _, median, _ in shown.values()]
+    below = [median - low for low, median, _ in shown.values()]
+    above = [high - median for _, median, high in shown.values()]
+    axes.barh(list(shown), medians, color=palette.BLUE, height=0.6)
+    axes.errorbar(
+        medians, list(shown), xerr=(below, above), fmt="none", ecolor="black", lw=1, capsize=3
+    )
+    for name, (_, median, high) in shown.items():
+        axes.annotate(
+            figure(median, "x"), (high, name), (6, 0), textcoords="offset points", va="center"
+        )
+    axes.axvline(1, color="black", ls=":")
+    axes.annotate(
+        "as fast",
+        (1, 0),
+        (0, -3),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="center",
+        va="top",
+        fontsize=9,
+    )
+    axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xticks([])
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.set_title(f"Records per second:\n{reading.WHAT}", loc="left", fontsize=10)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    axes.tick_params(length=0)
+    axes.set_title(
+        f"How many times as fast grain_shard is, with nothing set:\n{reading.WHAT}",
+        loc="left",
+        fontsize=10,
+    )
+    drawing.savefig(path, dpi=120, metadata={"Software": None})
     return True

@@ -1,4 +1,4 @@
-"""P19: what it costs a loop that its iterator counts, always, what `stats()` says.
+"""P21: what it costs a loop that its iterator counts, always, what `stats()` says.
 
 What a loop with steps of 5 ms does is noted once: its spans, in all threads. Then they are gone
 through again without the work in them, counted and not, and with them what is counted of a batch.
@@ -95,12 +95,12 @@ def measure(run: Run) -> Iterable[Round]:
 GROUPS = [
     Group(
         "counting",
+        "What stands around the work of a step, counted for stats()",
         measure,
         [
             Comparison(
-                "P19",
-                what=f"what stands around the work of a step, batches of {GLOBAL_BATCH_SIZE},"
-                f" {ms:g} ms a record, counted for stats()",
+                "P21",
+                what=f"batches of {GLOBAL_BATCH_SIZE}, {ms:g} ms a record",
                 against="not counted",
                 unit="us",
                 ours=f"counted {ms}",

@@ -42,11 +42,12 @@ def measure(run: Run) -> Iterable[Round]:
 GROUPS = [
     Group(
         "hosts",
+        "Rows read by the host that reads most",
         measure,
         [
             Comparison(
                 "P5",
-                what=f"rows read by the host that reads most, of {hosts} host{'s' * (hosts > 1)}",
+                what=f"of {hosts} host{'s' * (hosts > 1)}",
                 against="reading whole batches",
                 unit="rows",
                 ours=f"{hosts} hosts",

@@ -78,11 +78,12 @@ def measure(run: Run) -> Iterable[Round]:
 GROUPS = [
     Group(
         "images",
+        "JPEG photographs, 224x224, decoded in 2 worker processes",
         measure,
         [
             Comparison(
                 "P13",
-                what="JPEG photographs, 224x224, decoded in 2 worker processes",
+                what="",
                 against="Grain's guide with mp_prefetch(2)",
                 unit="images/s",
                 ours="grain_shard",

@@ -16,7 +16,7 @@ import numpy as np
 
 import grain_shard
 from benchmarks import feeds, peers
-from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interleave
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, alone, interleave
 
 NUM_FEEDS, GLOBAL_BATCH_SIZE = 64, 256
 BEST = "the best ReadOptions"
@@ -149,32 +149,17 @@ def measure_text(run: Run) -> Iterable[Round]:
     return interleave(sides, run.rounds(quick=15, full=45))
 
 
-def _alone(what: str, unit: str, ours: str, goal: Goal) -> Comparison:
-    return Comparison(
-        "P17",
-        what=what,
-        against="nothing",
-        unit=unit,
-        ours=ours,
-        theirs=ours,
-        compared="ours",
-        compared_unit=unit,
-        goal=goal,
-    )
-
-
-OF_MANY = f"{NUM_FEEDS} feeds with Grain's default ReadOptions"
-OF_WORKERS = f"{TEXT_FEEDS} feeds with {NUM_WORKERS} worker processes"
 GROUPS = [
     Group(
         "many_feeds",
+        f"{NUM_FEEDS} feeds with Grain's default ReadOptions",
         measure_many,
         [
-            _alone(f"{OF_MANY}: threads", "threads", "threads", Goal("at most", 80)),
-            _alone(f"{OF_MANY}: first batch", "s", "first", Goal("at most", 0.5)),
+            alone("P17", "threads", "threads", "threads", Goal("at most", 80)),
+            alone("P17", "first batch", "s", "first", Goal("at most", 0.5)),
             Comparison(
                 "P17",
-                what=f"{OF_MANY}: a batch",
+                what="a batch",
                 against=f"{BEST}, read by Grain",
                 unit="ms",
                 ours="ms",
@@ -186,11 +171,12 @@ GROUPS = [
     ),
     Group(
         "packed_text",
+        f"Packed text, {TEXT_FEEDS} feeds",
         measure_text,
         [
             Comparison(
                 "P17",
-                what=f"packed text, {TEXT_FEEDS} feeds",
+                what="",
                 against="the same Grain pipeline as one stream",
                 unit="tokens/s",
                 ours="feeds",
@@ -202,11 +188,12 @@ GROUPS = [
     ),
     Group(
         "feed_workers",
+        f"{TEXT_FEEDS} feeds with {NUM_WORKERS} worker processes",
         measure_workers,
         [
-            _alone(f"{OF_WORKERS}: first batch", "s", "first", Goal("at most", 4)),
-            _alone(f"{OF_WORKERS}: children", "processes", "children", Goal("at most", 4)),
-            _alone(f"{OF_WORKERS}: shared memory left", "objects", "left", Goal("exactly", 0)),
+            alone("P17", "first batch", "s", "first", Goal("at most", 4)),
+            alone("P17", "children", "processes", "children", Goal("at most", 4)),
+            alone("P17", "shared memory left", "objects", "left", Goal("exactly", 0)),
         ],
     ),
 ]

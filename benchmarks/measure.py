@@ -64,8 +64,8 @@ class Comparison:
 
     Attributes:
         number: The goal's, as in P1; "" for a peer that is shown without a goal.
-        what: What is measured.
-        against: What it is compared with.
+        what: What sets it apart in its group, whose title says what is measured.
+        against: What it is compared with; "" if it is measured alone.
         unit: Of the figures of each side.
         ours: The name of our side.
         theirs: The name of the other.
@@ -85,17 +85,24 @@ class Comparison:
     goal: Goal | None = None
 
 
+def alone(number: str, what: str, unit: str, side: str, goal: Goal | None) -> Comparison:
+    """One side, whose figures are compared with nothing but their goal."""
+    return Comparison(number, what, "", unit, side, side, "ours", compared_unit=unit, goal=goal)
+
+
 @dataclass(frozen=True)
 class Group:
     """Comparisons that one series of rounds serves.
 
     Attributes:
         name: As on the command line.
+        title: What is measured, as a heading.
         measure: Yields the figures of each round, by side.
         comparisons: What to make of them.
     """
 
     name: str
+    title: str
     measure: Callable[[Run], Iterable[Round]]
     comparisons: Sequence[Comparison]
 

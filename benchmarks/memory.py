@@ -111,11 +111,12 @@ def measure(run: Run) -> Iterable[Round]:
 GROUPS = [
     Group(
         "memory",
+        "Peak memory with a slow consumer, batches of 40 MB (10 MB if quick)",
         measure,
         [
             Comparison(
                 "P9",
-                what="peak memory, slow consumer, 40 MB batches (10 MB if quick)",
+                what="",
                 against="the bound of C9, and the batch that the consumer holds",
                 unit="batches",
                 ours="grain_shard",
@@ -125,7 +126,7 @@ GROUPS = [
             ),
             Comparison(
                 "P9",
-                what="the same peak",
+                what="",
                 against="Grain's guide, option C (stopped at 300 batches or half the memory)",
                 unit="batches",
                 ours="grain_shard",
@@ -135,7 +136,7 @@ GROUPS = [
             ),
             Comparison(
                 "",
-                what="the same peak",
+                what="",
                 against="Grain, 2 threads, 4 batches",
                 unit="batches",
                 ours="grain_shard",

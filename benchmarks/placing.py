@@ -98,6 +98,7 @@ def _comparison(
 GROUPS = [
     Group(
         "placing",
+        "The chain over batches that are in memory",
         measure,
         [
             comparison
@@ -105,15 +106,15 @@ GROUPS = [
             for comparison in (
                 _comparison(
                     "P7",
-                    f"the chain over batches in memory, {leaves} leaves",
-                    "grain.experimental.device_put",
+                    f"{leaves} leaves",
+                    "Grain's device_put",
                     f"chain {leaves}",
                     f"Grain {leaves}",
                     Goal("at most", 0.85),
                 ),
                 _comparison(
                     "P8",
-                    f"the same with a mask, full batches, {leaves} leaves",
+                    f"{leaves} leaves, full batches, with a mask",
                     "without a mask",
                     f"masked {leaves}",
                     f"chain {leaves}",
@@ -121,7 +122,7 @@ GROUPS = [
                 ),
                 _comparison(
                     "",
-                    f"the chain over batches in memory, {leaves} leaves",
+                    f"{leaves} leaves",
                     "jax.device_put(tree, shardings)",
                     f"chain {leaves}",
                     f"bare {leaves}",

@@ -86,7 +86,7 @@ def measure_starts(run: Run) -> Iterable[Round]:
 def _reading(number: str, against: str, theirs: str, goal: Goal | None) -> Comparison:
     return Comparison(
         number,
-        what=WHAT,
+        what="",
         against=against,
         unit="records/s",
         ours="grain_shard",
@@ -99,7 +99,7 @@ def _reading(number: str, against: str, theirs: str, goal: Goal | None) -> Compa
 def _first_batch(number: str, against: str, theirs: str, goal: Goal | None) -> Comparison:
     return Comparison(
         number,
-        what="time to the first batch of the same",
+        what="",
         against=against,
         unit="ms",
         ours="grain_shard",
@@ -112,6 +112,7 @@ def _first_batch(number: str, against: str, theirs: str, goal: Goal | None) -> C
 GROUPS = [
     Group(
         "reading",
+        WHAT,
         measure_epochs,
         [
             _reading("P1", "Grain's guide, option C", "Grain's guide", Goal("at least", 5)),
@@ -119,7 +120,7 @@ GROUPS = [
             _reading("P3", "written by hand for just this", "by hand", Goal("at least", 0.85)),
             Comparison(
                 "P8",
-                what=f"{WHAT}, with a mask",
+                what="with a mask",
                 against="without a mask",
                 unit="records/s",
                 ours="grain_shard",
@@ -128,11 +129,12 @@ GROUPS = [
                 goal=Goal("at most", 1.01),
             ),
             _reading("", "datarax", "datarax", None),
-            _reading("", "flax.jax_utils.prefetch_to_device", "flax", None),
+            _reading("", "Flax's prefetch_to_device", "flax", None),
         ],
     ),
     Group(
         "first_batch",
+        "Time to the first batch of 3 KB ArrayRecords",
         measure_starts,
         [
             _first_batch("P14", "Grain's guide, option C", "Grain's guide", Goal("at most", 0.5)),

@@ -18,7 +18,7 @@ import grain
 import numpy as np
 
 import grain_shard
-from benchmarks.measure import Comparison, Goal, Group, Round, Run
+from benchmarks.measure import Goal, Group, Round, Run, alone
 from grain_shard.feeding.host_feeds import HostFeeds, feeds_to_save
 from grain_shard.hosts.feed_files import NUM_FEEDS
 from grain_shard.hosts.state_files import read_state, write_state
@@ -86,38 +86,27 @@ def measure(run: Run) -> Iterator[Round]:
         yield figures
 
 
-def _comparison(what: str, unit: str, figure: str, goal: Goal) -> Comparison:
-    return Comparison(
-        "P19",
-        what=what,
-        against="nothing",
-        unit=unit,
-        ours=figure,
-        theirs=figure,
-        compared="ours",
-        compared_unit=unit,
-        goal=goal,
-    )
-
-
 GROUPS = [
     Group(
         "restoring_feeds",
+        "Restoring feeds on as many hosts as before",
         measure,
         [
             comparison
-            for num_hosts in HOSTS
+            for hosts in HOSTS
             for comparison in (
-                _comparison(
-                    f"restoring feeds on {num_hosts:,} hosts as before: files that a host reads",
+                alone(
+                    "P19",
+                    f"{hosts:,} hosts: files that a host reads",
                     "files",
-                    f"files: {num_hosts}",
+                    f"files: {hosts}",
                     Goal("at most", 2),
                 ),
-                _comparison(
-                    f"restoring feeds on {num_hosts:,} hosts as before: a host's state",
+                alone(
+                    "P19",
+                    f"{hosts:,} hosts: a host's state",
                     "ms",
-                    f"ms: {num_hosts}",
+                    f"ms: {hosts}",
                     Goal("at most", 50),
                 ),
             )

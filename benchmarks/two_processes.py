@@ -84,16 +84,17 @@ def _comparison(what: str, against: str, ours: str, theirs: str) -> Comparison:
 GROUPS = [
     Group(
         "two_processes",
+        "Placing batches of 12.6 MB over 2 processes",
         measure,
         [
             _comparison(
-                "placing 12.6 MB batches over 2 processes, in the background",
-                "grain.experimental.device_put",
+                "in the background",
+                "Grain's device_put",
                 "chain",
                 "Grain",
             ),
             _comparison(
-                "placing 12.6 MB batches over 2 processes, on the main thread",
+                "on the main thread",
                 "jax.device_put",
                 "place",
                 "device_put",

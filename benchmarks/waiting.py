@@ -274,24 +274,23 @@ def _of_storage(
     yield from interleave(sides, run.rounds(quick=1, full=3), warm_up=False)
 
 
-def _storage_comparisons(what: str) -> list[Comparison]:
-    guide_c = "Grain's guide, option C"
-    return [
-        Comparison(
-            "P15", what, guide_c, "records/s", "ours", "guide", "ours / theirs",
-            goal=Goal("at least", 3),
-        ),
-        Comparison(
-            "P15", f"time to the first batch, {what}", guide_c, "ms", "first: ours",
-            "first: guide", "ours / theirs", goal=Goal("at most", 0.5),
-        ),
-    ]  # fmt: skip
+GUIDE = "Grain's guide, option C"
+
+STORAGE_COMPARISONS = [
+    Comparison(
+        "P15", "", GUIDE, "records/s", "ours", "guide", "ours / theirs", goal=Goal("at least", 3)
+    ),
+    Comparison(
+        "P15", "time to the first batch", GUIDE, "ms", "first: ours", "first: guide",
+        "ours / theirs", goal=Goal("at most", 0.5),
+    ),
+]  # fmt: skip
 
 
 def _compared(number: str, name: str, theirs: str, against: str, goal: Goal) -> Comparison:
     return Comparison(
         number,
-        what=f"3 KB records, {name}" if number == "P15" else name,
+        what=name,
         against=against,
         unit="records/s",
         ours=f"{name}: ours",
@@ -306,13 +305,14 @@ NAMES = [f"{kind}, {latency_ms} ms" for kind in KINDS for latency_ms in LATENCIE
 GROUPS = [
     Group(
         "waiting",
+        f"3 KB records of a source that waits {LATENCIES_MS[0]} to {LATENCIES_MS[-1]} ms a read",
         measure_waiting,
         [
             _compared(
                 "P15",
                 f"{kind}, {latency_ms} ms",
                 "guide",
-                "Grain's guide, option C",
+                GUIDE,
                 Goal("at least", 3 if latency_ms >= 5 else 1),
             )
             for kind in KINDS
@@ -325,12 +325,13 @@ GROUPS = [
     ),
     Group(
         "waiting_first",
+        "Time to the first batch of a source that waits",
         measure_first,
         [
             Comparison(
                 "P15",
-                what=f"time to the first batch, {name}",
-                against="Grain's guide, option C",
+                what=name,
+                against=GUIDE,
                 unit="ms",
                 ours=f"{name}: ours",
                 theirs=f"{name}: guide",
@@ -342,6 +343,7 @@ GROUPS = [
     ),
     Group(
         "computing",
+        "Records of sources that compute, and do not wait",
         measure_computing,
         [
             _compared("P16", name, BEST, "the best num_threads", Goal("at least", 0.95))
@@ -350,16 +352,19 @@ GROUPS = [
     ),
     Group(
         "ranges",
+        f"3 KB records by HTTP range requests of {BUCKET_MS} ms",
         measure_ranges,
-        _storage_comparisons(f"3 KB records by HTTP range requests of {BUCKET_MS} ms"),
+        STORAGE_COMPARISONS,
     ),
     Group(
         "mount",
+        f"3 KB ArrayRecords, 64 files on a FUSE mount of {MOUNT_MS} ms",
         measure_mount,
-        _storage_comparisons(f"3 KB ArrayRecords, 64 files on a FUSE mount of {MOUNT_MS} ms"),
+        STORAGE_COMPARISONS,
     ),
     Group(
         "tail",
+        "A few reads that take long",
         measure_tail,
         [
             Comparison(

@@ -8,6 +8,7 @@ written from the public names and the help of the commands. A link between files
 becomes one between pages; what is no page can be downloaded. Any warning is an error.
 """
 
+import enum
 import importlib
 import inspect
 import os
@@ -25,7 +26,7 @@ from docs import messages  # noqa: E402
 SOURCE, SITE = ROOT / "build" / "site_source", ROOT / "build" / "site"
 
 MODULES = ["checkpoint", "measuring", "placement", "rehearse", "training"]
-COMMANDS = ["demo", "plan", "rehearse"]
+COMMANDS = ["demo", "plan", "rehearse", "doctor"]
 
 # Files of the repository that are pages beside those of docs/ and notebooks/, and where.
 ELSEWHERE = {
@@ -36,6 +37,9 @@ ELSEWHERE = {
     "benchmarks/README.md": "benchmarks.md",
     "examples/README.md": "examples.md",
 }
+
+# Pages that are made of the source: where a link to the file that says it leads to in the site.
+MADE = {"docs/messages.py": "messages.md"}
 
 # The navigation. A page of docs/ that is in none of these lists is a warning of Sphinx's.
 SECTIONS = {
@@ -64,14 +68,21 @@ def pages():
     }
 
 
+def title_of(file):
+    """The title of a page that is a file of the repository: its first heading."""
+    return re.search(r"^# (.*)$", file.read_text(), re.MULTILINE)[1]
+
+
 def with_links_of_the_site(text, file, page, places):
     """The text of a page, in which links to files of the repository lead to what the site has.
 
-    A file that is no page is copied to files/ and can be downloaded, or is a picture.
+    A file that is no page is copied to files/ and can be downloaded, or is a picture. A link that
+    says no more than the name of a page has that page's title in the site.
     """
 
     def link(match):
-        target, hash_, anchor = match[1].partition("#")
+        words = match[1]
+        target, hash_, anchor = match[2].partition("#")
         linked = (file.parent / target).resolve()
         if not target or ":" in target or not linked.exists():
             return match[0]
@@ -81,14 +92,17 @@ def with_links_of_the_site(text, file, page, places):
                 return match[0]
         if linked in places:
             place = places[linked]
+            if Path(words or "").name == linked.name:
+                words = title_of(linked)
         else:
             place = f"files/{linked.relative_to(ROOT)}"
             (SOURCE / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(linked, SOURCE / place)
-        return f"]({os.path.relpath(place, Path(page).parent)}{hash_}{anchor})"
+        there = os.path.relpath(place, Path(page).parent)
+        return f"{'' if words is None else f'[{words}'}]({there}{hash_}{anchor})"
 
     text = re.sub(r"\[!\[[^]]*\]\([^)]*colab-badge[^)]*\)\]\([^)]*\)", "", text)  # from elsewhere
-    return re.sub(r"\]\(([^)\s]+)\)", link, text)
+    return re.sub(r"(?:\[([^][]*))?\]\(([^)\s]+)\)", link, text)
 
 
 def public_names():
@@ -115,24 +129,35 @@ def public_names():
 def reference(module_name, described):
     """A page with the docstrings of a module and of its public names, in the order of names.md."""
     module = importlib.import_module(module_name)
-    blocks = [] if module_name == "grain_shard" else [f".. automodule:: {module_name}\n"]
+    blocks, elsewhere = [f".. automodule:: {module_name}\n"], []
     for full, first in described.items():
         owner, _, name = full.rpartition(".")
+        value = getattr(module, name, None)
         if owner != module_name:
             continue
         if first != full:
-            blocks.append(f"``{full}`` is :py:obj:`{first}`.\n")
-        elif inspect.isclass(getattr(module, name)):
-            blocks.append(f".. autoclass:: {full}\n   :members:\n")
+            elsewhere.append(f"| `{name}` | `{first}` |\n")
+        elif inspect.isclass(value):
+            # Members of an enum have no docstrings.
+            options = "members:\n   :undoc-members" if issubclass(value, enum.Enum) else "members"
+            blocks.append(f".. autoclass:: {full}\n   :{options}:\n")
         else:
             blocks.append(f".. autofunction:: {full}\n")
     body = "\n".join(blocks)
-    return f"# `{module_name}`\n\n```{{eval-rst}}\n{body}\n```\n"
+    page = f"# `{module_name}`\n\n```{{eval-rst}}\n{body}\n```\n"
+    if elsewhere:
+        page += "\n## Described elsewhere\n\n| here | is the same as |\n|---|---|\n"
+    return page + "".join(elsewhere)
 
 
 def commands():
     """A page with the help of every command."""
-    parts = ["# The commands\n"]
+    parts = [
+        "# The commands\n",
+        "What each command prints with `--help`. `grain-shard` is short for"
+        " `python -m grain_shard`. With which codes they end is told under"
+        " [Public names](names.md#commands).\n",
+    ]
     for command in COMMANDS:
         words = [sys.executable, "-m", "grain_shard", command, "--help"]
         environment = os.environ | {"COLUMNS": "88", "PYTHONPATH": str(ROOT)}
@@ -155,10 +180,11 @@ def put_together():
     """Writes the folder that Sphinx reads."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     places = pages()
+    leads_to = places | {ROOT / file: page for file, page in MADE.items()}
     for folder in ("tutorials", "reference"):
         (SOURCE / folder).mkdir(parents=True)
     for file, page in places.items():
-        (SOURCE / page).write_text(with_links_of_the_site(file.read_text(), file, page, places))
+        (SOURCE / page).write_text(with_links_of_the_site(file.read_text(), file, page, leads_to))
     described = public_names()
     for name in ["grain_shard", *(f"grain_shard.{module}" for module in MODULES)]:
         (SOURCE / "reference" / f"{name}.md").write_text(reference(name, described))

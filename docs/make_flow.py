@@ -3,8 +3,9 @@
     python docs/make_flow.py
 
 Which host holds which rows, and which record is in which row, is what the library itself says. The
-animation is CSS inside the picture, so that it runs wherever the picture is shown. Where nothing
-moves, the last batch is to be seen, with its padding.
+animation is CSS inside the picture, so that it runs wherever the picture is shown. It begins with
+the end of the last batch, so that a still of it shows all there is, the padding as well; that is
+what is seen where nothing moves, too.
 """
 
 import os
@@ -17,21 +18,22 @@ import jax
 import numpy as np
 
 from grain_shard import ShardingTree, hosts_mesh
+from grain_shard.palette import GREEN, ORANGE, PADDING, PURPLE, SKY, VERMILION
 
 PICTURE = Path(__file__).with_name("flow.svg")
 
-HOST_COLORS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7"]  # Okabe and Ito's
-PADDING = "#BBBBBB"
+HOST_COLORS = [SKY, ORANGE, GREEN, PURPLE]
 NUM_RECORDS, GLOBAL_BATCH_SIZE, NUM_DEVICES = 42, 16, 8
 HOSTS_OF_STEP = [4, 4, 2]  # the run is stopped after two steps, and goes on with fewer hosts
 
 SECONDS_A_STEP = 4.5
 MOVE = 0.16  # the part of a step that a row takes from one column to the next
+SECONDS_BEFORE = 1  # of the last step's end, with which the animation begins
 
 # Columns, in the units of the picture: where a row of the batch stands, and how large it is.
-WIDTH, HEIGHT = 720, 530
-TOP, PITCH, CELL = 88, 21, (52, 17)
-BATCH_X, HOST_X, DEVICE_X, MASK_X = 60, 270, 454, 630
+WIDTH, HEIGHT = 620, 520
+TOP, PITCH, CELL = 78, 21, (54, 18)
+BATCH_X, HOST_X, DEVICE_X, MASK_X = 46, 208, 360, 554
 
 
 def batches():
@@ -66,50 +68,59 @@ def while_shown(step):
 
 
 def frames_of(hosts, rows):
-    """The frame of each host, around its rows and its devices."""
+    """The frame of each host, around its rows and its devices, with its name where no row goes."""
     for host, held in rows.items():
         top, bottom = y_of(held[0]) - 7, y_of(held[-1]) + CELL[1] + 7
         color = HOST_COLORS[host]
         yield (
-            f'<rect x="{HOST_X - 54}" y="{top}" width="{DEVICE_X + 116 - HOST_X}" rx="6"'
+            f'<rect x="{HOST_X - 8}" y="{top}" width="{DEVICE_X + 130 - HOST_X}" rx="6"'
             f' height="{bottom - top}" fill="{color}" fill-opacity="0.12" stroke="{color}"/>'
         )
-        yield text(HOST_X - 46, (top + bottom) / 2 + 4, f"host {host}", "small")
+        yield text(DEVICE_X + 70, (top + bottom) / 2 + 4, f"host {host}", "small")
 
 
 def moving_rows(step, ids, valid, rows):
-    """The rows of one batch, each of which goes from the batch to its host and to its device."""
+    """The rows of one batch, each of which goes from the batch to its host and to its device.
+
+    Where it was, a pale copy stays.
+    """
     width, height = CELL
     for host, held in rows.items():
         for row in held:
+            y = y_of(row)
             color = HOST_COLORS[host] if valid[row] else PADDING
             words = str(ids[row]) if valid[row] else "pad"
-            yield (
-                f'<g class="row" style="--y: {y_of(row)}px">'
+            cell = (
                 f'<rect width="{width}" height="{height}" rx="3" fill="{color}"/>'
                 f'<text x="{width / 2}" y="{height - 4}" class="cell">{words}</text></g>'
             )
-            yield text(MASK_X, y_of(row) + height - 4, valid[row], "mask" if valid[row] else "no")
+            yield f'<g class="copy" transform="translate({BATCH_X} {y})">{cell}'
+            yield f'<g class="copy of-host" transform="translate({HOST_X} {y})">{cell}'
+            yield f'<g class="row" style="--y: {y}px">{cell}'
+            yield text(MASK_X, y + height - 4, valid[row], "mask" if valid[row] else "no")
 
 
 def styles():
     """The animation: every step has its part of the whole, and in it the rows move twice."""
     steps = len(HOSTS_OF_STEP)
     whole = steps * SECONDS_A_STEP
+    repeated = f"{SECONDS_A_STEP}s {SECONDS_BEFORE - whole}s infinite"
     yield f"""
-svg {{ font-family: system-ui, sans-serif; font-size: 14px; fill: #222 }}
+svg {{ font-family: system-ui, sans-serif; font-size: 15px; fill: #222 }}
 .head {{ font-weight: 600; text-anchor: middle }}
-.small {{ font-size: 12px }}
-.code {{ font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 13px }}
-.cell {{ font-size: 12px; text-anchor: middle }}
-.mask, .no {{ font-size: 12px; text-anchor: middle; animation: mask {SECONDS_A_STEP}s infinite }}
-.no {{ fill: #B00020; font-weight: 600 }}
+.small {{ font-size: 13.5px }}
+.code {{ font-family: ui-monospace, Menlo, Consolas, monospace }}
+.cell {{ font-size: 14px; text-anchor: middle }}
+.mask, .no {{ font-size: 14px; text-anchor: middle; animation: mask {repeated} }}
+.no {{ fill: {VERMILION}; font-weight: 600 }}
 .moving {{ opacity: 0 }}
-.row {{ animation: row {SECONDS_A_STEP}s infinite }}
+.copy {{ opacity: 0.3 }}
+.of-host {{ animation: of-host {repeated} }}
+.row {{ animation: row {repeated} }}
 .row {{ transform: translate({DEVICE_X}px, var(--y)) }}"""
     for step in range(steps):
         begin, end = 100 * step / steps, 100 * (step + 1) / steps
-        yield f".step{step} {{ animation: step{step} {whole}s infinite }}"
+        yield f".step{step} {{ animation: step{step} {whole}s {SECONDS_BEFORE - whole}s infinite }}"
         before = "" if step == 0 else f"0%, {begin - 0.1:.2f}% {{ opacity: 0 }} "
         after = "" if step == steps - 1 else f"{end:.2f}%, 100% {{ opacity: 0 }} "
         shown = f"{begin:.2f}%, {end - 0.1:.2f}% {{ opacity: 1 }} "
@@ -122,6 +133,7 @@ svg {{ font-family: system-ui, sans-serif; font-size: 14px; fill: #222 }}
         f"@keyframes row {{ 0% {{ transform: translate({BATCH_X}px, var(--y)) }} {moves}"
         f"100% {{ transform: translate({DEVICE_X}px, var(--y)) }} }}"
     )
+    yield "@keyframes of-host { 0%, 30% { opacity: 0 } 31%, 100% { opacity: 0.3 } }"
     yield "@keyframes mask { 0%, 64% { opacity: 0 } 70%, 100% { opacity: 1 } }"
     yield "@media (prefers-reduced-motion: reduce) { * { animation: none !important } }"
 
@@ -130,14 +142,14 @@ def draw():
     """The picture, as text."""
     parts = [
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="white"/>',
-        text(BATCH_X + 26, 40, ".batch(16)", "head code"),
-        text(BATCH_X + 26, 60, "one for the whole job", "small", 'text-anchor="middle"'),
-        text(HOST_X + 26, 40, "hosts", "head"),
-        text(HOST_X + 26, 60, "read their own rows", "small", 'text-anchor="middle"'),
-        text(DEVICE_X + 26, 40, "devices", "head"),
-        text(DEVICE_X + 26, 60, "hold a shard each", "small", 'text-anchor="middle"'),
-        text(MASK_X, 40, "valid_mask", "head code"),
-        text(MASK_X, 60, "which rows count", "small", 'text-anchor="middle"'),
+        text(BATCH_X + 27, 32, ".batch(16)", "head code"),
+        text(BATCH_X + 27, 52, "of the whole job", "small", 'text-anchor="middle"'),
+        text(HOST_X + 27, 32, "hosts", "head"),
+        text(HOST_X + 27, 52, "read their rows", "small", 'text-anchor="middle"'),
+        text(DEVICE_X + 27, 32, "devices", "head"),
+        text(DEVICE_X + 27, 52, "hold a shard each", "small", 'text-anchor="middle"'),
+        text(MASK_X, 32, "valid_mask", "head code"),
+        text(MASK_X, 52, "which rows count", "small", 'text-anchor="middle"'),
     ]
     for device in range(NUM_DEVICES):
         y = y_of(device * GLOBAL_BATCH_SIZE // NUM_DEVICES)

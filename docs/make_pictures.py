@@ -33,8 +33,8 @@ def save(figure, folder, name):
     figure.savefig(folder / name, dpi=110, facecolor="white", metadata={"Software": None})
 
 
-def cell(axes, x, y, color, text="", **options):
-    axes.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", lw=1.5, **options))
+def cell(axes, x, y, color, text=""):
+    axes.add_patch(Rectangle((x, y), 1, 1, facecolor=color, edgecolor="white", lw=1.5))
     axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8)
 
 
@@ -94,15 +94,14 @@ def padding(folder, num_records=42):
                 if valid:
                     cell(axes, row, k, HOST_COLORS[0], str(record))
                 else:
-                    cell(axes, row, k, PADDING, "0", hatch="///")
+                    cell(axes, row, k, PADDING, "pad")
         axes.set_yticks(np.arange(len(batches)) + 0.5, [f"batch {k}" for k in range(len(batches))])
         axes.set_xticks(range(0, len(batches[0]["record"]) + 1, 2))
         axes.set_xlabel("row of the global batch (two rows a device)", fontsize=9)
     figure.legend(
         handles=[
             Patch(facecolor=HOST_COLORS[0], label="a record; valid_mask is True"),
-            Patch(facecolor=PADDING, hatch="///", edgecolor="white",
-                  label="zeros; valid_mask is False"),
+            Patch(facecolor=PADDING, label="padding, zeros; valid_mask is False"),
         ],
         loc="outside lower center", ncols=2, frameon=False, fontsize=9,
     )  # fmt: skip
@@ -129,14 +128,15 @@ def resume(folder, num_batches=8, stop_after=4, global_batch_size=8):
             for row in layout.rows(global_batch_size):
                 cell(axes, x, row, HOST_COLORS[host], str(batch[row]))
     axes.add_patch(
-        FancyArrowPatch((stop_after + 0.2, 5.6), (stop_after + gap - 0.2, 5.6),
+        FancyArrowPatch((stop_after + 0.2, 4), (stop_after + gap - 0.2, 4),
                         arrowstyle="-|>", mutation_scale=18, color="black")
     )  # fmt: skip
     size = len(json.dumps(state))
-    axes.text(stop_after + gap / 2, 3.4,
-              f'get_state()\n{{"step": {state["step"]}, "record": {state["record"]},\n'
-              f"  fingerprint}}\n{size} bytes of JSON",
-              ha="center", va="center", fontsize=10)  # fmt: skip
+    shown = f'{{\n  "step": {state["step"]},\n  "record": {state["record"]},\n  ...\n}}'
+    middle = stop_after + gap / 2
+    axes.text(middle, 3.7, "get_state()", ha="center", va="bottom", fontsize=10)
+    axes.text(middle - 1.1, 4.4, shown, ha="left", va="top", fontsize=10)
+    axes.text(middle, 6.9, f"{size} bytes of JSON", ha="center", va="top", fontsize=10)
     columns = [k if k < stop_after else k + gap for k in range(num_batches)]
     axes.set_xticks(np.array(columns) + 0.5, [f"batch {k}" for k in range(num_batches)], fontsize=8)
     axes.set_yticks(np.arange(global_batch_size) + 0.5, range(global_batch_size))

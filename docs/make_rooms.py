@@ -15,14 +15,15 @@ PACKAGE = ROOT / "grain_shard"
 FLOORS = [
     [
         "errors",
-        "palette",
+        "pace",
         "digest",
         "spans",
         "tasks",
+        "palette",
         "host_arrays",
-        "pace",
         "grain_inside",
         "libtpu",
+        "collectives",
     ],
     ["trees", "background", "hardware", "step_memory", "arguments"],
     ["worker_processes"],
@@ -44,27 +45,28 @@ WORDS = {
     "digest": "long values, shortened",
     "palette": "the colors of pictures",
     "spans": "who is at work when",
-    "tasks": "what threads are given to do",
+    "tasks": "what threads do",
     "host_arrays": "aligned host memory",
     "background": "threads that work ahead",
     "worker_processes": "Grain's processes",
-    "pace": "how many work side by side",
-    "grain_inside": "what Grain keeps private",
+    "pace": "how many side by side",
+    "grain_inside": "Grain's private parts",
     "libtpu": "quiet without a TPU",
+    "collectives": "in the loop's order",
     "trees": "batches as trees",
     "hardware": "chips",
     "step_memory": "a step's memory",
     "arguments": "words of commands",
-    "sharding": "which rows, on which devices",
+    "sharding": "which rows go where",
     "reading": "rows of batches",
-    "hosts": "what hosts tell each other",
-    "stats": "what is seen while it runs",
+    "hosts": "what hosts say",
+    "stats": "figures while it runs",
     "iteration": "the loop's iterator",
     "feeding": "feeds",
     "checkpoint": "Orbax",
     "placement": "without a pipeline",
     "measuring": "what the loop waits for",
-    "showing": "batches as people see them",
+    "showing": "batches to look at",
     "transforms": "the four stages",
     "chain": "shard_to",
     "training": "around the training step",
@@ -76,7 +78,9 @@ WORDS = {
     "doctor": "what is on this machine",
     "__main__": "commands",
 }
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 172, 46, 26, 54, 24
+MOST = 5  # rooms side by side; a floor with more of them has several lines
+WIDTH, HEIGHT, GAP_X, GAP_Y, GAP_OF_LINES, MARGIN = 164, 48, 12, 46, 14, 16
+ARROW = "#666666"
 
 
 def room_of(module):
@@ -109,23 +113,32 @@ def arrows():
     return sorted((a, b) for a, b in found if a != b)
 
 
+def places(width):
+    """Where the corner of each room is, from the top floor down, and the height of all."""
+    at, y = {}, MARGIN
+    for rooms in reversed(FLOORS):
+        for line in (rooms[i : i + MOST] for i in range(0, len(rooms), MOST)):
+            left = (width - len(line) * (WIDTH + GAP_X) + GAP_X) / 2
+            at |= {room: (left + i * (WIDTH + GAP_X), y) for i, room in enumerate(line)}
+            y += HEIGHT + GAP_OF_LINES
+        y += GAP_Y - GAP_OF_LINES
+    return at, y - GAP_Y + MARGIN
+
+
 def draw_rooms(path):
     """Writes the picture; the same text for the same imports."""
-    widest = max(map(len, FLOORS))
-    width = widest * (WIDTH + GAP_X) - GAP_X + 2 * MARGIN
-    height = len(FLOORS) * (HEIGHT + GAP_Y) - GAP_Y + 2 * MARGIN
-    at = {}
-    for floor, rooms in enumerate(FLOORS):
-        left = (width - len(rooms) * (WIDTH + GAP_X) + GAP_X) / 2
-        for i, room in enumerate(rooms):
-            y = height - MARGIN - HEIGHT - floor * (HEIGHT + GAP_Y)
-            at[room] = (left + i * (WIDTH + GAP_X), y)
+    width = MOST * (WIDTH + GAP_X) - GAP_X + 2 * MARGIN
+    at, height = places(width)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
-        ' font-family="sans-serif" text-anchor="middle">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        f' viewBox="0 0 {width} {height}" font-family="sans-serif" text-anchor="middle">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
-        ' markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#999999"/></marker></defs>',
+        f' markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{ARROW}"/></marker></defs>',
+        '<g font-size="14" text-anchor="start">',
+        f'<text x="{MARGIN}" y="32">Arrows are imports, drawn</text>',
+        f'<text x="{MARGIN}" y="51">to the next floor alone.</text>',
+        "</g>",
     ]
     for above, below in arrows():
         (x1, y1), (x2, y2) = at[above], at[below]
@@ -135,14 +148,14 @@ def draw_rooms(path):
         if floors[above] - floors[below] == 1:
             lines.append(
                 f'<line x1="{x1 + WIDTH / 2:g}" y1="{y1 + HEIGHT:g}" x2="{x2 + WIDTH / 2:g}"'
-                f' y2="{y2 - 3:g}" stroke="#999999" marker-end="url(#tip)"/>'
+                f' y2="{y2 - 3:g}" stroke="{ARROW}" marker-end="url(#tip)"/>'
             )
     for room, (x, y) in at.items():
         lines += [
             f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#E8F1F8"'
             ' stroke="#0072B2"/>',
-            f'<text x="{x + WIDTH / 2:g}" y="{y + 19:g}" font-size="14">{room}</text>',
-            f'<text x="{x + WIDTH / 2:g}" y="{y + 36:g}" font-size="11" fill="#555555">'
+            f'<text x="{x + WIDTH / 2:g}" y="{y + 20:g}" font-size="15">{room}</text>',
+            f'<text x="{x + WIDTH / 2:g}" y="{y + 38:g}" font-size="13" fill="#333333">'
             f"{WORDS[room]}</text>",
         ]
     Path(path).write_text("\n".join([*lines, "</svg>", ""]))

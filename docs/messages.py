@@ -6,14 +6,17 @@ compares docs/troubleshooting.md with them.
 
 import ast
 import builtins
-import textwrap
+import re
 from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "grain_shard"
 HOLE = "…"  # what an error fills in
 WARNING = "Warnings"
-OTHERS = "Of several classes"
+OTHERS = "Other errors"
+
+INTERNAL = {"AssertionError", "AttributeError"}  # of whoever works on the package
+FEWEST_WORDS = 3  # with less of it fixed, nobody finds a message by its text
 
 
 def text_of(node):
@@ -46,6 +49,11 @@ OURS = {
 } | {"RehearsalError"}
 
 
+def can_be_found(text):
+    """Whether enough of a message is fixed that a search for its words finds it."""
+    return len(re.findall(r"[^\W\d]{2,}", text.replace("\n  remedy: ", ""))) >= FEWEST_WORDS
+
+
 def messages():
     """By class of error, its messages, each with its remedy.
 
@@ -61,14 +69,17 @@ def messages():
             raised.update(map(id, ast.walk(node)))
             text = text_of(node.args[0])
             remedies = [text_of(word.value) for word in node.keywords if word.arg == "remedy"]
-            if any(map(str.isalpha, text.partition("\n")[0])):
+            if any(map(str.isalpha, text.partition("\n")[0])) and kind_of(node) not in INTERNAL:
                 found[kind_of(node)].add("\n  remedy: ".join([text, *remedies]))
         for node in ast.walk(tree):
             whole = isinstance(node, ast.Call | ast.JoinedStr) and id(node) not in raised
             if whole and "  remedy: " in (text := text_of(node)):
                 raised.update(map(id, ast.walk(node)))
                 found[OTHERS].add(text)
-    return {kind: sorted(texts, key=str.lower) for kind, texts in sorted(found.items())}
+    return {
+        kind: sorted(filter(can_be_found, texts), key=str.lower)
+        for kind, texts in sorted(found.items())
+    }
 
 
 def page():
@@ -81,10 +92,5 @@ def page():
     ]
     for kind, texts in messages().items():
         parts.append(f"## {kind if kind in (WARNING, OTHERS) else f'`{kind}`'}")
-        for text in texts:
-            lines = (
-                textwrap.fill(line, 88, subsequent_indent="    " if i else "")
-                for i, line in enumerate(text.splitlines())
-            )
-            parts.append("```text\n" + "\n".join(lines) + "\n```")
+        parts += [f"```{{code-block}} text\n:class: message\n\n{text}\n```" for text in texts]
     return "\n\n".join(parts) + "\n"

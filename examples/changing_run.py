@@ -168,8 +168,13 @@ def draw(directory, against, file):
     axes = figure.add_subplot(xlabel="step", ylabel="loss")
     if against is not None:
         axes.plot(losses_of(against), color="0.8", lw=6, label=against.name)
-    axes.plot(losses_of(directory), color="C3", lw=1.5, label=directory.name)
-    axes.legend()
+    losses = losses_of(directory)
+    axes.plot(losses, color="#D55E00", lw=1.5, label=directory.name)
+    with ocp.CheckpointManager(directory / "checkpoints") as checkpoints:
+        stops = [step for step in checkpoints.all_steps() if step < len(losses)]
+    axes.plot(stops, [losses[step] for step in stops], "o", color="black", label="continued here")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     figure.savefig(file, dpi=120)
 
 

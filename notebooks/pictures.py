@@ -172,7 +172,10 @@ def documents(segments, num_feeds):
     names = [f"feed {feed}" for feed in range(num_feeds)]
     axis.set_yticks(np.arange(num_feeds) * of_feed + of_feed / 2, names)
     axis.hlines(np.arange(1, num_feeds) * of_feed, 0, length, color="black", lw=0.8)
-    axis.set(xlabel="token", title="The first batch: each color a document, white: left over")
+    axis.set(
+        xlabel="token",
+        title="The first batch. Colors: the documents of a row, in order; white: left over",
+    )
 
 
 # Training.
@@ -232,25 +235,16 @@ def waits(results):
     figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=9)
 
 
-def bars(panels, xlabel):
-    """A panel of bars for each title: a value for each name."""
-    _, axes = plt.subplots(1, len(panels), figsize=(10, 2.8), layout="constrained")
-    for axis, color, (title, values) in zip(axes, COLORS, panels.items(), strict=False):
-        drawn = axis.bar([str(name) for name in values], values.values(), color=color)
-        axis.bar_label(drawn, [f"{value:,.3g}" for value in values.values()])
-        axis.margins(y=0.15)
-        axis.set(xlabel=xlabel, yticks=[])
-        axis.set_title(title, fontsize=10)
-        axis.spines[["top", "right", "left"]].set_visible(False)
-
-
 # Hosts.
 
 
 def rows_read(rows_by_host, global_batch_size):
     """The rows of a batch that each host reads, a panel for each mesh."""
     cases = list(rows_by_host[0])
-    _, axes = plt.subplots(2, 2, figsize=(11, 4.4), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        2, 2, figsize=(11, 4.8), sharex=True, sharey=True, layout="constrained"
+    )
+    figure.get_layout_engine().set(wspace=0.06, hspace=0.1)
     for axis, name in zip(axes.flat, cases, strict=True):
         for host, rows in enumerate(rows_by_host):
             fields = [(row, 1) for row in rows[name]]
@@ -258,7 +252,7 @@ def rows_read(rows_by_host, global_batch_size):
         total = sum(len(rows[name]) for rows in rows_by_host)
         title = f"{name}: {total} rows read for a batch of {global_batch_size}"
         axis.set_title(title, loc="left", fontsize=10)
-        axis.set(xlim=(0, global_batch_size), xticks=range(0, global_batch_size + 1, 8))
+        axis.set(xlim=(0, global_batch_size), xticks=range(0, global_batch_size + 1, 16))
         axis.set_yticks(range(len(rows_by_host)), [f"host {h}" for h in range(len(rows_by_host))])
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)

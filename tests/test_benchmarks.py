@@ -10,8 +10,22 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.chart import write_chart
+from benchmarks.figures import figure, with_quartiles
 from benchmarks.groups import GROUPS
-from benchmarks.measure import Comparison, Goal, Group, Run, Skip, interleave, quartiles, results
+from benchmarks.measure import (
+    Comparison,
+    Goal,
+    Group,
+    Run,
+    Skip,
+    alone,
+    interleave,
+    quartiles,
+    results,
+)
+from benchmarks.page import write_page
+from benchmarks.saved import read_json, write_json
+from benchmarks.tables import tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,7 +64,7 @@ def test_pairs_of_a_round_are_compared(tmp_path, compared, goal, values, met):
         {"ours": 4.0, "theirs": 8.0},
         {"ours": 3.0, "theirs": 3.0},
     ]
-    group = Group("reading", lambda run: rounds, [comparison(compared, goal)])
+    group = Group("reading", "Reading", lambda run: rounds, [comparison(compared, goal)])
     (result,) = results(group, Run(True, tmp_path))
     assert result.values == values
     assert result.met is met
@@ -71,6 +85,7 @@ def test_an_absent_peer_is_skipped_with_a_word_and_the_others_are_measured(tmp_p
     sides = {"ours": lambda: 1.0, "theirs": lambda: 2.0, "absent": absent}
     group = Group(
         "reading",
+        "Reading",
         lambda run: interleave(sides, 3),
         [comparison("ours / theirs", None), comparison("ours / theirs", None, theirs="absent")],
     )
@@ -80,14 +95,145 @@ def test_an_absent_peer_is_skipped_with_a_word_and_the_others_are_measured(tmp_p
     assert len(tries) == 1
 
 
-def test_the_picture_has_a_bar_for_ours_and_for_three_others(tmp_path):
+def test_no_two_subjects_share_a_number():
+    """P8 is what a mask adds, which is measured with and without reading."""
+    modules = {}
+    for group in GROUPS:
+        for number in {c.number for c in group.comparisons if c.number} - {"P8"}:
+            modules.setdefault(number, set()).add(group.measure.__module__)
+    assert {number: found for number, found in modules.items() if len(found) > 1} == {}
+
+
+def test_no_two_groups_have_one_title_and_no_two_rows_of_a_group_the_same_words():
+    titles = [group.title for group in GROUPS]
+    assert len(set(titles)) == len(titles)
+    for group in GROUPS:
+        words = [(c.what, c.against) for c in group.comparisons]
+        assert len(set(words)) == len(words), group.name
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "written"),
+    [
+        (4.1324, "x", "4.13x"),
+        (0.0697, "x", "0.0697x"),
+        (70073.4, "records/s", "70,073 records/s"),
+        (0.00991, "s", "9.91 ms"),
+        (0.00731, "ms", "7.31 us"),
+        (0.00000731, "s", "7.31 us"),
+        (0.215, "ms", "0.215 ms"),
+        (0.0, "s", "0 s"),
+        (1.0, "files", "1 file"),
+        (2.0, "files", "2 files"),
+        (1.0, "processes", "1 process"),
+        (1.0, "ms", "1 ms"),
+    ],
+)
+def test_a_figure_is_written_in_a_unit_that_suits_it(value, unit, written):
+    assert figure(value, unit) == written
+
+
+def test_quartiles_are_written_in_the_unit_of_what_they_surround():
+    assert with_quartiles(0.0258, 0.0277, 0.322, "s") == "27.7 ms (25.8 to 322)"
+    assert with_quartiles(0.956, 1.12, 1.16, "x") == "1.12x (0.956 to 1.16)"
+    assert with_quartiles(0.0, 0.0, 0.0, "objects") == "0 objects (0 to 0)"
+
+
+TWO_ROUNDS = [
+    {"ours": 4.0, "theirs": 2.0, "other": Skip("it is not installed"), "files": 1.0},
+    {"ours": 8.0, "theirs": 2.0, "other": Skip("it is not installed"), "files": 1.0},
+]
+SUBJECT = Group(
+    "subject",
+    "What is measured",
+    lambda run: TWO_ROUNDS if run.folder.name == "two" else TWO_ROUNDS[:1],
+    [
+        comparison("ours / theirs", Goal("at least", 4.0)),
+        dataclasses.replace(comparison("ours / theirs", None, theirs="other"), against="another"),
+        alone("P2", "files", "files", "files", Goal("at most", 2)),
+    ],
+)
+CONDITIONS = {
+    "date": "2026-01-01 00:00 UTC",
+    "machine": "a machine",
+    "cpus": 2,
+    "load before": 0.5,
+    "python": "3.12",
+    "versions": {"grain": "1"},
+    "quick": True,
+}
+
+
+def test_what_is_measured_alone_has_a_table_of_its_own():
+    measured = results(SUBJECT, Run(True, Path("two")))
+    beside, by_itself = (
+        [" | ".join(row) for row in [table.header, *table.rows]] for table in tables(measured)
+    )
+    assert beside == [
+        "# | goal met? | what | against | measured | goal | ours | theirs",
+        "P1 | missed | reading | a peer | 3x (2.5 to 3.5) | at least 4x | 6 ms | 2 ms",
+        "P1 | - | reading | another | it is not installed | - | - | -",
+    ]
+    assert by_itself == [
+        "# | goal met? | what | measured | goal",
+        "P2 | met | files | 1 file (1 to 1) | at most 2 files",
+    ]
+
+
+def test_one_round_has_no_quartiles():
+    _, by_itself = tables(results(SUBJECT, Run(True, Path("one"))))
+    assert by_itself.rows == [["P2", "met", "files", "1 file", "at most 2 files"]]
+
+
+def test_the_page_has_a_section_for_each_group(tmp_path):
+    other = dataclasses.replace(SUBJECT, name="other", title="What else is measured")
+    measured = [(group, results(group, Run(True, Path("two")))) for group in (SUBJECT, other)]
+    write_page(measured, CONDITIONS, tmp_path / "RESULTS.md")
+    page = (tmp_path / "RESULTS.md").read_text()
+    headings = [line for line in page.splitlines() if line.startswith("#")]
+    assert headings == ["# Results", "## What is measured", "## What else is measured"]
+    assert page.count("| P1 | missed | reading |") == 2
+    assert "\n2 of 4 goals are met. " in page
+
+
+def test_the_page_is_the_same_from_what_a_run_has_saved(tmp_path):
+    measured = [(SUBJECT, results(SUBJECT, Run(True, Path("two"))))]
+    write_json(measured, CONDITIONS, tmp_path / "results.json")
+    conditions, again = read_json(tmp_path / "results.json", [SUBJECT])
+    write_page(measured, CONDITIONS, tmp_path / "page.md")
+    write_page(again, conditions, tmp_path / "again.md")
+    assert (tmp_path / "again.md").read_text() == (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"what": "sorting"}, {"against": "another peer"}, {"compared": "ours - theirs"}],
+)
+def test_results_of_other_comparisons_are_refused(tmp_path, change):
+    saved = tmp_path / "saved.json"
+    write_json([(SUBJECT, results(SUBJECT, Run(True, Path("two"))))], CONDITIONS, saved)
+    others = [dataclasses.replace(SUBJECT.comparisons[0], **change)]
+    with pytest.raises(ValueError, match=r"saved\.json has no result of subject, .*; measure all"):
+        read_json(saved, [dataclasses.replace(SUBJECT, comparisons=others)])
+
+
+def test_the_committed_page_has_every_group_and_number():
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    headings = [line[3:] for line in page.splitlines() if line.startswith("## ")]
+    assert headings == [group.title for group in GROUPS]
+    for number in {c.number for group in GROUPS for c in group.comparisons if c.number}:
+        assert f"\n| {number} |" in page, number
+
+
+def test_the_picture_has_a_bar_for_each_of_three_others(tmp_path):
     (group,) = (group for group in GROUPS if group.name == "reading")
     rates = {"grain_shard": 4.0, "Grain's guide": 1.0, "Grain tuned": 2.0, "by hand": 3.0}
     rates |= {"datarax": Skip("not installed"), "flax": 1.0, "without a mask": 5.0}
     measured = dataclasses.replace(group, measure=lambda run: [rates])
     picture = tmp_path / "results.png"
-    assert write_chart(results(measured, Run(True, tmp_path)), picture)
+    assert write_chart([(measured, results(measured, Run(True, tmp_path)))], picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not write_chart([(SUBJECT, results(SUBJECT, Run(True, Path("two"))))], picture)
 
 
 @pytest.mark.slow
@@ -109,7 +255,10 @@ def test_the_command_measures_a_goal_and_writes_json(tmp_path):
         (["P5", "typo"], "nothing is called ['typo']; names are reading, "),
         ([""], "nothing is called ['']"),
         (["P5", "--write"], "--write is for all of them"),
+        (["P5", "--again", "results.json"], "--again is for all of them"),
         (["P5", "--out", "README.md"], "cannot write to --out: "),
+        (["--again", "nowhere.json"], "--again: [Errno 2]"),
+        (["--again", "README.md"], "--again: Expecting value"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_measured(

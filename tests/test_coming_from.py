@@ -374,7 +374,7 @@ def test_the_names_of_datarax_are_those_of_the_table():
     assert set(re.findall(r"`(\w+)`", table)) == set(datarax.__all__)
 
 
-@row("`grain.experimental.assert_equal_output_after_checkpoint(ds)`")
+@row("`assert_equal_output_after_checkpoint(ds)`")
 def output_after_checkpoint(mesh):
     ds = numbers(30).batch(8).shard_to(mesh)
     with pytest.raises(ValueError, match="truth value"):

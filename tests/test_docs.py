@@ -11,6 +11,7 @@ What a block prints is what its last line says in a comment.
 
 import doctest
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -130,6 +131,26 @@ def test_links_lead_somewhere(page):
         linked = page.parent / path if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+
+
+FENCED = re.compile(r"^( *)```(.*)\n(?:.*\n)*?\1```$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_its_language(page):
+    """Without one the site colors it as Python, an error message as well."""
+    languages = [language for _, language in FENCED.findall(page.read_text())]
+    assert "" not in languages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_of_prose_begins_with_a_number_as_a_list_does(page):
+    """The page would show a list where a sentence only happens to be wrapped before its "1."."""
+    last = 0
+    for above, line in itertools.pairwise(FENCED.sub("", page.read_text()).splitlines()):
+        if begins := re.match(r" *(\d+)\. ", line):
+            assert not above or int(begins[1]) == last + 1 > 1, line
+            last = int(begins[1])
 
 
 def test_the_pictures_of_the_contract_can_be_made_again(tmp_path):

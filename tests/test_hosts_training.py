@@ -238,3 +238,48 @@ def test_a_host_killed_between_two_batches_of_a_stream_ends_the_other():
     gone = "most likely one of the hosts is gone"
     assert gone in result.outputs[0] or "host 1 did not answer within 2 s" in result.outputs[0]
     assert "the whole stream" not in result.outputs[0]
+
+
+# A CPU that is the only one of its process does not keep to the order in which it is given work.
+
+
+def of_kind(kind, mesh, num_records=2000):
+    def numbers(part):
+        records = grain.MapDataset.range(num_records)[part.shard_index :: part.shard_count]
+        records = records.map(lambda i: {"x": np.full(128, i % 7, np.float32)})
+        return records.to_iter_dataset().filter(lambda record: record["x"][0] != 3)
+
+    if kind == "feeds":
+        return grain_shard.feeds(numbers, num_feeds=8).batch(32).shard_to(mesh)
+    if kind == "stream":
+        shards = grain_shard.ShardByMesh(mesh)
+        own = numbers(shards).batch(32 // shards.shard_count)
+        return own.shard_to(mesh, rows="local")
+    records = grain.MapDataset.range(num_records).map(lambda i: {"x": np.full(128, i, np.float32)})
+    return records.batch(32).shard_to(mesh, P(), read="once")  # every device gets all rows
+
+
+def train_without_waiting_on_host_1(kind):
+    """Host 0 waits for each loss; host 1 gives its devices one step after the other."""
+    mesh = mesh_of_all()
+    replicated = NamedSharding(mesh, P())
+
+    def loss_and_gradient(weights, batch):
+        x = jax.lax.with_sharding_constraint(batch["x"], NamedSharding(mesh, P("data")))
+        return jax.value_and_grad(lambda weights: jnp.mean((x @ weights) ** 2))(weights)
+
+    step = jax.jit(loss_and_gradient, out_shardings=replicated)
+    weights = jax.device_put(np.ones((128, 64), np.float32), replicated)
+    losses = []
+    for batch in of_kind(kind, mesh):
+        loss, gradient = step(weights, batch)
+        weights = weights - 1e-9 * gradient
+        losses.append(float(loss) if jax.process_index() == 0 else loss)
+    return [float(loss) for loss in losses]
+
+
+@pytest.mark.parametrize("kind", ["feeds", "stream", "once"])
+def test_hosts_with_one_cpu_each_need_not_wait_for_their_steps(kind):
+    first, second = rehearse.run(train_without_waiting_on_host_1, kind, hosts=2)
+    assert len(first) > 40
+    assert first == second

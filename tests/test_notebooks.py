@@ -55,3 +55,19 @@ def test_outputs_are_there_without_errors_or_warnings(path):
     outputs = [output for cell in found for output in cell["outputs"]]
     assert outputs
     assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_picture_says_in_words_what_it_shows(path):
+    for cell, source in zip(*cells(path, "code"), strict=True):
+        kinds = {kind for output in cell["outputs"] for kind in output.get("data", {})}
+        if any(kind.startswith("image/") for kind in kinds):
+            assert cell["metadata"].get("mystnb", {}).get("image", {}).get("alt"), source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_line_of_an_output_is_cut_at_the_side_of_a_page(path):
+    for cell in cells(path, "code")[0]:
+        for output in cell["outputs"]:
+            text = "".join(output.get("text", output.get("data", {}).get("text/plain", "")))
+            assert max(map(len, text.splitlines()), default=0) <= 100, text

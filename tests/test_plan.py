@@ -612,6 +612,8 @@ def test_a_plan_shows_itself():
         " steps_per_epoch=16, read='once', warnings=<2>)"
     )
     assert "16 steps for 1,000 records" in str(plan)
-    assert "16 steps for 1,000 records" in plan._repr_mimebundle_((), ())["text/html"]
+    html = plan._repr_mimebundle_((), ())["text/html"]
+    assert "16 steps for 1,000 records" in html
+    assert "#000000" not in html, "which a dark page hides"
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.read = "needed"

@@ -20,7 +20,7 @@ _LARGEST_BATCH = 750  # of 1,500 images: with two batches an epoch has a middle 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of ``demo``, for `main`."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    digits = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "grain_shard", "digits")
     parser.description = (
         "Train a classifier on 1,797 images of handwritten digits: ArrayRecord files,"
         " .shard_to(mesh), nnx.jit, Orbax. No network and no accelerator is needed: without one,"
@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--data-dir",
         type=Path,
-        default=Path(cache, "grain_shard", "digits").expanduser(),
+        default=digits.expanduser(),
         metavar="DIR",
-        help="where the images are, or will be; default: %(default)s",
+        help=f"where the images are, or will be; default: {digits}",
     )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument(

@@ -5,9 +5,9 @@ not pass through the first host, whose key-value store is slower the more hosts 
 
 It is a collective, and all collectives must come in the same order on every host. So a question is
 asked in the order of the training loop's program, by the loop's thread, which waits until it has
-begun. The thread that begins it, and that waits for the answer, is another one: where the backend
-blocks until a collective is done (the CPU's does), the loop can still be told that the answer will
-not come.
+begun. The thread that begins it, and that waits for the answer, is another one: where a collective
+is done before the call returns, as on CPUs, the loop can still be told that the answer will not
+come.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.background import Background
+from grain_shard.collectives import in_turn
 from grain_shard.errors import AgreementError
 from grain_shard.tasks import Producer
 
@@ -138,7 +139,7 @@ def _least(mesh: Mesh, question: Question) -> None:
     try:
         # The mesh of the training loop is in force in this thread, too, and has other axes.
         with jax.set_mesh(mesh):
-            least = _all_reduce(mesh)(_on_devices(mesh, question.numbers))
+            least = in_turn(_all_reduce(mesh), _on_devices(mesh, question.numbers))
             question.begun.set()
             question.least = tuple(int(number) for number in np.asarray(least))
     finally:

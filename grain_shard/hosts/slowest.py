@@ -78,7 +78,7 @@ class SlowestHost:
 
     @property
     def holds_others_up(self) -> bool:
-        """Whether that is so much that the others surely wait for it: a tenth of the time."""
+        """Whether that is so much, a tenth of the time, that the others surely wait for it."""
         return self.share >= _MUCH
 
     def __str__(self) -> str:

@@ -342,7 +342,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     @property
     def read_threads(self) -> str:
-        """How many threads read side by side now, and why: ``64 (reads wait)``.
+        """How many threads read side by side now, and why, as ``64 (reads wait)``.
 
         Also how many reads came late and were asked for again, if any were. Empty where that is not
         found while it runs: of streams, feeds and worker processes.

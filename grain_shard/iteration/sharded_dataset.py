@@ -100,7 +100,7 @@ class ShardedDataset(grain.IterDataset):
 
     @property
     def row_dims(self) -> int:
-        """How many dims of a leaf count rows: two where there are microbatches, otherwise one."""
+        """How many dims of a leaf count rows. Two where there are microbatches, otherwise one."""
         return 1 if self.shardings.microbatches is None else 2
 
     @property

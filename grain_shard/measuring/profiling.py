@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -81,13 +82,11 @@ class Profile(Measurement):
                 f"reads side by side, as found while it ran: {self.read_threads}",
                 "(threads come and go until then; the table counts all that were seen)",
             ]
-        lines += ["", f"bottleneck: {found.name}; {found.reason}"]
-        lines += [f"  - {advice}" for advice in found.advice]
+        lines += ["", _broken(f"bottleneck: {found.name}; {found.reason}")]
+        lines += [_broken(f"  - {advice}") for advice in found.advice]
         if self.pipeline is not None and self.pipeline.num_workers:
-            lines.append(
-                "not seen: reading, stacking and padding in the worker processes (num_workers="
-                f"{self.pipeline.num_workers})."
-            )
+            unseen = "not seen: reading, stacking and padding in the worker processes"
+            lines.append(_broken(f"{unseen} (num_workers={self.pipeline.num_workers})."))
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -100,6 +99,12 @@ class Profile(Measurement):
         except GrainShardError as error:
             print(error)
         print(self)
+
+
+def _broken(sentence: str) -> str:
+    """In lines that fit a page, as a notebook breaks none; later ones are indented further."""
+    indent = " " * (4 if sentence.startswith("  - ") else 2)
+    return textwrap.fill(sentence, 80, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _milliseconds(seconds: float) -> str:

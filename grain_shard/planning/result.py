@@ -234,7 +234,7 @@ class Plan(InNotebooks):
             ),
         ]
         for warning in self.warnings:
-            text = Text("warning: ", style="bold yellow").append(warning, style="not bold default")
+            text = Text.assemble(("warning: ", "bold yellow"), warning)
             parts.append(Padding(text, (0, 2)))
         return Group(*parts)
 

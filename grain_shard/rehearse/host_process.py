@@ -19,19 +19,22 @@ from typing import IO
 # program to ask for, and does not end the process.
 _GRACE_S = 2.0
 
-# What each process runs: the script or module, as `python` would run it. Only the end of a script
-# that fails is different. In an ordinary exit JAX's atexit handler waits up to 5 minutes for the
-# other hosts, which in turn wait for this one; so the process leaves by os._exit. It does so half a
-# second late. For the others fail as soon as its connections break, and that was measured to be up
-# to 15 ms before the end of its process can be seen. With the delay, the first process to end is
-# the one that failed first. This program imports neither JAX nor this package, since the script may
-# set variables that have to be there before JAX is imported. A script that used JAX and ran to its
-# end, or failed, without having joined the other hosts leaves a file that says so.
+# What each process runs: the script or module, as `python` would run it. It differs in two ways.
+# A signal has it say where it stands. And a script that fails does not end as usual: in an ordinary
+# exit JAX's atexit handler waits up to 5 minutes for the other hosts, which in turn wait for this
+# one; so the process leaves by os._exit. It does so half a second late. For the others fail as soon
+# as its connections break, and that was measured to be up to 15 ms before the end of its process
+# can be seen. A host that only says that another one has failed leaves later still. With these
+# delays the first process to end is the one that failed first. This program imports neither JAX nor
+# this package, since the script may set variables that have to be there before JAX is imported. A
+# script that used JAX and ran to its end, or failed, without having joined the other hosts leaves a
+# file that says so.
 _HOST_PROGRAM = """
-import os, runpy, sys, time
+import faulthandler, os, runpy, signal, sys, time
+faulthandler.register(signal.SIGUSR1, all_threads=False)
 del sys.argv[0]
 alone = sys.argv.pop(0)
-code = 0
+code, late_s = 0, 0.5
 try:
     if sys.argv[0] == "-m":
         del sys.argv[0]
@@ -51,6 +54,8 @@ except BaseException as error:
         tb = tb.tb_next
     sys.excepthook(type(error), error.with_traceback(tb), tb)
     code = 1
+    if type(error).__name__ == "AgreementError":
+        late_s = 3
 try:
     jax = sys.modules.get("jax")
     if jax and not jax.distributed.is_initialized() and jax.process_count() == 1:
@@ -59,9 +64,11 @@ finally:
     if code:
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(0.5)
+        time.sleep(late_s)
         os._exit(code)
 """
+# How long a host has to say where it stands.
+_SAY_S = 0.5
 
 
 class HostProcess:
@@ -106,6 +113,11 @@ class HostProcess:
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self._events.put((self._index, None))
 
+    def send_signal(self, number: int) -> None:
+        """To the process alone, if it still runs."""
+        if self._process.returncode is None:
+            os.kill(self._process.pid, number)
+
     def terminate(self) -> None:
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGTERM)
@@ -127,6 +139,13 @@ class HostProcess:
             # A daemon that has left the group may keep the pipe open for ever, hence the timeout.
             self._reader.join(_GRACE_S)
         return self._process.wait()
+
+
+def say_where(processes: Sequence[HostProcess]) -> None:
+    """Has the hosts that still run print the stack of their main thread."""
+    for process in processes:
+        process.send_signal(signal.SIGUSR1)
+    time.sleep(_SAY_S)
 
 
 def end(processes: Sequence[HostProcess]) -> None:

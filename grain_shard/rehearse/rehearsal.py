@@ -14,7 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from grain_shard.rehearse.host_process import HostProcess, end, host_environment, reserved_port
+from grain_shard.rehearse.host_process import (
+    HostProcess,
+    end,
+    host_environment,
+    reserved_port,
+    say_where,
+)
 from grain_shard.rehearse.result import RehearsalError, RehearsalResult
 
 # What Gloo, the library by which CPUs of several hosts compute together, says of itself on stdout.
@@ -146,6 +152,7 @@ def run_script(
         while running and (failed_host is None or not end_others):
             if (remaining_s := deadline - time.monotonic()) <= 0:
                 timed_out_hosts = sorted(running)
+                say_where([processes[host] for host in timed_out_hosts])
                 break
             with contextlib.suppress(queue.Empty):
                 host, line = events.get(timeout=remaining_s)

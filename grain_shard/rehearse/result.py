@@ -64,7 +64,7 @@ class RehearsalResult:
             ends.append(end)
         elif self.timed_out_hosts:
             hosts = ", ".join(f"host {host}" for host in self.timed_out_hosts)
-            ends.append(f"timed out, still running: {hosts}")
+            ends.append(f"timed out, still running: {hosts}. Where each stood is in its last lines")
         if self.not_joined:
             if self.failed_host is None:
                 end = (

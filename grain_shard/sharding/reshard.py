@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
+from grain_shard.collectives import in_turn
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits
 from grain_shard.trees import Batch, flatten
@@ -47,7 +48,7 @@ class Resharder:
         placed = [s is not None for s in self._by_leaf]
         moved = tuple(x for x, p in zip(leaves, placed, strict=True) if p)
         for move in self._moves:
-            moved = move(*moved)
+            moved = in_turn(move, *moved)
         self._last = min(moved, key=lambda array: array.nbytes)
         arrays = iter(moved)
         return structure.unflatten(

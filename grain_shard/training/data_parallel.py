@@ -87,7 +87,7 @@ def data_parallel_train_step(
         rngs: Keys for the loss, e.g. ``{"dropout": key}``; a new one for each step.
 
     Returns:
-        (new_state, metrics): the state in the form it came, and ``{"loss": scalar}``, the loss
+        The new state, in the form in which it came, and the metrics ``{"loss": scalar}``, the loss
         before the update.
 
     Raises:

@@ -36,7 +36,7 @@ def create_sharded_pipeline(
             the same rows.
 
     Returns:
-        What `shard_to` returns: the last batch is padded, and each has a ``valid_mask``.
+        What `shard_to` returns. The last batch is padded, and each has a ``valid_mask``.
 
     Raises:
         ShardingError: The mesh has several axes, none of them "data"; there is no record; or a
