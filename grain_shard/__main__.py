@@ -114,9 +114,22 @@ def _nobody_reads() -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """What was wrong and what to do, without the line breaks that a log has room for."""
-    text = re.sub(r"\.?\s*\n\s*remedy: +", ". Remedy: ", str(error))
-    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+    r"""What was wrong and what to do, without the line breaks that a log has room for.
+
+    Example:
+        >>> print(_one_line(GrainShardError("7 rows.\n  leaf:   f32[7]   mesh: data=2")))
+        7 rows (leaf: f32[7], mesh: data=2).
+    """
+    text = str(error).strip() or type(error).__name__
+    problem, *remedies = re.split(r"\s*\n\s*remedy: +", text)
+    said, *facts = (line.strip() for line in problem.splitlines() if line.strip())
+    if facts:
+        # A fact stands behind its name, and from the next one on its line three blanks away.
+        told = (re.sub(r"\s{2,}", ", ", re.sub(r":\s+", ": ", fact)) for fact in facts)
+        said = f"{said.rstrip('.')} ({'; '.join(told).rstrip('.')})."
+    if remedies:
+        said = f"{said.rstrip('.')}. Remedy: {' '.join(' '.join(remedies).split())}"
+    return said
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:

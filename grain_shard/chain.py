@@ -206,9 +206,11 @@ class _Chain(Stage):
             raise ShardingError(
                 f"the dataset is a stream, and does not say what it yields on each of"
                 f" {layout.num_hosts} hosts.",
-                remedy='pass rows="local" if each host yields the rows of its own devices (shard'
-                ' the source by grain_shard.ShardByMesh), or rows="global" if every host yields the'
-                " same whole batches. A MapDataset down to .batch needs neither.",
+                remedy="cut the stream into grain_shard.feeds, whose batches are the same on any"
+                ' number of hosts; or pass rows="local" if each host yields the rows of its own'
+                ' devices (shard the source by grain_shard.ShardByMesh), or rows="global" if every'
+                " host yields the same whole batches. A MapDataset down to .batch needs none of"
+                " these.",
             )
         if rows == "local":  # what it yields are this host's rows already
             return self._padded(ds, len(layout.shards)).pipe(self.put)

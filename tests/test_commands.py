@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from grain_shard.__main__ import main
+from grain_shard.doctor import command as doctor
+from grain_shard.errors import GrainShardError, ShardingError
 from tests.conftest import HANG_S
 
 PLAN = "plan --hosts 2 --devices-per-host 1 --mesh data=2 --batch 8 --records 80"
@@ -69,9 +71,36 @@ def test_a_failure_is_one_line_with_its_remedy_and_exit_code_1():
         'raise ShardingError("7 rows.", leaf="f32[7]", mesh_axes=[("data", 2)], remedy="use 8.")'
     )
     assert done.returncode == 1
-    assert (
-        done.stderr == "grain_shard demo: 7 rows.; leaf:   f32[7]   mesh: data=2. Remedy: use 8.\n"
-    )
+    assert done.stderr == "grain_shard demo: 7 rows (leaf: f32[7], mesh: data=2). Remedy: use 8.\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (GrainShardError("it is late"), "it is late"),
+        (GrainShardError("it is late.\n  remedy: go."), "it is late. Remedy: go."),
+        (
+            ShardingError(
+                "7 rows.", mesh_axes=[("data", 2), ("model", 4)], remedy="use 8\nof them."
+            ),
+            "7 rows (mesh: data=2, model=4). Remedy: use 8 of them.",
+        ),
+        (
+            GrainShardError(
+                "they differ.\n  mesh: 2 on host 0\n  rows: 3 on host 1\n  remedy: look."
+            ),
+            "they differ (mesh: 2 on host 0; rows: 3 on host 1). Remedy: look.",
+        ),
+        (GrainShardError(), "GrainShardError"),
+    ],
+)
+def test_the_parts_of_an_error_are_joined_as_sentences(error, line, monkeypatch, capsys):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(doctor, "main", fail)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == f"grain_shard doctor: {line}\n"
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(capsys):

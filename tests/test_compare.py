@@ -40,6 +40,17 @@ def test_fields(answers, lines):
     assert lines_of(dict(enumerate(answers))) == lines
 
 
+@pytest.mark.parametrize("field", ["source", "transforms"])
+def test_a_pipeline_that_differs_may_be_divided_by_the_host(field):
+    error = compare({0: {field: "6dee7067"}, 1: {field: "6f555ae6"}})["error"]
+    assert error.splitlines()[1:] == [
+        f'  {field}: "6dee7067" on host 0; "6f555ae6" on host 1',
+        f"{REMEDY} If it is the same, the pipeline is most likely divided by jax.process_index(),"
+        " as by a slice or by files of each host: leave that out, since .shard_to gives each host"
+        " its rows.",
+    ]
+
+
 SAME_SHARDS = "hold the same shards and feed different rows; shard the source by"
 SAME_ROWS = "hold different shards and feed the same rows; shard the source by"
 

@@ -6,9 +6,11 @@ each of them also shows that the failures before it did no lasting harm.
 
 import itertools
 import json
+import logging
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import grain
@@ -259,6 +261,23 @@ def case_own_devices_only(host, _):
     return taken, [own_ids(batch) for batch in shard(stream, mesh)]
 
 
+def case_what_is_logged_of_own_devices_only(host, _):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("absl").addHandler(handler)
+    try:
+        numbered().batch(8).shard_to(mesh_of(jax.devices()))
+        before = len(lines)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with shard(numbered().batch(4), mesh_of(jax.local_devices(), (2,))) as iterator:
+                list(iterator)
+    finally:
+        logging.getLogger("absl").removeHandler(handler)
+    return before, lines
+
+
 def late(host, directory, *, late_host, case):
     """One host arrives when the others have given up on it."""
     if host == late_host:
@@ -417,6 +436,14 @@ def test_a_mesh_of_one_hosts_devices_needs_no_agreement(results):
         batches, stream = result
         assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]][:host]
         assert list(itertools.chain(*stream)) == list(range(2 + host))
+
+
+def test_hosts_that_train_apart_are_told_so_once(results):
+    for before, lines in results[case_what_is_logged_of_own_devices_only]:
+        assert before == 0
+        (line,) = lines
+        assert "devices of this host alone, and there are 4 hosts" in line
+        assert "jax.make_mesh" in line
 
 
 @pytest.mark.parametrize(

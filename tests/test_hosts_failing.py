@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ HOSTS = range(4)
 NOWHERE = -1
 SCRIPT = """
 import sys
+import traceback
 import grain, grain_shard, jax, numpy as np
 
 kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
@@ -196,3 +198,35 @@ def test_a_loop_that_handles_the_failure_can_go_on_with_another_iterator():
     assert [text.split(":")[0] for text in second[:2]] == ["OSError", "OSError"]
     total = sum(4.0 * i for i in range(16 * 8))
     assert float(first[2]) + float(second[2]) == total
+
+
+def what_a_loop_raises_that_waits():
+    """The error of a host that is inside ``next`` when another one fails, as it is printed."""
+    import grain
+
+    from tests.conftest import eventually
+
+    started = []
+
+    def load(i):
+        if i >= 16 * 3:
+            if jax.process_index() == 1:
+                raise OSError("the bucket is gone")
+            eventually(lambda: started and started[0]._alarm._failure is not None)
+        return {"x": np.full(4, i, np.float32)}
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    ds = grain.MapDataset.range(16 * 8).map(load).batch(16).shard_to(mesh)
+    with iter(ds) as batches:
+        started.append(batches)
+        try:
+            list(batches)
+        except (OSError, grain_shard.AgreementError):
+            return traceback.format_exc()
+
+
+def test_the_failure_of_another_host_is_told_without_what_ended_the_wait_for_it():
+    heard, failed = rehearse.run(what_a_loop_raises_that_waits, hosts=2, devices_per_host=2)
+    assert "OSError: the bucket is gone" in failed
+    assert "AgreementError: host 1 failed" in heard
+    assert "During handling" not in heard

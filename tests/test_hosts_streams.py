@@ -374,6 +374,7 @@ def batches_in(results):
 def test_a_stream_that_does_not_say_its_rows_is_refused_at_build_time(result_of):
     for text in result_of(case_unsaid):
         assert "does not say what it yields on each of 2 hosts" in text
+        assert "cut the stream into grain_shard.feeds" in text
         assert 'rows="local"' in text
         assert 'rows="global"' in text
 

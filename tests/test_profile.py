@@ -111,6 +111,11 @@ def test_a_stage_that_is_slow_itself(stage, monkeypatch):
     assert profile(sharded(), step, 20).bottleneck == stage
 
 
+def test_functions_over_a_range_are_told_from_it():
+    profiled = profile(sharded(batches(slow(record))), num_batches=10)
+    assert "your functions wait" in find_bottleneck(profiled).reason
+
+
 def test_the_verdict_without_a_step_is_about_the_pipeline():
     profiled = profile(sharded(batches(slow(record))), num_batches=10)
     assert profiled.bottleneck == "read"
@@ -204,6 +209,7 @@ def test_a_verdict_of_buffer_says_on_what_it_rests():
 
 
 IN_PYTHON = "compute: about 500 examples a second at best if that is Python code"
+SOURCE_READS = [("t", 0, 9, 0.1), ("t", 9, 10, 0, "map")]
 HELD_UP = "or would compute if other processes did not use the processors"
 
 
@@ -230,17 +236,27 @@ HELD_UP = "or would compute if other processes did not use the processors"
             "raise cpu_buffer_size",
         ),
         # Reads that wait, with room for more of them and without.
-        ([("t", 0, 10, 0.1)], [], "the source waits.", "num_threads", "raise cpu_buffer_size"),
+        (SOURCE_READS, [], "the source waits.", "num_threads", "raise cpu_buffer_size"),
+        (SOURCE_READS, [], "the source waits.", "give the source a _getitems", ""),
         (
-            [("t", 0, 10, 0.1)],
+            SOURCE_READS,
             [("t", 1, 3)],
             "the source waits.",
             "raise cpu_buffer_size (4 now), so that more is read side by side: for 20% of the time",
             "num_workers",
         ),
         ([("t", 0, 10, 0.1, "map")], [], "your functions wait.", "num_threads", "num_workers"),
+        ([("t", 0, 10, 0.1, "map")], [], "your functions wait.", "leave num_threads out", "source"),
+        # What is not told apart may be either.
+        ([("t", 0, 10, 0.1)], [], "the source, or your functions, wait.", "_getitems", "raise"),
         # Between the two nobody can tell.
-        ([("t", 0, 10, 3)], [], f"the source waits, {HELD_UP}.", "if it computes, pass", "raise"),
+        (
+            [("t", 0, 9, 3), ("t", 9, 9.1, 0, "map")],
+            [],
+            f"the source waits, {HELD_UP}.",
+            "if it computes, pass",
+            "raise",
+        ),
     ],
 )
 def test_whether_reads_compute_or_wait_is_told_by_their_processor_time(
@@ -328,7 +344,7 @@ class TestProfile:
         assert reasons == [
             "bottleneck: read; batches are in the making 100% of the time, by 1.6 threads on",
             "  average, mostly reading and decoding records, which keeps 0 processors busy:",
-            "  the source waits.",
+            "  the source, or your functions, wait.",
         ]
         assert advice.startswith("  - if this waits for files or a network")
 
@@ -354,7 +370,7 @@ class TestProfile:
         for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(as asked for\)")]:
             profiled = profile(sharded(num_threads=fixed), step, 5)
             assert re.fullmatch(words, profiled.read_threads)
-            assert f"as found while it ran: {profiled.read_threads}\n" in str(profiled)
+            assert f"as found while it ran: {profiled.read_threads}\n(threads come" in str(profiled)
         assert profile([np.ones(4)] * 3, num_batches=2).read_threads == ""
 
     def test_it_says_that_worker_processes_are_not_seen(self):
@@ -367,6 +383,21 @@ class TestProfile:
         with iter(numbered(12, 4).shard_to(data_mesh(2))) as iterator:
             profiled = profile(iterator, step)
         assert (profiled.num_batches, profiled.warmup) == (1, 2)
+
+    @pytest.mark.parametrize(
+        ("num_batches", "asked", "tells"),
+        [(1, 50, False), (9, 50, False), (10, 50, True), (1, 2, True)],
+    )
+    def test_of_too_few_batches_it_tells_nothing_but_how_to_have_more(
+        self, num_batches, asked, tells
+    ):
+        few = dataclasses.replace(
+            measured(**READING), num_batches=num_batches, num_batches_asked=asked
+        )
+        found = find_bottleneck(few)
+        assert found.name == ("read" if tells else "unseen")
+        assert tells or f"{num_batches} of the {asked} batches" in found.reason
+        assert tells or found.advice == ("put .repeat() before .batch, and profile again.",)
 
     def test_refusals(self):
         with pytest.raises(ValueError, match="no batch to measure"):

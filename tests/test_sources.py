@@ -1,5 +1,6 @@
 """`ArrayRecordSource` on real ArrayRecord files."""
 
+import http.server
 import itertools
 import os
 import pickle
@@ -7,16 +8,18 @@ import re
 import shutil
 import threading
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import cloudpickle
 import grain
 import numpy as np
+import pyarrow.parquet
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from grain_shard import ArrayRecordSource, BatchLayout, PadToDivisible, ShardBatch
-from grain_shard.reading import sources
+from grain_shard.reading import open_file, sources
 from tests.conftest import HANG_S, data_mesh, ids
 
 SIZES = [7, 1, 20, 4]  # records of each file
@@ -268,7 +271,7 @@ def test_a_file_instruction_of_tensorflow_datasets(paths):
             "data/pic-*.array_record",
             """\
 no file matches 'data/pic-*.array_record'.
-  exists: '{tree}/data', which holds dataset_info.json, img-10.array_record, img-2.array_record, \
+  exists: '{tree}/data', which holds img-2.array_record, img-10.array_record, dataset_info.json, \
 more, train-0 (5 in all)
   remedy: correct the path; of a bucket, see whether it is mounted on this host.""",
         ),
@@ -309,14 +312,123 @@ def test_only_a_few_of_many_names_are_shown(tmp_path):
         ArrayRecordSource(str(tmp_path / "train-*"))
 
 
+def test_the_nearest_names_come_first(tmp_path):
+    for name in ["a", "b", "c", "d", "e", "f", "train-00000-of-00008"]:
+        (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError, match=r"holds train-00000-of-00008, a, b, c, d, \.\.\. "):
+        ArrayRecordSource(str(tmp_path / "train-00000-of-00004"))
+    with pytest.raises(FileNotFoundError, match="holds train-00000-of-00008, a"):
+        ArrayRecordSource(str(tmp_path / "train-00000-of-00009/more/deep"))
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tree, monkeypatch):
+    monkeypatch.setenv("HOME", f"{tree}/data")
+    monkeypatch.chdir(tree / "empty")
+    for given in ["~/train-?", "~/train-0", Path("~/train-0"), "~/train-0[0:4]"]:
+        source = ArrayRecordSource(given)
+        assert (source.paths, len(source)) == ([f"{tree}/data/train-0"], SIZES[3])
+    with pytest.raises(FileNotFoundError, match=re.escape(f"exists: '{tree}/data', which holds")):
+        ArrayRecordSource("~/missing-*")
+
+
 def test_a_file_of_another_kind_is_refused_by_name(tree):
     with pytest.raises(RuntimeError, match=re.escape("'data/dataset_info.json' cannot be read")):
         ArrayRecordSource(["data/train-0", "data/dataset_info.json"])
 
 
+def test_a_parquet_file_is_called_what_it_is(tmp_path):
+    path = str(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2]}), path)
+    with pytest.raises(RuntimeError, match=r"is a Parquet file.*\n.*grain_shard\.feeds"):
+        ArrayRecordSource(path)
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused_by_name(tree):
+    with pytest.raises(RuntimeError, match="'data/more' cannot be read"):
+        ArrayRecordSource("data/more[0:1]")[0]
+
+
 def test_a_pattern_of_urls_is_refused():
     with pytest.raises(ValueError, match=r"patterns are for files.*\n.*mount the bucket"):
         ArrayRecordSource("gs://bucket/img-*")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "s3://bucket/img-0",
+        "s3://bucket/img-*",
+        "https://host/img-0[0:10]",
+        SimpleNamespace(filename="file:///data/img-0", skip=0, take=3, examples_in_shard=20),
+    ],
+)
+def test_a_url_that_cannot_be_opened_is_refused_at_once(given):
+    with pytest.raises(ValueError, match=r"begin with gs:// can be opened\.\n.*mount it"):
+        ArrayRecordSource(given)
+
+
+@pytest.fixture
+def bucket(paths, monkeypatch):
+    """A Google bucket on this machine: its objects by name."""
+    objects = {"train-0": Path(paths[2]).read_bytes()}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            content = objects.get(re.search(r"/o/([^?]+)", self.path)[1])
+            self.send_response(404 if content is None else 206)
+            body = content or b""
+            if content is not None:
+                first, last = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers["Range"]).groups()
+                start = int(first) if first else max(0, len(content) - int(last))
+                stop = int(last) + 1 if first and last else len(content)
+                body = content[start:stop]
+                range_ = f"bytes {start}-{start + len(body) - 1}/{len(content)}"
+                self.send_header("Content-Range", range_)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", url)
+        yield
+        server.shutdown()
+
+
+def test_an_object_of_a_google_bucket_is_read_by_its_url(bucket):
+    source = ArrayRecordSource(["gs://bucket/train-0", "gs://bucket/train-0[3:5]"])
+    assert len(source) == SIZES[2] + 2
+    assert list(source._getitems([0, 21])) == [record(8), record(12)]
+    with pytest.raises(RuntimeError, match=r"gs://bucket/missing.*404(.|\n)*may read the object"):
+        ArrayRecordSource("gs://bucket/missing")
+
+
+def test_of_a_bucket_that_does_not_answer_the_log_says_so(paths, monkeypatch):
+    said, lines = threading.Event(), []
+
+    class Reader:
+        def __init__(self, path, **options):
+            assert said.wait(HANG_S)  # as without a network
+            self.reader = local_reader(paths[1], **options)
+
+        def __getattr__(self, name):
+            return getattr(self.reader, name)
+
+    def log(level, text, seconds, *args):
+        lines.append(text % args)
+        said.set()
+
+    local_reader = open_file.ArrayRecordReader
+    monkeypatch.setattr(open_file, "ArrayRecordReader", Reader)
+    monkeypatch.setattr(open_file, "_LATE_S", 0.01)
+    monkeypatch.setattr(open_file.logging, "log_every_n_seconds", log)
+    assert list(ArrayRecordSource("gs://bucket/train-0")) == [record(7)]
+    assert "gs://bucket/train-0 is not open yet" in lines[0]
+    assert "credentials" in lines[0]
 
 
 def test_at_most_half_of_the_files_that_a_process_may_open_are_open(paths, monkeypatch):
@@ -331,8 +443,8 @@ def test_at_most_half_of_the_files_that_a_process_may_open_are_open(paths, monke
         def __getattr__(self, name):
             return getattr(self.reader, name)
 
-    sources_reader = sources.ArrayRecordReader
-    monkeypatch.setattr(sources, "ArrayRecordReader", Reader)
+    sources_reader = open_file.ArrayRecordReader
+    monkeypatch.setattr(open_file, "ArrayRecordReader", Reader)
     monkeypatch.setattr(sources.resource, "getrlimit", lambda kind: (6, 6))
     source = ArrayRecordSource(paths)
     assert (Reader.opened, len(Reader.alive)) == (4, 3)
@@ -359,8 +471,8 @@ def test_files_that_make_wait_are_opened_and_read_side_by_side(paths, what, monk
         def __getattr__(self, name):
             return getattr(self.reader, name)
 
-    sources_reader = sources.ArrayRecordReader
-    monkeypatch.setattr(sources, "ArrayRecordReader", Reader)
+    sources_reader = open_file.ArrayRecordReader
+    monkeypatch.setattr(open_file, "ArrayRecordReader", Reader)
     monkeypatch.setattr(sources, "_PATIENCE_S", -1)  # as if the first had taken long
     source = ArrayRecordSource(paths)
     assert list(source._getitems(range(TOTAL))) == [record(i) for i in range(TOTAL)]

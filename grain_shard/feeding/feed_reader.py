@@ -40,6 +40,7 @@ class FeedReader:
 
         Raises:
             StateError: The feed cannot start from its entry.
+            IndexError: There are fewer files than feeds, most likely.
         """
         rows: list[Any] = []
         if self._ended or not num_rows:
@@ -53,12 +54,13 @@ class FeedReader:
             self._ended = True
             self.close()
         except IndexError as error:
-            if not (self._begun or rows):
-                error.add_note(
-                    "grain_shard: the feed failed before its first row; are there fewer files than"
-                    " feeds?"
-                )
-            raise
+            if self._begun or rows:
+                raise
+            raise IndexError(  # and no note: Grain's own would hide it
+                f"the feed failed before its first row ({error}): are there fewer files than"
+                " feeds?\n  remedy: make num_feeds no larger than the number of files, or divide"
+                " the rows of the files among the feeds."
+            ) from error
         self._begun = True
         return rows
 

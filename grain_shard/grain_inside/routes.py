@@ -32,6 +32,7 @@ from grain_shard.grain_inside.nodes import (
 )
 from grain_shard.grain_inside.recovery import RAISES, Recovery, Unreadable
 from grain_shard.grain_inside.source_reads import (
+    RANGE,
     SOURCE,
     BatchedRead,
     batched_read_of,
@@ -114,6 +115,11 @@ class Route:
     def only_asks_sources(self) -> bool:
         """Whether `read` runs nothing of the user's but sources."""
         return self.origin.only_asks_sources
+
+    @property
+    def runs_no_function(self) -> bool:
+        """Whether `read` asks sources, or counts a range: `finish` then runs all functions."""
+        return self.origin.runs_no_function
 
     def read(self, until: float = NEVER, recovery: Recovery = RAISES) -> list[Any]:
         """What is at the lower end.
@@ -200,6 +206,10 @@ class _Origin:
     @property
     def only_asks_sources(self) -> bool:
         return type(self.ds) is SOURCE
+
+    @property
+    def runs_no_function(self) -> bool:
+        return type(self.ds) in (SOURCE, RANGE)
 
     def read(self, until: float, recovery: Recovery) -> list[Any]:
         indices = self.indices.tolist()
@@ -321,6 +331,10 @@ class _Fork:
     @property
     def only_asks_sources(self) -> bool:
         return all(way.only_asks_sources for way in self.routes)
+
+    @property
+    def runs_no_function(self) -> bool:
+        return all(way.runs_no_function for way in self.routes)
 
     def read(self, until: float, recovery: Recovery) -> list[Any]:
         # All of them: those that there was no time for might stand before others that were read.

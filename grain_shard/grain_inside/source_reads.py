@@ -13,6 +13,7 @@ import grain
 BatchedRead = Callable[[Sequence[int]], Sequence[Any]]
 
 SOURCE = type(grain.MapDataset.source([0]))
+RANGE = type(grain.MapDataset.range(1))
 
 
 def single_read_of(ds: grain.MapDataset) -> Callable[[int], Any]:

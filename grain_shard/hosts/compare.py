@@ -8,6 +8,12 @@ from typing import Any, Final
 
 Answers = Mapping[int, Any]
 _MAX_CHARACTERS = 200  # of a value
+# Fields by which a pipeline is told, and why they mostly differ where the script is the same.
+_OF_THE_PIPELINE = "source", "transforms"
+_DIVIDED = (
+    " If it is the same, the pipeline is most likely divided by jax.process_index(), as by a slice"
+    " or by files of each host: leave that out, since .shard_to gives each host its rows."
+)
 # What a host's pipeline yields: the same whole batches as everywhere, rows of its own, or the rows
 # of feeds. In the last two cases hosts compare a field with their shards and a digest of their rows
 # of the first batch. Two feeds may well yield the same rows, so only the same feeds are compared.
@@ -35,6 +41,8 @@ def compare(answers: Answers) -> dict[str, Any]:
     if not lines:
         return {}
     remedy = "run the same script with the same arguments, files and checkpoint on every host."
+    if any(difference(name, answers) for name in _OF_THE_PIPELINE):
+        remedy += _DIVIDED
     return {
         "error": "\n".join(
             ["the hosts do not run the same pipeline.", *lines, f"  remedy: {remedy}"]

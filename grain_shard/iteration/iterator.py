@@ -167,16 +167,21 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self.start_prefetch()
         with self._meter:
             try:
-                batch, position, size = next(self._stage)
+                placed = next(self._stage, None)
             except ShardingError as error:
                 # What stands before placement knows no mesh, and may run where there is none.
                 self._tell(first, error)
                 raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
                 self._tell(first, error)
-                if isinstance(error, StopIteration):
-                    self._at_end()
                 raise
+            if placed is None:
+                # No exception is being handled here: that of another host, if it is why there is
+                # no batch, comes without one.
+                self._tell(first, StopIteration())
+                self._at_end()
+                raise StopIteration
+        batch, position, size = placed
         self._tell(first, None)
         self._meter.handed_out(size)
         self._position = position

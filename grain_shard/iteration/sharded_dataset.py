@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -56,6 +57,7 @@ class ShardedDataset(grain.IterDataset):
         settings: How the pipeline is run.
         remainder: What a stream does that ends before those of other hosts.
         timeout_s: How long one host waits for another, in seconds.
+        records_per_batch: See the method.
         same_order: Whether it is known to be shuffled, and to have the same order in each pass.
 
     Example:
@@ -76,6 +78,7 @@ class ShardedDataset(grain.IterDataset):
         *,
         remainder: str,
         timeout_s: float,
+        records_per_batch: Callable[[], int | None],
         same_order: bool = False,
     ):
         super().__init__(parent)
@@ -83,6 +86,7 @@ class ShardedDataset(grain.IterDataset):
         self._settings, self._remainder, self._timeout_s = settings, remainder, timeout_s
         self._layout, self._second_pass = shardings.layout(), SecondPass(same_order)
         self._series = Series()
+        self._records_per_batch = records_per_batch
 
     @property
     def settings(self) -> Settings:
@@ -118,6 +122,16 @@ class ShardedDataset(grain.IterDataset):
     def num_batches(self) -> int | None:
         """The number of batches; None if only the end of the stream tells it."""
         return self._host.num_batches()
+
+    def records_per_batch(self) -> int | None:
+        """Rows of a full batch that are no padding; of the first, if sizes change.
+
+        Where nothing else tells, a batch of a `MapDataset` is read for it.
+
+        Returns:
+            Those of all hosts; None if only the batches tell, of a stream.
+        """
+        return self._records_per_batch()
 
     def __bool__(self) -> bool:
         return True  # not by len(), which a stream does not have
@@ -185,14 +199,17 @@ class ShardedDataset(grain.IterDataset):
             ]
         )
 
-    def __str__(self) -> str:
-        buffer = self._settings.device_buffer_size
-        return f"DevicePut(mesh=({self._mesh_text()}), device_buffer_size={buffer})"
-
     def __repr__(self) -> str:
+        return f"<ShardedDataset of {self._text()}>"
+
+    def __str__(self) -> str:
+        # As Grain prints a pipeline, every stage is called by its name.
+        return f"DevicePut({self._text()})"
+
+    def _text(self) -> str:
         batches = self.num_batches()
         count = "" if batches is None else f", {batches} batches"
-        return f"<ShardedDataset of {self._host.kind}, mesh ({self._mesh_text()}){count}>"
+        return f"{self._host.kind}, mesh ({self._mesh_text()}){count}"
 
     def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: workers come before the batches are put on devices."""

@@ -34,6 +34,10 @@ _SURELY_WAITS = 0.05
 # With more processors busy than this, the work leaves the interpreter's lock: threads compute side
 # by side.
 _ONE_AT_A_TIME = 1.2
+# Batches that tell something. With fewer, and most of those asked for missing, what is seen is how
+# the pipeline begins and ends.
+_ENOUGH = 10
+_FUNCTIONS = "your functions"
 
 
 class Bottleneck(NamedTuple):
@@ -47,6 +51,13 @@ class Bottleneck(NamedTuple):
 def find_bottleneck(measured: Measurement) -> Bottleneck:
     """What holds the loop up, with the advice that fits the pipeline."""
     pipeline = measured.pipeline or Settings()
+    if measured.num_batches < min(_ENOUGH, measured.num_batches_asked / 2):
+        return Bottleneck(
+            "unseen",
+            f"the dataset ended after {measured.num_batches} of the {measured.num_batches_asked}"
+            " batches that were to be measured, which is too few to tell.",
+            ("put .repeat() before .batch, and profile again.",),
+        )
     waits = f"the loop waits {measured.busy(WAIT):.0%} of the time"
     if measured.busy(WAIT) < _LITTLE_WAIT and measured.total_s(STEP) > 0:
         return Bottleneck(
@@ -126,7 +137,8 @@ def _making(stage: str, measured: Measurement, pipeline: Settings) -> Bottleneck
     doing = {READ: "reading and decoding records", BATCH: "stacking records", PAD: "padding"}
     cores = _making_cores(measured)
     computes = cores >= _COMPUTES
-    what = _what_computes(stage, measured) if computes else _what_waits(stage, measured)
+    who = _who(stage, measured, computes)
+    what = _what_computes(who, measured) if computes else _what_waits(who, measured)
     return Bottleneck(
         stage,
         f"batches are in the making {_making_share(measured):.0%} of the time, by"
@@ -135,41 +147,45 @@ def _making(stage: str, measured: Measurement, pipeline: Settings) -> Bottleneck
         (
             *_faster_making(stage, pipeline),
             *(_faster_computing(stage, pipeline) if computes else ()),
-            *(() if computes or stage != READ else _faster_waiting(measured, pipeline)),
+            *(() if computes or stage != READ else _faster_waiting(who, measured, pipeline)),
         ),
     )
 
 
-def _what_computes(stage: str, measured: Measurement) -> str:
-    """What keeps the processors busy, and how fast that can be at best."""
-    mapped_s = sum(s.processor_s for s in measured.spans if s.part == MAP)
+def _who(stage: str, measured: Measurement, computes: bool) -> str:
+    """What of a stage takes its time, as far as that can be told."""
     if stage != READ:
-        who = "this computes"
-    elif mapped_s > _MOST * measured.processor_s(READ):
-        who = "your functions compute"
-    else:
-        who = "the source, or your functions, compute"
+        return "this"
+    if not any(s.part == MAP for s in measured.spans):
+        return f"the source, or {_FUNCTIONS},"
+    reads = [s for s in measured.spans if s.stage == READ]
+    seconds = [s.processor_s if computes else s.end - s.start for s in reads]
+    mapped_s = sum(s for read, s in zip(reads, seconds, strict=True) if read.part == MAP)
+    return _FUNCTIONS if mapped_s > _MOST * sum(seconds) else "the source"
+
+
+def _does(who: str, verb: str) -> str:
+    return f"{who} {verb}" if _FUNCTIONS in who else f"{who} {verb}s"
+
+
+def _what_computes(who: str, measured: Measurement) -> str:
+    """What keeps the processors busy, and how fast that can be at best."""
+    computes = _does(who, "compute")
     best = f"about {measured.num_examples / measured.processor_s(*_MAKING):,.0f} examples a second"
     if _making_cores(measured) > _ONE_AT_A_TIME:
-        return f"{who}: {best} for each processor."
+        return f"{computes}: {best} for each processor."
     return (
-        f"{who}: {best} at best if that is Python code, which runs one thread at a time, whatever"
-        " the buffers."
+        f"{computes}: {best} at best if that is Python code, which runs one thread at a time,"
+        " whatever the buffers."
     )
 
 
-def _what_waits(stage: str, measured: Measurement) -> str:
+def _what_waits(who: str, measured: Measurement) -> str:
     """What the threads wait for that are at work and need no processor."""
-    mapped_s = sum(s.end - s.start for s in measured.spans if s.part == MAP)
-    if stage != READ:
-        who = "it waits"
-    elif mapped_s > _MOST * measured.total_s(READ):
-        who = "your functions wait"
-    else:
-        who = "the source waits"
+    waits = _does(who, "wait")
     if _surely_waits(measured):
-        return f"{who}."
-    return f"{who}, or would compute if other processes did not use the processors."
+        return f"{waits}."
+    return f"{waits}, or would compute if other processes did not use the processors."
 
 
 def _faster_making(stage: str, pipeline: Settings) -> tuple[str, ...]:
@@ -211,7 +227,7 @@ def _faster_computing(stage: str, pipeline: Settings) -> tuple[str, ...]:
     return tuple(advice)
 
 
-def _faster_waiting(measured: Measurement, pipeline: Settings) -> tuple[str, ...]:
+def _faster_waiting(who: str, measured: Measurement, pipeline: Settings) -> tuple[str, ...]:
     """Advice where reads wait: have more of them side by side."""
     if pipeline.is_stream or pipeline.num_workers:
         return ()
@@ -221,6 +237,11 @@ def _faster_waiting(measured: Measurement, pipeline: Settings) -> tuple[str, ...
             f"if this waits for files or a network, raise cpu_buffer_size"
             f" ({pipeline.cpu_buffer_size} now), so that more is read side by side: for {full:.0%}"
             " of the time there was no room to begin another batch."
+        )
+    elif who == _FUNCTIONS:
+        waiting = (
+            "if they wait for files or a network, leave num_threads out, so that the number of them"
+            " side by side is found, or have them ask for less. Larger buffers would not help."
         )
     else:
         waiting = (

@@ -34,7 +34,7 @@ class Profile(Measurement):
         A stage ("read", "batch", "pad", "place"), the "step" itself, the "buffer" (too small for
         a few batches that take much longer than the others), the "workers" (processes, which are
         not seen), the "handover" (whatever comes between the devices and the loop), or "unseen" (a
-        dataset whose stages tell nothing, or time that is not theirs).
+        dataset whose stages tell nothing, time that is not theirs, or too few batches to tell).
         """
         return find_bottleneck(self).name
 
@@ -77,7 +77,11 @@ class Profile(Measurement):
             a_batch = _milliseconds(total_s / self.num_batches)
             lines.append(f"{lane:<8}{threads:>7}{f'{total_s:.3f} s':>14}{a_batch:>14}{busy:>8}")
         if self.read_threads:
-            lines += ["", f"reads side by side, as found while it ran: {self.read_threads}"]
+            lines += [
+                "",
+                f"reads side by side, as found while it ran: {self.read_threads}",
+                "(threads come and go until then; the table counts all that were seen)",
+            ]
         lines += ["", _broken(f"bottleneck: {found.name}; {found.reason}")]
         lines += [_broken(f"  - {advice}") for advice in found.advice]
         if self.pipeline is not None and self.pipeline.num_workers:

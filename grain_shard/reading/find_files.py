@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import os
 from pathlib import Path
 
+BUCKET = "gs://"  # the URLs that array_record opens by itself
+
 # A folder holds other files, too: a description of the data set, say.
 _NAMES_IN_A_FOLDER = ("*array_record*", "*arrayrecord*")
 _NAMES_SHOWN = 5
+
+
+def require_openable(path: str) -> None:
+    """Refuses a URL of a kind that nothing here can open.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if "://" in path and not path.startswith(BUCKET):
+        raise ValueError(
+            f"{path!r}: of URLs, only those that begin with {BUCKET} can be opened.\n"
+            "  remedy: give the path of a file; of a bucket, mount it and give the path below the"
+            " mount's folder, or write a source of your own (docs/buckets.md)."
+        )
 
 
 def find_files(path: str) -> list[str]:
@@ -56,11 +73,13 @@ def not_found(path: str) -> FileNotFoundError:
         pattern = glob.has_magic(path)
         problem = f"no file matches {path!r}" if pattern else f"there is no file {path!r}"
         remedy = "correct the path; of a bucket, see whether it is mounted on this host."
-    folder = Path(os.path.abspath(path))
+    folder, missing = Path(os.path.abspath(path)), ""
     while not folder.is_dir():
-        folder = folder.parent
+        folder, missing = folder.parent, folder.name
     names = sorted(os.listdir(folder))
-    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    near = difflib.get_close_matches(missing, names, _NAMES_SHOWN)
+    nearest_first = [*near, *(name for name in names if name not in near)]
+    shown = ", ".join(nearest_first[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     return FileNotFoundError(
         f"{problem}.\n  exists: {str(folder)!r}, which holds {shown or 'nothing'}"
         f" ({len(names)} in all)\n  remedy: {remedy}"

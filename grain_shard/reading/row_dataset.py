@@ -126,6 +126,11 @@ class RowReader(ABC):
     def global_batch_size_of(self, index: int) -> int:
         """Rows of a full batch where this one stands."""
 
+    @property
+    def unpadded_batch_size(self) -> int:
+        """Rows of the first full batch, without those of padding."""
+        return self.global_batch_size_of(0)
+
     def num_batches(self) -> int:
         """Batches of one pass."""
         return min(sys.maxsize, self.cuts.steps_before(self.num_epochs))

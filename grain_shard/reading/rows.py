@@ -237,8 +237,7 @@ class _RecordBatch(MadeBatch):
             stop = min(len(elements), first + self._like.rows_at_a_time)
             at, way = start + first, self._way.part(start + first, start + stop)
             some = elements[first:stop]
-            # What only sources were asked for, the user's functions have not seen before.
-            with span(READ, part=MAP if way.only_asks_sources else None):
+            with span(READ, part=MAP if way.runs_no_function else None):
                 rows = self.named(
                     lambda way=way, some=some: way.finish(some, until, self.faults),
                     at,

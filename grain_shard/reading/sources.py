@@ -15,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
-from absl import logging
 from array_record.python.array_record_data_source import FileInstruction
-from array_record.python.array_record_module import ArrayRecordReader
 
-from grain_shard.reading.find_files import find_files, not_found
+from grain_shard.reading.find_files import find_files, require_openable
+from grain_shard.reading.open_file import open_file
 
 PathOrInstruction = str | os.PathLike[str] | FileInstruction
 
@@ -73,14 +72,18 @@ class ArrayRecordSource:
         paths: What to read, one or several of: a file; a pattern, as ``"data/**/img-*"``; a folder,
             for the files in it with "array_record" in their names; a file and a range of its
             records, as ``"data/img-0[100:200]"``; a `FileInstruction` of TensorFlow Datasets. The
-            files of a pattern or a folder come sorted, several of these in the order given.
+            files of a pattern or a folder come sorted, several of these in the order given. ``~``
+            is the home folder. Of URLs, that of one object of a Google bucket will do, as
+            ``"gs://bucket/img-0"``: array_record asks the bucket for it itself, with the
+            credentials of this host. While that takes long, the log says so. Any other bucket has
+            to be mounted.
         reader_options: Passed to each reader, as ``{"index_storage_option": "in_memory"}``.
 
     Raises:
         FileNotFoundError: A file does not exist, or nothing matches a pattern.
         RuntimeError: A file cannot be opened, or is no ArrayRecord file.
         TypeError: What is given is no path.
-        ValueError: No path is given.
+        ValueError: No path is given, or a URL that cannot be opened.
     """
 
     def __init__(
@@ -187,8 +190,11 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
     if not isinstance(given, str | os.PathLike):
         if not isinstance(given, FileInstruction):
             raise TypeError(f"a path is text, not {given!r}")
-        return [_Part(os.fspath(given.filename), given.skip, given.skip + given.take)]
-    path = os.fspath(given)
+        path = os.fspath(given.filename)
+        require_openable(path)
+        return [_Part(path, given.skip, given.skip + given.take)]
+    path = os.path.expanduser(given)
+    require_openable(path)
     if records := re.fullmatch(r"(.*)\[(\d+):(\d+)\]", path):
         path, start, stop = records.groups()
         return [_Part(path, int(start), int(stop))]
@@ -201,34 +207,9 @@ def _cached_readers(options: str) -> Any:
     unlimited = most == resource.RLIM_INFINITY
     # Two threads that ask for the same file at once may both open it, and one reader is let go. In
     # return no thread waits while another opens a file.
-    return functools.lru_cache(None if unlimited else most // 2)(functools.partial(_open, options))
-
-
-def _open(options: str, path: str) -> ArrayRecordReader:
-    reader = ArrayRecordReader(path, options=options, file_reader_buffer_size=32768)
-    if not reader.ok():
-        if "://" not in path and not os.path.exists(path):
-            raise not_found(path)
-        why = ""
-        try:
-            reader.close()
-        except RuntimeError as error:
-            why = str(error)
-        raise RuntimeError(
-            f"{path!r} cannot be read as an ArrayRecord file: {why or 'is it complete?'}\n"
-            "  remedy: write it anew, or leave it out."
-        )
-    size = re.search(r"group_size:(\d+)", reader.writer_options_string())
-    if size and size[1] != "1":
-        logging.log_first_n(
-            logging.WARNING,
-            "%s was written with group_size:%s, so that to read one record decodes so many. Write"
-            " the files with group_size:1.",
-            1,
-            path,
-            size[1],
-        )
-    return reader
+    return functools.lru_cache(None if unlimited else most // 2)(
+        functools.partial(open_file, options)
+    )
 
 
 def _side_by_side(function: Any, items: Sequence[Any]) -> list[Any]:

@@ -79,6 +79,7 @@ class StreamDataset(grain.IterDataset):
             what that gives, as it is.
         made_by: The stage that made this dataset, for its text.
         global_batch_size: Rows of a full batch; None if only the batches tell.
+        unpadded_batch_size: These without rows of padding.
         owns_arrays: Whether nothing else refers to the arrays of its batches.
         padding: What rows of padding hold, in batches and in the place of whole batches.
     """
@@ -90,12 +91,14 @@ class StreamDataset(grain.IterDataset):
         made_by: Any = "StreamDataset",
         *,
         global_batch_size: int | None,
+        unpadded_batch_size: int | None = None,
         owns_arrays: bool = False,
         padding: PadRows = _ZEROS,
     ):
         super().__init__(parent)
         self._iterate, self._made_by = iterate, made_by
         self.global_batch_size: int | None = global_batch_size
+        self.unpadded_batch_size: int | None = unpadded_batch_size
         self.owns_arrays: bool = owns_arrays
         self.padding = padding
 
@@ -123,6 +126,7 @@ class StreamDataset(grain.IterDataset):
             _OwningIterator,
             "copies",
             global_batch_size=self.global_batch_size,
+            unpadded_batch_size=self.unpadded_batch_size,
             owns_arrays=True,
             padding=self.padding,
         )

@@ -116,6 +116,10 @@ def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[
     batches = ds.num_batches()
     yield "batches", "only the end of the stream tells" if batches is None else f"{batches:,}"
     if global_batch_size is not None:
+        records = ds.records_per_batch() or global_batch_size
+        if records < global_batch_size:
+            padding = f"{records:,} records + {global_batch_size - records:,} of padding"
+            yield "rows of a batch", f"{global_batch_size:,}: {padding}"
         ranges = layout.ranges(global_batch_size)
         rows = sum(stop - start for start, stop in ranges)
         yield "rows of this host", f"{rows:,} of {global_batch_size:,}: {describe_ranges(ranges)}"

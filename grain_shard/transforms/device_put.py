@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grain
 import jax
+from absl import logging
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
@@ -123,7 +125,13 @@ class DevicePut(Stage):
             padding=ds.reader.padding,
         )
         same_order = ds.num_epochs == 1 and nodes.is_shuffled(ds)
-        return self._sharded(ds, host, same_order=same_order, reads_other_rows=ds.reads_other_rows)
+        return self._sharded(
+            ds,
+            host,
+            lambda: ds.reader.unpadded_batch_size,
+            same_order=same_order,
+            reads_other_rows=ds.reads_other_rows,
+        )
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
         """Global batches, in the order of the stream.
@@ -141,7 +149,8 @@ class DevicePut(Stage):
             )
         ds, rows = ds.with_own_arrays(), agreed_rows(ds, self.rows) or GLOBAL
         host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows, fault_rules=self.fault_rules)
-        return self._sharded(ds, host, is_stream=True)
+        records = ds.unpadded_batch_size if rows == GLOBAL else None
+        return self._sharded(ds, host, lambda: records, is_stream=True)
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
         """Global batches of feeds, of which this host runs those whose rows it holds.
@@ -163,16 +172,18 @@ class DevicePut(Stage):
             saved_feeds=feeds_to_save(ds, layouts, jax.process_index()),
             fault_rules=rules,
         )
-        return self._sharded(ds, host, is_stream=True)
+        return self._sharded(ds, host, lambda: ds.global_batch_size, is_stream=True)
 
     def _sharded(
         self,
         ds: grain.MapDataset | grain.IterDataset,
         host: HostBatches,
+        records_per_batch: Callable[[], int | None],
         *,
         same_order: bool = False,
         **found: bool,
     ) -> ShardedDataset:
+        _warn_of_one_host(self.shardings.layout().num_hosts)
         settings = Settings(
             cpu_buffer_size=self.cpu_buffer_size,
             device_buffer_size=self.device_buffer_size,
@@ -190,6 +201,19 @@ class DevicePut(Stage):
             remainder=self.remainder,
             timeout_s=self.timeout_s,
             same_order=same_order,
+            records_per_batch=records_per_batch,
+        )
+
+
+def _warn_of_one_host(hosts: int) -> None:
+    """Says that hosts train apart, which is legal and seldom meant."""
+    if hosts == 1 and jax.process_count() > 1:
+        logging.warning(
+            "grain_shard: the mesh has devices of this host alone, and there are %d hosts. So this"
+            " host reads all rows of every batch, and shares nothing with the others. That is right"
+            " for what it does by itself, such as an evaluation. To train together, build the mesh"
+            " of the devices of all hosts: by jax.make_mesh, or from jax.devices().",
+            jax.process_count(),
         )
 
 

@@ -88,6 +88,7 @@ class PadToDivisible(Stage):
             lambda source: _PadIterator(source, self, size or 0, sizes),
             self,
             global_batch_size=size and round_up(size, self.divisor),
+            unpadded_batch_size=ds.global_batch_size,
             owns_arrays=ds.owns_arrays,
             padding=self.padding,
         )
@@ -174,6 +175,10 @@ class _PaddedRows(RowReader):
 
     def global_batch_size_of(self, index: int) -> int:
         return self._padded(self._inner.global_batch_size_of(index))
+
+    @property
+    def unpadded_batch_size(self) -> int:
+        return self._inner.unpadded_batch_size
 
     def _padded(self, global_batch_size: int) -> int:
         return round_up(self._pad.global_batch_size or global_batch_size, self._pad.divisor)

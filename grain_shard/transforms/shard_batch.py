@@ -69,6 +69,7 @@ class ShardBatch(Stage):
             lambda source: _ShardBatchIterator(source, self.layout),
             self,
             global_batch_size=None,
+            unpadded_batch_size=ds.unpadded_batch_size,
             owns_arrays=True,
             padding=ds.padding,
         )
