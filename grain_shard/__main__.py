@@ -114,21 +114,17 @@ def _nobody_reads() -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    r"""What was wrong and what to do, without the line breaks that a log has room for.
-
-    Example:
-        >>> print(_one_line(GrainShardError("7 rows.\n  leaf:   f32[7]   mesh: data=2")))
-        7 rows (leaf: f32[7], mesh: data=2).
-    """
+    """What was wrong and what to do, without the line breaks that a log has room for."""
     text = str(error).strip() or type(error).__name__
     problem, *remedies = re.split(r"\s*\n\s*remedy: +", text)
     said, *facts = (line.strip() for line in problem.splitlines() if line.strip())
     if facts:
         # A fact stands behind its name, and from the next one on its line three blanks away.
-        told = (re.sub(r"\s{2,}", ", ", re.sub(r":\s+", ": ", fact)) for fact in facts)
+        told = (re.sub(r"\s{3,}(?=\w+: )", ", ", re.sub(r":\s+", ": ", fact)) for fact in facts)
         said = f"{said.rstrip('.')} ({'; '.join(told).rstrip('.')})."
     if remedies:
-        said = f"{said.rstrip('.')}. Remedy: {' '.join(' '.join(remedies).split())}"
+        end = "" if said.endswith(("?", "!")) else "."
+        said = f"{said.rstrip('.')}{end} Remedy: {' '.join(' '.join(remedies).split())}"
     return said
 
 

@@ -1,35 +1,44 @@
-"""Collectives of this package, in their turn among those of the training loop.
+"""Whether collectives of this package keep their place among those of the training loop.
 
-Collectives have to come in one order on every host. An accelerator works off what it is given in
-the order in which the loop's thread gave it. A CPU that is the only one of its process does not: it
-may begin with what came last. Then its library of collectives, Gloo, meets a message of another
-size than it expects, and ends the process.
+All collectives have to come in one order on every host. An accelerator works off what it is given
+in the order in which the loop's thread gave it. A CPU that is the only one of its process may begin
+with what came last, unless JAX is told to let each computation end before the next. Then its
+library of collectives, Gloo, meets a message of another step, and the process hangs or aborts.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
+from grain_shard.errors import ShardingError
 
-def in_turn(collective: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """What a jitted function returns, a collective of several hosts.
+_IN_ANY_ORDER = "jax_cpu_enable_async_dispatch"
 
-    On CPUs it begins when all that was given to them before has ended, and has ended when this
-    returns. Elsewhere it is only begun.
+
+def require_order(devices: Iterable[Any]) -> None:
+    """Refuses devices of several hosts that would mix up collectives.
 
     Args:
-        collective: The function.
-        *arrays: Its arguments.
+        devices: Of all hosts that take part.
+
+    Raises:
+        ShardingError: This host takes part with a single CPU, which computes in any order.
     """
-    keeps_order = any(device.platform != "cpu" for device in arrays[0].devices())
-    if keeps_order or jax.process_count() == 1:
-        return collective(*arrays)
-    for array in jax.live_arrays("cpu"):
-        # Some are donated, and gone; what failed is told to whoever asks for it.
-        with contextlib.suppress(RuntimeError):
-            array.block_until_ready()
-    return jax.block_until_ready(collective(*arrays))
+    devices = list(devices)
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    if len(own) == len(devices) or len(own) != 1 or own[0].platform != "cpu":
+        return
+    try:
+        is_mixed_up = jax.config.read(_IN_ANY_ORDER)
+    except AttributeError:  # a JAX without this option has no such dispatch either
+        return
+    if is_mixed_up:
+        raise ShardingError(
+            "the only CPU of this process computes in any order, so that the hosts' collectives"
+            " would get mixed up.",
+            remedy=f'call jax.config.update("{_IN_ANY_ORDER}", False) before anything else uses'
+            " JAX, or run the script by python -m grain_shard rehearse, which does so.",
+        )

@@ -11,6 +11,7 @@ import io
 import itertools
 import ssl
 import threading
+import urllib.error
 
 import grain
 import jax
@@ -56,6 +57,8 @@ class TestTransient:
             (OSError(errno.EROFS, "Read-only file system"), False),
             (ssl.SSLEOFError(), True),
             (ssl.SSLCertVerificationError(), False),
+            (urllib.error.URLError(ssl.SSLCertVerificationError()), False),
+            (urllib.error.URLError(ConnectionResetError()), True),
             (io.UnsupportedOperation("read"), False),
             (ValueError("record 3 is corrupt"), False),
             (KeyError("image"), False),

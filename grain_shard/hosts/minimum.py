@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.background import Background
-from grain_shard.collectives import in_turn
 from grain_shard.errors import AgreementError
 from grain_shard.tasks import Producer
 
@@ -85,7 +84,7 @@ class Minimum:
             if not question.is_read:
                 next(self._stage)  # so that there is room for the next one
                 question.is_read = True
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # the second of a single CPU
             raise AgreementError(
                 "the devices could not ask all hosts whether there is another batch; most likely"
                 f" one of the hosts is gone.\n  {error}\n  remedy: look at the other hosts' logs."
@@ -139,7 +138,7 @@ def _least(mesh: Mesh, question: Question) -> None:
     try:
         # The mesh of the training loop is in force in this thread, too, and has other axes.
         with jax.set_mesh(mesh):
-            least = in_turn(_all_reduce(mesh), _on_devices(mesh, question.numbers))
+            least = _all_reduce(mesh)(_on_devices(mesh, question.numbers))
             question.begun.set()
             question.least = tuple(int(number) for number in np.asarray(least))
     finally:

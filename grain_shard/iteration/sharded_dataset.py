@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import grain
 import jax
 
+from grain_shard.collectives import require_order
 from grain_shard.errors import ShardingError, describe_mesh, require_int
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.series import Series
@@ -161,6 +162,8 @@ class ShardedDataset(grain.IterDataset):
         return Epochs(host, self._iterate(host, None), n)
 
     def _iterate(self, host: HostBatches, second_pass: SecondPass | None) -> ShardedIterator:
+        if self._final or host.ends_by_vote:  # with collectives of ours
+            require_order(self.shardings.devices())
         return ShardedIterator(
             host,
             self._assembler(),
@@ -208,7 +211,7 @@ class ShardedDataset(grain.IterDataset):
 
     def _text(self) -> str:
         batches = self.num_batches()
-        count = "" if batches is None else f", {batches} batches"
+        count = "" if batches is None else f", {batches} {'batch' if batches == 1 else 'batches'}"
         return f"{self._host.kind}, mesh ({self._mesh_text()}){count}"
 
     def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -70,6 +70,8 @@ def _object(options: str, path: str) -> ArrayRecordReader:
         thread.join(_LATE_S)
         if not thread.is_alive():
             return opened.result()
+        if not threading.main_thread().is_alive():  # the program ends, and waits for this thread
+            raise RuntimeError(f"{path!r} was not open yet when the program ended")
         logging.log_every_n_seconds(
             logging.WARNING,
             "%s is not open yet, after %.0f s or more. It is tried for a quarter of an hour before"

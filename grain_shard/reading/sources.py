@@ -222,10 +222,12 @@ def _side_by_side(function: Any, items: Sequence[Any]) -> list[Any]:
             while helpers < len(items) - done and _FREE_HELPERS.acquire(blocking=False):
                 helpers += 1
         if helpers:
+            threads = ThreadPoolExecutor(helpers, thread_name_prefix="grain-shard-files")
             try:
-                with ThreadPoolExecutor(helpers, thread_name_prefix="grain-shard-files") as threads:
-                    return results + list(threads.map(function, items[done:]))
+                return results + list(threads.map(function, items[done:]))
             finally:
+                # After an error, or Ctrl-C, nobody waits for those that a bucket does not answer.
+                threads.shutdown(wait=False, cancel_futures=True)
                 _FREE_HELPERS.release(helpers)
         results.append(function(item))  # when the next one's turn comes, others may have ended
     return results

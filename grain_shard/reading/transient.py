@@ -12,6 +12,7 @@ import http.client
 import os
 import re
 import ssl
+from collections.abc import Iterator
 from typing import Any
 
 # These will be the same the next time.
@@ -22,7 +23,6 @@ _LASTING = (
     NotADirectoryError,
     PermissionError,
     gzip.BadGzipFile,
-    ssl.SSLCertVerificationError,
     ValueError,  # an OSError that is this, too, was asked for what there is not: an address, say
 )
 _LASTING_NUMBERS = {
@@ -92,6 +92,8 @@ def is_transient(error: Exception) -> bool:
         >>> is_transient(ValueError("UNAVAILABLE: Error reading 'gs://bucket/object'"))
         True
     """
+    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in _and_causes(error)):
+        return False
     names = {f"{c.__module__}.{c.__qualname__}" for c in type(error).__mro__}
     if names & _LASTING_NAMES:
         return False
@@ -106,6 +108,16 @@ def is_transient(error: Exception) -> bool:
     if isinstance(error, _TRANSIENT) or names & _TRANSIENT_NAMES:
         return True
     return type(error) in _TEXTUAL and _TRANSIENT_TEXT.search(str(error)) is not None
+
+
+def _and_causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what urllib, urllib3 and requests have wrapped up in it."""
+    cause: Any = error
+    for _ in range(5):
+        if not isinstance(cause, BaseException):
+            return
+        yield cause
+        cause = getattr(cause, "reason", None) or (cause.args[0] if cause.args else None)
 
 
 def _http_status(error: Any) -> int | None:

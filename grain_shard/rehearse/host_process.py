@@ -19,19 +19,42 @@ from typing import IO
 # program to ask for, and does not end the process.
 _GRACE_S = 2.0
 
-# What each process runs: the script or module, as `python` would run it. It differs in two ways.
-# A signal has it say where it stands. And a script that fails does not end as usual: in an ordinary
-# exit JAX's atexit handler waits up to 5 minutes for the other hosts, which in turn wait for this
-# one; so the process leaves by os._exit. It does so half a second late. For the others fail as soon
-# as its connections break, and that was measured to be up to 15 ms before the end of its process
-# can be seen. A host that only says that another one has failed leaves later still. With these
-# delays the first process to end is the one that failed first. This program imports neither JAX nor
-# this package, since the script may set variables that have to be there before JAX is imported. A
-# script that used JAX and ran to its end, or failed, without having joined the other hosts leaves a
-# file that says so.
+# What each process runs: the script or module, as `python` would run it. It differs in three ways.
+#
+# * A signal has it say where it stands.
+# * As soon as the script has imported JAX, each computation is told to end before the next begins.
+#   A CPU that is the only one of its process would else begin with any of those that it was given,
+#   and mix up collectives that an accelerator keeps in order.
+# * A script that fails does not end as usual: in an ordinary exit JAX's atexit handler waits up to
+#   5 minutes for the other hosts, which in turn wait for this one; so the process leaves by _exit.
+#   It does so half a second late. For the others fail as soon as its connections break, and that
+#   was measured to be up to 15 ms before the end of its process can be seen. A host that only says
+#   that another one has failed leaves later still. With these delays the first process to end is
+#   the one that failed first.
+#
+# This program imports neither JAX nor this package, since the script may set variables that have to
+# be there before JAX is imported. A script that used JAX and ran to its end, or failed, without
+# having joined the other hosts leaves a file that says so.
 _HOST_PROGRAM = """
-import faulthandler, os, runpy, signal, sys, time
-faulthandler.register(signal.SIGUSR1, all_threads=False)
+import faulthandler, importlib.util, os, runpy, signal, sys, time
+
+class InOrder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "jax":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            self.run = spec.loader.exec_module
+            spec.loader.exec_module = self.exec_module
+        return spec
+
+    def exec_module(self, module):
+        self.run(module)
+        module.config.update("jax_cpu_enable_async_dispatch", False)
+
+sys.meta_path.insert(0, InOrder())
+faulthandler.register(signal.SIGQUIT, all_threads=False)
 del sys.argv[0]
 alone = sys.argv.pop(0)
 code, late_s = 0, 0.5
@@ -54,8 +77,10 @@ except BaseException as error:
         tb = tb.tb_next
     sys.excepthook(type(error), error.with_traceback(tb), tb)
     code = 1
-    if type(error).__name__ == "AgreementError":
-        late_s = 3
+    while error is not None:
+        if type(error).__name__ == "AgreementError":
+            late_s = 3
+        error = error.__cause__ or error.__context__
 try:
     jax = sys.modules.get("jax")
     if jax and not jax.distributed.is_initialized() and jax.process_count() == 1:
@@ -144,7 +169,7 @@ class HostProcess:
 def say_where(processes: Sequence[HostProcess]) -> None:
     """Has the hosts that still run print the stack of their main thread."""
     for process in processes:
-        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGQUIT)
     time.sleep(_SAY_S)
 
 

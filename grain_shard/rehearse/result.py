@@ -8,6 +8,7 @@ import signal
 from grain_shard.errors import GrainShardError
 
 _TAIL_LINES = 40
+_STACK = "Stack (most recent call first)"  # how Python begins it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,7 @@ class RehearsalResult:
         """Which host failed or which hosts hung, how, and their last lines."""
         hosts = self.timed_out_hosts if self.failed_host is None else [self.failed_host]
         tails = [
-            f"[host {host}] {line}"
-            for host in hosts
-            for line in self.outputs[host].splitlines()[-_TAIL_LINES:]
+            f"[host {host}] {line}" for host in hosts for line in _last_lines(self.outputs[host])
         ]
         head, remedy = self.verdict()[:1], self.verdict()[1:]
         return "\n".join([*head, *tails, *remedy])
@@ -64,7 +63,9 @@ class RehearsalResult:
             ends.append(end)
         elif self.timed_out_hosts:
             hosts = ", ".join(f"host {host}" for host in self.timed_out_hosts)
-            ends.append(f"timed out, still running: {hosts}. Where each stood is in its last lines")
+            said = all(_STACK in self.outputs[host] for host in self.timed_out_hosts)
+            where = ". Where each stood is in its last lines" if said else ""
+            ends.append(f"timed out, still running: {hosts}{where}")
         if self.not_joined:
             if self.failed_host is None:
                 end = (
@@ -82,6 +83,16 @@ class RehearsalResult:
                 " any other use of JAX."
             )
         return ends
+
+
+def _last_lines(output: str) -> list[str]:
+    """The last lines, or the stack at their end from its top on, which is where the host stood."""
+    lines = output.splitlines()
+    first = max(0, len(lines) - _TAIL_LINES)
+    stacks = [i for i, line in enumerate(lines) if line.startswith(_STACK)]
+    if stacks:
+        first = min(first, stacks[-1])
+    return lines[first:][:_TAIL_LINES]
 
 
 class RehearsalError(GrainShardError, RuntimeError):

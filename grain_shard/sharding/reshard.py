@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from grain_shard.collectives import in_turn
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits
 from grain_shard.trees import Batch, flatten
@@ -48,7 +47,7 @@ class Resharder:
         placed = [s is not None for s in self._by_leaf]
         moved = tuple(x for x, p in zip(leaves, placed, strict=True) if p)
         for move in self._moves:
-            moved = in_turn(move, *moved)
+            moved = move(*moved)
         self._last = min(moved, key=lambda array: array.nbytes)
         arrays = iter(moved)
         return structure.unflatten(
