@@ -216,6 +216,11 @@ class TestPicture:
         assert [len(of_line) for of_line in colors] == [1, 1, 1]
         assert len(set.union(*colors)) == 3
 
+    def test_lines_of_the_same_hosts_have_one_color(self, drawn):
+        mesh = hosts_mesh({"data": 4, "model": 2}, hosts=2, devices_per_host=4)
+        colors = [box.get_facecolor() for box in drawn(mesh, P("data"), 8).patches]
+        assert colors[0] == colors[1] != colors[2] == colors[3]
+
     def test_a_large_mesh_is_shortened_and_says_so(self, drawn):
         mesh = hosts_mesh({"data": 64, "model": 64}, hosts=1024, devices_per_host=4)
         axes = drawn(mesh, P("data"), 64)

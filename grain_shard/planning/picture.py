@@ -56,8 +56,9 @@ def draw_mesh(
     inches = max(4.5, 1.5 + 0.6 * width), 1 + 0.32 * len(lines)
     figure = Figure(figsize=inches, layout="constrained")
     axes = figure.add_subplot()
+    colors: dict[frozenset[int], str] = {}  # lines of the same hosts are alike
     for y, (_, hosts) in enumerate(lines):
-        color = FILLS[y % len(FILLS)]
+        color = colors.setdefault(frozenset(hosts), FILLS[len(colors) % len(FILLS)])
         x = 0
         for host, devices in groupby(sorted(hosts)[:width]):
             count = len(list(devices))
