@@ -9,7 +9,7 @@ import pytest
 
 from grain_shard import rehearse
 
-pytestmark = [pytest.mark.slow, pytest.mark.whole_scripts]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "changing_run.py"
 STEPS = 10  # the mixture changes in the seventh batch, and the ninth is twice as large

@@ -169,6 +169,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(body):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_ctrl_c_while_the_demo_compiles(hosts, tmp_path):
     words = ["-u", "-m", "grain_shard", "demo", "--hosts", str(hosts)]

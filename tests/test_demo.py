@@ -49,6 +49,7 @@ def first_run(cache):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_first_run_writes_the_files_and_keeps_every_promise(cache, first_run):
     result = first_run
 
@@ -79,6 +80,7 @@ def test_first_run_writes_the_files_and_keeps_every_promise(cache, first_run):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_too_few_epochs_fail_and_the_files_are_used_again(cache):
     digits.write_digits(cache / "grain_shard" / "digits")
     before = files(cache)
@@ -94,6 +96,7 @@ def test_too_few_epochs_fail_and_the_files_are_used_again(cache):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(first_run):
     result = first_run
 

@@ -12,7 +12,7 @@ import pytest
 
 from grain_shard import rehearse
 
-pytestmark = [pytest.mark.slow, pytest.mark.whole_scripts]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLASSIFIER = EXAMPLES / "image_classifier.py"

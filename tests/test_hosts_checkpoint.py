@@ -26,7 +26,7 @@ from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from tests.on_hosts import end_job, run_jobs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 APIS = ("manager", "v1")
 NUM_RECORDS, GLOBAL_BATCH_SIZE = 58, 8

@@ -23,7 +23,7 @@ from grain_shard import BatchSchedule, rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from tests.on_hosts import cases_of, end_job, run_cases, run_jobs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 NUM_RECORDS, NUM_FEEDS = 300, 4
 # Hosts, devices of each, batch size, and the batches until the save.

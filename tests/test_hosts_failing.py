@@ -21,7 +21,7 @@ from grain_shard import rehearse
 from grain_shard.rehearse import host_process
 from tests.conftest import HANG_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 HOSTS = range(4)
 NOWHERE = -1

@@ -19,7 +19,7 @@ from grain_shard import rehearse
 from grain_shard.hosts import alarm
 from tests import conftest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 HOSTS, SLOW = 4, 2
 READ_S = 20e-3  # of a record; of the slow host, three times that

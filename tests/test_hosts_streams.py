@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 import grain_shard
 from grain_shard import rehearse
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 # On the hosts.

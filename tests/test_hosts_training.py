@@ -22,7 +22,7 @@ import grain_shard
 from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 STEPS, GLOBAL_BATCH_SIZE = 500, 8
 NUM_RECORDS = STEPS * GLOBAL_BATCH_SIZE - 3

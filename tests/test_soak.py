@@ -93,6 +93,7 @@ def test_a_case_that_hangs_is_ended_and_the_next_one_runs(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", [*of_kind("kill chains", 1), *of_kind("failing hosts", 1)])
 def test_the_command_runs_a_case_on_real_processes(number, tmp_path):
     command = [sys.executable, "-m", "benchmarks.soak", "--seed", str(SEED), "--case", str(number)]
