@@ -20,7 +20,7 @@ import grain_shard
 from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 NUM_FEEDS, NUM_ROWS = 12, 10  # of each feed
 # Hosts, devices of each, and the batches until the save.

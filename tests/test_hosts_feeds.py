@@ -27,7 +27,7 @@ from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from tests import text
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 GLOBAL_BATCH_SIZE, NUM_DEVICES = 16, 8
 
