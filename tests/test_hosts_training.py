@@ -284,3 +284,17 @@ def test_hosts_with_one_cpu_each_need_not_wait_for_their_steps(kind):
     first, second = rehearse.run(train_without_waiting_on_host_1, kind, hosts=2)
     assert len(first) > 40
     assert first == second
+
+
+def iterate_where_cpus_keep_no_order(kind):
+    jax.config.update("jax_cpu_enable_async_dispatch", True)  # as it is without rehearse
+    try:
+        iter(of_kind(kind, mesh_of_all()))
+    except grain_shard.ShardingError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", ["feeds", "stream", "once"])
+def test_where_nothing_keeps_their_order_they_are_refused_on_every_host(kind):
+    texts = rehearse.run(iterate_where_cpus_keep_no_order, kind, hosts=2)
+    assert all("collectives would get mixed up" in str(text) for text in texts), texts
