@@ -1,9 +1,11 @@
 """P20: what it costs that hosts agree, with as many as a large slice has.
 
 Each simulated host is a thread of a few processes, with a client of its own of one coordination
-service, and runs the project's own code. Only the devices are missing: what they are asked is
-answered at once, by what this host has said. With real processes and a real all-reduce, the CPU's,
-it is measured by ``python benchmarks/stream_agreement.py --hosts 4``.
+service, and runs the project's own code. A few hosts ask that service where streams end; what they
+would do between batches, a training step, is left out, so that they wait for each answer. Many ask
+their devices, which are missing here: what those are asked is answered at once, by what this host
+has said. Real processes are measured by ``python benchmarks/stream_agreement.py --hosts 4``, and
+with a real all-reduce, the CPU's, where that is told ``--by devices``.
 """
 
 from __future__ import annotations
@@ -16,14 +18,20 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.measure import Comparison, Goal, Group, Round, Run, alone
+from grain_shard.hosts.by_store import ByStore
+from grain_shard.hosts.ends import AgreedEnd
+from grain_shard.hosts.minimum import Way, asks_devices
+from grain_shard.hosts.rounds import Rounds, agree
+from grain_shard.hosts.series import Series
+from grain_shard.tasks import Known
 
-HOSTS = (16, 256, 1536)
+FEW_HOSTS, HOSTS = (4, 8), (16, 256, 1536)
 PROCESSES = 4
-BATCHES, VOTES = 30, 3  # agreed on by devices, and in words
+BATCHES, VOTES = 30, 3  # agreed on in numbers, and in words
 BUFFERED = 6  # batches, with the default buffers
 TIMEOUT_S = 120.0
 
@@ -46,8 +54,6 @@ class Batches:
         self.taken = 0
 
     def known(self, wait_s: float = 0.0) -> Any:
-        from grain_shard.tasks import Known
-
         return Known(self.taken + BUFFERED, None)
 
     def __next__(self) -> Any:
@@ -60,35 +66,18 @@ class Batches:
     stop = close = start
 
 
-class Devices:
-    """In place of `Minimum`: the least is what this host says, as all say the same."""
+class Devices(Way):
+    """In place of those of all hosts: the least is what this host says, as all say the same."""
 
-    def __init__(self, devices: Any, at_end: Any):
-        pass
+    is_collective = True
 
-    def ask(self, numbers: Any) -> Any:
-        from grain_shard.hosts.minimum import Question
-
-        question = Question(numbers)
-        question.begun.set()
-        question.answered.set()
-        return question
-
-    def least(self, question: Any) -> Any:
-        return question.numbers
-
-    def start(self) -> None:
-        pass
-
-    stop = close = start
+    def least(self, numbers: Sequence[int], begins: Callable[[], None]) -> tuple[int, ...]:
+        begins()
+        return tuple(numbers)
 
 
 def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> dict[str, float]:
     """The seconds of each part on one simulated host, and its calls of the store."""
-    from grain_shard.hosts.ends import AgreedEnd
-    from grain_shard.hosts.rounds import Rounds, agree
-    from grain_shard.hosts.series import Series
-
     local.host, local.client = host, client
     rounds = Rounds(range(hosts), TIMEOUT_S, local.series)
     batches = Batches()
@@ -96,12 +85,13 @@ def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> di
         batches,  # pyright: ignore[reportArgumentType]
         batches,  # pyright: ignore[reportArgumentType]
         rounds,
-        [],
+        Devices() if asks_devices(range(hosts)) else ByStore(rounds),
         remainder="pad",
         same_rows=False,
         padding=lambda: None,
     )
     assert isinstance(local.series, Series)
+    ends.start()
     meet()
     start = time.perf_counter()
     rounds.begin("stream")
@@ -110,10 +100,11 @@ def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> di
     started_s = time.perf_counter() - start
     client.calls.clear()
     meet()
-    start = time.thread_time()
+    start, at_work = time.perf_counter(), time.thread_time()
     for _ in range(BATCHES):
         next(ends)
-    a_batch_s = (time.thread_time() - start) / BATCHES
+    a_batch_s = (time.thread_time() - at_work) / BATCHES
+    waiting_s = (time.perf_counter() - start) / BATCHES
     calls = sum(client.calls.values())
     meet()
     start = time.perf_counter()
@@ -121,9 +112,11 @@ def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> di
         ends._vote_in_words()
     in_words_s = (time.perf_counter() - start) / VOTES
     meet()
+    ends.close()
     return {
         "started": started_s,
         "a batch": a_batch_s * 1e3,
+        "waiting": waiting_s * 1e3,
         "calls": calls / BATCHES,
         "in words": in_words_s * 1e3,
     }
@@ -136,8 +129,7 @@ def run_process(address: str, hosts: int, first: int, stop: int) -> None:
     import jax
     from jax._src.lib import _jax  # pyright: ignore
 
-    from grain_shard.hosts import ends, rounds
-    from grain_shard.hosts.series import Series
+    from grain_shard.hosts import rounds
 
     local = threading.local()
     raw = [_jax.get_distributed_runtime_client(address, host) for host in range(first, stop)]
@@ -159,7 +151,6 @@ def run_process(address: str, hosts: int, first: int, stop: int) -> None:
     with (
         mock.patch.object(rounds, "runtime_client", side_effect=lambda: local.client),
         mock.patch.object(jax, "process_index", side_effect=lambda: local.host),
-        mock.patch.object(ends, "Minimum", Devices),
     ):
         threads = [threading.Thread(target=run, args=(host,)) for host in range(first, stop)]
         for thread in threads:
@@ -201,22 +192,27 @@ def simulate(hosts: int) -> dict[str, float]:
 def measure(run: Run) -> Iterator[Round]:
     for _ in range(run.rounds(1, 3)):
         yield {
-            f"{hosts} {name}": value for hosts in HOSTS for name, value in simulate(hosts).items()
+            f"{hosts} {name}": value
+            for hosts in FEW_HOSTS + HOSTS
+            for name, value in simulate(hosts).items()
         }
 
 
 def _comparisons() -> Iterable[Comparison]:
-    parts = [
-        ("started", "until all have compared their pipelines", "s", Goal("at most", 1)),
-        ("a batch", "agreeing on the ends of streams, a batch", "ms", Goal("at most", 5)),
-        ("calls", "asking the first host's store, a batch", "calls", Goal("exactly", 0)),
-        ("in words", "a vote in words, as where a host has failed", "ms", None),
-    ]
-    for hosts in HOSTS:
-        for name, what, unit, goal in parts:
-            yield alone(
-                "P20" if goal else "", f"{hosts:,} hosts: {what}", unit, f"{hosts} {name}", goal
-            )
+    for hosts in FEW_HOSTS + HOSTS:
+        few, many = hosts in FEW_HOSTS, hosts in HOSTS
+        parts = [
+            ("started", "until all have compared their pipelines", "s", Goal("at most", 1), True),
+            ("a batch", "agreeing on the ends of streams, a batch", "ms", Goal("at most", 5), True),
+            ("waiting", "the same, were there no steps between", "ms", Goal("at most", 5), few),
+            ("calls", "asking the first host's store, a batch", "calls", Goal("exactly", 0), many),
+            ("calls", "asking the first host's store, a batch", "calls", None, few),
+            ("in words", "a vote in words, as where a host has failed", "ms", None, True),
+        ]
+        for name, what, unit, goal, is_shown in parts:
+            if is_shown:
+                key, title = f"{hosts} {name}", f"{hosts:,} hosts: {what}"
+                yield alone("P20" if goal else "", title, unit, key, goal)
 
 
 GROUPS = [

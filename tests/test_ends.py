@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from grain_shard.background import Background
 from grain_shard.errors import AgreementError
 from grain_shard.hosts import ends
+from grain_shard.hosts.by_devices import ByDevices
 from grain_shard.hosts.ends import AgreedEnd, Vote, decide, follow
 from grain_shard.hosts.minimum import LARGEST, Minimum, Question
 from grain_shard.iteration.placing import Placing
@@ -181,8 +182,8 @@ class TestMinimum:
 
     __test__ = False
 
-    def __init__(self, devices, at_end):
-        (self.rounds,), self.at_end, self.asked = devices, at_end, 0
+    def __init__(self, way, at_end):
+        self.rounds, self.at_end, self.asked = way, at_end, 0
         self.closed, self.stopped = 0, False
 
     def start(self):
@@ -243,7 +244,7 @@ def agreed(source, host=0, meeting=None, *, buffer_size=2, remainder="pad", **op
         placed,
         read,
         rounds,
-        [rounds],
+        rounds,
         remainder=remainder,
         same_rows=False,
         **{"padding": lambda: "padding", **options},
@@ -442,7 +443,8 @@ def test_the_devices_find_the_least_whatever_mesh_and_width_the_loop_has(numbers
     ended = []
     loop_mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(loop_mesh), jax.enable_x64(x64):
-        minimum = Minimum(jax.devices()[::-1], at_end=lambda: ended.append(True))
+        way = ByDevices(jax.devices()[::-1])
+        minimum = Minimum(way, at_end=lambda: ended.append(True))
         minimum.start()
         for _ in range(3):
             question = minimum.ask(numbers)

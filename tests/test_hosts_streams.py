@@ -4,6 +4,7 @@ The functions named ``case_...`` run on the hosts, one after the other in one se
 return what the tests look at.
 """
 
+import contextlib
 import itertools
 import json
 import pickle
@@ -21,6 +22,7 @@ from jax.sharding import Mesh
 
 import grain_shard
 from grain_shard import rehearse
+from tests.on_hosts import WAYS, asking
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -309,27 +311,36 @@ def cases(*prefixes):
 
 
 FOUR_HOSTS = cases("case_model_axis", "case_one_host_has")
-# After these the devices of a host wait for ever in a collective of which another one is not part.
+# After these the devices of a host wait for ever, if they were asked, in a collective of which
+# another one is not part.
 ALONE = cases("case_host_1_stalls", "case_host_0_stalls", "case_host_1_leaves")
 TWO_HOSTS = [case for case in cases("case_") if case not in FOUR_HOSTS + ALONE]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+@pytest.fixture(scope="module", params=WAYS)
+def runs(request, tmp_path_factory):
     """What each host returned, by case."""
-    results = {}
+    way, results = request.param, {}
     for of_hosts, hosts in ((TWO_HOSTS, 2), (FOUR_HOSTS, 4)):
         directory = str(tmp_path_factory.mktemp("hosts"))
         run = rehearse.run(
-            run_cases, of_hosts, directory, hosts=hosts, devices_per_host=2, timeout_s=150
+            asking(way, run_cases),
+            of_hosts,
+            directory,
+            hosts=hosts,
+            devices_per_host=2,
+            timeout_s=150,
         )
         for case in of_hosts:
             results[case] = [of_host[case.__name__] for of_host in run]
     for case in ALONE:
         directory = tmp_path_factory.mktemp("hosts")
-        with pytest.raises(rehearse.RehearsalError, match="the devices of this host wait"):
+        wait_for_ever = pytest.raises(
+            rehearse.RehearsalError, match="the devices of this host wait"
+        )
+        with wait_for_ever if way == "devices" else contextlib.nullcontext():
             rehearse.run(
-                run_alone,
+                asking(way, run_alone),
                 case,
                 str(directory),
                 hosts=2,

@@ -30,7 +30,7 @@ import jax
 from absl import logging
 
 from grain_shard.errors import AgreementError, describe_error
-from grain_shard.hosts import minimum
+from grain_shard.hosts.by_devices import is_waiting
 from grain_shard.hosts.rounds import exists_already, is_timeout, runtime_client
 
 _MESSAGE = "grain_shard/messages/{}/{}"  # the host that it is for, and its number
@@ -236,7 +236,7 @@ class Listener:
                     self._wait_for_others(*failed)
                 _end()
         self._tell_of_the_loop()
-        if minimum.is_waiting():
+        if is_waiting():
             # The stages have been closed by now, and some seconds have passed. When the collective
             # fails in the end, with the other host's process, it would abort this one.
             logging.error(

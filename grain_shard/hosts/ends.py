@@ -3,9 +3,9 @@
 Hosts whose streams end at different batches would leave each other waiting in a collective for
 ever. So before a batch is handed out, the hosts have agreed that all of them hand it out. Each says
 how many batches it knows itself to have, those that wait in its buffers included. The least of that
-is how many all may hand out, and their devices find it, by an all-reduce of a few bytes: `follow`
-makes of it what is agreed. A host asks ahead of time and reads the answer some batches later, so
-the training loop waits only where it would have to wait for the data, too.
+is how many all may hand out (`minimum.py`): `follow` makes of it what is agreed. A host asks ahead
+of time and reads the answer some batches later, so the training loop waits only where it would have
+to wait for the data, too.
 
 Numbers say nothing about what has gone wrong. Where a host fails, where streams end that should
 not, and once at the beginning, before the first collective, the hosts tell each other in words, by
@@ -18,7 +18,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from absl import logging
@@ -27,17 +27,17 @@ from grain_shard.background import TaskStage
 from grain_shard.errors import describe_error
 from grain_shard.hosts.absences import Absences
 from grain_shard.hosts.compare import Answers
-from grain_shard.hosts.minimum import LARGEST, Minimum, Question
+from grain_shard.hosts.minimum import LARGEST, Minimum, Question, Way
 from grain_shard.hosts.rounds import Rounds
 from grain_shard.spans import AGREE, counted_by, counter, span
 from grain_shard.tasks import Known, Producer, Raised
 
 T = TypeVar("T")
 
-# So many batches after a question was asked, its answer is read. Until then the devices have done
-# the steps before it, with which they were busy when it was asked. More than that would be of no
+# So many batches after a question was asked, its answer is read. Until then devices have done the
+# steps before it, with which they were busy when it was asked. More than that would be of no
 # use: it could not be more than what the buffers hold, by default six batches.
-_READ_AFTER = 3
+_READ_AFTER = 2
 # How often a host that waits for the others looks whether it was stopped.
 _SLICE_S = 0.5
 # How long it waits before it looks again why another one does not come, in terms of its patience.
@@ -175,13 +175,13 @@ def follow(ends_with_first: bool, handed_out: int, least: Vote) -> int | None:
 class AgreedEnd(Producer[T]):
     """Hands out global batches until the end that all hosts have agreed on.
 
-    To be asked by the thread of the training loop, as it asks the devices.
+    To be asked by the thread of the training loop, as it may ask the devices.
 
     Args:
         placed: This host's batches, on the devices.
         read: The same before they are put there; what `placed` takes them from.
         rounds: The series of rounds in which the hosts talk.
-        devices: Of all hosts, by which they vote.
+        way: By which they vote.
         remainder: As for `decide`.
         same_rows: As for `decide`.
         first_digest: The digest of this host's first whole batch, once it has been read; "" where
@@ -194,7 +194,7 @@ class AgreedEnd(Producer[T]):
         placed: TaskStage[T],
         read: TaskStage[Any],
         rounds: Rounds,
-        devices: Sequence[Any],
+        way: Way,
         *,
         remainder: str,
         same_rows: bool,
@@ -204,7 +204,7 @@ class AgreedEnd(Producer[T]):
         self._placed, self._read, self._rounds = placed, read, rounds
         self._absences = Absences(rounds)
         # Its thread tells the others if this iterator is closed, or forgotten, before the end.
-        self._minimum = Minimum(devices, at_end=self._absences.leave)
+        self._minimum = Minimum(way, at_end=self._absences.leave)
         self._decide = functools.partial(decide, remainder, same_rows)
         self._pads = remainder == "pad" and not same_rows
         self._ends_with_first = remainder == "drop" and not same_rows
@@ -273,7 +273,7 @@ class AgreedEnd(Producer[T]):
                     return False
             else:
                 break
-        if self._asked is None and self._agreed - self._handed_out <= 2 * _READ_AFTER:
+        if self._asked is None and self._agreed - self._handed_out <= _READ_AFTER:
             self._ask(where_all_know=False)
         return self._asked is None or self._wait_for_others(self._asked.begun)
 

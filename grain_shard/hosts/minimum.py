@@ -1,13 +1,9 @@
-"""The least of the numbers that hosts have, found by their devices.
+"""The least of the numbers that hosts have, asked for ahead of time.
 
-It takes an all-reduce of a few bytes, which goes over the interconnect of the devices. So it does
-not pass through the first host, whose key-value store is slower the more hosts there are.
-
-It is a collective, and all collectives must come in the same order on every host. So a question is
-asked in the order of the training loop's program, by the loop's thread, which waits until it has
-begun. The thread that begins it, and that waits for the answer, is another one: where a collective
-is done before the call returns, as on CPUs, the loop can still be told that the answer will not
-come.
+There are two ways to find it. A few hosts tell each other by the key-value store (`by_store.py`),
+in a background thread, beside whatever the training loop does. But the store is on the first host,
+and slower the more hosts there are. Many hosts have their devices find it (`by_devices.py`), by a
+collective, which takes its place among those of the training step.
 """
 
 from __future__ import annotations
@@ -16,12 +12,9 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from grain_shard.background import Background
 from grain_shard.errors import AgreementError
@@ -30,14 +23,46 @@ from grain_shard.tasks import Producer
 # Largest number that can be asked about.
 LARGEST = int(np.iinfo(np.int32).max)
 
+# So many hosts ask the store. With 8 of them, all on one machine of 2 cores, an answer takes 4 ms
+# (python -m benchmarks agreement), by default every fourth batch, and grows with their number.
+MOST_BY_STORE = 8
+
+
+def asks_devices(hosts: Sequence[int]) -> bool:
+    """Whether so many hosts have their devices find the least, and not the store."""
+    return len(hosts) > MOST_BY_STORE
+
+
+class Way:
+    """A way to find the least of what hosts say.
+
+    Attributes:
+        is_collective: Whether it must come in the same order, among the collectives of the training
+            loop, on every host.
+    """
+
+    is_collective = False
+
+    def least(self, numbers: Sequence[int], begins: Callable[[], None]) -> tuple[int, ...]:
+        """Of each number the least on any host. Waits for all of them, for as long as it takes.
+
+        Args:
+            numbers: This host's.
+            begins: To be called when other collectives may follow.
+        """
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Ends a wait for other hosts, if it can be ended; called in any thread, at any place."""
+
 
 class Question:
     """Some numbers of this host, and once it is known, the least of those of all hosts.
 
     Attributes:
         numbers: Integers, as many on every host.
-        begun: Set once the collective is in the queue of the devices.
-        answered: Set once `least` is known, or the collective has failed.
+        begun: Set once the training loop may go on: a collective is in the queue of the devices.
+        answered: Set once `least` is known, or will never be.
         least: Of each number the least on any host.
         is_read: Whether it was asked for.
     """
@@ -52,16 +77,22 @@ class Question:
 class Minimum:
     """Asks for the least of what all hosts say, one question after the other.
 
+    A thread waits for the answers. If it is a collective, the thread begins it, too, while the
+    training loop waits for that and does nothing else. So it has its place in the order of the
+    loop's program, and where it is done before the call returns, as on CPUs, the loop can still be
+    told that the answer will not come.
+
     Args:
-        devices: Of all hosts that take part, in an order that is the same on each.
+        way: How it is found.
         at_end: Called by the thread that waits for answers, when it ends.
     """
 
-    def __init__(self, devices: Sequence[Any], at_end: Callable[[], None]):
-        self._questions = _Questions(at_end)
-        least = functools.partial(_least, Mesh(np.array(devices), ("devices",)))
+    def __init__(self, way: Way, at_end: Callable[[], None]):
+        self._is_collective = way.is_collective
+        self._questions = _Questions(way.stop, at_end)
+        answer = functools.partial(_answer, way)
         self._stage = Background(
-            least, self._questions, buffer_size=2, name="grain-shard-agreement"
+            answer, self._questions, buffer_size=2, name="grain-shard-agreement"
         )
 
     def start(self) -> None:
@@ -71,6 +102,8 @@ class Minimum:
     def ask(self, numbers: Sequence[int]) -> Question:
         """Asks; does not wait, not even until it has begun."""
         question = Question(numbers)
+        if not self._is_collective:
+            question.begun.set()
         self._questions.put(question)
         return question
 
@@ -78,7 +111,7 @@ class Minimum:
         """The answer to a question that was answered; the questions before it were read already.
 
         Raises:
-            AgreementError: The collective has failed.
+            AgreementError: The hosts could not be asked.
         """
         try:
             if not question.is_read:
@@ -86,8 +119,8 @@ class Minimum:
                 question.is_read = True
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # the second of a single CPU
             raise AgreementError(
-                "the devices could not ask all hosts whether there is another batch; most likely"
-                f" one of the hosts is gone.\n  {error}\n  remedy: look at the other hosts' logs."
+                "all hosts could not be asked whether there is another batch; most likely one of"
+                f" them is gone.\n  {error}\n  remedy: look at the other hosts' logs."
             ) from error
         return question.least
 
@@ -103,10 +136,10 @@ class Minimum:
 class _Questions(Producer[Question]):
     """The questions, in the order in which they are asked."""
 
-    def __init__(self, at_end: Callable[[], None]):
+    def __init__(self, at_stop: Callable[[], None], at_end: Callable[[], None]):
         # No Queue: the garbage collector may call stop() in any thread at any place.
         self._queue: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
-        self._at_end = at_end
+        self._at_stop, self._at_end = at_stop, at_end
 
     def put(self, question: Question) -> None:
         self._queue.put(question)
@@ -118,43 +151,16 @@ class _Questions(Producer[Question]):
         return question
 
     def stop(self) -> None:
+        self._at_stop()
         self._queue.put(None)
 
     def close(self) -> None:
         self._at_end()
 
 
-# The questions of this process that its devices work on.
-_under_way: set[Question] = set()
-
-
-def is_waiting() -> bool:
-    """Whether a thread of this process waits for an answer of the devices."""
-    return bool(_under_way)
-
-
-def _least(mesh: Mesh, question: Question) -> None:
-    _under_way.add(question)
+def _answer(way: Way, question: Question) -> None:
     try:
-        # The mesh of the training loop is in force in this thread, too, and has other axes.
-        with jax.set_mesh(mesh):
-            least = _all_reduce(mesh)(_on_devices(mesh, question.numbers))
-            question.begun.set()
-            question.least = tuple(int(number) for number in np.asarray(least))
+        question.least = way.least(question.numbers, question.begun.set)
     finally:
-        _under_way.discard(question)
         question.begun.set()
         question.answered.set()
-
-
-def _on_devices(mesh: Mesh, numbers: Sequence[int]) -> jax.Array:
-    """An array of which each device holds one row, each of this host's the same."""
-    sharding = NamedSharding(mesh, P("devices"))
-    row = np.array([numbers], np.int32)
-    rows = [jax.device_put(row, device) for device in mesh.local_devices]
-    return jax.make_array_from_single_device_arrays((mesh.size, len(numbers)), sharding, rows)
-
-
-@functools.lru_cache(maxsize=8)
-def _all_reduce(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda rows: rows.min(axis=0), out_shardings=NamedSharding(mesh, P()))

@@ -8,6 +8,7 @@ thread; and since all read the same verdict, all raise or none does. Every wait 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -98,14 +99,9 @@ class Rounds:
             AgreementError: The verdict is ``{"error": message}``.
             HostTimeoutError: A host did not answer in time; the message names it.
         """
-        start = time.monotonic()
-
-        def waited() -> float:
-            return time.monotonic() - start
-
         key = f"{self.name}/{round_}/verdict"
         if self._host == self._leader:
-            answers = self._gather(round_, waited, stopped)
+            answers = self.gather(round_, stopped, self.timeout_s)
             if answers is None:
                 return None
             silent = [host for host in self.hosts if host not in answers]
@@ -113,7 +109,7 @@ class Rounds:
             verdict = self._settle(key, verdict)
             self._client.key_value_delete(f"{self.name}/{round_}/answers/")
         else:
-            text = self._get(key, waited, stopped, self.timeout_s + _GRACE_S)
+            text = self._get(key, stopped, self.timeout_s + _GRACE_S)
             if text is None:
                 if stopped():
                     return None
@@ -158,17 +154,26 @@ class Rounds:
         keys = {host: f"{folder}{host}" for host in self.hosts}
         return {host: json.loads(said[key]) for host, key in keys.items() if key in said}
 
-    def _gather(
-        self, round_: str, waited_s: Callable[[], float], stopped: Callable[[], bool]
+    def gather(
+        self, round_: str, stopped: Callable[[], bool], timeout_s: float = math.inf
     ) -> dict[int, Any] | None:
-        """The answers of all hosts, or of those that came in time; None if given up.
+        """The answers of all hosts, for any host that wants to read them itself.
 
         If a host says that it failed, nobody else is waited for.
+
+        Args:
+            round_: The round.
+            stopped: Whether to give up, without an error.
+            timeout_s: How long to wait, in seconds.
+
+        Returns:
+            The answers, by host; after the timeout, those that came in time. None if given up.
         """
+        until = time.monotonic() + timeout_s
         while not stopped():
             answers = self.said(round_)
             missing = [host for host in self.hosts if host not in answers]
-            if _failed(answers) or not missing or waited_s() > self.timeout_s:
+            if _failed(answers) or not missing or time.monotonic() > until:
                 return answers
             # When that one has come, most likely many others have, too.
             self._soon(self._answer_key(round_, missing[-1]))
@@ -180,17 +185,12 @@ class Rounds:
         answers = {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in entries}
         return dict(sorted(answers.items()))  # the store sorts them as text
 
-    def _get(
-        self,
-        key: str,
-        waited_s: Callable[[], float],
-        stopped: Callable[[], bool],
-        timeout_s: float,
-    ) -> str | None:
+    def _get(self, key: str, stopped: Callable[[], bool], timeout_s: float) -> str | None:
         """The value of a key once it is there; None after the timeout, or if given up."""
+        until = time.monotonic() + timeout_s
         while not stopped():
             value = self._soon(key)
-            if value is not None or waited_s() > timeout_s:
+            if value is not None or time.monotonic() > until:
                 return value
         return None
 

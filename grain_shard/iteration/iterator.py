@@ -26,8 +26,11 @@ import grain
 from grain_shard.background import Background, jax_context
 from grain_shard.errors import AgreementError, ShardingError, describe_error, describe_mesh
 from grain_shard.hosts.alarm import Alarm
+from grain_shard.hosts.by_devices import ByDevices
+from grain_shard.hosts.by_store import ByStore
 from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
 from grain_shard.hosts.ends import AgreedEnd
+from grain_shard.hosts.minimum import asks_devices
 from grain_shard.hosts.rounds import Rounds, agree, meet
 from grain_shard.hosts.series import Series
 from grain_shard.hosts.slowest import SlowestOf
@@ -144,11 +147,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._stage: Background[Any, Placed] | AgreedEnd[Placed] = placed
         if across and self._rounds and self._host.ends_by_vote:
             host = self._host
+            way = ByDevices(across.devices) if asks_devices(across.hosts) else ByStore(self._rounds)
             self._stage = AgreedEnd(
                 placed,
                 batches,
                 self._rounds,
-                across.devices,
+                way,
                 remainder=across.remainder,
                 same_rows=host.rows == GLOBAL,
                 first_digest=opened.first_digest,

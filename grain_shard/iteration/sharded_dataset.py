@@ -12,6 +12,7 @@ import jax
 from grain_shard.collectives import require_order
 from grain_shard.errors import ShardingError, describe_mesh, require_int
 from grain_shard.hosts.compare import GLOBAL
+from grain_shard.hosts.minimum import asks_devices
 from grain_shard.hosts.series import Series
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
@@ -162,7 +163,8 @@ class ShardedDataset(grain.IterDataset):
         return Epochs(host, self._iterate(host, None), n)
 
     def _iterate(self, host: HostBatches, second_pass: SecondPass | None) -> ShardedIterator:
-        if self._final or host.ends_by_vote:  # with collectives of ours
+        by_devices = host.ends_by_vote and asks_devices(self._read_by.hosts())
+        if self._final or by_devices:  # with collectives of ours
             require_order(self.shardings.devices())
         return ShardedIterator(
             host,
