@@ -1,11 +1,13 @@
 """What it costs a training loop that the hosts agree, batch by batch, on the end of their streams.
 
-    python benchmarks/stream_agreement.py [--steps 400] [--hosts 2]
+    python benchmarks/stream_agreement.py [--steps 400] [--hosts 2] [--by devices]
 
 The same loop over the same rows, three times: streams with ``rows="local"``, which agree; the same
 streams on a mesh of each host's own devices, which have nobody to agree with; and a random-access
 pipeline, whose length is known. A step takes `--step-ms`; what counts is how long the loop waits
-for its next batch. The difference between the first two is what the agreement costs.
+for its next batch, and how long a step takes together with a collective of its own. The difference
+between the first two is what the agreement costs. So few hosts ask the store, unless they are told
+to ask their devices, as many hosts do.
 """
 
 import argparse
@@ -15,14 +17,19 @@ import time
 from grain_shard import rehearse
 
 
-def wait_times(kind, steps, step_s):
-    """The seconds that this host waited for each batch after the first twenty."""
+def wait_and_step_times(kind, steps, step_s, way):
+    """The seconds that this host waited for each batch after the first twenty, and of each step."""
     import grain
     import jax
     import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
 
     import grain_shard  # noqa: F401
+    from grain_shard.hosts import minimum
 
+    if way == "devices":
+        minimum.MOST_BY_STORE = 1
     devices = jax.local_devices() if kind == "streams alone" else jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     records = grain.MapDataset.range(steps * 64).map(lambda i: {"x": np.full(64, i, np.float32)})
@@ -36,16 +43,21 @@ def wait_times(kind, steps, step_s):
             .batch(64 // hosts)
             .shard_to(mesh, rows="local")
         )
-    waits = []
+    everywhere = jax.make_mesh((jax.device_count(),), ("data",))
+    rows = jax.device_put(np.ones(64, np.float32), NamedSharding(everywhere, P("data")))
+    step = jax.jit(lambda rows: rows.sum())
+    waits, step_times = [], []
     with iter(ds) as batches:
         while True:
             start = time.perf_counter()
             if next(batches, None) is None:
                 break
             waits.append(time.perf_counter() - start)
-            time.sleep(step_s)  # the step
+            float(step(rows))
+            time.sleep(step_s)  # as long as an accelerator works
+            step_times.append(time.perf_counter() - start)
     assert len(waits) == steps
-    return waits[20:]
+    return waits[20:], step_times[20:]
 
 
 def main():
@@ -53,16 +65,24 @@ def main():
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--by", choices=["store", "devices"], default="store")
     args = parser.parse_args()
     for kind in ("streams that agree", "streams alone", "random access"):
-        by_host = rehearse.run(
-            wait_times, kind, args.steps, args.step_ms / 1e3, hosts=args.hosts, devices_per_host=2
+        of_hosts = rehearse.run(
+            wait_and_step_times,
+            kind,
+            args.steps,
+            args.step_ms / 1e3,
+            args.by,
+            hosts=args.hosts,
+            devices_per_host=2,
         )
-        waits = sorted(w * 1e3 for waits in by_host for w in waits)
+        waits = sorted(1e3 * wait for waits, _ in of_hosts for wait in waits)
+        step_ms = statistics.mean(1e3 * step_s for _, times in of_hosts for step_s in times)
         p99 = waits[int(len(waits) * 0.99)]
         print(
             f"{kind:18} wait for a batch: median {statistics.median(waits):.3f} ms, p99 {p99:.3f},"
-            f" most {waits[-1]:.3f}"
+            f" most {waits[-1]:.3f}; a step with it: mean {step_ms:.2f} ms"
         )
 
 

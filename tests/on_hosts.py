@@ -11,7 +11,6 @@ from jax.experimental import multihost_utils
 
 from grain_shard import rehearse
 
-
 # How hosts ask each other whether there is another batch. The tests have few hosts, which would ask
 # the store; so they are told to do as many do, too.
 WAYS = ["store", "devices"]

@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 from grain_shard.background import Background
 from grain_shard.errors import AgreementError
 from grain_shard.hosts import ends
-from grain_shard.hosts.by_devices import ByDevices
 from grain_shard.hosts.ends import AgreedEnd, Vote, decide, follow
-from grain_shard.hosts.minimum import LARGEST, Minimum, Question
+from grain_shard.hosts.minimum import Question
 from grain_shard.iteration.placing import Placing
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.sharding.reshard import Resharder
@@ -434,25 +433,6 @@ def test_a_scalar_stays_what_it_is_in_padding():
     assert not padding["x"].any()
     assert not padding["valid_mask"].any()
     assert padding["temperature"] == np.float32(0.7)
-
-
-@pytest.mark.parametrize("numbers", [(3, 5, -5, LARGEST), (LARGEST, 0, -LARGEST, 1)])
-@pytest.mark.parametrize("x64", [False, True])
-def test_the_devices_find_the_least_whatever_mesh_and_width_the_loop_has(numbers, x64):
-    """Here of one host alone: tests/test_hosts_streams.py asks those of several."""
-    ended = []
-    loop_mesh = jax.make_mesh((2, 4), ("data", "model"))
-    with jax.set_mesh(loop_mesh), jax.enable_x64(x64):
-        way = ByDevices(jax.devices()[::-1])
-        minimum = Minimum(way, at_end=lambda: ended.append(True))
-        minimum.start()
-        for _ in range(3):
-            question = minimum.ask(numbers)
-            assert question.begun.wait(60)
-            assert question.answered.wait(60)
-            assert minimum.least(question) == numbers
-        minimum.close()
-    assert ended == [True]
 
 
 @pytest.mark.parametrize(("taken", "said"), [(1, True), (3, False)])

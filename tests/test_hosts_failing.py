@@ -29,6 +29,7 @@ SCRIPT = """
 import sys
 import traceback
 import grain, grain_shard, jax, numpy as np
+from grain_shard.hosts import minimum
 
 kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
 jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -49,7 +50,9 @@ def stream(ds, shard_index, shard_count):
 
 if kind == "random access" or kind.startswith("the loop"):
     ds = records.batch(16).shard_to(mesh)
-elif kind == "stream":
+elif kind.startswith("stream"):
+    if kind == "stream, by devices":
+        minimum.MOST_BY_STORE = 1  # as where there are many hosts
     own = stream(records, shards.shard_index, shards.shard_count)
     ds = own.batch(16 // shards.shard_count).shard_to(mesh, rows="local")
 else:
@@ -72,7 +75,7 @@ if kind == "the loop, in with":
 else:
     train(ds)
 """
-KINDS = ["random access", "stream", "feeds"]
+KINDS = ["random access", "stream", "stream, by devices", "feeds"]
 LOOPS = ["the loop", "the loop, in with"]
 
 
