@@ -119,7 +119,7 @@ class Minimum:
                 question.is_read = True
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # the second of a single CPU
             raise AgreementError(
-                "all hosts could not be asked whether there is another batch; most likely one of"
+                "not all hosts could be asked whether there is another batch; most likely one of"
                 f" them is gone.\n  {error}\n  remedy: look at the other hosts' logs."
             ) from error
         return question.least
