@@ -321,6 +321,18 @@ def test_the_nearest_names_come_first(tmp_path):
         ArrayRecordSource(str(tmp_path / "train-00000-of-00009/more/deep"))
 
 
+def test_a_link_to_nowhere_is_told_from_no_link(tmp_path):
+    (tmp_path / "train-0").symlink_to("mount/train-0")
+    with pytest.raises(FileNotFoundError, match="link to 'mount/train-0', which does not exist"):
+        ArrayRecordSource(str(tmp_path / "train-0"))
+
+
+def test_a_range_that_ends_before_it_begins_is_refused(tree):
+    with pytest.raises(ValueError, match=re.escape("5 to 2 of 'data/train-0[5:2]' end before")):
+        ArrayRecordSource("data/train-0[5:2]")
+    assert len(ArrayRecordSource(["data/train-0[2:2]", "data/train-0[0:1]"])) == 1
+
+
 def test_the_home_folder_may_be_written_as_a_tilde(tree, monkeypatch):
     monkeypatch.setenv("HOME", f"{tree}/data")
     monkeypatch.chdir(tree / "empty")

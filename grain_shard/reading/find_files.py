@@ -73,6 +73,8 @@ def not_found(path: str) -> FileNotFoundError:
         pattern = glob.has_magic(path)
         problem = f"no file matches {path!r}" if pattern else f"there is no file {path!r}"
         remedy = "correct the path; of a bucket, see whether it is mounted on this host."
+        if os.path.islink(path):
+            problem = f"{path!r} is a link to {os.readlink(path)!r}, which does not exist"
     folder, missing = Path(os.path.abspath(path)), ""
     while not folder.is_dir():
         folder, missing = folder.parent, folder.name

@@ -83,7 +83,8 @@ class ArrayRecordSource:
         FileNotFoundError: A file does not exist, or nothing matches a pattern.
         RuntimeError: A file cannot be opened, or is no ArrayRecord file.
         TypeError: What is given is no path.
-        ValueError: No path is given, or a URL that cannot be opened.
+        ValueError: No path is given, a URL that cannot be opened, or a range that ends before it
+            begins.
     """
 
     def __init__(
@@ -196,8 +197,13 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
     path = os.path.expanduser(given)
     require_openable(path)
     if records := re.fullmatch(r"(.*)\[(\d+):(\d+)\]", path):
-        path, start, stop = records.groups()
-        return [_Part(path, int(start), int(stop))]
+        file, start, stop = records.group(1), int(records.group(2)), int(records.group(3))
+        if start > stop:
+            raise ValueError(
+                f"the records {start} to {stop} of {path!r} end before they begin.\n"
+                "  remedy: write the first record, and the one after the last: [0:100]."
+            )
+        return [_Part(file, start, stop)]
     return [_Part(file, 0, None) for file in find_files(path)]
 
 
