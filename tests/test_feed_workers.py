@@ -439,7 +439,7 @@ def test_what_a_worker_is_given_holds_nothing_of_a_device():
     ds = grain_shard.feeds(text.packed, num_feeds=4).batch(8)
     of_host = ds.shard_to(data_mesh(4)).parents[0]
     pickled = cloudpickle.dumps(
-        functools.partial(of_host.open_turns, num_threads=1, faults=Faults(FAIL_AT_ONCE))
+        functools.partial(of_host.open_turns, Faults(FAIL_AT_ONCE), num_threads=1)
     )
     for name in (b"Mesh", b"Device", b"NamedSharding", b"PartitionSpec", b"jaxlib", b"Array"):
         assert name not in pickled

@@ -120,7 +120,7 @@ def test_a_host_takes_of_each_feed_the_rows_that_it_holds():
         (0, 7): {0: [0, 1], 3: [2, 3]},
     }
     for shards, rows in table.items():
-        assert ds.of_host(BatchLayout(divisor=8, shards=shards)).rows_by_feed == rows
+        assert ds.of_host(BatchLayout(divisor=8, shards=shards)).rows.by_feed == rows
 
 
 def test_every_leaf_has_its_place_whatever_its_rank_and_text_stays_on_the_host():

@@ -34,7 +34,7 @@ class Flaky:
     """One read in a hundred fails; reads of corrupt records always do."""
 
     def __init__(self, several):
-        self.rng = np.random.default_rng()
+        self.rng = np.random.default_rng(jax.process_index())  # so that each host meets some
         if several:
             self.__getitems__ = lambda indices: [self[i] for i in indices]
 

@@ -8,34 +8,25 @@ although nobody can read a stream by index.
 from __future__ import annotations
 
 import functools
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grain
-import numpy as np
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.feeding.feed_position import FeedsPosition
+from grain_shard.feeding.feed_iterator import FeedIterator
 from grain_shard.feeding.feed_reader import Entry, FeedReader, naming_feed
-from grain_shard.feeding.feed_turns import FeedTurns, Piece, row_stacker
-from grain_shard.feeding.feed_workers import FeedWorkers
+from grain_shard.feeding.feed_rows import FeedRows, Padding
+from grain_shard.feeding.feed_turns import FeedTurns
 from grain_shard.feeding.record_stream import RecordStream, evaluated_in_turn
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import begins_with_records, replace_read_ahead
 from grain_shard.hosts.feed_files import NUM_FEEDS
-from grain_shard.reading.faults import FaultCounts, FaultRules, Faults, Skipped
+from grain_shard.reading.faults import FaultRules, Faults, Skipped
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
-from grain_shard.reading.pad_batch import Remainder, pad_batch
-from grain_shard.reading.pad_rows import PadRows
-from grain_shard.reading.stack import RowStacker, Stack
-from grain_shard.reading.stream_dataset import BatchIterator
-from grain_shard.sharding.layout import BatchLayout, round_up
-from grain_shard.spans import BATCH, span
-from grain_shard.trees import Batch
+from grain_shard.sharding.layout import BatchLayout
 
-_MISSING = object()  # instead of a row that a feed no longer has
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
 
 
@@ -109,22 +100,6 @@ class Feeds:
         return FeedBatches(self, global_batch_size)
 
 
-@dataclass(frozen=True)
-class Padding:
-    """What becomes of the rows that feeds lack which have ended.
-
-    Attributes:
-        divisor: What the number of rows of a batch must be a multiple of.
-        remainder: What becomes of a batch for which a feed has not rows enough: "pad" it, until
-            the last feed has ended; "drop" it, and end; or "error".
-        rows: What these rows hold, and where the mask is.
-    """
-
-    divisor: int
-    remainder: Remainder = "pad"
-    rows: PadRows = PadRows()  # noqa: RUF009 (it is frozen)
-
-
 class FeedBatches(grain.IterDataset):
     """Global batches of feeds, to be ended with ``.shard_to(mesh)``.
 
@@ -162,22 +137,17 @@ class FeedBatches(grain.IterDataset):
         layout: BatchLayout | None = None,
     ):
         super().__init__()
-        require_int("global_batch_size", global_batch_size, 1)
-        self._feeds, self._global_batch_size = feeds, global_batch_size
-        self.padding: Padding | None = padding
-        self.layout: BatchLayout | None = layout
-        if global_batch_size % feeds.num_feeds:
-            down = global_batch_size // feeds.num_feeds * feeds.num_feeds
-            sizes = " or ".join(str(n) for n in (down, down + feeds.num_feeds) if n)
-            raise ShardingError(
-                f"a batch of {global_batch_size} rows does not split into {feeds.num_feeds} feeds"
-                " of as many rows each.",
-                remedy=f"use a batch size of {sizes}, or a number of feeds that divides it.",
-            )
+        self._feeds = feeds
+        self._rows = FeedRows(feeds.num_feeds, global_batch_size, padding, layout)
+
+    @property
+    def rows(self) -> FeedRows:
+        """Which rows of a batch each feed gives."""
+        return self._rows
 
     def padded(self, padding: Padding) -> FeedBatches:
         """Batches of one size: zeros, and False in the mask, where a feed has no row any more."""
-        return FeedBatches(self._feeds, self._global_batch_size, padding, self.layout)
+        return FeedBatches(self._feeds, self.global_batch_size, padding, self.rows.layout)
 
     def of_host(self, layout: BatchLayout) -> FeedBatches:
         """The rows of one host, from the feeds that they belong to and no others.
@@ -185,8 +155,8 @@ class FeedBatches(grain.IterDataset):
         Args:
             layout: Which rows the host holds. The padded batch has to be its `multiple`.
         """
-        padding = self.padding or Padding(divisor=layout.multiple)
-        return FeedBatches(self._feeds, self._global_batch_size, padding, layout)
+        padding = self.rows.padding or Padding(divisor=layout.multiple)
+        return FeedBatches(self._feeds, self.global_batch_size, padding, layout)
 
     @property
     def num_feeds(self) -> int:
@@ -196,12 +166,7 @@ class FeedBatches(grain.IterDataset):
     @property
     def global_batch_size(self) -> int:
         """Rows of a batch, of all hosts together."""
-        return self._global_batch_size
-
-    @property
-    def feed_batch_size(self) -> int:
-        """Rows of a batch that come from one feed."""
-        return self._global_batch_size // self.num_feeds
+        return self.rows.global_batch_size
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
@@ -220,39 +185,6 @@ class FeedBatches(grain.IterDataset):
     def begins_with_records(self) -> bool:
         """Whether feeds begin with random access; feed 0 tells."""
         return begins_with_records(self._make(0))
-
-    @functools.cached_property
-    def rows_by_feed(self) -> dict[int, list[int]]:
-        """The feeds to run, and which of each feed's rows of a batch are wanted of it.
-
-        Example:
-            >>> ds = feeds(lambda feed: ..., num_feeds=4).batch(8)
-            >>> ds.of_host(BatchLayout(divisor=8, shards=(2, 3, 4))).rows_by_feed
-            {1: [0, 1], 2: [0]}
-        """
-        rows = np.arange(self._global_batch_size)
-        if self.layout is not None:
-            rows = self.layout.rows(self._padded_size)
-        feeds, rows_of_feed = np.divmod(rows[rows < self._global_batch_size], self.feed_batch_size)
-        return {int(feed): rows_of_feed[feeds == feed].tolist() for feed in np.unique(feeds)}
-
-    def feeds_of(self, layout: BatchLayout) -> list[int]:
-        """The feeds that a host runs, ascending; quickly, since there may be many hosts.
-
-        Example:
-            >>> ds = feeds(lambda feed: ..., num_feeds=4).batch(8)
-            >>> ds.feeds_of(BatchLayout(divisor=8, shards=(2, 3, 4)))
-            [1, 2]
-        """
-        size, found = self.feed_batch_size, set[int]()
-        for start, stop in layout.ranges(self._padded_size):
-            found.update(range(start // size, min(-(-stop // size), self.num_feeds)))
-        return sorted(found)
-
-    @property
-    def _padded_size(self) -> int:
-        divisor = 1 if self.padding is None else self.padding.divisor
-        return round_up(self._global_batch_size, divisor)
 
     def open_feed(
         self, feed: int, entry: Entry, faults: Faults, reads: SharedReads | None = None
@@ -275,21 +207,21 @@ class FeedBatches(grain.IterDataset):
         return FeedReader(lambda: replace_read_ahead(self._make(feed), record_stream), entry)
 
     def open_turns(
-        self, entries: Mapping[int, Entry], num_threads: int, faults: Faults
+        self, faults: Faults, entries: Mapping[int, Entry], num_threads: int
     ) -> FeedTurns:
         """What takes from feeds, in this process, what they give to each batch.
 
         Args:
+            faults: What becomes of records that cannot be had.
             entries: Of each feed to run, where it is to start.
             num_threads: Threads that run feeds side by side.
-            faults: What becomes of records that cannot be had.
         """
         reads = SharedReads(faults)
         return FeedTurns(
             {feed: self.open_feed(feed, entry, faults, reads) for feed, entry in entries.items()},
             reads,
             num_feeds=self.num_feeds,
-            rows_per_feed=self.feed_batch_size,
+            rows_per_feed=self.rows.per_feed,
             num_threads=num_threads,
         )
 
@@ -308,47 +240,20 @@ class FeedBatches(grain.IterDataset):
             buffer_size: Batches that these make ahead. Grain lets them make four at least.
             fault_rules: What becomes of reads that fail.
         """
-        return FeedIterator(self, num_threads, num_workers, buffer_size, fault_rules)
+        return FeedIterator(
+            self.rows,
+            functools.partial(self.open_turns, num_threads=num_threads),
+            lambda: self.fingerprint,
+            num_workers=num_workers,
+            buffer_size=buffer_size,
+            fault_rules=fault_rules,
+        )
 
     def __iter__(self) -> FeedIterator:
         return self.iterate()
 
-    def join(self, pieces: Sequence[Piece], stacker: RowStacker) -> Batch:
-        """The batch of what the feeds gave.
-
-        If it is to be padded, there is padding where feeds lack some rows, and the mask.
-
-        Args:
-            pieces: What they gave; a feed that is missing gave nothing.
-            stacker: What a row looks like.
-
-        Raises:
-            ShardingError: A row has another tree, shape or dtype.
-        """
-        given = {piece.feed: piece.rows for piece in pieces}
-        found = [
-            (feed, given[feed][i] if i < len(given.get(feed, ())) else _MISSING)
-            for feed, rows in self.rows_by_feed.items()
-            for i in rows
-        ]
-        if self.padding is None:
-            found = [(feed, row) for feed, row in found if row is not _MISSING]
-        padding = PadRows() if self.padding is None else self.padding.rows
-        pad_row, stack = padding.row_like(stacker.like), Stack(stacker, len(found))
-        rows = [pad_row if row is _MISSING else row for _, row in found]
-        stack.write(rows, 0, [feed for feed, _ in found])
-        if self.padding is None:
-            return stack.batch()
-        size, mask_key = self._padded_size, padding.mask_key
-        if self.layout is not None:
-            size = len(self.layout.rows(size))
-        padded = pad_batch(stack.batch(), size, padding)  # if the shards do not divide the batch
-        if mask_key is not None:
-            padded[mask_key][: len(found)] = [row is not _MISSING for _, row in found]
-        return padded
-
     def __repr__(self) -> str:
-        return f"FeedBatches({self.num_feeds} feeds, {self._global_batch_size} rows)"
+        return f"FeedBatches({self.num_feeds} feeds, {self.global_batch_size} rows)"
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
         """Refused; Grain calls it to divide a dataset among its workers."""
@@ -368,123 +273,3 @@ class FeedBatches(grain.IterDataset):
                 " .to_iter_dataset().",
             )
         return ds
-
-
-class FeedIterator(BatchIterator):
-    """The batches of the feeds of a dataset.
-
-    Args:
-        ds: The dataset.
-        num_threads: As for `FeedBatches.iterate`.
-        num_workers: As for `FeedBatches.iterate`.
-        buffer_size: As for `FeedBatches.iterate`.
-        fault_rules: As for `FeedBatches.iterate`.
-    """
-
-    def __init__(
-        self,
-        ds: FeedBatches,
-        num_threads: int,
-        num_workers: int,
-        buffer_size: int,
-        fault_rules: FaultRules,
-    ):
-        super().__init__()
-        self._fault_rules = fault_rules
-        self._ds, self._num_threads = ds, num_threads
-        self._num_workers, self._buffer_size = num_workers, buffer_size
-        self._stacker: RowStacker | None = None
-        self._is_closed = self._ended = False
-        self._failure: BaseException | None = None
-        self._position = FeedsPosition.at_start(ds.rows_by_feed)
-        self._turns = self._turns_from(self._position)
-
-    def _turns_from(self, position: FeedsPosition) -> FeedTurns | FeedWorkers:
-        entries = position.opened()
-        self._faults = Faults(self._fault_rules)
-        open_turns = functools.partial(
-            self._ds.open_turns, num_threads=self._num_threads, faults=self._faults
-        )
-        if self._num_workers:
-            workers, buffer_size = self._num_workers, self._buffer_size
-            return FeedWorkers(open_turns, entries, workers, buffer_size, self._faults)
-        return open_turns(entries)
-
-    def _move(self, position: FeedsPosition) -> None:
-        # Moved also if closing what was open fails: a closed feed would begin anew.
-        before, self._turns = self._turns, self._turns_from(position)
-        self._position, self._ended, self._failure = position, False, None
-        before.close()
-
-    def __next__(self) -> Batch:
-        self._require_open()
-        if self._ended:
-            raise StopIteration
-        if self._failure is not None:
-            raise self._failure
-        try:
-            pieces = self._turns.of_one_batch()
-            self._ended = self._ends_with(pieces)
-            batch = None if self._ended else self._joined(pieces)
-        except Exception as error:
-            # The feeds have given their rows already: a next batch would lack them.
-            self._failure = error
-            raise
-        if self._ended:
-            raise StopIteration
-        entries = {piece.feed: piece.entry for piece in pieces}
-        self._position = FeedsPosition(self._position.step + 1, entries)
-        return batch
-
-    def _joined(self, pieces: Sequence[Piece]) -> Batch:
-        with span(BATCH):
-            rows = (row for piece in pieces for row in piece.rows)
-            self._stacker = self._stacker or row_stacker(next(rows))
-            return self._ds.join(pieces, self._stacker)
-
-    def _ends_with(self, pieces: Sequence[Piece]) -> bool:
-        """Whether there is no batch to make of what the feeds gave.
-
-        Raises:
-            ShardingError: A feed gave fewer rows than it should, which is to be an error.
-        """
-        if not any(piece.rows for piece in pieces):
-            return True
-        full, padding = self._ds.feed_batch_size, self._ds.padding
-        short = [piece for piece in pieces if len(piece.rows) < full]
-        if short and padding is not None and padding.remainder == "error":
-            raise ShardingError(
-                f"feed {short[0].feed} has {len(short[0].rows)} rows left, of the {full} that each"
-                " feed gives to a batch.",
-                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
-            )
-        return bool(short) and padding is not None and padding.remainder == "drop"
-
-    def faults(self) -> FaultCounts:
-        """What was counted of reads that failed."""
-        return self._faults.counts()
-
-    def position(self) -> bytes:
-        return pickle.dumps(self._position)
-
-    def go_to(self, position: bytes) -> None:
-        self._move(pickle.loads(position))
-
-    def get_state(self) -> dict[str, Any]:
-        return self._position.to_state(self._ds.fingerprint)
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._require_open()
-        self._move(FeedsPosition.of_state(state, self._ds.fingerprint, self._ds.rows_by_feed))
-
-    def stop(self) -> None:
-        self._turns.stop()
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._turns.close()
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise ValueError("this is a closed iterator; make another by iter(ds).")

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from grain_shard.errors import ShardingError
-from grain_shard.feeding.feed_batches import FeedBatches, FeedIterator
+from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.feeding.feed_iterator import FeedIterator
 from grain_shard.feeding.feed_position import FeedsPosition
 from grain_shard.feeding.feed_reader import naming_feed
 from grain_shard.feeding.feed_turns import row_stacker
@@ -59,11 +60,11 @@ class HostFeeds(Stream):
         self._buffer_size = 1 if num_workers else buffer_size
         self._buffer_of_workers = buffer_size
         self.fingerprint = ds.fingerprint
-        run = list(ds.rows_by_feed)
+        run = list(ds.rows.by_feed)
         self.own_feeds = OwnFeeds(run, run if saved_feeds is None else saved_feeds)
         self.compared = {**ds.fingerprint, "global_batch_size": ds.global_batch_size}
-        if ds.padding is not None:
-            self.padding = ds.padding.rows
+        if ds.rows.padding is not None:
+            self.padding = ds.rows.padding.rows
 
     def _iterate(self) -> FeedIterator:
         return self._ds.iterate(
@@ -84,7 +85,7 @@ class HostFeeds(Stream):
             ):
                 rows = reader.take(1)
             if rows:
-                return self._ds.join((), row_stacker(rows[0]))
+                return self._ds.rows.join((), row_stacker(rows[0]))
         raise ShardingError(
             "no feed has a row, so nothing tells what a batch looks like.",
             remedy="check the source, and what make_feed filters out.",
@@ -110,7 +111,7 @@ class HostFeeds(Stream):
 
     def from_state(self, state: dict[str, Any]) -> bytes:
         ds = self._ds
-        return pickle.dumps(FeedsPosition.of_state(state, ds.fingerprint, ds.rows_by_feed))
+        return pickle.dumps(FeedsPosition.of_state(state, ds.fingerprint, ds.rows.by_feed))
 
 
 def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int) -> list[int]:
@@ -130,8 +131,8 @@ def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int
     """
     # Hosts often hold the same shards; of these one is looked at.
     before = {layout.shards: layout for other, layout in layouts.items() if other < host}
-    saved_before = {feed for layout in before.values() for feed in ds.feeds_of(layout)}
-    return [feed for feed in ds.feeds_of(layouts[host]) if feed not in saved_before]
+    saved_before = {feed for layout in before.values() for feed in ds.rows.feeds_of(layout)}
+    return [feed for feed in ds.rows.feeds_of(layouts[host]) if feed not in saved_before]
 
 
 def fault_rules_of(
@@ -157,7 +158,7 @@ def fault_rules_of(
             " .to_iter_dataset() and any .filter follow; or catch the error in the .map that raises"
             " it, and .filter what that returns.",
         )
-    of_hosts = [ds.of_host(layout).rows_by_feed for layout in layouts.values()]
+    of_hosts = [ds.of_host(layout).rows.by_feed for layout in layouts.values()]
     if sum(map(len, of_hosts)) > len(set().union(*of_hosts)):
         return read_by_several(rules)
     return rules
@@ -170,13 +171,13 @@ def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) ->
         ds: The batches of the feeds that this host runs.
         layouts: Which rows each host holds.
     """
-    run, kept = len(ds.rows_by_feed), sum(map(len, ds.rows_by_feed.values()))
+    run, kept = len(ds.rows.by_feed), sum(map(len, ds.rows.by_feed.values()))
     microbatches = next(iter(layouts.values())).microbatches
-    if microbatches > 1 and kept < run * ds.feed_batch_size:
+    if microbatches > 1 and kept < run * ds.rows.per_feed:
         groups = len({of_host.shards for of_host in layouts.values()})
         warnings.warn(
             f"this host runs {run} of {ds.num_feeds} feeds, and keeps {kept} of the"
-            f" {run * ds.feed_batch_size} rows that these give to a batch: in each of"
+            f" {run * ds.rows.per_feed} rows that these give to a batch: in each of"
             f" {microbatches} microbatches other feeds have its rows. With a multiple of"
             f" {microbatches * groups} feeds (microbatches times hosts that hold different rows)"
             " each feed runs on one of these hosts.",

@@ -158,7 +158,7 @@ class DevicePut(Stage):
         Raises:
             ShardingError: The hosts of the mesh cannot share the feeds among them.
         """
-        if ds.layout is None:
+        if ds.rows.layout is None:
             ds = ds.of_host(self.shardings.layout())
         layouts = self.shardings.layouts()
         check_feeds(ds, layouts, self.remainder)

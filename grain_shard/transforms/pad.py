@@ -10,7 +10,8 @@ import grain
 import numpy as np
 
 from grain_shard.errors import ShardingError, StateError, require_int
-from grain_shard.feeding.feed_batches import FeedBatches, Padding
+from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.feeding.feed_rows import Padding
 from grain_shard.grain_inside import nodes
 from grain_shard.reading.cuts import START, Cuts, Progress
 from grain_shard.reading.faults import Faults

@@ -1,0 +1,159 @@
+"""Which rows of a batch each feed gives, and the batch that they make.
+
+Each feed has fixed rows of every batch, as many as any other: those of feed 0, of feed 1, and so
+on. A host that holds some rows runs the feeds that they belong to, and no others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grain_shard.errors import ShardingError, require_int
+from grain_shard.feeding.feed_turns import Piece
+from grain_shard.reading.pad_batch import Remainder, pad_batch
+from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.stack import RowStacker, Stack
+from grain_shard.sharding.layout import BatchLayout, round_up
+from grain_shard.trees import Batch
+
+_MISSING = object()  # instead of a row that a feed no longer has
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What becomes of the rows that feeds lack which have ended.
+
+    Attributes:
+        divisor: What the number of rows of a batch must be a multiple of.
+        remainder: What becomes of a batch for which a feed has not rows enough: "pad" it, until
+            the last feed has ended; "drop" it, and end; or "error".
+        rows: What these rows hold, and where the mask is.
+    """
+
+    divisor: int
+    remainder: Remainder = "pad"
+    rows: PadRows = PadRows()  # noqa: RUF009 (it is frozen)
+
+
+@dataclass(frozen=True)
+class FeedRows:
+    """The rows of a batch, by feed.
+
+    Attributes:
+        num_feeds: How many feeds there are.
+        global_batch_size: Rows of a batch, of all hosts together.
+        padding: What becomes of rows that feeds lack; None makes the batch shorter by them.
+        layout: Which rows to keep; None for all.
+
+    Raises:
+        ShardingError: The feeds do not divide the batch.
+    """
+
+    num_feeds: int
+    global_batch_size: int
+    padding: Padding | None = None
+    layout: BatchLayout | None = None
+
+    def __post_init__(self) -> None:
+        require_int("global_batch_size", self.global_batch_size, 1)
+        if self.global_batch_size % self.num_feeds:
+            down = self.global_batch_size // self.num_feeds * self.num_feeds
+            sizes = " or ".join(str(n) for n in (down, down + self.num_feeds) if n)
+            raise ShardingError(
+                f"a batch of {self.global_batch_size} rows does not split into {self.num_feeds}"
+                " feeds of as many rows each.",
+                remedy=f"use a batch size of {sizes}, or a number of feeds that divides it.",
+            )
+
+    @property
+    def per_feed(self) -> int:
+        """Rows of a batch that come from one feed."""
+        return self.global_batch_size // self.num_feeds
+
+    @functools.cached_property
+    def by_feed(self) -> dict[int, list[int]]:
+        """The feeds to run, and which of each feed's rows of a batch are wanted of it.
+
+        Example:
+            >>> FeedRows(4, 8, layout=BatchLayout(divisor=8, shards=(2, 3, 4))).by_feed
+            {1: [0, 1], 2: [0]}
+        """
+        rows = np.arange(self.global_batch_size)
+        if self.layout is not None:
+            rows = self.layout.rows(self._padded_size)
+        feeds, rows_of_feed = np.divmod(rows[rows < self.global_batch_size], self.per_feed)
+        return {int(feed): rows_of_feed[feeds == feed].tolist() for feed in np.unique(feeds)}
+
+    def feeds_of(self, layout: BatchLayout) -> list[int]:
+        """The feeds that a host runs, ascending; quickly, since there may be many hosts.
+
+        Example:
+            >>> FeedRows(4, 8).feeds_of(BatchLayout(divisor=8, shards=(2, 3, 4)))
+            [1, 2]
+        """
+        size, found = self.per_feed, set[int]()
+        for start, stop in layout.ranges(self._padded_size):
+            found.update(range(start // size, min(-(-stop // size), self.num_feeds)))
+        return sorted(found)
+
+    @property
+    def _padded_size(self) -> int:
+        divisor = 1 if self.padding is None else self.padding.divisor
+        return round_up(self.global_batch_size, divisor)
+
+    def end_with(self, pieces: Sequence[Piece]) -> bool:
+        """Whether there is no batch to make of what the feeds gave.
+
+        Raises:
+            ShardingError: A feed gave fewer rows than it should, which is to be an error.
+        """
+        if not any(piece.rows for piece in pieces):
+            return True
+        if self.padding is None or self.padding.remainder == "pad":
+            return False
+        short = [piece for piece in pieces if len(piece.rows) < self.per_feed]
+        if short and self.padding.remainder == "error":
+            raise ShardingError(
+                f"feed {short[0].feed} has {len(short[0].rows)} rows left, of the {self.per_feed}"
+                " that each feed gives to a batch.",
+                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+            )
+        return bool(short)
+
+    def join(self, pieces: Sequence[Piece], stacker: RowStacker) -> Batch:
+        """The batch of what the feeds gave.
+
+        If it is to be padded, there is padding where feeds lack some rows, and the mask.
+
+        Args:
+            pieces: What they gave; a feed that is missing gave nothing.
+            stacker: What a row looks like.
+
+        Raises:
+            ShardingError: A row has another tree, shape or dtype.
+        """
+        given = {piece.feed: piece.rows for piece in pieces}
+        found = [
+            (feed, given[feed][i] if i < len(given.get(feed, ())) else _MISSING)
+            for feed, rows in self.by_feed.items()
+            for i in rows
+        ]
+        if self.padding is None:
+            found = [(feed, row) for feed, row in found if row is not _MISSING]
+        padding = PadRows() if self.padding is None else self.padding.rows
+        pad_row, stack = padding.row_like(stacker.like), Stack(stacker, len(found))
+        rows = [pad_row if row is _MISSING else row for _, row in found]
+        stack.write(rows, 0, [feed for feed, _ in found])
+        if self.padding is None:
+            return stack.batch()
+        size, mask_key = self._padded_size, padding.mask_key
+        if self.layout is not None:
+            size = len(self.layout.rows(size))
+        padded = pad_batch(stack.batch(), size, padding)  # if the shards do not divide the batch
+        if mask_key is not None:
+            padded[mask_key][: len(found)] = [row is not _MISSING for _, row in found]
+        return padded
