@@ -1,5 +1,6 @@
 """The ends of streams and of exchanges, as far as one process shows them."""
 
+import itertools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,6 @@ from grain_shard.background import Background
 from grain_shard.errors import AgreementError
 from grain_shard.hosts import ends
 from grain_shard.hosts.ends import AgreedEnd, Vote, decide, follow
-from grain_shard.hosts.minimum import Question
 from grain_shard.iteration.placing import Placing
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.sharding.reshard import Resharder
@@ -188,14 +188,19 @@ class TestMinimum:
     def start(self):
         pass
 
-    def ask(self, numbers):
-        question, name = Question(numbers), ("question", self.asked)
-        self.asked += 1
-        self.rounds.meeting.post(name, self.rounds.host, question.numbers)
+    def ask(self, question):
+        if question.is_asked:
+            return
+        question.name = ("question", self.asked)
+        question.answered = Came(self.rounds.meeting, question.name)
         question.begun.set()
-        question.answered = Came(self.rounds.meeting, name)
-        question.name = name
-        return question
+        self.rounds.meeting.post(question.name, self.rounds.host, question.numbers)
+        self.interrupt()
+        question.is_asked = True
+        self.asked += 1
+
+    def interrupt(self):
+        """An interrupt may come here, and then it is asked again."""
 
     def least(self, question):
         votes = self.rounds.meeting.all_of(question.name).values()
@@ -318,17 +323,14 @@ def test_streams_that_end_apart_are_an_error_on_every_host_if_they_should_not():
         assert "the streams of 2 of 3 hosts (the first: host 0) end earlier" in str(result[-1])
 
 
-def test_few_questions_are_asked_where_the_buffers_are_full(monkeypatch):
-    asked = []
-    ask = TestMinimum.ask
-    monkeypatch.setattr(TestMinimum, "ask", lambda *args: (asked.append(args), ask(*args))[1])
+def test_few_questions_are_asked_where_the_buffers_are_full():
     source = Host(*(f"batch {k}" for k in range(60)))
     batches = agreed(source, buffer_size=8)
     for _ in range(48):
         next(batches)
         # So the buffer is full again, as it is where steps take longer than batches.
         eventually(lambda: batches._read.known().results >= batches._handed_out + 8)
-    assert len(asked) <= 48 / 3 + 2
+    assert batches._minimum.asked <= 48 / 4 + 2
     batches.close()
 
 
@@ -343,14 +345,15 @@ class Interrupted(BaseException):
     remainder=st.sampled_from(["pad", "drop"]),
 )
 def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrupts, remainder):
-    """Host 0 is interrupted in some of its waits, and asks for the batch again."""
-    waits = []
+    """Host 0 is interrupted in some of its waits and questions, and asks for the batch again."""
+    places = itertools.count()
+
+    def interrupt(self, *_):
+        if meeting.interrupted == threading.get_ident() and next(places) in interrupts:
+            raise Interrupted
 
     def wait(self, wait_s):
-        if self.meeting.interrupted == threading.get_ident():
-            waits.append(wait_s)
-            if len(waits) - 1 in interrupts:
-                raise Interrupted
+        interrupt(self)
         return bool(self.meeting.all_of(self.name))
 
     def handed_out_with_interrupts(batches, host, meeting):
@@ -371,6 +374,7 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(lengths)) as threads:
         patch.setattr(Came, "wait", wait)
         patch.setattr(Came, "is_set", lambda self: False)
+        patch.setattr(TestMinimum, "interrupt", interrupt)
         futures = [
             threads.submit(
                 handed_out_with_interrupts,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from grain_shard.errors import AgreementError
 from grain_shard.hosts.by_devices import ByDevices
 from grain_shard.hosts.by_store import ByStore
-from grain_shard.hosts.minimum import LARGEST, Minimum, Way, asks_devices
+from grain_shard.hosts.minimum import LARGEST, Minimum, Question, Way, asks_devices
 from tests.conftest import HANG_S, eventually
 
 
@@ -30,7 +30,7 @@ def test_the_devices_find_the_least_whatever_mesh_and_width_the_loop_has(numbers
         minimum = Minimum(ByDevices(jax.devices()[::-1]), at_end=lambda: ended.append(True))
         minimum.start()
         for _ in range(3):
-            question = minimum.ask(numbers)
+            minimum.ask(question := Question(numbers))
             assert question.begun.wait(HANG_S)
             assert question.answered.wait(HANG_S)
             assert minimum.least(question) == numbers
@@ -95,7 +95,7 @@ def test_the_store_finds_the_least_of_each_question_and_keeps_the_last_two_alone
         minimum.start()
         answers = []
         for numbers in questions:
-            question = minimum.ask(numbers)
+            minimum.ask(question := Question(numbers))
             assert question.begun.is_set()  # no collective, whose turn would have to come
             assert question.answered.wait(HANG_S)
             answers.append(minimum.least(question))
@@ -118,7 +118,7 @@ def test_a_host_that_asks_the_store_alone_can_be_closed():
     store = Store(2)
     minimum = Minimum(ByStore(StoreRounds(store, 0)), at_end=lambda: ended.append(True))
     minimum.start()
-    question = minimum.ask((1,))
+    minimum.ask(question := Question((1,)))
     eventually(lambda: store.posted)
     minimum.close()
     assert ended == [True]
@@ -133,8 +133,31 @@ class GoneWay(Way):
 def test_where_the_hosts_cannot_be_asked_the_loop_is_told_and_does_not_wait():
     minimum = Minimum(GoneWay(), at_end=lambda: None)
     minimum.start()
-    question = minimum.ask((1,))
+    minimum.ask(question := Question((1,)))
     assert question.answered.wait(HANG_S)
     with pytest.raises(AgreementError, match="most likely one of them is gone"):
         minimum.least(question)
     minimum.close()
+
+
+class CountingWay(Way):
+    def __init__(self):
+        self.asked = []
+
+    def least(self, numbers, begins):
+        self.asked.append(numbers)
+        return numbers
+
+
+def test_what_an_interrupt_has_asked_twice_is_answered_once():
+    way = CountingWay()
+    minimum = Minimum(way, at_end=lambda: None)
+    minimum.start()
+    for numbers in [(1,), (2,)]:
+        minimum.ask(question := Question(numbers))
+        question.is_asked = False  # the interrupt came before that was noted
+        minimum.ask(question)
+        assert question.answered.wait(HANG_S)
+        assert minimum.least(question) == numbers
+    minimum.close()
+    assert way.asked == [(1,), (2,)]

@@ -275,7 +275,10 @@ class AgreedEnd(Producer[T]):
                 break
         if self._asked is None and self._agreed - self._handed_out <= _READ_AFTER:
             self._ask(where_all_know=False)
-        return self._asked is None or self._wait_for_others(self._asked.begun)
+        if self._asked is None:
+            return True
+        self._minimum.ask(self._asked)
+        return self._wait_for_others(self._asked.begun)
 
     def _known(self, wait_s: float = 0.0) -> Known:
         """What this host knows of its batches."""
@@ -297,14 +300,15 @@ class AgreedEnd(Producer[T]):
         return has_come(0.0) or self._wait(has_come, waits_for_own=True)
 
     def _ask(self, where_all_know: bool) -> None:
-        """Asks all hosts, each of which may know what comes after the batches handed out."""
+        """What to ask all hosts, each of which may know what comes after what was handed out."""
         self._where_all_know = where_all_know
         self._read_at = self._handed_out + _READ_AFTER
-        self._asked = self._minimum.ask(Vote.of(self._known(), self._pads))
+        self._asked = Question(Vote.of(self._known(), self._pads))
 
     def _read_answer(self) -> bool:
         """Follows what all hosts have said; False if this one was stopped."""
         assert self._asked is not None
+        self._minimum.ask(self._asked)
         if not self._wait_for_others(self._asked.answered):
             return False
         least = Vote(*self._minimum.least(self._asked))

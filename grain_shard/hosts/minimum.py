@@ -64,14 +64,15 @@ class Question:
         begun: Set once the training loop may go on: a collective is in the queue of the devices.
         answered: Set once `least` is known, or will never be.
         least: Of each number the least on any host.
-        is_read: Whether it was asked for.
+        is_asked: Whether it was asked, and so need not be asked again.
+        is_read: Whether the answer was read.
     """
 
     def __init__(self, numbers: Sequence[int]):
         self.numbers = tuple(numbers)
         self.begun, self.answered = threading.Event(), threading.Event()
         self.least: tuple[int, ...] = ()
-        self.is_read = False
+        self.is_asked = self.is_read = False
 
 
 class Minimum:
@@ -99,13 +100,13 @@ class Minimum:
         """Starts the thread; a second call does nothing."""
         self._stage.start()
 
-    def ask(self, numbers: Sequence[int]) -> Question:
-        """Asks; does not wait, not even until it has begun."""
-        question = Question(numbers)
-        if not self._is_collective:
-            question.begun.set()
-        self._questions.put(question)
-        return question
+    def ask(self, question: Question) -> None:
+        """Asks, if it was not asked before; does not wait, not even until it has begun."""
+        if not question.is_asked:
+            if not self._is_collective:
+                question.begun.set()
+            self._questions.put(question)
+            question.is_asked = True
 
     def least(self, question: Question) -> tuple[int, ...]:
         """The answer to a question that was answered; the questions before it were read already.
@@ -134,21 +135,26 @@ class Minimum:
 
 
 class _Questions(Producer[Question]):
-    """The questions, in the order in which they are asked."""
+    """The questions, in the order in which they are asked.
+
+    An interrupt may have one put there twice. The other hosts answer it once.
+    """
 
     def __init__(self, at_stop: Callable[[], None], at_end: Callable[[], None]):
         # No Queue: the garbage collector may call stop() in any thread at any place.
         self._queue: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._at_stop, self._at_end = at_stop, at_end
+        self._last: Question | None = None
 
     def put(self, question: Question) -> None:
         self._queue.put(question)
 
     def __next__(self) -> Question:
-        question = self._queue.get()
-        if question is None:
-            raise StopIteration
-        return question
+        while (question := self._queue.get()) is not None:
+            if question is not self._last:
+                self._last = question
+                return question
+        raise StopIteration
 
     def stop(self) -> None:
         self._at_stop()
