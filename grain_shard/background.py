@@ -62,6 +62,11 @@ class TaskStage(Producer[T]):
         self.start()
         return self._shared.take()
 
+    @property
+    def taken(self) -> int:
+        """How many results were handed out."""
+        return self._shared.taken
+
     def known(self, wait_s: float = 0.0) -> Known:
         """What can be told of the results by now.
 
@@ -226,7 +231,7 @@ class _Shared(Generic[T]):
         self._one_draws = threading.Lock()  # held while a task is drawn, which may take long
         self._results: dict[int, T | Raised] = {}
         self._begun = 0  # results that tasks have begun
-        self._taken = 0  # results handed out
+        self.taken = 0  # results handed out
         self._wait_for_tasks = 0  # threads in wait_for()
         self._running = 0
         self._started = self._stopped = False
@@ -276,11 +281,11 @@ class _Shared(Generic[T]):
             self._wait_for_next()
             if self._final is not None:
                 self._final.throw()
-            result = self._results.pop(self._taken)
+            result = self._results.pop(self.taken)
             if isinstance(result, Raised):
                 self._final = result
                 result.throw()
-            self._taken += 1
+            self.taken += 1
             self._room_came.notify()  # who holds _one_draws: nobody else waits for it
             return result
 
@@ -288,8 +293,8 @@ class _Shared(Generic[T]):
         with self._lock:
             if wait_s and not self._next_has_come() and not self._stopped:
                 self._result_came.wait(wait_s)
-            numbers = itertools.count(self._taken)
-            results = self._taken + sum(1 for _ in itertools.takewhile(self._is_there, numbers))
+            numbers = itertools.count(self.taken)
+            results = self.taken + sum(1 for _ in itertools.takewhile(self._is_there, numbers))
             after = self._final or self._results.get(results)
             return Known(results, after.error if isinstance(after, Raised) else None)
 
@@ -333,7 +338,7 @@ class _Shared(Generic[T]):
         return True
 
     def _next_has_come(self) -> bool:
-        return self._final is not None or self._taken in self._results
+        return self._final is not None or self.taken in self._results
 
     def _is_there(self, number: int) -> bool:
         return number in self._results and not isinstance(self._results[number], Raised)
@@ -451,7 +456,7 @@ class _Shared(Generic[T]):
                 atexit.unregister(self._at_exit)
 
     def _room(self) -> int:
-        return self._buffer_size - (self._begun - self._taken)
+        return self._buffer_size - (self._begun - self.taken)
 
     def _over(self) -> bool:
         return self._stopped or self._drained
@@ -475,7 +480,7 @@ class _Shared(Generic[T]):
             # Of several errors of one result the first stands.
             if not self._stopped and self._final is None:
                 self._results.setdefault(number, result)
-            if number == self._taken:
+            if number == self.taken:
                 self._result_came.notify_all()
 
     def _at_exit(self) -> None:

@@ -35,10 +35,10 @@ class Store:
 WAITS = [
     ("others", False, {}, {}, None),
     ("others", False, {"waiting": {1: ""}}, {}, None),
-    ("others", False, {"no data": {2: ""}}, {}, {2: "has no data"}),
-    ("others", False, {}, {1: ["train/0"]}, {1: "has closed its iterator"}),
+    ("others", False, {"no data": {2: ""}}, {}, {2: "had no data"}),
+    ("others", False, {}, {1: ["train/0"]}, {1: "closed its iterator"}),
     ("others", False, {}, {1: ["evaluation/0"]}, None),
-    ("others", True, {"waiting": {1: ""}}, {}, {2: "has not asked for its next batch"}),
+    ("others", True, {"waiting": {1: ""}}, {}, {2: "did not ask for its next batch"}),
     ("others", False, {"gave up": {1: ""}}, {}, {0: "came too late"}),
     ("its data", False, {"no data": {1: "", 2: ""}}, {}, None),
     ("its data", False, {"gave up": {2: ""}}, {}, {0: "came too late"}),

@@ -7,6 +7,8 @@ each of them also shows that the failures before it did no lasting harm.
 import itertools
 import json
 import logging
+import signal
+import sys
 import threading
 import time
 import traceback
@@ -24,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import rehearse
 from grain_shard.hosts import rounds
+from tests.conftest import HANG_S, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -318,6 +321,36 @@ def case_a_look_at_a_batch_on_one_host(host, _):
     return look, rows, own_ids(next(iter(train)))
 
 
+def case_the_first_wait_is_interrupted_on_one_host(host, _):
+    """As by Ctrl-C; its loop asks again."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    reads, goes_on = itertools.count(), threading.Event()
+
+    def load(i):
+        if host == ODD and next(reads) == 0:
+            eventually(lambda: main_thread_is_in("_wait_for_next"))
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            assert goes_on.wait(HANG_S)
+        return {"id": np.int32(i)}
+
+    rows, interrupts = [], 0
+    with shard(grain.MapDataset.range(16).map(load).batch(8)) as iterator:
+        while len(rows) < 2:
+            try:
+                rows.append(own_ids(next(iterator)))
+            except KeyboardInterrupt:
+                interrupts += 1
+                goes_on.set()
+        return interrupts, rows, next(iterator, None)
+
+
+def main_thread_is_in(function):
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
+
+
 CASES = [case for name, case in globals().items() if name.startswith("case_")]
 
 
@@ -457,7 +490,7 @@ def test_a_host_that_does_not_arrive_is_named_on_every_other_host_within_the_tim
             continue
         assert_refused(result, host)
         assert result["type"] == "HostTimeoutError"
-        assert f"host {late_host} did not answer within 2 s" in result["text"]
+        assert f"host {late_host} did not answer in time (timeout_s=2)" in result["text"]
         assert result["seconds"] < 40  # 2, and some grace; 60 is the default
 
 
@@ -478,10 +511,16 @@ def test_a_look_at_a_batch_on_one_host_is_refused_there_and_disturbs_no_other_it
             refused, shape = look
             assert_refused(refused, host)
             assert refused["type"] == "HostTimeoutError"
-            assert "hosts 0, 1, 3 did not answer within 2 s" in refused["text"]
+            assert "hosts 0, 1, 3 did not answer in time (timeout_s=2)" in refused["text"]
             assert "made at: " in refused["text"]
             assert "iterate over what stands before .shard_to" in refused["text"]
             assert shape == (8,)
+
+
+def test_an_interrupt_of_the_first_wait_ends_no_host_and_loses_no_batch(results):
+    for host, result in enumerate(results[case_the_first_wait_is_interrupted_on_one_host]):
+        rows = [[2 * host, 2 * host + 1], [8 + 2 * host, 8 + 2 * host + 1]]
+        assert result == (int(host == ODD), rows, None)
 
 
 def test_an_iterator_of_some_hosts_does_not_disturb_the_next_one_of_all(results):

@@ -53,16 +53,16 @@ class Absences:
             rounds.say(topic, "")
             self._said = topic
         if not waits_for_own:
-            absent = dict.fromkeys(rounds.said(_NO_DATA), "has no data")
+            absent = dict.fromkeys(rounds.said(_NO_DATA), "had no data")
             absent |= {
-                host: "has closed its iterator"
+                host: "closed its iterator"
                 for host, left in rounds.of_hosts(_LEFT).items()
                 if rounds.name in left
             }
             if gives_up and not absent:
                 waiting = rounds.said(_WAITING)
                 silent = [host for host in rounds.hosts if host not in waiting]
-                absent = dict.fromkeys(silent, "has not asked for its next batch")
+                absent = dict.fromkeys(silent, "did not ask for its next batch")
             if absent:
                 rounds.say(_GAVE_UP, "")
                 rounds.raise_silent(absent)

@@ -151,8 +151,7 @@ class Alarm:
 class Listener:
     """Hears of the failures of all iterators of this process, in one thread.
 
-    It is the only thread of this package that is inside the runtime while nobody waits for it, and
-    so it does what else is to be done there now and then.
+    It is inside the runtime all the time, so it does what else is to be done there now and then.
 
     Every host has numbered messages of its own in the store. So it can write one to itself, too, by
     which its thread ends. The interpreter's exit must not find that thread in the runtime: with

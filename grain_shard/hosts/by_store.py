@@ -1,7 +1,8 @@
 """The least of the numbers that a few hosts have, found by the key-value store.
 
 Every host posts its numbers and reads those of all others, in a background thread. No device has a
-part in it, and the training loop waits for nothing.
+part in it, and the training loop waits for nothing. The last one or two answers of each host stay
+in the store, since nobody can know that the others have read them.
 """
 
 from __future__ import annotations

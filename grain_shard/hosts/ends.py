@@ -34,9 +34,10 @@ from grain_shard.tasks import Known, Producer, Raised
 
 T = TypeVar("T")
 
-# So many batches after a question was asked, its answer is read. Until then devices have done the
-# steps before it, with which they were busy when it was asked. More than that would be of no
-# use: it could not be more than what the buffers hold, by default six batches.
+# So many batches after a question was asked, its answer is read. Until then the store has answered,
+# or the devices have done the steps before it, with which they were busy when it was asked. The
+# more there are, the more often hosts ask: an answer is about what the buffers hold, by default six
+# batches.
 _READ_AFTER = 2
 # How often a host that waits for the others looks whether it was stopped.
 _SLICE_S = 0.5
@@ -217,7 +218,7 @@ class AgreedEnd(Producer[T]):
         # Of it: when as many batches were handed out, the answer is read; and whether it was asked
         # where nothing was agreed any more, and each host knew what comes next.
         self._read_at, self._where_all_know = 0, False
-        self._agreed = self._handed_out = 0  # batches
+        self._agreed = self._padded = 0  # batches
         self._stopped = False
         self._final: Raised | None = None
 
@@ -238,13 +239,18 @@ class AgreedEnd(Producer[T]):
             self._minimum.stop()
             self._final = Raised(error, error.__traceback__)
             raise
-        self._handed_out += 1
         return batch
+
+    @property
+    def _handed_out(self) -> int:
+        return self._placed.taken + self._padded
 
     def _take(self) -> T:
         known = self._known()
         if known.results <= self._handed_out and isinstance(known.end, StopIteration):
-            return self._padding()
+            padding = self._padding()
+            self._padded += 1
+            return padding
         return next(self._placed)
 
     def _agree(self) -> bool:

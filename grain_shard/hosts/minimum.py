@@ -8,7 +8,6 @@ collective, which takes its place among those of the training step.
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -53,7 +52,7 @@ class Way:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Ends a wait for other hosts, if it can be ended; called in any thread, at any place."""
+        """Ends a wait for other hosts, if it can be left; called in any thread, at any place."""
 
 
 class Question:
@@ -61,18 +60,20 @@ class Question:
 
     Attributes:
         numbers: Integers, as many on every host.
-        begun: Set once the training loop may go on: a collective is in the queue of the devices.
-        answered: Set once `least` is known, or will never be.
+        begun: Set once the training loop may go on: of a collective, once it is in the queue of the
+            devices.
+        answered: Set once `least` or `error` is known.
         least: Of each number the least on any host.
+        error: Why there is no answer.
         is_asked: Whether it was asked, and so need not be asked again.
-        is_read: Whether the answer was read.
     """
 
     def __init__(self, numbers: Sequence[int]):
         self.numbers = tuple(numbers)
         self.begun, self.answered = threading.Event(), threading.Event()
         self.least: tuple[int, ...] = ()
-        self.is_asked = self.is_read = False
+        self.error: Exception | None = None
+        self.is_asked = False
 
 
 class Minimum:
@@ -83,6 +84,8 @@ class Minimum:
     loop's program, and where it is done before the call returns, as on CPUs, the loop can still be
     told that the answer will not come.
 
+    An interrupt, such as Ctrl-C, may come anywhere in these functions: each may be called again.
+
     Args:
         way: How it is found.
         at_end: Called by the thread that waits for answers, when it ends.
@@ -90,10 +93,9 @@ class Minimum:
 
     def __init__(self, way: Way, at_end: Callable[[], None]):
         self._is_collective = way.is_collective
-        self._questions = _Questions(way.stop, at_end)
-        answer = functools.partial(_answer, way)
+        self._questions = _Questions(way, at_end)
         self._stage = Background(
-            answer, self._questions, buffer_size=2, name="grain-shard-agreement"
+            lambda nothing: nothing, self._questions, buffer_size=1, name="grain-shard-agreement"
         )
 
     def start(self) -> None:
@@ -109,24 +111,23 @@ class Minimum:
             question.is_asked = True
 
     def least(self, question: Question) -> tuple[int, ...]:
-        """The answer to a question that was answered; the questions before it were read already.
+        """The answer to a question that was answered.
 
         Raises:
             AgreementError: The hosts could not be asked.
         """
-        try:
-            if not question.is_read:
-                next(self._stage)  # so that there is room for the next one
-                question.is_read = True
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # the second of a single CPU
+        error = question.error
+        if isinstance(error, jax.errors.JaxRuntimeError | ValueError):  # the latter: a single CPU
             raise AgreementError(
                 "not all hosts could be asked whether there is another batch; most likely one of"
                 f" them is gone.\n  {error}\n  remedy: look at the other hosts' logs."
             ) from error
+        if error is not None:
+            raise error
         return question.least
 
     def stop(self) -> None:
-        """Ends the thread once what it waits for has come; waits for nobody."""
+        """Ends the thread as soon as its way can leave what it waits for; waits for nobody."""
         self._stage.stop()
 
     def close(self) -> None:
@@ -134,39 +135,38 @@ class Minimum:
         self._stage.close()
 
 
-class _Questions(Producer[Question]):
-    """The questions, in the order in which they are asked.
+class _Questions(Producer[None]):
+    """Answers questions in the order in which they are asked, and makes nothing else of them."""
 
-    An interrupt may have one put there twice. The other hosts answer it once.
-    """
-
-    def __init__(self, at_stop: Callable[[], None], at_end: Callable[[], None]):
+    def __init__(self, way: Way, at_end: Callable[[], None]):
         # No Queue: the garbage collector may call stop() in any thread at any place.
         self._queue: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
-        self._at_stop, self._at_end = at_stop, at_end
+        self._way, self._at_end = way, at_end
         self._last: Question | None = None
 
     def put(self, question: Question) -> None:
         self._queue.put(question)
 
-    def __next__(self) -> Question:
+    def __next__(self) -> None:
         while (question := self._queue.get()) is not None:
+            # An interrupt may have put it there twice, and the other hosts answer it once.
             if question is not self._last:
                 self._last = question
-                return question
+                self._answer(question)
         raise StopIteration
 
+    def _answer(self, question: Question) -> None:
+        try:
+            question.least = self._way.least(question.numbers, question.begun.set)
+        except Exception as error:
+            question.error = error
+        finally:
+            question.begun.set()
+            question.answered.set()
+
     def stop(self) -> None:
-        self._at_stop()
+        self._way.stop()
         self._queue.put(None)
 
     def close(self) -> None:
         self._at_end()
-
-
-def _answer(way: Way, question: Question) -> None:
-    try:
-        question.least = way.least(question.numbers, question.begun.set)
-    finally:
-        question.begun.set()
-        question.answered.set()

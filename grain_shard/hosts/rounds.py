@@ -2,7 +2,8 @@
 
 In a round every host posts its answer, the first host makes a verdict of all answers, and every
 host reads the verdict. That is two calls a host and no device collective, so it may run in any
-thread; and since all read the same verdict, all raise or none does. Every wait has an end.
+thread; and since all read the same verdict, all raise or none does. A few hosts may also read all
+answers themselves (`gather`). Every wait ends after a time, or when it is stopped.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ class Rounds:
             for reason in dict.fromkeys(filter(None, silent.values()))
         ]
         raise HostTimeoutError(
-            f"{hosts_text(silent)} did not answer within {self.timeout_s:g} s.\n"
+            f"{hosts_text(silent)} did not answer in time (timeout_s={self.timeout_s:g}).\n"
             + "".join(f"{line}\n" for line in reasons + differences)
             + f"  here:   host {self._host} of {len(self.hosts)}\n"
             "  remedy: look at its log: did it fail, take fewer steps, or open other iterators than"

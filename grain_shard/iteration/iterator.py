@@ -215,6 +215,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             answer["batches"] = "none left"
         elif isinstance(error, AgreementError):
             return  # the others know
+        elif isinstance(error, KeyboardInterrupt):
+            self._compared = False  # the loop may go on, and compares then
+            return
         elif error is not None:
             self._rounds.fail("start", describe_error(error), compare)
             return

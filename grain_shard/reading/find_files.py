@@ -58,6 +58,10 @@ def find_files(path: str) -> list[str]:
     else:
         return [path]
     matches = {match for pattern in patterns for match in glob.iglob(pattern, recursive=True)}
+    if missing := sorted(match for match in matches if not os.path.exists(match)):
+        raise not_found(
+            missing[0]
+        )  # a link that leads nowhere, say to a bucket that is not mounted
     files = sorted(filter(os.path.isfile, matches))
     if not files:
         raise not_found(path)
@@ -74,7 +78,7 @@ def not_found(path: str) -> FileNotFoundError:
         problem = f"no file matches {path!r}" if pattern else f"there is no file {path!r}"
         remedy = "correct the path; of a bucket, see whether it is mounted on this host."
         if os.path.islink(path):
-            problem = f"{path!r} is a link to {os.readlink(path)!r}, which does not exist"
+            problem = f"{path!r} is a link that leads nowhere: to {os.readlink(path)!r}"
     folder, missing = Path(os.path.abspath(path)), ""
     while not folder.is_dir():
         folder, missing = folder.parent, folder.name
