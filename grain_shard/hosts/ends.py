@@ -323,7 +323,7 @@ class AgreedEnd(Producer[T]):
             agreed = follow(self._ends_with_first, self._handed_out, least)
             if agreed is None:
                 agreed = self._handed_out + self._vote_in_words()
-        self._asked, self._agreed = None, agreed
+        self._agreed, self._asked = agreed, None
         return True
 
     def _vote_in_words(self) -> int:
