@@ -237,7 +237,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """Of what ``next`` raises after the first batch."""
         alarm.raise_failure()  # it ended because another host failed
         if isinstance(error, AgreementError) or rounds.has_failed:
-            alarm.raised(error)  # the others know
+            alarm.raised(error)  # the others know, or cannot be told
         elif not isinstance(error, StopIteration | KeyboardInterrupt):
             alarm.sound(error)
 
