@@ -22,7 +22,8 @@ def asking(way, function):
     def call(*args):
         from grain_shard.hosts import minimum
 
-        minimum.MOST_BY_STORE = 1 if way == "devices" else 8
+        if way == "devices":
+            minimum.MOST_BY_STORE = 1
         return function(*args)
 
     return call

@@ -389,6 +389,15 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
     assert [len(result) for result in results] == [expected] * len(lengths)
 
 
+def test_a_question_that_was_stopped_is_not_read():
+    batches = agreed(Host(*range(20)))
+    next(batches)
+    batches._minimum.least = lambda question: ()  # as of a way that was stopped
+    batches.stop()
+    assert next(batches, "the end") == "the end"
+    batches.close()
+
+
 def test_the_threads_end_with_the_batches():
     batches = agreed(Host("a", "b"))
     assert handed_out(batches) == ["a", "b"]

@@ -350,7 +350,7 @@ class AgreedEnd(Producer[T]):
     def _wait_for_others(self, has_come: threading.Event) -> bool:
         """Waits for what needs all hosts; False if this one was stopped."""
         if has_come.is_set():
-            return True
+            return not self._stopped  # to one that was stopped it has come without an answer
         with counted_by(self._counter), span(AGREE):
             return self._wait(has_come.wait, waits_for_own=False)
 

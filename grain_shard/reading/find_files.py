@@ -58,11 +58,10 @@ def find_files(path: str) -> list[str]:
     else:
         return [path]
     matches = {match for pattern in patterns for match in glob.iglob(pattern, recursive=True)}
-    if missing := sorted(match for match in matches if not os.path.exists(match)):
-        raise not_found(
-            missing[0]
-        )  # a link that leads nowhere, say to a bucket that is not mounted
     files = sorted(filter(os.path.isfile, matches))
+    for other in sorted(matches.difference(files)):
+        if not os.path.exists(other):  # a link, say to a bucket that is not mounted
+            raise not_found(other)
     if not files:
         raise not_found(path)
     return files
