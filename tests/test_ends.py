@@ -391,7 +391,9 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
 
 def test_a_question_that_was_stopped_is_not_read():
     batches = agreed(Host(*range(20)))
-    next(batches)
+    while batches._asked is None:
+        next(batches)
+    batches._read_at = 0
     batches._minimum.least = lambda question: ()  # as of a way that was stopped
     batches.stop()
     assert next(batches, "the end") == "the end"
