@@ -15,13 +15,13 @@ import grain
 import jax
 import numpy as np
 import pytest
+from grain_shard.reading.late import Lateness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grain_shard
 from grain_shard.reading import late, reads, rows
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
-from grain_shard.reading.late import Lateness
 from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, Source
 from tests.test_reads import in_order

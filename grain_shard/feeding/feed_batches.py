@@ -198,7 +198,7 @@ class FeedBatches(grain.IterDataset):
             reads: What reads ahead for it; None if nothing is to be read ahead.
         """
         in_turn = functools.partial(evaluated_in_turn, faults=faults)
-        skipped = Skipped(faults, feed) if faults.leaves_out else None
+        skipped = Skipped(faults, feed) if faults.masks else None
 
         def record_stream(records: grain.MapDataset, is_read_ahead: bool) -> RecordStream:
             elements = in_turn if reads is None or not is_read_ahead else reads.elements

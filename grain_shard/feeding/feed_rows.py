@@ -14,29 +14,13 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_turns import Piece
-from grain_shard.reading.pad_batch import Remainder, pad_batch
+from grain_shard.reading.pad_batch import Padding, pad_batch
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.trees import Batch
 
 _MISSING = object()  # instead of a row that a feed no longer has
-
-
-@dataclass(frozen=True)
-class Padding:
-    """What becomes of the rows that feeds lack which have ended.
-
-    Attributes:
-        divisor: What the number of rows of a batch must be a multiple of.
-        remainder: What becomes of a batch for which a feed has not rows enough: "pad" it, until
-            the last feed has ended; "drop" it, and end; or "error".
-        rows: What these rows hold, and where the mask is.
-    """
-
-    divisor: int
-    remainder: Remainder = "pad"
-    rows: PadRows = PadRows()  # noqa: RUF009 (it is frozen)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ where it is read. Grain does that for each record, and it takes longer than most
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NoReturn
 
 import grain
 import numpy as np
 
-from grain_shard.grain_inside.recovery import RAISES, Recovery
+from grain_shard.grain_inside.recovery import AT_ONCE, Recovery, Unreadable
 from grain_shard.grain_inside.routes import route
 from grain_shard.reading.faults import Skipped
 from grain_shard.reading.origin import Origin, record_name
@@ -26,7 +26,7 @@ Elements = Callable[[grain.MapDataset, int], Generator[Any]]
 
 
 def evaluated_in_turn(
-    records: grain.MapDataset, start: int, faults: Recovery = RAISES
+    records: grain.MapDataset, start: int, faults: Recovery = AT_ONCE
 ) -> Generator[Any]:
     """Evaluates records when they are asked for, and not before.
 
@@ -36,17 +36,10 @@ def evaluated_in_turn(
     count, most = _READ_IN_A_CALL if reads_many else _FOUND
     while start < len(records):
         stop = min(start + count, len(records))
-        try:
-            for element in route(records, np.arange(start, stop)).each(faults):
-                yield element
-                start += 1
-        except Exception:
-            if not reads_many or count == 1:
-                raise
-            # A call for many records does not say for which of them it has failed.
-            count = 1
-        else:
-            count = min(2 * count, most)
+        for element in route(records, np.arange(start, stop)).each(faults):
+            yield element
+            start += 1
+        count = min(2 * count, most)
 
 
 class RecordStream(grain.IterDataset):
@@ -87,20 +80,26 @@ class RecordIterator(grain.DatasetIterator):
                 self._next_elements = self._elements(self._records, self._next_index)
             try:
                 element = next(self._next_elements)
-            except BaseException as error:
-                self._next_elements = None  # whoever asks again gets the same record again
-                origin = Origin.of(self._records, self._next_index)
-                name = record_name(self._next_index, "the dataset above .to_iter_dataset", origin)
-                error.add_note(f"grain_shard: while evaluating {name}")
+                record, self._next_index = self._next_index, self._next_index + 1
+                if self._skipped and self._skipped.skips(element, self._records, record):
+                    continue
+                if type(element) is Unreadable:
+                    self._next_index = record  # whoever asks again gets the same record again
+                    self._refuse(element, record)
+            except BaseException:
+                self._next_elements = None
                 raise
-            self._next_index += 1
-            if self._skipped is not None and self._skipped.skips(
-                element, self._records, self._next_index - 1
-            ):
-                continue
             if element is not None:  # Grain leaves out what is None, too
                 return element
         raise StopIteration
+
+    def _refuse(self, bad: Unreadable, record: int) -> NoReturn:
+        origin = Origin.of(self._records, record)
+        name = record_name(record, "the dataset above .to_iter_dataset", origin)
+        if bad.among > 1:
+            name = f"one of the {bad.among} records from {name}"
+        bad.error.add_note(f"grain_shard: while evaluating {name}")
+        raise bad.error
 
     def get_state(self) -> dict[str, Any]:
         return {"next_index": self._next_index}

@@ -16,7 +16,8 @@ import grain
 import numpy as np
 
 from grain_shard.background import TaskStage
-from grain_shard.grain_inside.routes import route
+from grain_shard.grain_inside.recovery import Unreadable
+from grain_shard.grain_inside.routes import Route, route
 from grain_shard.pace import ReadPace
 from grain_shard.reading.faults import Faults
 from grain_shard.spans import READ, span
@@ -123,6 +124,10 @@ class _Line:
     def is_cheap(self) -> bool:
         """Whether a record took next to no time. One part that took longer may be chance."""
         return min(self._seconds, self._seconds_before) < _CHEAP_S
+
+    def way(self, part: _Part) -> Route:
+        """Finds the way to the records of a part."""
+        return route(self.records, np.arange(part.start, part.stop))
 
     def took(self, seconds: float, after_call_s: float | None) -> None:
         """A record of another part took so long, and so long without the call for many."""
@@ -277,36 +282,25 @@ class _Read(Task[None]):
 
     def evaluate(self) -> None:
         """Does it, in the calling thread."""
-        start, stop, began = self.part.start, self.part.stop, time.perf_counter()
+        began = time.perf_counter()
         try:
-            self._evaluate(start, stop)
+            self._evaluate(began)
         except BaseException as error:
-            if self.line.reads_many and stop - start > 1:
-                # A call for many records does not say for which of them it has failed.
-                self._evaluate_one_by_one(start + len(self.elements))
-            else:
-                self.elements.append(Raised.of(error))
+            self.elements.append(Raised.of(error))
         self.size, self.seconds = len(self.elements), time.perf_counter() - began
 
-    def _evaluate(self, start: int, stop: int) -> None:
-        began = since = time.perf_counter()
-        counted = 0
-        for element in route(self.line.records, np.arange(start, stop)).each(self._faults):
+    def _evaluate(self, began: float) -> None:
+        since, counted, reads_many = began, 0, self.line.reads_many
+        for element in self.line.way(self.part).each(self._faults):
             self.elements.append(element)
+            if type(element) is Unreadable and not self._faults.masks:
+                break
             now = time.perf_counter()
-            if self.line.reads_many and since == began:
+            if reads_many and since == began:
                 since = now  # the first one came with the call
                 continue
             counted += 1
-            if not self.line.reads_many and now > began + 2 * _READ_S:
+            if not reads_many and now > began + 2 * _READ_S:
                 break
         if counted:
             self.after_call_s = (time.perf_counter() - since) / counted
-
-    def _evaluate_one_by_one(self, start: int) -> None:
-        for record in range(start, self.part.stop):
-            try:
-                self._evaluate(record, record + 1)
-            except BaseException as error:
-                self.elements.append(Raised.of(error))
-                return

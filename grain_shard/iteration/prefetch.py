@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import grain
@@ -13,11 +13,10 @@ from grain_shard.hosts.compare import GLOBAL, LOCAL
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.iteration.stream import Stream
-from grain_shard.reading.faults import FaultRules, Faults
-from grain_shard.reading.fingerprint import fingerprint
+from grain_shard.reading.faults import FaultRules
 from grain_shard.reading.iterable import from_iterable, said_rows
-from grain_shard.reading.row_dataset import BatchMapDataset, MadeBatch, Piece
 from grain_shard.reading.stream_dataset import StreamDataset
+from grain_shard.reading.whole_batching import WholeBatching
 from grain_shard.sharding.place import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.trees import Batch
@@ -49,12 +48,10 @@ def prefetch(
         _require_global(source, target)
     if isinstance(source, grain.MapDataset):
         host_batches = RandomAccess(
-            _CopiedBatches(source),
-            fingerprint(source),
+            _Copied.of(source, None),
             buffer_size=cpu_buffer_size,
             num_threads=None,
             num_workers=0,
-            reread_slow=False,  # each batch is read as a whole, with all that the user does
             fault_rules=FaultRules(),
         )
     else:
@@ -120,34 +117,8 @@ class _Placer:
         return {}  # each batch may be of another shape
 
 
-class _CopiedBatches(BatchMapDataset):
-    """The batches of a random-access dataset, whatever they are, in arrays of their own."""
+class _Copied(WholeBatching):
+    """The batches of a random-access dataset as they are, in arrays of their own."""
 
-    def __len__(self) -> int:
-        (parent,) = self.parents
-        return len(parent)
-
-    def begin(self, indices: Sequence[int], faults: Faults) -> list[MadeBatch]:
-        return [_CopiedBatch(index, faults) for index in indices]
-
-    def read(self, pieces: Sequence[Piece], until: float) -> list[list[Any]]:
-        (parent,) = self.parents
-        batches = [piece.batch for piece in pieces]
-        return [[owned(batch.faults.evaluate(parent, batch.index))] for batch in batches]
-
-
-class _CopiedBatch(MadeBatch):
-    """A batch that is read as a whole, as one record."""
-
-    size = 1
-
-    def __init__(self, index: int, faults: Faults):
-        self.index, self.faults = index, faults
-        self._batch: Batch | None = None
-
-    def write(self, elements: list[Any], start: int, until: float) -> int:
-        self._batch = elements.pop()
-        return 1
-
-    def finish(self) -> Batch:
-        return self._batch
+    def kept(self, index: int, batch: Batch) -> Batch:
+        return owned(batch)
