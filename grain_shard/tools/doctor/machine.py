@@ -1,4 +1,4 @@
-"""What can be said at once of the programs, the machine and its limits."""
+"""Facts of the programs, the machine and its limits that take no time to find."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import shutil
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from grain_shard import __version__
 from grain_shard.tools.libtpu import tpu_is_here
 
-_PACKAGES = (
+_PACKAGES = [
     "jax",
     "jaxlib",
     "grain",
@@ -24,60 +24,45 @@ _PACKAGES = (
     "flax",
     "optax",
     "rich",
-)
+]
 _OF_JAX = ("JAX_", "XLA_", "LIBTPU_", "CUDA_VISIBLE_DEVICES", "PJRT_")
 _FEW_FILES = 4096
-
-
-class _Extra(NamedTuple):
-    modules: tuple[str, ...]
-    what_for: str
-
-
+# The optional parts of this package: the modules of each, and its use.
 _EXTRAS = {
-    "demo": _Extra(("sklearn", "tqdm"), "python -m grain_shard demo"),
-    "plot": _Extra(("matplotlib",), "profile(...).plot(), plan --picture"),
-    "plan": _Extra(("matplotlib", "libtpu"), "plan --topology: the topologies of TPUs"),
-    "notebooks": _Extra(("jupyterlab", "ipywidgets", "nbclient"), "the notebooks"),
+    "demo": (("sklearn", "tqdm"), "python -m grain_shard demo"),
+    "plot": (("matplotlib",), "profile(...).plot(), plan --picture"),
+    "plan": (("matplotlib", "libtpu"), "plan --topology: the topologies of TPUs"),
+    "notebooks": (("jupyterlab", "ipywidgets", "nbclient"), "the notebooks"),
 }
 
 
-def versions() -> dict[str, Any]:
-    """Python's version and those of the packages; None for one that is not installed."""
-    found: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "grain-shard": __version__,
-    }
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+def versions() -> dict[str, str | None]:
+    """Returns Python's version and those of the packages; None for one that is not installed."""
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    ours = {"python": platform.python_version(), "system": system, "grain-shard": __version__}
+    return ours | {package: _version(package) for package in _PACKAGES}
 
 
 def machine() -> dict[str, Any]:
-    """Cores, memory and shared memory in bytes, and what the environment tells JAX."""
+    """Returns cores, memory in bytes, and the variables of the environment that JAX reads."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    shared = "/dev/shm"
     return {
         "cores": os.cpu_count(),
-        "cores_for_this_process": len(affinity(0)) if affinity else None,
+        "cores_for_us": len(affinity(0)) if affinity else None,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "memory_limit_bytes": _cgroup_limit(),
-        "shared_memory_bytes": shutil.disk_usage("/dev/shm").total
-        if os.path.isdir("/dev/shm")
-        else None,
+        "shared_memory_bytes": shutil.disk_usage(shared).total if os.path.isdir(shared) else None,
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_OF_JAX)},
     }
 
 
 def limits() -> dict[str, Any]:
-    """What the system allows this process, and what of it is little; None is no limit."""
+    """Returns the limits of this process, with advice on a low one; None is no limit."""
     files, most_files = map(_limit, resource.getrlimit(resource.RLIMIT_NOFILE))
     found: dict[str, Any] = {"open_files": files, "open_files_at_most": most_files, "advice": None}
     if hasattr(resource, "RLIMIT_NPROC"):
-        found["processes_and_threads"] = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+        found["threads"] = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     if files is not None and files < _FEW_FILES:
         found["advice"] = (
             f"a source of more than some {files // 2} files needs more open files:"
@@ -87,29 +72,36 @@ def limits() -> dict[str, Any]:
 
 
 def accelerators() -> dict[str, Any]:
-    """What there is of libtpu and CUDA: the hardware, and the packages by which JAX uses it."""
-    cuda = [
-        f"{package} {metadata.version(package)}"
-        for package in ("jax-cuda12-plugin", "jax-cuda13-plugin")
-        if find_spec(package.replace("-", "_")) is not None
-    ]
-    return {
-        "tpu_device_files": tpu_is_here(),
-        "libtpu": metadata.version("libtpu") if find_spec("libtpu") is not None else None,
-        "nvidia_device_files": Path("/dev/nvidiactl").exists(),
-        "cuda_plugin": ", ".join(cuda) or None,
-    }
+    """Returns the device files of accelerators and the packages by which JAX uses them."""
+    tpu, nvidia = tpu_is_here(), Path("/dev/nvidiactl").exists()
+    libtpu = _version("libtpu")
+    cuda = _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
+    advice = None
+    if tpu and libtpu is None:
+        advice = 'pip install "jax[tpu]"'
+    elif nvidia and cuda is None:
+        advice = 'pip install "jax[cuda13]"'
+    elif libtpu is not None and not tpu:
+        advice = (
+            "With no TPU here libtpu has every JAX program print errors, which mean nothing;"
+            " JAX_PLATFORMS=cpu stops them."
+        )
+    return {"TPU": tpu, "libtpu": libtpu, "NVIDIA_GPU": nvidia, "CUDA": cuda, "advice": advice}
 
 
 def extras() -> dict[str, Any]:
-    """The optional parts of this package: what each is for, and what it lacks."""
+    """Returns the optional parts of this package: the use of each, and the modules it lacks."""
     return {
-        name: {
-            "for": extra.what_for,
-            "missing": [module for module in extra.modules if find_spec(module) is None],
-        }
-        for name, extra in _EXTRAS.items()
+        name: {"for": use, "missing": [module for module in modules if find_spec(module) is None]}
+        for name, (modules, use) in _EXTRAS.items()
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _limit(value: int) -> int | None:
@@ -118,8 +110,6 @@ def _limit(value: int) -> int | None:
 
 def _cgroup_limit() -> int | None:
     """The bytes of memory that a container may have."""
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return None
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else ""
     return int(text) if text.isdecimal() else None

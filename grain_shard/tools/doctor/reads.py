@@ -7,6 +7,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,15 +32,12 @@ def reads(paths: list[str]) -> dict[str, Any]:
         raise ValueError("the files hold no record")
     anywhere = random.Random(0)  # the same records each time, wherever this runs
 
-    def read(_: Any = None) -> tuple[float, int]:
+    def read() -> tuple[float, int]:
         start = time.perf_counter()
         record = source[anywhere.randrange(num_records)]
         return time.perf_counter() - start, len(record)
 
-    singles = [read()]
-    deadline = time.perf_counter() + _EACH_S
-    while len(singles) < _SINGLE_READS and time.perf_counter() < deadline:
-        singles.append(read())
+    singles = _for_a_second(read, _SINGLE_READS)
     seconds = [taken for taken, _ in singles]
     per_second = {number: _rate(read, number) for number in _SIDE_BY_SIDE}
     return {
@@ -59,20 +57,21 @@ def reads(paths: list[str]) -> dict[str, Any]:
     }
 
 
-def _rate(read: Any, number: int) -> float:
-    """Records a second with so many reads side by side."""
+def _for_a_second(read: Callable[[], Any], at_most: int = sys.maxsize) -> list[Any]:
+    """The answers to at least one read."""
     deadline = time.perf_counter() + _EACH_S
+    answers = [read()]
+    while len(answers) < at_most and time.perf_counter() < deadline:
+        answers.append(read())
+    return answers
 
-    def reader(_: int) -> int:
-        count = 0
-        while not count or time.perf_counter() < deadline:
-            read()
-            count += 1
-        return count
 
+def _rate(read: Callable[[], Any], number: int) -> float:
+    """Records a second, with this many reads side by side."""
     began = time.perf_counter()
     with ThreadPoolExecutor(number) as pool:
-        count = sum(pool.map(reader, range(number)))
+        answers = pool.map(_for_a_second, [read] * number)
+        count = sum(map(len, answers))
     return round(count / (time.perf_counter() - began), 1)
 
 
