@@ -14,7 +14,7 @@ from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.iteration.stream import Stream
 from grain_shard.reading.faults import FaultRules, Faults
-from grain_shard.reading.fingerprint import fingerprint
+from grain_shard.reading.fingerprint import fingerprint, fingerprint_at
 from grain_shard.reading.iterable import from_iterable, said_rows
 from grain_shard.reading.row_dataset import BatchMapDataset, MadeBatch, Piece
 from grain_shard.reading.stream_dataset import StreamDataset
@@ -50,7 +50,7 @@ def prefetch(
     if isinstance(source, grain.MapDataset):
         host_batches = RandomAccess(
             _CopiedBatches(source),
-            fingerprint(source),
+            fingerprint_at(fingerprint(source), None),  # its batches are counted, not its records
             buffer_size=cpu_buffer_size,
             num_threads=None,
             num_workers=0,

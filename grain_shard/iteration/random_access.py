@@ -6,7 +6,7 @@ import copy
 import operator
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import grain
@@ -24,6 +24,7 @@ from grain_shard.reading.fingerprint import (
     HOW_TO_COUNT_RECORDS,
     Fingerprint,
     check_fingerprint,
+    fingerprint_at,
 )
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.reads import Reads
@@ -46,8 +47,6 @@ class RandomAccess(HostBatches):
             batches for each of them at least, so that many may be on the host.
         reread_slow: Whether threads may ask a source a second time for what comes late.
         fault_rules: What becomes of reads that fail.
-        fields_before: The fields of the fingerprint that are others in a state of a run that has
-            come so far, since what follows may still change.
         passes: How often the dataset is gone through.
         padding: What the rows of padding in its batches hold.
     """
@@ -65,12 +64,11 @@ class RandomAccess(HostBatches):
         num_workers: int,
         reread_slow: bool,
         fault_rules: FaultRules,
-        fields_before: Callable[[Progress], Fingerprint] = lambda progress: {},
         passes: int = 1,
         padding: PadRows = PadRows(),  # noqa: B008 (it is frozen)
     ):
         self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
-        self._fields_before, self._passes = fields_before, passes
+        self._passes = passes
         self._num_threads, self._num_workers = num_threads, num_workers
         self._reread_slow, self._fault_rules, self.padding = reread_slow, fault_rules, padding
         self.host_batch_sizes = ds.host_batch_sizes
@@ -199,7 +197,7 @@ class RandomAccess(HostBatches):
         return {"next batch": step, "next record": f"{record} of epoch {epoch}"}
 
     def to_state(self, position: Progress) -> dict[str, Any]:
-        fingerprint = {**self.fingerprint, **self._fields_before(position)}
+        fingerprint = fingerprint_at(self.fingerprint, position)
         return {KIND: self.kind, **self._counted(position), **fingerprint}
 
     def _require_counted_alike(self, state: Mapping[str, Any]) -> None:
@@ -228,7 +226,7 @@ class RandomAccess(HostBatches):
 
     def from_state(self, state: dict[str, Any]) -> Progress:
         progress = self._progress_in(state)
-        current = {**self.fingerprint, **(self._fields_before(progress) if progress else {})}
+        current = fingerprint_at(self.fingerprint, progress)
         keys = tuple(self._counted(START))
         if isinstance(state, Mapping) and state.get(KIND) == self.kind and self._STEP in state:
             same = all(state.get(name, value) == value for name, value in current.items())

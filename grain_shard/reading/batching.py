@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import grain
 
 from grain_shard.grain_inside import nodes
-from grain_shard.reading.cuts import Cut, Cuts, Progress
-from grain_shard.reading.fingerprint import Fingerprint, fields_before, records_fingerprint
+from grain_shard.reading.cuts import Cut, Cuts
+from grain_shard.reading.fingerprint import Fingerprint, records_fingerprint
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,3 @@ class Batching:
     def fingerprint(self) -> Fingerprint:
         """What a state must agree with, but for the batch size."""
         return records_fingerprint(self.records, self.above, self.drop_remainder)
-
-    def fields_before(self, progress: Progress) -> Fingerprint:
-        """As `RowReader.fields_before`."""
-        if self.sliced is not None or progress.epoch:
-            return {}
-        return fields_before(self.records, self.above, self.drop_remainder, progress.record)

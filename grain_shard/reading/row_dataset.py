@@ -160,10 +160,6 @@ class RowReader(ABC):
         """What a saved state must agree with."""
 
     @abstractmethod
-    def fields_before(self, progress: Progress) -> Fingerprint:
-        """The fields of the fingerprint that are others if what follows a place may change."""
-
-    @abstractmethod
     def begin(
         self, indices: Sequence[int], rows: Sequence[np.ndarray | None], faults: Faults
     ) -> list[MadeBatch]:

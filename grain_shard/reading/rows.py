@@ -107,9 +107,6 @@ class RecordRows(RowReader):
         (global_batch_size,) = self.global_batch_sizes
         return {**found, "global_batch_size": global_batch_size}
 
-    def fields_before(self, progress: Progress) -> Fingerprint:
-        return self._batching.fields_before(progress)
-
     @property
     def reads_many(self) -> bool:
         return routes.route(self._batching.records, np.arange(0)).reads_many
@@ -376,9 +373,6 @@ class WholeBatchRows(RowReader):
 
     def fingerprint(self) -> Fingerprint:
         return fingerprint(self._ds)
-
-    def fields_before(self, progress: Progress) -> Fingerprint:
-        return {} if self._batching is None else self._batching.fields_before(progress)
 
     def begin(
         self, indices: Sequence[int], rows: Sequence[np.ndarray | None], faults: Faults

@@ -121,7 +121,6 @@ class DevicePut(Stage):
             num_workers=self.num_workers,
             reread_slow=self.reread_slow,
             fault_rules=rules,
-            fields_before=ds.reader.fields_before,
             padding=ds.reader.padding,
         )
         same_order = ds.num_epochs == 1 and nodes.is_shuffled(ds)

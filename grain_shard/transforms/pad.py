@@ -205,9 +205,6 @@ class _PaddedRows(RowReader):
     def fingerprint(self) -> Fingerprint:
         return {**self._inner.fingerprint(), "remainder": self._pad.remainder}
 
-    def fields_before(self, progress: Progress) -> Fingerprint:
-        return self._inner.fields_before(progress)
-
     @property
     def reads_many(self) -> bool:
         return self._inner.reads_many
