@@ -91,7 +91,7 @@ def _mixture_in_order(
     return records if isinstance(records, MixedByRecord) else None
 
 
-def fingerprint_at(fingerprint: Fingerprint, place: Progress | None) -> Fingerprint:
+def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fingerprint:
     """Returns the fingerprint of a state.
 
     The weights of a mixture are compared as far as they were used, since later ones may change.
@@ -102,7 +102,7 @@ def fingerprint_at(fingerprint: Fingerprint, place: Progress | None) -> Fingerpr
     """
     weights = fingerprint.get(WEIGHTS)
     if not isinstance(weights, list):
-        return fingerprint
+        return dict(fingerprint)
     end = sys.maxsize if place is None or place.epoch else place.record
     used = [parts for parts in weights if parts[0] < end]
     return {**fingerprint, WEIGHTS: digest(used)}
