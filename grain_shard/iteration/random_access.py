@@ -24,6 +24,7 @@ from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.fingerprint import (
     HOW_TO_COUNT_RECORDS,
     check_fingerprint,
+    fingerprint_at,
 )
 from grain_shard.reading.reads import Reads
 from grain_shard.stats.counts import ReadCounts
@@ -187,7 +188,7 @@ class RandomAccess(HostBatches):
         return {"next batch": step, "next record": f"{record} of epoch {epoch}"}
 
     def to_state(self, position: Progress) -> dict[str, Any]:
-        fingerprint = {**self.fingerprint, **self._batching.fields_before(position)}
+        fingerprint = fingerprint_at(self.fingerprint, position)
         return {KIND: self.kind, **self._counted(position), **fingerprint}
 
     def _require_counted_alike(self, state: Mapping[str, Any]) -> None:
@@ -216,8 +217,7 @@ class RandomAccess(HostBatches):
 
     def from_state(self, state: dict[str, Any]) -> Progress:
         progress = self._progress_in(state)
-        changing = self._batching.fields_before(progress) if progress else {}
-        current = {**self.fingerprint, **changing}
+        current = fingerprint_at(self.fingerprint, progress)
         keys = tuple(self._counted(START))
         if isinstance(state, Mapping) and state.get(KIND) == self.kind and self._STEP in state:
             same = all(state.get(name, value) == value for name, value in current.items())

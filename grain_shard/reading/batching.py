@@ -78,10 +78,6 @@ class Batching(ABC):
         """Returns the fields with which a saved state must agree, padding apart."""
 
     @abstractmethod
-    def fields_before(self, progress: Progress) -> Fingerprint:
-        """Returns the fields of the fingerprint that differ if later records may still change."""
-
-    @abstractmethod
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         """Begins batches, of which no record is read yet; they take no memory.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside.routes import ElementsOfParents
-from grain_shard.reading.weight_schedule import WeightSchedule
+from grain_shard.reading.weight_schedule import Parts, WeightSchedule
 
 
 def mix(
@@ -85,9 +85,10 @@ class MixedByRecord(ElementsOfParents):
     def __str__(self) -> str:
         return f"mix({self._schedule})"
 
-    def text_before(self, record: int) -> str:
-        """Its text, as far as it says anything of the records before this one."""
-        return f"mix({self._schedule.text_before(record)})"
+    @property
+    def weights(self) -> list[tuple[int, Parts]]:
+        """The weights, each with the record at which they begin, as integers in lowest terms."""
+        return self._schedule.weights
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

@@ -17,9 +17,9 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.reading.batch_builder import BatchBuilder, Rows
 from grain_shard.reading.batching import Batching
-from grain_shard.reading.cuts import Cut, Cuts, Progress
+from grain_shard.reading.cuts import Cut, Cuts
 from grain_shard.reading.faults import Faults
-from grain_shard.reading.fingerprint import Fingerprint, fields_before, records_fingerprint
+from grain_shard.reading.fingerprint import Fingerprint, records_fingerprint
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.stack import RowStacker, Stack
 
@@ -119,13 +119,6 @@ class RecordBatching(Batching):
             return found
         (global_batch_size,) = self.unpadded_sizes
         return {**found, "global_batch_size": global_batch_size}
-
-    def fields_before(self, progress: Progress) -> Fingerprint:
-        if self.sliced is not None or progress.epoch:
-            return {}
-        return fields_before(
-            self.template.records, self.above, self.drop_remainder, progress.record
-        )
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         of_batches = [self._records_of(index) for index in indices]

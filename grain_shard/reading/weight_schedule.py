@@ -57,11 +57,12 @@ class WeightSchedule:
         self._starts, self._stages = starts, tuple(stages)
 
     def __str__(self) -> str:
-        return str({stage.start: list(stage.parts) for stage in self._stages})
+        return str({start: list(parts) for start, parts in self.weights})
 
-    def text_before(self, record: int) -> str:
-        """The weights that hold for any of the records before this one."""
-        return str({s.start: list(s.parts) for s in self._stages if s.start < record})
+    @property
+    def weights(self) -> list[tuple[int, Parts]]:
+        """The weights, each with the record at which they begin, as integers in lowest terms."""
+        return [(stage.start, stage.parts) for stage in self._stages]
 
     def locate_one(self, index: int) -> tuple[int, int]:
         """The component of one record, and which of its records that is."""

@@ -13,7 +13,7 @@ from grain_shard.grain_inside.routes import Route
 from grain_shard.host_arrays import copied, empty
 from grain_shard.reading.batch_builder import BatchBuilder, Rows
 from grain_shard.reading.batching import Batching
-from grain_shard.reading.cuts import Cuts, Progress
+from grain_shard.reading.cuts import Cuts
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, fingerprint
 from grain_shard.reading.forgotten_batch import refuse_records, warn_of_records
@@ -78,9 +78,6 @@ class WholeBatching(Batching):
 
     def fingerprint_of_batches(self) -> Fingerprint:
         return fingerprint(self.batches.ds)
-
-    def fields_before(self, progress: Progress) -> Fingerprint:
-        return {} if self.made_of is None else self.made_of.fields_before(progress)
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         ds = self.batches.ds

@@ -14,6 +14,7 @@ from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.iteration.stream import Stream
 from grain_shard.reading.faults import FaultRules
+from grain_shard.reading.fingerprint import Fingerprint, fingerprint_at
 from grain_shard.reading.iterable import from_iterable, said_rows
 from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.reading.whole_batching import WholeBatching
@@ -119,6 +120,9 @@ class _Placer:
 
 class _Copied(WholeBatching):
     """The batches of a random-access dataset as they are, in arrays of their own."""
+
+    def fingerprint_of_batches(self) -> Fingerprint:
+        return fingerprint_at(super().fingerprint_of_batches(), None)  # it counts batches
 
     def kept(self, index: int, batch: Batch) -> Batch:
         return owned(batch)
