@@ -23,9 +23,8 @@ from jax._src import xla_bridge
 
 import grain_shard
 from grain_shard.feeding import feed_workers
-from grain_shard.feeding.feed_turns import Piece
 from grain_shard.feeding.host_feeds import HostFeeds
-from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
+from grain_shard.reading.faults import FAIL_AT_ONCE, FaultCounts, Faults
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import background_threads, data_mesh, eventually, ids, to_numpy
@@ -260,8 +259,8 @@ def test_a_worker_that_ends_is_an_error_and_not_the_end_of_the_feeds(monkeypatch
     """Grain would go on with the other workers, whose parts would then be taken for its own."""
     entries = {feed: {} for feed in range(4)}
     workers = feed_workers.FeedWorkers(lambda entries: None, entries, 2, 1, Faults(FAIL_AT_ONCE))
-    pieces = [Piece(feed, [], b"") for feed in (0, 2)]
-    parts = itertools.repeat(feed_workers._Part.of(pieces, None))  # the second worker has ended
+    note = [(feed, 0, b"") for feed in (0, 2)], FaultCounts()
+    parts = itertools.repeat((None, note))  # the second worker has ended
     monkeypatch.setattr(feed_workers, "WorkerProcesses", lambda *args, **options: parts)
     with pytest.raises(RuntimeError, match="a worker process has ended"):
         workers.of_one_batch()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import grain
@@ -21,10 +21,10 @@ import numpy as np
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_reader import Entry
 from grain_shard.feeding.feed_turns import FeedTurns, Piece, row_stacker
-from grain_shard.reading.faults import FaultCounts, Faults
+from grain_shard.reading.faults import Faults
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.trees import Batch
-from grain_shard.worker_processes import WorkerProcesses
+from grain_shard.worker_processes import WithNote, WorkerProcesses
 
 OpenTurns = Callable[[Mapping[int, Entry]], FeedTurns]
 
@@ -63,11 +63,11 @@ class FeedWorkers:
                 self._num_workers,
                 buffer_size=self._buffer_size * self._num_workers,
             )
-        parts: list[_Part] = [next(self._processes) for _ in range(self._num_workers)]
-        for part in parts:
-            if part.counts is not None:
-                self._faults.add(pickle.loads(part.counts.tobytes()))
-        pieces = [piece for part in parts for piece in part.pieces()]
+        pieces: list[Piece] = []
+        for _ in range(self._num_workers):
+            rows, (shares, counts) = next(self._processes)
+            self._faults.add(counts)
+            pieces += _pieces(rows, shares)
         if {piece.feed for piece in pieces} != set(self._entries):
             raise RuntimeError("a worker process has ended, although feeds never do.")
         return sorted(pieces, key=lambda piece: piece.feed)
@@ -92,54 +92,20 @@ def _pickled(open_turns: OpenTurns) -> bytes:
         ) from error
 
 
-class _Part(NamedTuple):
-    """What the feeds of one worker give to one batch, as it travels.
+def _pieces(stacked: Batch | None, shares: Sequence[tuple[int, int, bytes]]) -> Iterator[Piece]:
+    """Takes the rows of a worker's feeds apart; a row is a view.
 
-    Attributes:
-        rows: Of all of them, one feed after the other, stacked; None if there is none.
-        shares: Of each feed: which it is, how many of the rows are its, and where it stands after
-            them. Pickled, as ``uint8[n]``: an array travels in shared memory, while a worker that
-            is to end waits until what it has put into a pipe is read, and a state may be large.
-        counts: What was counted of reads that failed, pickled in the same way; None if there was
-            nothing to count.
+    Args:
+        stacked: The rows, one feed after the other; None if there is none.
+        shares: Of each feed: its number, how many of the rows it gave, and its state after them.
     """
-
-    rows: Batch | None
-    shares: np.ndarray
-    counts: np.ndarray | None = None
-
-    @classmethod
-    def of(
-        cls,
-        pieces: Sequence[Piece],
-        stacker: RowStacker | None,
-        counts: FaultCounts = FaultCounts(),  # noqa: B008 (it is a tuple)
-    ) -> _Part:
-        """Puts pieces together; the stacker is needed if they have a row."""
-        counted = [(piece.feed, len(piece.rows), piece.entry) for piece in pieces]
-        shares, faults = _as_array(counted), None
-        if counts != FaultCounts():
-            faults = _as_array(counts)
-        rows = [row for piece in pieces for row in piece.rows]
-        if stacker is None or not rows:
-            return cls(None, shares, faults)
-        stack = Stack(stacker, len(rows))
-        stack.write(rows, 0, [piece.feed for piece in pieces for _ in piece.rows])
-        return cls(stack.batch(), shares, faults)
-
-    def pieces(self) -> Iterator[Piece]:
-        """Takes them apart again; a row is a view."""
-        leaves, structure = jax.tree.flatten(self.rows)
-        columns = [np.asarray(leaf) for leaf in leaves]
-        start = 0
-        for feed, count, entry in pickle.loads(self.shares.tobytes()):
-            rows = range(start, start + count)
-            yield Piece(feed, [structure.unflatten(c[i] for c in columns) for i in rows], entry)
-            start += count
-
-
-def _as_array(value: Any) -> np.ndarray:
-    return np.frombuffer(pickle.dumps(value), np.uint8)
+    leaves, structure = jax.tree.flatten(stacked)
+    columns = [np.asarray(leaf) for leaf in leaves]
+    start = 0
+    for feed, count, entry in shares:
+        rows = range(start, start + count)
+        yield Piece(feed, [structure.unflatten(c[i] for c in columns) for i in rows], entry)
+        start += count
 
 
 class _WorkerFeeds(grain.IterDataset):
@@ -175,13 +141,19 @@ class _WorkerFeedsIterator(grain.DatasetIterator):
         self._turns: FeedTurns | None = None
         self._stacker: RowStacker | None = None
 
-    def __next__(self) -> _Part:
+    def __next__(self) -> WithNote:
         self._turns = self._turns or self._opened()
         pieces = self._turns.of_one_batch()
-        if self._stacker is None:
-            rows = (row for piece in pieces for row in piece.rows)
-            self._stacker = next(map(row_stacker, rows), None)
-        return _Part.of(pieces, self._stacker, self._turns.faults.taken())
+        feeds = [piece.feed for piece in pieces for _ in piece.rows]
+        rows = [row for piece in pieces for row in piece.rows]
+        stacked = None
+        if rows:
+            self._stacker = self._stacker or row_stacker(rows[0])
+            stack = Stack(self._stacker, len(rows))
+            stack.write(rows, 0, feeds)
+            stacked = stack.batch()
+        shares = [(piece.feed, len(piece.rows), piece.entry) for piece in pieces]
+        return WithNote.of(stacked, (shares, self._turns.faults.taken()))
 
     def _opened(self) -> FeedTurns:
         turns: FeedTurns = pickle.loads(self._open_turns)(self._entries)

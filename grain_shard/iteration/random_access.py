@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
-import pickle
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import grain
-import numpy as np
 
 from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, StateError
@@ -28,9 +27,8 @@ from grain_shard.reading.fingerprint import (
 )
 from grain_shard.reading.reads import Reads
 from grain_shard.stats.counts import ReadCounts
-from grain_shard.tasks import Producer, naming_closed
 from grain_shard.trees import Batch
-from grain_shard.worker_processes import WorkerProcesses
+from grain_shard.worker_processes import WithNote, WorkerProcesses
 
 
 class RandomAccess(HostBatches):
@@ -157,7 +155,7 @@ class RandomAccess(HostBatches):
         self, batching: Batching, start: int, faults: Faults
     ) -> Background[Any, tuple[Batch, Any]]:
         """Batches that worker processes make; one waits here, out of their shared memory."""
-        cuts, stop = batching.cuts, batching.num_batches()
+        cuts = batching.cuts
         from_start = _CountedBatches(batching, self._fault_rules)[start:]
         workers = WorkerProcesses(
             from_start.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
@@ -165,18 +163,15 @@ class RandomAccess(HostBatches):
             buffer_size=self._buffer_size,
         )
 
-        def taken(item: tuple[int, tuple[Batch, np.ndarray | None]]) -> tuple[Batch, Progress]:
-            number, (batch, counts) = item
-            if counts is not None:
-                faults.add(pickle.loads(counts.tobytes()))
-            return owned(batch), cuts.progress(number + 1)
+        steps = itertools.count(start + 1)
 
-        return Background(
-            taken,
-            _Numbered(workers, start, stop),
-            buffer_size=1,
-            name=THREAD,
-        )
+        def taken(item: tuple[Batch, FaultCounts | None]) -> tuple[Batch, Progress]:
+            batch, counts = item
+            if counts is not None:
+                faults.add(counts)
+            return owned(batch), cuts.progress(next(steps))
+
+        return Background(taken, workers, buffer_size=1, name=THREAD)
 
     def first(self) -> Batch:
         return self._batching.read_batch(0, Faults(self._fault_rules))
@@ -258,10 +253,7 @@ def _whole_number(value: Any) -> Any:
 
 
 class _CountedBatches(grain.MapDataset):
-    """Batches as worker processes make them: each with what was counted, if anything was.
-
-    It travels as ``uint8[n]``, since arrays alone go through shared memory.
-    """
+    """Batches as worker processes make them: each with its counts of faults, if there are any."""
 
     def __init__(self, batching: Batching, rules: FaultRules):
         super().__init__()
@@ -274,39 +266,13 @@ class _CountedBatches(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         faults = Faults(self._rules, is_worker=True)
-        batch, counts = self._batching.read_batch(index, faults), faults.counts()
-        if counts == FaultCounts():
-            return batch, None
-        return batch, np.frombuffer(pickle.dumps(counts), np.uint8)
-
-
-class _Numbered(Producer[tuple[int, Any]]):
-    """Batches with their indices; closes where they come from.
-
-    Args:
-        batches: What the workers make.
-        start: The index of the first of them.
-        stop: That after the last one.
-    """
-
-    def __init__(self, batches: WorkerProcesses, start: int, stop: int):
-        self._batches = batches
-        self._next, self._stop = start, stop
-
-    def __next__(self) -> tuple[int, Any]:
         try:
-            batch = next(self._batches)
-        except StopIteration:
-            if self._next == self._stop:
-                raise
+            batch = self._batching.read_batch(index, faults)
+        except StopIteration as error:
             raise RuntimeError(
-                f"the worker processes ended after {self._next} of {self._stop} batches: the"
-                " pipeline raised StopIteration, which Grain takes for the end of a worker's data."
-                " Look for a bare next() in the source or in a .map."
-            ) from None
-        self._next += 1
-        return self._next - 1, batch
-
-    def close(self) -> None:
-        with naming_closed("the worker processes"):
-            self._batches.close()
+                f"the worker processes ended after {index} of {len(self)} batches: the pipeline"
+                " raised StopIteration, which Grain takes for the end of a worker's data. Look for"
+                " a bare next() in the source or in a .map."
+            ) from error
+        counts = faults.counts()
+        return WithNote.of(batch, None if counts == FaultCounts() else counts)
