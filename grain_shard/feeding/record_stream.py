@@ -78,17 +78,18 @@ class RecordIterator(grain.DatasetIterator):
         while self._next_index < self._length:
             if self._next_elements is None:
                 self._next_elements = self._elements(self._records, self._next_index)
+            record = self._next_index
             try:
                 element = next(self._next_elements)
-                record, self._next_index = self._next_index, self._next_index + 1
-                if self._skipped and self._skipped.skips(element, self._records, record):
-                    continue
-                if type(element) is Unreadable:
-                    self._next_index = record  # whoever asks again gets the same record again
-                    self._refuse(element, record)
-            except BaseException:
-                self._next_elements = None
+                if type(element) is Unreadable and not self._may_skip(element):
+                    raise element.error
+            except BaseException as error:
+                self._next_elements = None  # whoever asks again gets the same record again
+                error.add_note(f"grain_shard: while evaluating {self._name(element)}")
                 raise
+            self._next_index += 1
+            if self._skipped and self._skipped.skips(element, self._records, record):
+                continue
             if element is not None:  # Grain leaves out what is None, too
                 return element
         raise StopIteration
