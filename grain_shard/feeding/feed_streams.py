@@ -181,8 +181,10 @@ class FeedStreams:
         def record_stream(
             records: grain.MapDataset, options: grain.ReadOptions
         ) -> grain.IterDataset:
-            is_ahead = reads is not None and wants_read_ahead(options)
-            return RecordStream(records, reads.elements if is_ahead else in_turn, skipped)
+            elements = in_turn
+            if reads is not None and wants_read_ahead(options):
+                elements = reads.elements
+            return RecordStream(records, elements, skipped)
 
         return FeedReader(lambda: replace_read_ahead(self.make(feed), record_stream), state)
 
