@@ -76,10 +76,10 @@ def prefetch_to_device(
     """Iterates over batches that background threads place ahead of time.
 
     The threads start with the first ``next``. The iterator is a context manager; leaving it early
-    by ``break`` ends the threads too. What the source raises, of any class, is raised in its turn.
+    by ``break`` ends the threads too. An error of the source, of any class, is raised in its turn.
 
-    Its ``get_state()`` is that of the batch last handed out, and ``set_state()`` restores it, if
-    the source has a state: a Grain dataset, a `grain.DataLoader`, or an iterator with these two
+    Its ``get_state()`` is the state of the batch last handed out, and ``set_state()`` restores it,
+    if the source has a state: a Grain dataset, a `grain.DataLoader`, or an iterator with these two
     methods. Otherwise both raise a `StateError`.
 
     Args:
@@ -166,9 +166,9 @@ class _Placer:
 
 
 class DevicePlacement:
-    """The functions of this module, with a default device, and what the devices are.
+    """The functions of this module, with a default device, and facts about the devices.
 
-    What goes to no other device goes to the default one, and advice is for its chip.
+    Data without another device goes to the default one, and advice is for its chip.
 
     Example:
         >>> placement = DevicePlacement()
@@ -213,9 +213,7 @@ class DevicePlacement:
         """`grain_shard.placement.place_on_device`."""
         return place_on_device(data, self.default_device if device is None else device)
 
-    def distribute_batch(self, data: Any, sharding: Any) -> Any:
-        """`grain_shard.placement.distribute_batch`."""
-        return distribute_batch(data, sharding)
+    distribute_batch = staticmethod(distribute_batch)
 
     def prefetch_to_device(
         self,
@@ -279,7 +277,7 @@ class DevicePlacement:
         return hardware.validate_batch_size(batch_size, self.hardware_type, warn_suboptimal)
 
     def get_device_info(self) -> dict[str, Any]:
-        """What there is to compute on, as plain JSON.
+        """Describes the devices, as plain JSON.
 
         Returns:
             A dict of ``num_devices``, ``platforms``, ``device_kinds`` and ``devices`` (the id,

@@ -1,7 +1,7 @@
 """The demo itself: from files to a trained model, with an interruption, checked.
 
-The pipelines in `run` and what is in `training` are what a project would copy. The rest
-checks what the library promises.
+A project would copy the pipelines in `run` and all of `training`. The rest checks the promises of
+the library.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def plan(
     read: Literal["auto", "needed", "once"] = "auto",
     hardware: HardwareType | None = None,
 ) -> Plan:
-    """What each host reads of a random-access pipeline that ends in `shard_to`, and what to mind.
+    """Plans the reads of each host, for a random-access pipeline that ends in `shard_to`.
 
     Nothing is read, and no JAX backend starts: the mesh may be of a slice that is not there.
 

@@ -1,4 +1,4 @@
-"""What a plan says: who reads which rows, in numbers, as tables and as JSON."""
+"""A plan: the hosts and the rows that they read, in numbers, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class _RowReads:
         rows_per_step: Rows that are read for a full batch, added up over hosts; padding is not
             read.
         rows_per_epoch: Rows that are read in an epoch.
-        bytes_per_step: Bytes that are read for a full batch; None if those of a record are unknown.
+        bytes_per_step: Bytes that are read for a full batch; None if the bytes of a record
+            are unknown.
     """
 
     slice: int
@@ -80,7 +81,7 @@ class SliceReads(_RowReads):
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """What all hosts read, with one setting of `read`.
+    """The rows that all hosts read, with one setting of `read`.
 
     Attributes:
         read: "needed" or "once".
@@ -109,7 +110,7 @@ class Reads:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(InNotebooks):
-    """What `plan` found. Printed, it is a table; in a notebook too.
+    """The result of `plan`. Printed, it is a table; in a notebook too.
 
     Example:
         >>> from grain_shard import hosts_mesh, plan
@@ -142,12 +143,12 @@ class Plan(InNotebooks):
         device_bytes: Bytes of a batch on one device, at most: where a spec cuts other dims than
             the rows too, there are fewer. None without `record_bytes`.
         read: What `shard_to` does.
-        needed: What hosts read with ``read="needed"``.
-        once: What they read with ``read="once"``. None if the devices do not divide the batch.
+        needed: The reads with ``read="needed"``.
+        once: The reads with ``read="once"``. None if the devices do not divide the batch.
         hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows.
         rows_read_again: Rows of a full batch that slices read although another slice reads them,
-            too, added up over the slices. So many would cross the data-centre network if each was
-            read in one slice only; as it is, none does.
+            too, added up over the slices. These rows would cross the data-centre network if each
+            was read in one slice only; now none crosses it.
         bytes_read_again: Their bytes; None without `record_bytes`.
         warnings: What to think over, in sentences.
     """
@@ -179,7 +180,7 @@ class Plan(InNotebooks):
 
     @property
     def reads(self) -> Reads:
-        """What hosts read as `shard_to` does it: `needed` or `once`."""
+        """The reads that `shard_to` chooses: `needed` or `once`."""
         reads = self.needed if self.read == "needed" else self.once
         assert reads is not None
         return reads
