@@ -30,7 +30,6 @@ import jax
 from absl import logging
 
 from grain_shard.errors import AgreementError, describe_error
-from grain_shard.hosts.by_devices import is_waiting
 from grain_shard.hosts.rounds import exists_already, is_timeout, runtime_client
 
 _MESSAGE = "grain_shard/messages/{}/{}"  # the host that it is for, and its number
@@ -235,14 +234,6 @@ class Listener:
                     self._wait_for_others(*failed)
                 _end()
         self._tell_of_the_loop()
-        if is_waiting():
-            # The stages have been closed by now, and some seconds have passed. When the collective
-            # fails in the end, with the other host's process, it would abort this one.
-            logging.error(
-                "grain_shard: the devices of this host wait for another one, which has not come, so"
-                " this process ends without waiting for the others, and with an exit code of 1."
-            )
-            _end()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._write(jax.process_index(), None)
         self._thread.join(_JOIN_S)

@@ -12,11 +12,11 @@ import jax
 from grain_shard.collectives import require_order
 from grain_shard.errors import ShardingError, describe_mesh, require_int
 from grain_shard.hosts.compare import GLOBAL
-from grain_shard.hosts.minimum import asks_devices
 from grain_shard.hosts.series import Series
+from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
-from grain_shard.iteration.iterator import AcrossHosts, ShardedIterator
+from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.second_pass import SecondPass
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
@@ -163,8 +163,7 @@ class ShardedDataset(grain.IterDataset):
         return Epochs(host, self._iterate(host, None), n)
 
     def _iterate(self, host: HostBatches, second_pass: SecondPass | None) -> ShardedIterator:
-        by_devices = host.ends_by_vote and asks_devices(self._read_by.hosts())
-        if self._final or by_devices:  # with collectives of ours
+        if self._final:  # with a collective of ours
             require_order(self.shardings.devices())
         return ShardedIterator(
             host,
@@ -266,7 +265,6 @@ class ShardedDataset(grain.IterDataset):
         }
         return AcrossHosts(
             hosts=self._read_by.hosts(),
-            devices=self._read_by.devices(),
             series=self._series,
             timeout_s=self._timeout_s,
             fields=fields,
