@@ -34,6 +34,7 @@ BUFFERED = 6  # batches, with the default buffers
 # A host votes when as many batches are new as are left, so that many steps hide a vote.
 STEPS_A_VOTE = BUFFERED / 2
 TIMEOUT_S = 120.0
+_PATIENCE_S = 1000  # of the service, with clients that get little of a processor
 # Goals by the number of hosts: processor time of the first host, and the shortest step, in ms.
 PROCESSOR_MS = {16: 10, 256: 50, 1536: 300}
 STEP_MS = {16: 10, 256: 40, 1536: 300}
@@ -115,9 +116,12 @@ def run_process(address: str, hosts: int, first: int, stop: int) -> None:
     sys.setswitchinterval(1)
     service = None
     if first == 0:
-        service = _jax.get_distributed_runtime_service(address, hosts)
+        service = _jax.get_distributed_runtime_service(address, hosts, _PATIENCE_S)
     local = threading.local()
-    raw = [_jax.get_distributed_runtime_client(address, host) for host in range(first, stop)]
+    raw = [
+        _jax.get_distributed_runtime_client(address, host, heartbeat_timeout=_PATIENCE_S)
+        for host in range(first, stop)
+    ]
     results: list[dict[str, float]] = []
 
     def run(host: int) -> None:

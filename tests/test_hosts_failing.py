@@ -230,3 +230,43 @@ def test_the_failure_of_another_host_is_told_without_what_ended_the_wait_for_it(
     assert "OSError: the bucket is gone" in failed
     assert "AgreementError: host 1 failed" in heard
     assert "During handling" not in heard
+
+
+def what_a_loop_that_stands_still_lives_through():
+    """Host 0 stands still, as in a collective, when host 1 has failed; it is told to stay."""
+    import threading
+
+    from absl import logging
+
+    from grain_shard.hosts import alarm
+
+    os.environ["GRAIN_SHARD_END_PROCESS"] = "0"
+    alarm._STILL_S = 0.5
+    lines, logged = [], threading.Event()
+
+    def keep(line):
+        lines.append(line.getMessage())
+        if "stood still" in lines[-1]:
+            logged.set()
+        return True
+
+    logging.get_absl_logger().addFilter(keep)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    records = records_that_fail_on_host_1_from(16 * 3)
+    with iter(records.batch(16).shard_to(mesh)) as batches:
+        next(batches)
+        if jax.process_index() == 0:
+            logged.wait()
+        with pytest.raises((OSError, grain_shard.AgreementError)):
+            list(batches)
+    return [line for line in lines if "stood still" in line]
+
+
+def test_a_process_that_is_told_to_stay_does_not_end_and_says_where_it_stands():
+    stood_still, failed = rehearse.run(
+        what_a_loop_that_stands_still_lives_through, hosts=2, devices_per_host=2, timeout_s=HANG_S
+    )
+    assert failed == []
+    (line,) = stood_still
+    assert "host 1 failed" in line
+    assert "it stays, as GRAIN_SHARD_END_PROCESS=0 says" in line

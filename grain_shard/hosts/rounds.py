@@ -19,7 +19,8 @@ from grain_shard.errors import AgreementError, HostTimeoutError
 from grain_shard.hosts.compare import Answers, difference, hosts_text
 from grain_shard.hosts.series import Series
 
-# A wait is cut into pieces of this length, so that closing an iterator ends it.
+# A wait is cut into pieces of this length, so that closing an iterator ends it; of many hosts, into
+# as many milliseconds as there are hosts, because each piece is a call of the first host.
 _SLICE_MS = 500
 # How much longer than the first host the others wait, so that they report its verdict.
 _GRACE_S = 5.0
@@ -60,6 +61,7 @@ class Rounds:
         self._client, self._series = runtime_client(), series
         self.hosts, self.timeout_s = list(hosts), timeout_s
         self._host, self._leader = jax.process_index(), self.hosts[0]
+        self._slice_ms = max(_SLICE_MS, len(self.hosts))
         self.name, self.has_failed = "", False
 
     def begin(self, kind: str) -> None:
@@ -212,10 +214,10 @@ class Rounds:
             return json.loads(self._client.blocking_key_value_get(key, _SLICE_MS))
         return verdict
 
-    def _soon(self, key: str, wait_ms: int = _SLICE_MS) -> str | None:
+    def _soon(self, key: str, wait_ms: int | None = None) -> str | None:
         """Returns the value of a key, if it comes soon."""
         try:
-            return self._client.blocking_key_value_get(key, wait_ms)
+            return self._client.blocking_key_value_get(key, wait_ms or self._slice_ms)
         except jax.errors.JaxRuntimeError as error:
             if is_timeout(error):
                 return None
