@@ -36,7 +36,6 @@ from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
-from grain_shard.stats.prometheus import export
 from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
 
@@ -295,8 +294,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if self._phase == _NOT_BEGUN:
             self._phase = _UNDER_WAY
             self._together.start(self._host.kind, self._stage.stop, self._meter.waits_of_late)
-            owner = self if self.dataset is None else self.dataset
-            export(owner, self._meter, self._together.slowest)
             self._stage.start()
 
     def close(self) -> None:
@@ -310,7 +307,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if self._phase != _CLOSED:
             self._phase = _CLOSED
             self._close_stage()
-            self._meter.ends()
 
     def _close_stage(self) -> None:
         self._together.close()
@@ -342,4 +338,3 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if (stage := getattr(self, "_stage", None)) is not None:
             stage.stop()  # without waiting: the garbage collector runs anywhere
             self._together.close()
-            self._meter.ends()
