@@ -23,6 +23,7 @@ from .planning.topology import hosts_mesh as hosts_mesh
 from .planning.topology import topology_mesh as topology_mesh
 from .reading.batch_schedule import BatchSchedule as BatchSchedule
 from .reading.faults import Retries as Retries
+from .reading.hedged_source import HedgedSource as HedgedSource
 from .reading.iterable import from_iterable as from_iterable
 from .reading.mix import mix as mix
 from .reading.sources import ArrayRecordSource as ArrayRecordSource
