@@ -82,7 +82,7 @@ def draw(followed: dict[str, tuple[str, Followed]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     from benchmarks.waiting import GLOBAL_BATCH_SIZE
-    from grain_shard.palette import EMPTY
+    from grain_shard.tools.palette import EMPTY
 
     end = PHASE_S * len(PHASES_MS)
     times = np.arange(0, end, 0.1)
@@ -121,7 +121,7 @@ def main() -> None:
 
     jax.config.update("jax_num_cpu_devices", 8)
     from benchmarks.waiting import GLOBAL_BATCH_SIZE, guide, ours
-    from grain_shard.palette import BLUE, VERMILION
+    from grain_shard.tools.palette import BLUE, VERMILION
 
     default = Path(__file__).parents[1] / "docs" / "changing_latency.png"
     followed = {

@@ -8,7 +8,7 @@ from benchmarks import reading
 from benchmarks.figures import figure
 from benchmarks.measure import quartiles
 from benchmarks.saved import Measured
-from grain_shard import palette
+from grain_shard.tools import palette
 
 # All else is in the tables: other units, other goals, other peers.
 _SHOWN = {

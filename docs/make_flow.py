@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from grain_shard import ShardingTree, hosts_mesh
-from grain_shard.palette import GREEN, ORANGE, PADDING, PURPLE, SKY, VERMILION
+from grain_shard.tools.palette import GREEN, ORANGE, PADDING, PURPLE, SKY, VERMILION
 
 PICTURE = Path(__file__).with_name("flow.svg")
 

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from grain_shard import DevicePut, ShardingTree, hosts_mesh
-from grain_shard.palette import EMPTY, FILLS, PADDING
+from grain_shard.tools.palette import EMPTY, FILLS, PADDING
 
 HOST_COLORS = FILLS[:4]
 DEVICES_PER_HOST = 2

@@ -13,36 +13,27 @@ PACKAGE = ROOT / "grain_shard"
 
 # From the ground up. A room imports rooms of lower floors only.
 FLOORS = [
-    [
-        "errors",
-        "pace",
-        "digest",
-        "spans",
-        "tasks",
-        "palette",
-        "host_arrays",
-        "grain_inside",
-        "libtpu",
-    ],
-    ["trees", "background", "hardware", "step_memory", "arguments", "collectives"],
+    ["errors", "pace", "digest", "spans", "tasks", "host_arrays", "grain_inside"],
+    ["trees", "background", "collectives"],
     ["worker_processes"],
     ["sharding", "reading", "hosts"],
     ["stats"],
     ["iteration"],
-    ["feeding", "checkpoint", "placement", "measuring", "showing"],
+    ["feeding", "checkpoint"],
     ["transforms"],
     ["chain"],
-    ["training", "planning", "install", "rehearse"],
-    ["the face"],
-    ["demo", "doctor"],
-    ["__main__"],
+    ["install", "training"],
+    ["the face", "placement"],
+    ["tools"],
+    ["measuring", "rehearse", "__main__"],
 ]
+# All that a pipeline needs; it runs without the rooms above.
+CORE = {"install"}.union(*FLOORS[:9])
 
 # What a room is for, in a few words.
 WORDS = {
     "errors": "what can go wrong",
     "digest": "long values, shortened",
-    "palette": "the colors of pictures",
     "spans": "who is at work when",
     "tasks": "what threads do",
     "host_arrays": "aligned host memory",
@@ -50,12 +41,8 @@ WORDS = {
     "worker_processes": "Grain's processes",
     "pace": "how many side by side",
     "grain_inside": "Grain's private parts",
-    "libtpu": "quiet without a TPU",
     "collectives": "in one order",
     "trees": "batches as trees",
-    "hardware": "chips",
-    "step_memory": "a step's memory",
-    "arguments": "words of commands",
     "sharding": "which rows go where",
     "reading": "rows of batches",
     "hosts": "what hosts say",
@@ -63,19 +50,16 @@ WORDS = {
     "iteration": "the loop's iterator",
     "feeding": "feeds",
     "checkpoint": "Orbax",
-    "placement": "without a pipeline",
-    "measuring": "what the loop waits for",
-    "showing": "batches to look at",
+    "placement": "its public names",
+    "measuring": "its public names",
     "transforms": "the four stages",
     "chain": "shard_to",
     "training": "around the training step",
-    "planning": "a job without the job",
+    "tools": "plan, profile, show, ...",
     "install": ".shard_to on Grain",
-    "rehearse": "hosts on one machine",
+    "rehearse": "its public names",
     "the face": "import grain_shard",
-    "demo": "digits, trained",
-    "doctor": "what is on this machine",
-    "__main__": "commands",
+    "__main__": "python -m grain_shard",
 }
 MOST = 5  # rooms side by side; a floor with more of them has several lines
 WIDTH, HEIGHT, GAP_X, GAP_Y, GAP_OF_LINES, MARGIN = 164, 48, 12, 46, 14, 16

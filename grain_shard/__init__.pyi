@@ -15,12 +15,6 @@ from .install import install as install
 from .install import uninstall as uninstall
 from .iteration.iterator import ShardedIterator as ShardedIterator
 from .iteration.sharded_dataset import ShardedDataset as ShardedDataset
-from .measuring.profiling import profile as profile
-from .placement import DevicePlacement as DevicePlacement
-from .placement import prefetch_to_device as prefetch_to_device
-from .planning.plan import plan as plan
-from .planning.topology import hosts_mesh as hosts_mesh
-from .planning.topology import topology_mesh as topology_mesh
 from .reading.batch_schedule import BatchSchedule as BatchSchedule
 from .reading.faults import Retries as Retries
 from .reading.hedged_source import HedgedSource as HedgedSource
@@ -30,7 +24,13 @@ from .reading.sources import ArrayRecordSource as ArrayRecordSource
 from .sharding.layout import BatchLayout as BatchLayout
 from .sharding.shard_by_mesh import ShardByMesh as ShardByMesh
 from .sharding.sharding_tree import ShardingTree as ShardingTree
-from .showing.display import show as show
+from .tools.measuring.profiling import profile as profile
+from .tools.planning.plan import plan as plan
+from .tools.planning.topology import hosts_mesh as hosts_mesh
+from .tools.planning.topology import topology_mesh as topology_mesh
+from .tools.showing.display import show as show
+from .training.placement import DevicePlacement as DevicePlacement
+from .training.placement import prefetch_to_device as prefetch_to_device
 from .transforms.device_put import DevicePut as DevicePut
 from .transforms.pad import PadToDivisible as PadToDivisible
 from .transforms.shard_batch import ShardBatch as ShardBatch

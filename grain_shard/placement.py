@@ -1,4 +1,4 @@
-"""Arrays onto devices one call at a time, outside of a pipeline.
+"""Arrays onto devices without a pipeline, under the names of ``datarax.distributed``.
 
 `place_on_device` and `distribute_batch` place a tree of arrays; `prefetch_to_device` does so for
 batch after batch, ahead of the loop; `DevicePlacement` has these and a few more as the methods of
@@ -10,31 +10,19 @@ with `jax.Array`s; text stays on the host. What no device can hold is refused, w
 objects, masked arrays, dates. On the CPU backend the result shares no memory with numpy input. On
 several processes each passes the same whole data and keeps what its own devices hold; data of the
 host is placed without a collective.
-
-The names and signatures are those of ``datarax.distributed.device_placement``.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from typing import Any
-
-import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
-
-from grain_shard import hardware
-from grain_shard.errors import require_int
-from grain_shard.hardware import (
+from grain_shard.training.hardware import (
     BatchSizeRecommendation,
     HardwareType,
     get_batch_size_recommendation,
 )
-from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.iteration.prefetch import prefetch
-from grain_shard.sharding.place import place_tree, require_local
-from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.trees import Batch
+from grain_shard.training.placement import (
+    DevicePlacement,
+    distribute_batch,
+    place_on_device,
+    prefetch_to_device,
+)
 
 __all__ = [
     "BatchSizeRecommendation",
@@ -45,235 +33,3 @@ __all__ = [
     "place_on_device",
     "prefetch_to_device",
 ]
-
-
-def place_on_device(data: Any, device: Any = None) -> Any:
-    """Places all leaves on one device of this process; None for its first one.
-
-    Raises:
-        ShardingError: The device belongs to another process, a leaf is spread over several, or no
-            device can hold it.
-
-    Example:
-        >>> x = place_on_device({"x": np.zeros(3)}, jax.local_devices()[1])["x"]
-        >>> x.devices() == {jax.local_devices()[1]}
-        True
-    """
-    return place_tree(data, ShardingTree.of(jax.local_devices()[0] if device is None else device))
-
-
-def distribute_batch(data: Any, sharding: Any) -> Any:
-    """Places each leaf by its sharding, as a global array of the leaf's shape.
-
-    Args:
-        data: The whole global batch.
-        sharding: One for all leaves, or a tree prefix of them. One for several leaves is cut to
-            the rank of each: under ``P("data", "seq")`` a leaf of rank 1 is sharded by its rows,
-            and a scalar is replicated.
-
-    Raises:
-        ShardingError: A mesh axis does not divide its dim, a leaf has no sharding, no device can
-            hold it, or this process has no device in a sharding.
-
-    Example:
-        >>> mesh = jax.make_mesh((8,), ("data",))
-        >>> rows = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
-        >>> batch = distribute_batch({"x": np.zeros((16, 3)), "step": 0}, rows)
-        >>> batch["x"].addressable_shards[0].data.shape, batch["step"].is_fully_replicated
-        ((2, 3), True)
-    """
-    return place_tree(data, ShardingTree.of(sharding))
-
-
-def prefetch_to_device(
-    data_iterator: Iterable[Batch],
-    size: int = 2,
-    device: Any = None,
-    cpu_buffer_size: int | None = None,
-) -> ShardedIterator:
-    """Iterates over batches that background threads place ahead of time.
-
-    The threads start with the first ``next``. The iterator is a context manager; leaving it early
-    by ``break`` ends the threads too. What the source raises, of any class, is raised in its turn.
-
-    Its ``get_state()`` is that of the batch last handed out, and ``set_state()`` restores it, if
-    the source has a state: a Grain dataset, a `grain.DataLoader`, or an iterator with these two
-    methods. Otherwise both raise a `StateError`.
-
-    Args:
-        data_iterator: Any iterable of batches. It may fill its buffers again: numpy arrays are
-            copied. A generator is closed at the end; an iterator with a state is left to its
-            owner. A `grain.MapDataset` is read by several threads, so its batches must not share
-            memory. Onto the devices of several processes only a `from_iterable` of
-            ``rows="global"`` is taken, since each has to yield the same whole batches.
-        size: Batches that may wait on the devices or be on their way there.
-        device: A device, a `Sharding`, or a tree prefix of shardings, as for `distribute_batch`;
-            None for this process's first device.
-        cpu_buffer_size: Batches that may wait on the host or be in the making; None for
-            ``2 * size``.
-
-    Returns:
-        The iterator. Batches may differ in shape and structure.
-
-    Raises:
-        ShardingError: Here, if a buffer size is no positive integer, a sharding has no device of
-            this process, or the source does not say that it is the same on all; from ``next``, if
-            a batch does not fit its shardings.
-
-    Example:
-        >>> with prefetch_to_device({"x": np.full(2, i)} for i in range(2)) as batches:
-        ...     for batch in batches:
-        ...         print(batch["x"])
-        [0 0]
-        [1 1]
-    """
-    require_int("size", size, 1)
-    return prefetch(
-        data_iterator,
-        ShardingTree.of(jax.local_devices()[0] if device is None else device),
-        device_buffer_size=size,
-        cpu_buffer_size=2 * size if cpu_buffer_size is None else cpu_buffer_size,
-    )
-
-
-class DevicePlacement:
-    """The functions of this module, with a default device, and what the devices are.
-
-    What goes to no other device goes to the default one, and advice is for its chip.
-
-    Example:
-        >>> placement = DevicePlacement()
-        >>> placed = placement.place_on_device({"x": np.zeros((4, 3)), "step": 0})
-        >>> placed["x"].devices() == {placement.default_device}
-        True
-
-    Args:
-        default_device: Where data goes if nothing else is said; a device of this process. None:
-            its first one, looked up when it is needed.
-
-    Raises:
-        ShardingError: The device belongs to another process.
-    """
-
-    def __init__(self, default_device: Any = None):
-        if default_device is not None:
-            require_local(ShardingTree.of(default_device))
-        self._default_device = default_device
-
-    def __repr__(self) -> str:
-        return f"DevicePlacement(default_device={self._default_device})"
-
-    @property
-    def default_device(self) -> Any:
-        """A device of this process."""
-        if self._default_device is None:
-            self._default_device = jax.local_devices()[0]
-        return self._default_device
-
-    @property
-    def hardware_type(self) -> HardwareType:
-        """The chip behind the default device."""
-        return hardware.detect_hardware(self.default_device)
-
-    @property
-    def num_devices(self) -> int:
-        """The devices of all processes together."""
-        return jax.device_count()
-
-    def place_on_device(self, data: Any, device: Any = None) -> Any:
-        """`grain_shard.placement.place_on_device`."""
-        return place_on_device(data, self.default_device if device is None else device)
-
-    def distribute_batch(self, data: Any, sharding: Any) -> Any:
-        """`grain_shard.placement.distribute_batch`."""
-        return distribute_batch(data, sharding)
-
-    def prefetch_to_device(
-        self,
-        data_iterator: Iterable[Batch],
-        device: Any = None,
-        buffer_size: int = 2,
-        cpu_buffer_size: int | None = None,
-    ) -> ShardedIterator:
-        """`grain_shard.placement.prefetch_to_device`, whose `size` is `buffer_size` here."""
-        require_int("buffer_size", buffer_size, 1)
-        target = self.default_device if device is None else device
-        return prefetch_to_device(data_iterator, buffer_size, target, cpu_buffer_size)
-
-    def replicate_across_devices(self, data: Any, devices: Sequence[Any] | None = None) -> Any:
-        """Gives every device the whole of every leaf, as one fully replicated array.
-
-        Args:
-            data: Such as parameters with their optimizer state.
-            devices: Where to, e.g. ``list(mesh.devices.flat)``; JAX computes with arrays together
-                only if their devices come in one order. None: those of the mesh in use
-                (`jax.set_mesh`), or else all devices of all processes, as `jax.make_mesh` orders
-                them. To go with a batch on a mesh of Explicit axes, that mesh has to be in use;
-                ``distribute_batch(data, NamedSharding(mesh, PartitionSpec()))`` is the same.
-
-        Raises:
-            ShardingError: None of the devices belongs to this process, or no device can hold a
-                leaf.
-        """
-        mesh = jax.sharding.get_mesh()
-        if devices is not None:
-            mesh = Mesh(np.array(devices), ("data",))
-        elif mesh.empty:
-            mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
-        return place_tree(data, ShardingTree.of(mesh, PartitionSpec()))
-
-    def shard_batch_dim(
-        self, data: Any, mesh: Mesh, batch_axis: int = 0, mesh_axis: str = "data"
-    ) -> Any:
-        """Splits dim `batch_axis` of every leaf, which holds the rows, over a mesh axis.
-
-        A leaf that does not have the dim is replicated.
-
-        Raises:
-            ShardingError: The mesh has no such axis, it does not divide the rows, or no leaf has
-                the dim.
-        """
-        require_int("batch_axis", batch_axis, 0)
-        spec = PartitionSpec(*[None] * batch_axis, mesh_axis)
-        return place_tree(data, ShardingTree.of(mesh, spec))
-
-    def get_batch_size_recommendation(
-        self, hardware_type: HardwareType | None = None
-    ) -> BatchSizeRecommendation:
-        """`grain_shard.hardware.get_batch_size_recommendation`."""
-        return get_batch_size_recommendation(hardware_type or self.hardware_type)
-
-    def validate_batch_size(
-        self, batch_size: int, warn_suboptimal: bool = True
-    ) -> tuple[bool, str]:
-        """`grain_shard.hardware.validate_batch_size`."""
-        return hardware.validate_batch_size(batch_size, self.hardware_type, warn_suboptimal)
-
-    def get_device_info(self) -> dict[str, Any]:
-        """What there is to compute on, as plain JSON.
-
-        Returns:
-            A dict of ``num_devices``, ``platforms``, ``device_kinds`` and ``devices`` (the id,
-            platform and kind of each), of all processes; of this one ``hardware_type``,
-            ``process_index``, ``process_count``, ``local_devices`` (ids) and ``memory``: by id,
-            ``{"bytes_in_use", "bytes_limit"}``, or None where the backend does not tell.
-        """
-        devices, local_devices = jax.devices(), jax.local_devices()
-        return {
-            "num_devices": len(devices),
-            "hardware_type": self.hardware_type.value,
-            "platforms": sorted({device.platform for device in devices}),
-            "device_kinds": sorted({device.device_kind for device in devices}),
-            "devices": [
-                {"id": d.id, "platform": d.platform, "device_kind": d.device_kind} for d in devices
-            ],
-            "process_index": jax.process_index(),
-            "process_count": jax.process_count(),
-            "local_devices": [device.id for device in local_devices],
-            "memory": {device.id: _memory(device) for device in local_devices},
-        }
-
-
-def _memory(device: Any) -> dict[str, int | None] | None:
-    stats = device.memory_stats()
-    return stats and {name: stats.get(name) for name in ("bytes_in_use", "bytes_limit")}

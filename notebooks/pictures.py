@@ -1,4 +1,4 @@
-"""What the notebooks draw: one function a picture, all in the colors of `grain_shard.palette`."""
+"""What the notebooks draw: one function a picture, in the colors of `tools/palette.py`."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -6,7 +6,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-from grain_shard.palette import COLORS, EMPTY, FILLS, GRAY, GREEN, VERMILION
+from grain_shard.tools.palette import COLORS, EMPTY, FILLS, GRAY, GREEN, VERMILION
 
 
 def as_jpeg():

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import PadToDivisible, ShardingError, ShardingTree
-from grain_shard.planning.topology import hosts_mesh
+from grain_shard.tools.planning.topology import hosts_mesh
 from tests.conftest import data_mesh, ids, numbered
 
 # Grain's padding of the last batch.

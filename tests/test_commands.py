@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from grain_shard.__main__ import main
-from grain_shard.doctor import command as doctor
 from grain_shard.errors import GrainShardError, ShardingError
+from grain_shard.tools.command import main
+from grain_shard.tools.doctor import command as doctor
 from tests.conftest import HANG_S
 
 PLAN = "plan --hosts 2 --devices-per-host 1 --mesh data=2 --batch 8 --records 80"
@@ -18,12 +18,12 @@ PLAN = "plan --hosts 2 --devices-per-host 1 --mesh data=2 --batch 8 --records 80
 # A command of a test's own, in place of the demo: PROGRAM % what it does.
 PROGRAM = """
 import sys, types
-import grain_shard.__main__ as face
+import grain_shard.tools.command as face
 def body(args):
     %s
 command = types.ModuleType("command")
 command.add_arguments, command.main = lambda parser: None, body
-sys.modules["grain_shard.demo.command"] = command
+sys.modules["grain_shard.tools.demo.command"] = command
 face.command()
 """
 

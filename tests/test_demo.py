@@ -8,11 +8,13 @@ import sys
 import pytest
 
 from grain_shard import ArrayRecordSource
-from grain_shard.__main__ import main
-from grain_shard.demo import digits
 from grain_shard.errors import GrainShardError
+from grain_shard.tools.command import main
+from grain_shard.tools.demo import digits
 
-WITHOUT = "import sys; sys.modules[sys.argv.pop(1)] = None; from grain_shard.__main__ import main"
+WITHOUT = (
+    "import sys; sys.modules[sys.argv.pop(1)] = None; from grain_shard.tools.command import main"
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(first_run):
 def test_run_that_is_killed_while_it_writes_leaves_nothing_to_be_found(tmp_path):
     kill_at_the_last_file = """
 import os, pathlib, sys
-from grain_shard.demo import digits
+from grain_shard.tools.demo import digits
 class Writer(digits.ArrayRecordWriter):
     def __init__(self, path, options):
         super().__init__(path, options)
@@ -171,7 +173,7 @@ def test_missing_extra_is_named_with_its_remedy(cache, module, name):
 
 def test_help_lists_the_subcommands_and_imports_none_of_them(cache):
     command = (
-        "import atexit, sys; from grain_shard.__main__ import main;"
+        "import atexit, sys; from grain_shard.tools.command import main;"
         "atexit.register(lambda: print(*sys.modules)); main(['--help'])"
     )
     result = run(cache, "-c", command)
@@ -179,7 +181,7 @@ def test_help_lists_the_subcommands_and_imports_none_of_them(cache):
     assert (result.returncode, result.stderr) == (0, "")
     assert "  python -m grain_shard demo --hosts 2" in text
     assert "  python -m grain_shard rehearse --hosts 4 train.py" in text
-    assert not {"grain_shard.demo.command", "sklearn", "tqdm"} & set(modules.split())
+    assert not {"grain_shard.tools.demo.command", "sklearn", "tqdm"} & set(modules.split())
 
 
 @pytest.mark.parametrize("subcommand", ["demo", "rehearse"])

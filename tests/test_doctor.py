@@ -9,9 +9,9 @@ from importlib.util import find_spec
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from grain_shard.__main__ import main
-from grain_shard.doctor import child, machine
-from grain_shard.libtpu import keep_libtpu_quiet, tpu_is_here
+from grain_shard.tools.command import main
+from grain_shard.tools.doctor import child, machine
+from grain_shard.tools.libtpu import keep_libtpu_quiet, tpu_is_here
 from tests.conftest import HANG_S
 
 
@@ -45,7 +45,7 @@ def answers(monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr("grain_shard.doctor.command.ask", ask)
+    monkeypatch.setattr("grain_shard.tools.doctor.command.ask", ask)
     return given
 
 
@@ -80,7 +80,7 @@ def test_it_fits_a_narrow_terminal(answers, capsys, monkeypatch):
 
 def test_a_part_that_fails_says_why_and_the_others_are_there(answers, capsys, monkeypatch):
     answers["devices"] = TimeoutError("no answer within 60 s: another process may hold the TPU.")
-    monkeypatch.setattr("grain_shard.doctor.machine.limits", lambda: 1 / 0)
+    monkeypatch.setattr("grain_shard.tools.doctor.machine.limits", lambda: 1 / 0)
     text = report(capsys)
     assert "  cannot be said     ZeroDivisionError: division by zero\n" in text
     assert "  cannot be said     no answer within 60 s: another process may hold the TPU.\n" in text
@@ -88,7 +88,7 @@ def test_a_part_that_fails_says_why_and_the_others_are_there(answers, capsys, mo
 
 
 def test_of_files_it_says_what_a_read_takes(files, answers, capsys):
-    from grain_shard.doctor import reads
+    from grain_shard.tools.doctor import reads
 
     answers["reads"] = found = reads.reads([f"{files}/train-*"])
     assert (found["files"], found["records"], found["record_bytes"]) == (2, 20, 100)
@@ -116,9 +116,9 @@ def test_the_processes_that_it_asks_answer_in_json(files, capsys):
 @pytest.mark.parametrize(
     "program",
     [
-        "from grain_shard.__main__ import main; main(['doctor', '--json'])",
-        "from grain_shard.doctor import devices; devices.devices()",
-        "from grain_shard.libtpu import keep_libtpu_quiet; keep_libtpu_quiet()\n"
+        "from grain_shard.tools.command import main; main(['doctor', '--json'])",
+        "from grain_shard.tools.doctor import devices; devices.devices()",
+        "from grain_shard.tools.libtpu import keep_libtpu_quiet; keep_libtpu_quiet()\n"
         "import jax; assert jax.default_backend() == 'cpu'",
     ],
 )

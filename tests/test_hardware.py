@@ -8,15 +8,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from grain_shard import hardware
-from grain_shard.hardware import (
+from grain_shard.training import hardware
+from grain_shard.training.hardware import (
     CHIP_SPECS,
-    BatchSizeRating,
     BatchSizeRecommendation,
     HardwareType,
     detect_hardware,
     get_batch_size_recommendation,
-    rate_batch_size,
     roofline_batch_size,
     validate_batch_size,
 )
@@ -173,7 +171,9 @@ def test_int8_weights_are_read_in_half_the_time():
         (63, False, False, "Batch size 63 is below minimum recommended 64 for h100"),
         (64, True, True, "Batch size 64 is below critical size 298 for h100"),
         (64, False, True, "Batch size 64 is acceptable for h100"),
+        (297, True, True, "Batch size 297 is below critical size 298 for h100"),
         (298, True, True, "Batch size 298 is acceptable for h100"),
+        (319, True, True, "Batch size 319 is acceptable for h100"),
         (320, True, True, "Batch size 320 is optimal for h100"),
         (10_000, False, True, "Batch size 10000 is optimal for h100"),
     ],
@@ -182,22 +182,6 @@ def test_validate_batch_size(batch_size, warn_suboptimal, valid, says):
     is_valid, message = validate_batch_size(batch_size, HardwareType.H100, warn_suboptimal)
     assert is_valid is valid
     assert message.startswith(says)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "rating"),
-    [
-        # An H100's sizes: 64 at least, 298 critical, 320 optimal.
-        (63, BatchSizeRating.TOO_SMALL),
-        (64, BatchSizeRating.BELOW_CRITICAL),
-        (297, BatchSizeRating.BELOW_CRITICAL),
-        (298, BatchSizeRating.ACCEPTABLE),
-        (319, BatchSizeRating.ACCEPTABLE),
-        (320, BatchSizeRating.OPTIMAL),
-    ],
-)
-def test_ratings(batch_size, rating):
-    assert rate_batch_size(batch_size, HardwareType.H100) is rating
 
 
 def test_sizes_ascend_on_every_chip():

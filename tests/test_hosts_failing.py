@@ -18,7 +18,7 @@ import pytest
 
 import grain_shard
 from grain_shard import rehearse
-from grain_shard.rehearse import host_process
+from grain_shard.tools.rehearse import host_process
 from tests.conftest import HANG_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

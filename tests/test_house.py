@@ -5,11 +5,13 @@ The floors are drawn in docs/rooms.svg, which is made of the same table.
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from docs.make_rooms import FLOORS, draw_rooms
+from docs.make_rooms import CORE, FLOORS, draw_rooms
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "grain_shard"
@@ -51,6 +53,27 @@ def test_imports_point_down(path):
     for module in imports_of(path):
         there = room_of(module)
         assert there == here or FLOOR_OF[there] < FLOOR_OF[here], f"{here} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_the_core_imports_no_tool(path):
+    if room_of(module_of(path)) in CORE:
+        assert {room_of(module) for module in imports_of(path)} <= CORE
+
+
+def test_a_loop_imports_what_it_needs_and_no_more():
+    program = """
+import sys, grain, jax, grain_shard
+mesh = jax.make_mesh((1,), ("data",))
+for batch in grain.MapDataset.range(8).batch(4).shard_to(mesh, mask_key=None):
+    pass
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    imported = set(done.stdout.split())
+    assert "grain_shard.iteration.iterator" in imported, done.stderr
+    assert not imported & {"flax", "optax", "rich", "matplotlib"}
+    assert not imported & {"grain_shard.tools", "grain_shard.training"}
 
 
 def test_no_two_files_import_each_other_even_by_way_of_others():

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import BatchLayout, ShardingError, ShardingTree
-from grain_shard.planning.topology import hosts_mesh
+from grain_shard.tools.planning.topology import hosts_mesh
 from tests.conftest import data_mesh, numbered, to_numpy
 
 NO_READ_AHEAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)

@@ -15,7 +15,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard import from_iterable, rehearse
-from grain_shard import placement as placement_module
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.placement import (
     DevicePlacement,
@@ -26,6 +25,7 @@ from grain_shard.placement import (
     prefetch_to_device,
 )
 from grain_shard.training import data_parallel_train_step, place_model_state_on_shards
+from grain_shard.training import placement as placement_module
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, numbered, wait
 
 DEVICE_COUNTS = [1, 2, 4, 8]

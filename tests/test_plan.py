@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import GrainShardError, ShardingError, rehearse
-from grain_shard.hardware import HardwareType
-from grain_shard.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.sharding.slices import slice_of
+from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
+from grain_shard.training.hardware import HardwareType
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu comes with the plan extra, on Linux on x86-64"
@@ -330,7 +330,7 @@ def tuple_spec(axes):
 
 
 def test_without_libtpu_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("grain_shard.planning.topology.find_spec", lambda name: None)
+    monkeypatch.setattr("grain_shard.tools.planning.topology.find_spec", lambda name: None)
     with pytest.raises(GrainShardError, match=r'pip install "grain-shard\[plan\]"'):
         topology_mesh("v5e:4x4", {"data": 16})
 

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from grain_shard.__main__ import main
-from grain_shard.planning.picture import draw_mesh
-from grain_shard.planning.topology import hosts_mesh
+from grain_shard.tools.command import main
+from grain_shard.tools.planning.picture import draw_mesh
+from grain_shard.tools.planning.topology import hosts_mesh
 from tests.test_plan import needs_libtpu, planned
 
 
@@ -151,7 +151,7 @@ class TestCommand:
         # No such backend: whoever starts one fails.
         program = f"""
 import sys
-from grain_shard.__main__ import main
+from grain_shard.tools.command import main
 assert main({arguments.split()!r} + ["--records", "1281167", "--json"]) == 0
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()

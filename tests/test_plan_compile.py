@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from grain_shard.__main__ import main
+from grain_shard.tools.command import main
 from tests.test_plan import needs_libtpu
 
 pytestmark = needs_libtpu

@@ -20,10 +20,10 @@ import pytest
 from grain_shard import BatchLayout, GrainShardError, ShardBatch, ShardingError, profile
 from grain_shard.iteration.sharded_dataset import Settings
 from grain_shard.measuring import Profile
-from grain_shard.measuring.bottleneck import find_bottleneck
-from grain_shard.measuring.measurement import Measurement
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
+from grain_shard.tools.measuring.bottleneck import find_bottleneck
+from grain_shard.tools.measuring.measurement import Measurement
 from grain_shard.transforms import pad
 from tests.conftest import data_mesh, numbered
 

@@ -22,13 +22,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grain_shard import rehearse
-from grain_shard.__main__ import main
 from grain_shard.errors import GrainShardError
-from grain_shard.rehearse import command, host_process, rehearsal
+from grain_shard.tools.command import main
+from grain_shard.tools.rehearse import command, host_process, rehearsal
 
 COMMAND_LINE = """
 import argparse, signal, sys
-from grain_shard.rehearse import command
+from grain_shard.tools.rehearse import command
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignore both, and its children would, too
 parser = argparse.ArgumentParser()

@@ -18,10 +18,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from grain_shard import ShardingError
-from grain_shard.planning.topology import topology_mesh
 from grain_shard.sharding.reshard import move_to
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.slices import CutMesh, slice_of
+from grain_shard.tools.planning.topology import topology_mesh
 from tests.test_plan import needs_libtpu, rows_of_devices
 
 

@@ -13,13 +13,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 import grain_shard
 from grain_shard.hosts import slowest as slowest_module
 from grain_shard.hosts.slowest import SlowestHost, SlowestOf, Waits, slowest
-from grain_shard.iteration import iterator as iterator_module
 from grain_shard.spans import MAP, READ, counted_by, span
 from grain_shard.stats import meter as meter_module
 from grain_shard.stats.counts import Counts, ReadCounts, Size
 from grain_shard.stats.figures import Figures, Stats, waits
 from grain_shard.stats.meter import Meter
-from grain_shard.stats.prometheus import Exporter
+from grain_shard.tools import prometheus
 from tests.conftest import data_mesh, ids, numbered
 
 
@@ -455,82 +454,97 @@ class TestHostsThatTellEachOther:
 # Prometheus.
 
 
-def scraped(exporter):
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+def scraped(registry):
     """The samples, by name and labels."""
-    registry = CollectorRegistry()
-    registry.register(exporter)
     lines = generate_latest(registry).decode().splitlines()
     return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 class TestPrometheus:
-    @pytest.fixture
-    def exporter(self, monkeypatch):
-        exporter = Exporter()
-        monkeypatch.setattr(iterator_module, "export", exporter.add)
-        return exporter
-
-    def test_names_and_units(self, exporter, mesh):
+    def test_names_and_units(self, registry, mesh):
         with iter(numbered(20, 8).shard_to(mesh)) as batches:
+            prometheus.export(batches, "train", registry)
             list(batches)
-            samples, stats = scraped(exporter), batches.stats()
-        assert samples['grain_shard_batches_total{dataset="0"}'] == 3
-        assert samples['grain_shard_records_total{dataset="0"}'] == 20
-        assert samples['grain_shard_bytes_total{dataset="0"}'] == stats.total.bytes
-        assert samples['grain_shard_bad_records_total{dataset="0"}'] == 0
-        seconds = samples['grain_shard_loop_seconds_total{dataset="0"}']
-        assert 0 < samples['grain_shard_wait_seconds_total{dataset="0"}'] <= seconds
-        placing = samples['grain_shard_stage_seconds_total{dataset="0",stage="place"}']
-        assert placing == pytest.approx(3 * stats.total.place_s)
-        assert samples['grain_shard_read_threads{dataset="0"}'] == stats.read_threads
+            samples, stats = scraped(registry), batches.stats()
+        assert samples['grain_shard_batches_total{dataset="train"}'] == 3
+        assert samples['grain_shard_records_total{dataset="train"}'] == 20
+        assert samples['grain_shard_bytes_total{dataset="train"}'] == stats.total.bytes
+        assert samples['grain_shard_bad_records_total{dataset="train"}'] == 0
+        seconds = samples['grain_shard_loop_seconds_total{dataset="train"}']
+        assert 0 < samples['grain_shard_wait_seconds_total{dataset="train"}'] <= seconds
+        assert samples['grain_shard_place_s{dataset="train"}'] == stats.recent.place_s
+        assert samples['grain_shard_read_threads{dataset="train"}'] == stats.read_threads
 
-    def test_a_dataset_keeps_its_number_and_its_sums_never_shrink(self, exporter, mesh):
-        train, evaluation = (numbered(n, 8).shard_to(mesh) for n in (16, 8))
-        for epoch in range(1, 4):
-            for ds in (train, evaluation):
-                for _ in ds:
-                    pass
-            samples = scraped(exporter)
-            assert samples['grain_shard_batches_total{dataset="0"}'] == 2 * epoch
-            assert samples['grain_shard_batches_total{dataset="1"}'] == epoch
+    def test_every_figure_is_scraped_under_its_name(self, registry, mesh):
+        with iter(numbered(20, 8).shard_to(mesh)) as batches:
+            prometheus.export(batches, "train", registry)
+            list(batches)
+            names = {name.partition("{")[0] for name in scraped(registry)}
+            for name in batches.stats().as_dict("grain_shard"):
+                name = name.replace("/", "_")
+                assert {name, f"{name}_total"} & names
 
-    def test_no_more_numbers_than_datasets_at_a_time(self, exporter, mesh):
-        for _ in range(5):
-            ds = numbered(8, 8).shard_to(mesh)
-            list(ds)
-            del ds
-            gc.collect()
-        batches = {k: v for k, v in scraped(exporter).items() if "batches_total" in k}
-        assert batches == {'grain_shard_batches_total{dataset="0"}': 5}
+    def test_a_later_iterator_takes_the_place_of_the_one_of_its_name(self, registry, mesh):
+        for _ in range(2):
+            with iter(numbered(16, 8).shard_to(mesh)) as batches:
+                prometheus.export(batches, "train", registry)
+                list(batches)
+                with iter(numbered(8, 8).shard_to(mesh)) as evaluation:
+                    prometheus.export(evaluation, "eval", registry)
+                    list(evaluation)
+                    samples = scraped(registry)
+            assert samples['grain_shard_batches_total{dataset="train"}'] == 2
+            assert samples['grain_shard_batches_total{dataset="eval"}'] == 1
 
-    def test_it_keeps_no_iterator_and_no_dataset_alive(self, exporter, mesh):
+    def test_all_epochs_count(self, registry, mesh):
+        with numbered(16, 8).shard_to(mesh).epochs(3) as epochs:
+            prometheus.export(epochs, "train", registry)
+            for epoch in epochs:
+                list(epoch)
+            assert scraped(registry)['grain_shard_batches_total{dataset="train"}'] == 6
+
+    def test_it_keeps_no_iterator_and_no_dataset_alive(self, registry, mesh):
         ds = numbered(80, 8).shard_to(mesh)
         batches = iter(ds)
+        prometheus.export(batches, "train", registry)
         next(batches)
         kept = weakref.ref(batches), weakref.ref(ds)
         del batches, ds
         gc.collect()
         assert [ref() for ref in kept] == [None, None]
-        assert scraped(exporter)['grain_shard_batches_total{dataset="0"}'] == 1
+        assert scraped(registry) == {}
 
-    def test_an_iterator_that_goes_elsewhere_counts_once(self, exporter, mesh):
+    def test_an_iterator_that_goes_elsewhere_counts_once(self, registry, mesh):
         with iter(numbered(40, 8).shard_to(mesh)) as batches:
+            prometheus.export(batches, "train", registry)
             next(batches)
             batches.seek(3)
             next(batches)
-            assert scraped(exporter)['grain_shard_batches_total{dataset="0"}'] == 2
+            assert scraped(registry)['grain_shard_batches_total{dataset="train"}'] == 2
 
-    def test_the_slowest_host(self, monkeypatch):
-        cluster, exporter, ds = Cluster(monkeypatch, 2), Exporter(), numbered(8, 8)
-        exporter.add(ds, Meter(), cluster.iterators[0])
-        assert 'grain_shard_slowest_host{dataset="0"}' not in scraped(exporter)
-        cluster.shares[1] = 0.5
-        cluster.go_round()
-        samples = scraped(exporter)
-        assert samples['grain_shard_slowest_host{dataset="0"}'] == 1
-        assert samples['grain_shard_slowest_host_ratio{dataset="0"}'] == 0.5
+    def test_the_slowest_host(self, registry):
+        class Iterator:
+            slowest = None
 
-    def test_it_is_in_the_default_registry(self):
+            def stats(self):
+                return Stats.of(Counts(), Counts(), self.slowest)
+
+        batches = Iterator()
+        prometheus.export(batches, "train", registry)
+        assert 'grain_shard_slowest_host{dataset="train"}' not in scraped(registry)
+        batches.slowest = slowest({0: Waits(0.0, 0.0, "read"), 1: Waits(0.5, 0.01, "read")})
+        samples = scraped(registry)
+        assert samples['grain_shard_slowest_host{dataset="train"}'] == 1
+        assert samples['grain_shard_slowest_host_share{dataset="train"}'] == 0.5
+
+    def test_nothing_is_in_the_default_registry_unasked(self):
         with iter(numbered(8, 8).shard_to(data_mesh(1))) as batches:
             next(batches)
+            assert b"grain_shard" not in generate_latest()
+            prometheus.export(batches, "train")
             assert b"# TYPE grain_shard_wait_seconds_total counter" in generate_latest()

@@ -27,8 +27,8 @@ from grain_shard import (
     StateError,
     ValidateBatchSize,
 )
-from grain_shard.hardware import HardwareType
-from grain_shard.planning.topology import hosts_mesh
+from grain_shard.tools.planning.topology import hosts_mesh
+from grain_shard.training.hardware import HardwareType
 from tests.conftest import data_mesh, ids, numbered, to_numpy
 
 
@@ -210,7 +210,7 @@ class TestValidateBatchSize:
         ("batch", "said"), [(64, "below minimum"), (8 * 100, "below critical"), (8 * 512, None)]
     )
     def test_compares_the_rows_of_a_shard_with_the_hardware_if_asked(self, build, batch, said):
-        validate = ValidateBatchSize(8, hardware=HardwareType.TPU_V5E)
+        validate = ValidateBatchSize(8, shortfall=HardwareType.TPU_V5E.shortfall)
         if said:
             with pytest.warns(UserWarning, match=f"rows per shard: .*{said}"):
                 build(batch, batch).pipe(validate)

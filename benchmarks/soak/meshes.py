@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grain_shard.planning.topology import hosts_mesh
+from grain_shard.tools.planning.topology import hosts_mesh
 
 SHAPES = ((8,), (4,), (2,), (1,), (2, 4), (4, 2), (2, 2), (1, 8), (8, 1), (2, 2, 2))
 NAMES = ("data", "model", "seq")

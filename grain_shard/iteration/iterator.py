@@ -43,7 +43,6 @@ from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
-from grain_shard.stats.prometheus import export
 from grain_shard.tasks import Raised, log_unclosed
 from grain_shard.trees import Batch
 
@@ -375,13 +374,11 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._require_open()
         if not self._begun:
             self._begun = True
-            meter = self._meter
             if self._rounds is not None:
                 self._rounds.begin(self._host.kind)
                 name, hosts = self._rounds.name, self._rounds.hosts
                 self._alarm = Alarm(name, hosts, self._stage.stop)
-                self._slowest = SlowestOf(name, hosts, meter.waits_of_late)
-            export(self if self.dataset is None else self.dataset, meter, self._slowest)
+                self._slowest = SlowestOf(name, hosts, self._meter.waits_of_late)
             self._stage.start()
 
     def close(self) -> None:
@@ -395,7 +392,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if not self._is_closed:
             self._is_closed = True
             self._close_stage()
-            self._meter.ends()
 
     def _close_stage(self) -> None:
         self._unlisten()
@@ -433,4 +429,3 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if (stage := getattr(self, "_stage", None)) is not None:
             stage.stop()  # without waiting: the garbage collector runs anywhere
             self._unlisten()
-            self._meter.ends()

@@ -59,7 +59,6 @@ class Meter:
         self._reads_before = ReadCounts()
         self._kept: deque[tuple[float, Counts]] = deque()  # the sums, and when they were so
         self._reported = Counts()
-        self.has_ended = False
 
     def tally(self) -> dict[str, float]:
         """Seconds by stage, to which the calling thread, and no other, adds."""
@@ -68,10 +67,6 @@ class Meter:
     def opens(self, reads: Callable[[], ReadCounts]) -> None:
         """The iterator goes on elsewhere, where these reads are counted from 0 on."""
         self._reads_before, self._reads = self._reads().after(self._reads_before), reads
-
-    def ends(self) -> None:
-        """The iterator is closed, or is gone; by any thread, at the interpreter's exit, too."""
-        self.has_ended = True
 
     def __enter__(self) -> None:
         now, loop = self._clock(), self._loop

@@ -5,14 +5,6 @@ meshes, logical axes, and batch sizes: what keeps a chip busy, and what fits in 
 program runs on all devices, and the compiler adds the communication.
 """
 
-from grain_shard.hardware import (
-    BatchSizeRecommendation,
-    HardwareType,
-    detect_hardware,
-    get_batch_size_recommendation,
-    roofline_batch_size,
-    validate_batch_size,
-)
 from grain_shard.training.batch_size import estimate_max_batch_size
 from grain_shard.training.data_parallel import (
     data_parallel_train_step,
@@ -20,6 +12,14 @@ from grain_shard.training.data_parallel import (
     spmd_train_step,
 )
 from grain_shard.training.gradients import reduce_gradient_tree, reduce_gradients_across_devices
+from grain_shard.training.hardware import (
+    BatchSizeRecommendation,
+    HardwareType,
+    detect_hardware,
+    get_batch_size_recommendation,
+    roofline_batch_size,
+    validate_batch_size,
+)
 from grain_shard.training.meshes import (
     create_1d_mesh,
     create_2d_mesh,

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from grain_shard.step_memory import lower, step_memory
+from grain_shard.training.step_memory import lower, step_memory
 
 
 def estimate_max_batch_size(

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import optax
-from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.placement import distribute_batch
 from grain_shard.sharding.place import place_leaf
 from grain_shard.sharding.specs import default_spec
 from grain_shard.training.meshes import create_1d_mesh
+from grain_shard.training.placement import distribute_batch
 from grain_shard.trees import ROOT, is_text
+
+if TYPE_CHECKING:  # flax and optax take a second, and most of this folder needs neither
+    import optax
+    from flax import nnx
 
 # One function, for which datarax has two names.
 place_batch_on_shards = distribute_batch
@@ -51,10 +53,13 @@ def spmd_train_step(
         The loss before the update.
 
     Example:
+        >>> from flax import nnx
         >>> @nnx.jit
         ... def train_step(model, optimizer, batch):
         ...     return spmd_train_step(model, optimizer, loss_fn, batch)
     """
+    from flax import nnx
+
     loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
     optimizer.update(model, gradients)
     return loss
@@ -96,7 +101,7 @@ def data_parallel_train_step(
             them called "data", or a leaf is text or of another kind that no device can hold.
 
     Example:
-        >>> import jax.numpy as jnp, numpy as np
+        >>> import jax.numpy as jnp, numpy as np, optax
         >>> def loss_fn(params, batch):
         ...     return jnp.mean((batch["x"] @ params["w"]) ** 2)
         >>> params, optimizer = {"w": jnp.ones(3)}, optax.sgd(0.1)
@@ -107,6 +112,8 @@ def data_parallel_train_step(
         9.00
         1.44
     """
+    from flax import nnx
+
     if isinstance(optimizer, nnx.Optimizer):
         raise TypeError("An nnx.Optimizer holds its own state: use spmd_train_step.")
     if hasattr(state, "apply_gradients"):
@@ -127,6 +134,8 @@ def data_parallel_train_step(
 def _compiled_step(
     loss_fn: Callable[..., jax.Array], optimizer: optax.GradientTransformation | None
 ) -> Callable[[Any, Any, Any], tuple[Any, dict[str, jax.Array]]]:
+    import optax
+
     def step(state: Any, batch: Any, rngs: Any) -> tuple[Any, dict[str, jax.Array]]:
         keywords = {} if rngs is None else {"rngs": rngs}
         loss_and_gradients = jax.value_and_grad(loss_fn)

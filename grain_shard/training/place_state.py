@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.tree_util import GetAttrKey, KeyPath
 
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.sharding.place import place_leaf
 from grain_shard.sharding.specs import default_spec, named_sharding
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 _WORDS = (None, "replicate", "fsdp")
 _NAMES_SHOWN = 20
@@ -101,12 +103,15 @@ def place_nnx_state_on_shards(
 
     Example:
         >>> mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+        >>> from flax import nnx
         >>> model = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
         >>> specs = {nnx.Param: PartitionSpec("fsdp"), ...: PartitionSpec()}
         >>> nnx.update(model, place_nnx_state_on_shards(nnx.state(model), mesh, specs))
         >>> model.kernel.addressable_shards[0].data.shape
         (2, 6)
     """
+    from flax import nnx
+
     if isinstance(filter_sharding, nnx.StateSharding):
         rules = list(zip(filter_sharding.filters, filter_sharding.shardings, strict=True))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,6 @@ import grain
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.hardware import (
-    BatchSizeRating,
-    HardwareType,
-    rate_batch_size,
-    validate_batch_size,
-)
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.rows import whole_batches
@@ -43,16 +38,17 @@ class ValidateBatchSize(Stage):
         divisor: Shards along the batch axis.
         must_divide: Whether `divisor` has to divide the batch size. Otherwise padding will see to
             it.
-        hardware: Also compare the rows of one shard with what is recommended for this chip
-            (`grain_shard.training.get_batch_size_recommendation`), and warn where they are too few.
-            With microbatches these are the rows of one, that a device has at a time.
+        shortfall: Given the rows of one shard, says why they are too few, or returns None; its
+            text becomes a warning. `grain_shard.training.HardwareType.H100.shortfall` compares the
+            rows with those recommended for an H100. With microbatches these are the rows of one
+            microbatch.
         mesh_axes: (name, size) of every mesh axis; for messages only.
         microbatches: Into how many parts the batch is cut before each is cut into `divisor` shards.
     """
 
     divisor: int
     must_divide: bool = False
-    hardware: HardwareType | None = None
+    shortfall: Callable[[int], str | None] | None = None
     mesh_axes: tuple[tuple[str, int], ...] = ()
     microbatches: int = 1
 
@@ -120,12 +116,10 @@ class ValidateBatchSize(Stage):
                 mesh_axes=self.mesh_axes,
                 remedy=f'use a batch size of {up}, or remainder="pad".',
             )
-        if self.hardware is not None:
-            shard_batch_size = -(-global_batch_size // multiple)
-            rating = rate_batch_size(shard_batch_size, self.hardware)
-            if rating in (BatchSizeRating.TOO_SMALL, BatchSizeRating.BELOW_CRITICAL):
-                _, message = validate_batch_size(shard_batch_size, self.hardware)
-                warnings.warn(f"rows per shard: {message}", stacklevel=2)
+        if self.shortfall is not None:
+            problem = self.shortfall(-(-global_batch_size // multiple))
+            if problem is not None:
+                warnings.warn(f"rows per shard: {problem}", stacklevel=2)
 
 
 class _ValidatingIterator(StreamIterator):

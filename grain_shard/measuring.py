@@ -1,0 +1,14 @@
+"""How fast batches come, and what a training loop waits for.
+
+`profile` measures a loop: examples per second, when each stage was at work, which one holds the
+loop up, and what to change. `measure_throughput` is the same under the name that peers use.
+
+`Stats` is what `ShardedIterator.stats` says while a run goes on: its `Figures`, since the beginning
+and of late, and the `SlowestHost`.
+"""
+
+from grain_shard.hosts.slowest import SlowestHost
+from grain_shard.stats.figures import Figures, Stats
+from grain_shard.tools.measuring.profiling import Profile, measure_throughput, profile
+
+__all__ = ["Figures", "Profile", "SlowestHost", "Stats", "measure_throughput", "profile"]

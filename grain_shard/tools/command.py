@@ -1,0 +1,179 @@
+"""``python -m grain_shard``: a small table of subcommands, each in a module of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple, NoReturn
+
+from grain_shard.errors import GrainShardError
+from grain_shard.tools.arguments import UsageError
+
+
+class _Subcommand(NamedTuple):
+    """A module that offers ``add_arguments(parser)`` and ``main(args) -> int``."""
+
+    module: str
+    summary: str
+    example: str
+
+
+_SUBCOMMANDS = {
+    "demo": _Subcommand(
+        "grain_shard.tools.demo.command",
+        "train a classifier on real images, from files to a checked result",
+        "python -m grain_shard demo --hosts 2",
+    ),
+    "doctor": _Subcommand(
+        "grain_shard.tools.doctor.command",
+        "say what is here: versions, devices, limits, and how fast files are read",
+        "python -m grain_shard doctor 'data/train-*'",
+    ),
+    "plan": _Subcommand(
+        "grain_shard.tools.planning.command",
+        "say what every host of a pod would read, without the pod",
+        "python -m grain_shard plan --topology v5e:16x16 --mesh data=32,model=8 --batch 4096"
+        " --records 1281167",
+    ),
+    "rehearse": _Subcommand(
+        "grain_shard.tools.rehearse.command",
+        "run a multi-host script on this machine, as one process for each host",
+        "python -m grain_shard rehearse --hosts 4 train.py",
+    ),
+}
+
+_EXIT_CODES = """exit codes:
+  0    it is done, and all is well
+  1    it ran, and failed
+  2    these words are no command, or name what is missing
+  130  Ctrl-C
+  141  whatever read the output stopped reading (| head)
+rehearse ends with the code of the first host that failed
+(128 + n if signal n ended it), and with 124 when the time
+was over."""
+
+_INTERRUPTED, _UNREAD = 130, 141  # as a shell says it: 128 + SIGINT, 128 + SIGPIPE
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the list of all options above it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. Run it with --help to see what it takes.\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: The words after the program's name; None takes those of this process.
+
+    Returns:
+        The exit code: 0 if it is done, 1 if it ran and failed, 2 if the words make no sense, 130
+        after Ctrl-C, 141 if nobody reads the output any more; of ``rehearse`` the script's.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    called = argv[0] if argv and argv[0] in _SUBCOMMANDS else None
+    name = "grain_shard" if called is None else f"grain_shard {called}"
+    try:
+        try:
+            args = _parser(called).parse_args(argv)
+            return args.main(args)
+        finally:
+            if sys.stdout is not None:  # nobody wants the output
+                sys.stdout.flush()  # here, where a reader that has left can still be noticed
+    except UsageError as error:
+        return _fail(2, f"{name}: {_one_line(error)}")
+    except (GrainShardError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            return _nobody_reads()
+        return _fail(1, f"{name}: {_one_line(error)}")
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich has noticed it
+            return _nobody_reads()
+        raise
+    except KeyboardInterrupt:
+        return _fail(_INTERRUPTED, f"{name}: stopped by Ctrl-C")
+
+
+def _fail(code: int, line: str) -> int:
+    print(line, file=sys.stderr)
+    return code
+
+
+def _nobody_reads() -> int:
+    # What is still in the buffer goes nowhere; else Python complains about it at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return _UNREAD
+
+
+def _one_line(error: BaseException) -> str:
+    """What was wrong and what to do, without the line breaks that a log has room for."""
+    text = str(error).strip() or type(error).__name__
+    problem, *remedies = re.split(r"\s*\n\s*remedy: +", text)
+    said, *facts = (line.strip() for line in problem.splitlines() if line.strip())
+    if facts:
+        # A fact stands behind its name, and from the next one on its line three blanks away.
+        told = (re.sub(r"\s{3,}(?=\w+: )", ", ", re.sub(r":\s+", ": ", fact)) for fact in facts)
+        said = f"{said.rstrip('.')} ({'; '.join(told).rstrip('.')})."
+    if remedies:
+        end = "" if said.endswith(("?", "!")) else "."
+        said = f"{said.rstrip('.')}{end} Remedy: {' '.join(' '.join(remedies).split())}"
+    return said
+
+
+def _parser(called: str | None) -> argparse.ArgumentParser:
+    """The parser of all subcommands, with the arguments of the one that is called.
+
+    The modules of the others are not imported, since that takes seconds.
+    """
+    examples = "\n  ".join(["examples:", *(each.example for each in _SUBCOMMANDS.values())])
+    parser = _Parser(
+        prog="python -m grain_shard",
+        description="What comes with grain_shard, the end of a Grain pipeline.",
+        epilog=f"{examples}\n\n{_EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    choices: Any = parser.add_subparsers(metavar="subcommand", required=True)
+    for name, subcommand in _SUBCOMMANDS.items():
+        choice = choices.add_parser(
+            name, help=subcommand.summary, epilog=f"example: {subcommand.example}"
+        )
+        if name == called:
+            module = import_module(subcommand.module)
+            module.add_arguments(choice)
+            choice.set_defaults(main=module.main)
+    return parser
+
+
+def command() -> NoReturn:
+    """What ``python -m grain_shard`` and ``grain-shard`` do: `main`, and then the end."""
+    sys.unraisablehook = _interrupt_again
+    code = main()
+    if code == _INTERRUPTED:
+        # An interpreter that ends in order destroys what threads of XLA still compile with, and
+        # that is a segmentation fault.
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        os._exit(code)
+    # All is said and done: a Ctrl-C from here on ends the process, and prints nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
+
+
+def _interrupt_again(lost: Any) -> None:
+    """Sends a Ctrl-C once more that came while a callback ran, where Python drops exceptions.
+
+    JAX has such a callback, at every garbage collection.
+    """
+    if lost.exc_type is KeyboardInterrupt:
+        main_thread = threading.main_thread().ident or 0
+        threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(lost)

@@ -1,0 +1,135 @@
+"""``python -m grain_shard demo``: its options, and what has to be set before JAX starts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from grain_shard.errors import GrainShardError
+from grain_shard.tools.arguments import UsageError, positive_integer, whole_number
+from grain_shard.tools.demo import MIN_ACCURACY, VIRTUAL_DEVICES
+from grain_shard.tools.libtpu import keep_libtpu_quiet
+
+_LARGEST_BATCH = 750  # of 1,500 images: with two batches an epoch has a middle to stop at
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of ``demo``, for `main`."""
+    digits = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "grain_shard", "digits")
+    parser.description = (
+        "Train a classifier on 1,797 images of handwritten digits: ArrayRecord files,"
+        " .shard_to(mesh), nnx.jit, Orbax. No network and no accelerator is needed: without one,"
+        f" the mesh is of {VIRTUAL_DEVICES} virtual CPU devices. Exits with 1 unless"
+        f" {MIN_ACCURACY:.0%} of held-out images are told right, each step compiles once, and"
+        " the batches after an interruption are, bit for bit, those that would have come."
+    )
+    add = parser.add_argument
+    add("--epochs", metavar="N", type=positive_integer, default=10, help="default: %(default)s")
+    add(
+        "--batch-size",
+        metavar="N",
+        type=_batch_size,
+        default=128,
+        help="of all hosts together; default: %(default)s",
+    )
+    add(
+        "--seed",
+        metavar="N",
+        type=whole_number,
+        default=0,
+        help="of the parameters and the shuffling; default: %(default)s",
+    )
+    add(
+        "--data-dir",
+        type=Path,
+        default=digits.expanduser(),
+        metavar="DIR",
+        help=f"where the images are, or will be; default: {digits}",
+    )
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "--hosts",
+        type=int,
+        choices=(1, 2, 4, 8),
+        default=1,
+        help="train on one host, then on so many (processes on this machine), and compare",
+    )
+    hosts.add_argument(
+        "--distributed",
+        metavar="DIR",
+        help="be one host of several, as jax.distributed.initialize() finds them on a TPU slice,"
+        " under SLURM or in a rehearsal; checkpoints go to this new folder, which all share",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the demo, and returns the exit code: 0 if every promise was kept, else 1.
+
+    Raises:
+        UsageError: The folder for the checkpoints is not empty.
+        GrainShardError: The demo cannot run here; the message says why.
+    """
+    extra = {"sklearn": "scikit-learn", "tqdm": "tqdm"}
+    if missing := [name for module, name in extra.items() if find_spec(module) is None]:
+        raise GrainShardError(
+            f"the demo needs {' and '.join(missing)}, which is not installed.\n"
+            '  remedy: pip install "grain-shard[demo]"'
+        )
+    if args.distributed and any(Path(args.distributed).glob("*")):
+        raise UsageError(f"{args.distributed} is not empty.\n  remedy: name a new folder.")
+    if not args.distributed:
+        # Before the imports, which take seconds: this is what somebody waits at who sees nothing.
+        print("starting JAX ...", flush=True)
+    keep_libtpu_quiet()
+    import jax
+
+    if args.distributed:
+        _join_the_others()
+    else:
+        jax.config.update("jax_num_cpu_devices", VIRTUAL_DEVICES)
+        # By default a machine with few cores has one thread a device, and the collectives of one
+        # step can wait for threads that wait in another's.
+        os.environ.setdefault("PJRT_NPROC", str(4 * VIRTUAL_DEVICES))
+    if args.hosts > 1:
+        jax.config.update("jax_platforms", "cpu")  # which is what the hosts will have
+
+    from etils import epath
+
+    from grain_shard.tools.demo.digits import write_digits
+    from grain_shard.tools.demo.run import compare, run
+    from grain_shard.tools.rehearse.result import RehearsalError
+
+    given = contextlib.nullcontext(args.distributed)
+    with given if args.distributed else tempfile.TemporaryDirectory() as name:
+        directory = epath.Path(name)
+        write_digits(args.data_dir)
+        try:
+            kept = (run if args.hosts == 1 else compare)(args, directory)
+        except RehearsalError as error:
+            print(f"demo: {error}", file=sys.stderr)
+            return 1
+    return 0 if kept else 1
+
+
+def _join_the_others() -> None:
+    import jax
+
+    try:
+        jax.distributed.initialize()
+    except (RuntimeError, ValueError) as error:
+        raise GrainShardError(
+            f"this process finds no other hosts to join: {error}\n  remedy: start it on every host"
+            " of a TPU slice, under SLURM, or by python -m grain_shard rehearse."
+        ) from None
+
+
+def _batch_size(text: str) -> int:
+    size = positive_integer(text)
+    if size > _LARGEST_BATCH:
+        raise argparse.ArgumentTypeError(f"{size} is more than {_LARGEST_BATCH}, half of an epoch")
+    return size

@@ -1,0 +1,176 @@
+"""`profile`: how fast batches come, what a training loop waits for, and what to change."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from grain_shard.errors import GrainShardError
+from grain_shard.tools.measuring.bottleneck import find_bottleneck
+from grain_shard.tools.measuring.measurement import Measurement
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Profile(Measurement):
+    """A measured loop. Its text says what to change; in Jupyter it is a picture, too.
+
+    Its figures are those of `Measurement`.
+
+    Example:
+        >>> from grain_shard.spans import Span
+        >>> loop = Span("wait", "main", 0.0, 0.75), Span("step", "main", 0.75, 1.0)
+        >>> measured = Profile(1, 1, 5, 1.0, (Span("read", "host-0", 0.0, 0.75), *loop))
+        >>> measured.wait_share, measured.bottleneck
+        (0.75, 'read')
+    """
+
+    @property
+    def bottleneck(self) -> str:
+        """What holds the loop up.
+
+        A stage ("read", "batch", "pad", "place"), the "step" itself, the "buffer" (too small for
+        a few batches that take much longer than the others), the "workers" (processes, which are
+        not seen), the "handover" (whatever comes between the devices and the loop), or "unseen" (a
+        dataset whose stages tell nothing, time that is not theirs, or too few batches to tell).
+        """
+        return find_bottleneck(self).name
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to change, in sentences."""
+        return find_bottleneck(self).advice
+
+    def plot(self) -> Figure:
+        """Draws the lanes over time, as a matplotlib figure.
+
+        Raises:
+            GrainShardError: matplotlib is not installed.
+        """
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise GrainShardError(
+                "a timeline is drawn by matplotlib, which is not installed.\n"
+                '  remedy: pip install "grain-shard[plot]", or print the profile for its text.'
+            ) from error
+        from grain_shard.tools.measuring.timeline_plot import draw
+
+        return draw(self, self.bottleneck)
+
+    def __str__(self) -> str:
+        found = find_bottleneck(self)
+        ended = self.num_batches < self.num_batches_asked
+        asked = f" of {self.num_batches_asked}, then the dataset ended" if ended else ""
+        lines = [
+            f"batches measured: {self.num_batches}{asked} (after {self.warmup} of warm-up)",
+            f"{self.examples_per_second:,.0f} examples/s, {self.bytes_per_second / 1e6:,.1f} MB/s,"
+            f" {_milliseconds(self.seconds / self.num_batches)} a batch;"
+            f" the loop waits {self.wait_share:.1%} of the time",
+            "",
+            f"{'lane':<8}{'threads':>7}{'total':>14}{'a batch':>14}{'busy':>8}",
+        ]
+        for lane, total_s in self.lanes_s.items():
+            threads, busy = self.threads(lane), f"{self.busy(lane):.0%}"
+            a_batch = _milliseconds(total_s / self.num_batches)
+            lines.append(f"{lane:<8}{threads:>7}{f'{total_s:.3f} s':>14}{a_batch:>14}{busy:>8}")
+        if self.read_threads:
+            lines += [
+                "",
+                f"reads side by side, as found while it ran: {self.read_threads}",
+                "(threads come and go until then; the table counts all that were seen)",
+            ]
+        lines += ["", _broken(f"bottleneck: {found.name}; {found.reason}")]
+        lines += [_broken(f"  - {advice}") for advice in found.advice]
+        if self.pipeline is not None and self.pipeline.num_workers:
+            unseen = "not seen: reading, stacking and padding in the worker processes"
+            lines.append(_broken(f"{unseen} (num_workers={self.pipeline.num_workers})."))
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        try:
+            display(self.plot())
+        except GrainShardError as error:
+            print(error)
+        print(self)
+
+
+def _broken(sentence: str) -> str:
+    """In lines that fit a page, as a notebook breaks none; later ones are indented further."""
+    indent = " " * (4 if sentence.startswith("  - ") else 2)
+    return textwrap.fill(sentence, 80, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def profile(
+    ds: Iterable[Any],
+    step: Callable[[Any], Any] | None = None,
+    num_batches: int = 50,
+    *,
+    warmup: int = 10,
+) -> Profile:
+    """Runs a training loop for some batches, and tells what everything in it did meanwhile.
+
+    A loop takes batches from the dataset. *Wait* ends when all of the batch is on the devices, not
+    when ``next`` returns; *step* ends when the step's result is there. A training loop that lets
+    the devices run behind its Python code is a little faster. Examples and bytes per second are by
+    the wall clock over the whole loop.
+
+    The stages of what `shard_to` made tell their own times meanwhile. They overlap with the step
+    and with each other: several threads read, stack and pad side by side, and where the processor
+    is busy with all of them each takes longer than it would alone. What runs in
+    worker processes (`num_workers`) is not seen. On several hosts each tells its own.
+
+    The same lanes are in JAX's profiler as ``grain_shard.read`` and so on: call this inside
+    ``with jax.profiler.trace(folder)`` to see them above what the devices do.
+
+    Example:
+        >>> import time
+        >>> import grain, jax
+        >>> ds = grain.MapDataset.range(800).map(lambda i: {"x": i}).batch(8)
+        >>> def step(batch):
+        ...     time.sleep(0.01)  # a step that takes longer than its batch
+        ...     return batch["x"].sum()
+        >>> mesh = jax.make_mesh((8,), ("data",))
+        >>> measured = profile(ds.shard_to(mesh), step, num_batches=20)
+        >>> measured.bottleneck, list(measured.stages_s)
+        ('step', ['read', 'batch', 'pad', 'place'])
+
+    Args:
+        ds: The dataset: what `shard_to` returns, or any iterable of batches, whose stages then tell
+            nothing. One pass is taken: a short one should `.repeat()`. An iterator is the caller's
+            own and is not closed.
+        step: Called with each batch, e.g. a closure around the train step that keeps the state; it
+            has to return something that the step computes, such as the loss, to be waited for.
+            None measures the pipeline alone, and the loop does nothing but wait.
+        num_batches: Batches to measure.
+        warmup: Batches to leave out before them: compilation, and then the use of the buffers that
+            filled while it lasted. Fewer, so that one is measured, if the dataset ends early.
+
+    Returns:
+        What to print, or to plot; in Jupyter it shows itself.
+
+    Raises:
+        ValueError: The dataset has no batch, or the step returns nothing.
+        ShardingError: A number of batches is no whole number, or too small.
+    """
+    return Profile.of_loop(ds, num_batches, warmup, step)
+
+
+def measure_throughput(
+    ds: Iterable[Any],
+    num_batches: int = 50,
+    warmup: int = 5,
+    step: Callable[[Any], Any] | None = None,
+) -> Profile:
+    """`profile`, with its arguments in the order of other libraries' functions of this name."""
+    return profile(ds, step, num_batches, warmup=warmup)

@@ -1,0 +1,67 @@
+"""The picture of a measured loop: one lane below the other, over time."""
+
+from __future__ import annotations
+
+import io
+
+from matplotlib.figure import Figure
+
+from grain_shard.spans import BATCH, PAD, PLACE, READ, STEP, WAIT
+from grain_shard.tools import palette
+from grain_shard.tools.measuring.measurement import Measurement
+
+_COLORS = {
+    READ: palette.BLUE,
+    BATCH: palette.SKY,
+    PAD: palette.PURPLE,
+    PLACE: palette.ORANGE,
+    WAIT: palette.VERMILION,
+    STEP: palette.GREEN,
+}
+_LANE_HEIGHT = 0.8
+
+
+class _Picture(Figure):
+    """A figure that is shown once: Jupyter shows all that pyplot has open, which this is not."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
+
+
+def draw(measured: Measurement, bottleneck: str) -> Figure:
+    """The lanes over time; one of several threads is divided among them."""
+    lanes = measured.lanes_s
+    figure = _Picture(figsize=(11, 1.6 + 0.5 * len(lanes)), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    for y, lane in enumerate(lanes):
+        spans = [s for s in measured.spans if s.stage == lane]
+        threads = sorted({s.thread for s in spans})
+        height = _LANE_HEIGHT / len(threads)
+        for i, thread in enumerate(threads):
+            bars = [(s.start * 1e3, (s.end - s.start) * 1e3) for s in spans if s.thread == thread]
+            bottom = y - _LANE_HEIGHT / 2 + i * height
+            color = _COLORS[lane]
+            # Every other bar is lighter, so that one sees where a batch ends.
+            for shade, every_other in ((1.0, bars[::2]), (0.6, bars[1::2])):
+                axes.broken_barh(
+                    every_other, (bottom, height), facecolor=(color, shade), edgecolor=color
+                )
+        a_batch = lanes[lane] / measured.num_batches * 1e3
+        axes.plot([], [], color=_COLORS[lane], linewidth=7, label=f"{lane} {a_batch:.2f} ms")
+    names = [f"{lane}\n(bottleneck)" if lane == bottleneck else lane for lane in lanes]
+    axes.set_yticks(range(len(lanes)), names)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_xlim(0, measured.seconds * 1e3)
+    axes.set_xlabel("ms")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        f"{measured.num_batches} batches, {measured.busy(WAIT):.0%} of the time waiting;"
+        f" bottleneck: {bottleneck}",
+        loc="left",
+    )
+    figure.legend(
+        loc="outside lower center", ncols=len(lanes), frameon=False, title="time for a batch"
+    )
+    return figure

@@ -1,0 +1,108 @@
+"""A training step compiled for a slice that is not there: does it fit, does it take the batch."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import ShapeDtypeStruct
+from jax.sharding import Mesh
+
+from grain_shard.errors import GrainShardError, ShardingError
+from grain_shard.sharding.assemble import Assembler
+from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.tools.showing.tables import describe_bytes
+from grain_shard.training.step_memory import StepMemory, lower, step_memory
+from grain_shard.trees import MASK_KEY
+
+
+def memory_lines(memory: StepMemory) -> list[tuple[str, str]]:
+    """What a device holds during the step, and how much of it."""
+    return [
+        ("state and batch", describe_bytes(memory.argument_bytes)),
+        ("results, less donated memory", describe_bytes(memory.output_bytes - memory.alias_bytes)),
+        ("temporaries", describe_bytes(memory.temp_bytes)),
+        ("code", describe_bytes(memory.code_bytes)),
+        ("in all", describe_bytes(memory.total_bytes)),
+        ("the batch goes in", "as .shard_to hands it out"),
+    ]
+
+
+def load_step(reference: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
+    """The function that ``script.py:name`` names; the script is run, but not as ``__main__``.
+
+    Raises:
+        GrainShardError: There is no such script or name.
+    """
+    path, _, name = reference.rpartition(":")
+    if not Path(path).is_file():
+        problem = f"{path!r} is no file" if path else f"{reference!r} names no file"
+        raise GrainShardError(f"{problem}.\n  remedy: write script.py:name.")
+    names = runpy.run_path(path)
+    if name not in names:
+        raise GrainShardError(
+            f"{path} defines no {name!r}.\n  remedy: write script.py:name, a name that is in it."
+        )
+    return names[name]
+
+
+def compile_step(
+    build: Callable[[Mesh], tuple[Any, Any, Any]],
+    mesh: Mesh,
+    spec: Any,
+    global_batch_size: int,
+    microbatches: int | None = None,
+) -> StepMemory:
+    """Compiles a step for the devices of a mesh, and says what each holds; nothing runs.
+
+    Args:
+        build: Called with the mesh. Returns ``(step, state, record)``: ``step(state, batch)``,
+            which may be jitted; the state as a tree of `jax.ShapeDtypeStruct` with shardings on
+            the mesh; and one record, as it is before ``.batch``, as a tree of
+            `jax.ShapeDtypeStruct` without.
+        mesh: A mesh that `topology_mesh` made.
+        spec: As for `shard_to`.
+        global_batch_size: Rows of the batch, its padding included. If it is a dict, the batch has
+            a "valid_mask" too.
+        microbatches: As for `shard_to`.
+
+    Raises:
+        ShardingError: The batch does not fit its spec; or the step was jitted for batches in other
+            shardings, so that each would have to be moved.
+    """
+    step, state, record = build(mesh)
+    shardings = ShardingTree.of(mesh, spec, microbatches=microbatches)
+    batch = _batch(record, shardings, global_batch_size)
+    try:
+        lowered = lower(step, state, batch)
+    except ValueError as error:
+        anywhere = jax.tree.map(lambda leaf: ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+        try:
+            lower(step, state, anywhere)
+        except ValueError:
+            raise error from None  # the step fails, whatever the shardings
+        raise ShardingError(
+            f"the step takes the batch in other shardings than .shard_to hands it out in: {error}",
+            remedy="jit the step without in_shardings, or pass those to shard_to.",
+        ) from None
+    return step_memory(lowered)
+
+
+def _batch(record: Any, shardings: ShardingTree, global_batch_size: int) -> Any:
+    """The batch that `shard_to` hands out, as `jax.ShapeDtypeStruct`s."""
+    layout = next(iter(shardings.layouts().values()))  # of any host: all get the same global batch
+    host_batch_size = len(layout.rows(global_batch_size))
+
+    def rows(leaf: Any) -> np.ndarray:
+        zero = np.zeros((), leaf.dtype)
+        return np.broadcast_to(zero, (host_batch_size, *leaf.shape))  # takes no memory
+
+    batch = jax.tree.map(rows, record)
+    if isinstance(batch, dict):
+        batch[MASK_KEY] = np.ones(host_batch_size, np.bool_)
+        shardings = shardings.with_mask(MASK_KEY)
+    return Assembler(shardings, layout).abstract(batch)

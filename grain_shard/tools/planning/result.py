@@ -1,0 +1,319 @@
+"""What a plan says: who reads which rows, in numbers, as tables and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
+
+from grain_shard.errors import ShardingError, describe_mesh
+from grain_shard.reading.pad_batch import Remainder
+from grain_shard.tools.showing.tables import (
+    InNotebooks,
+    describe_bytes,
+    describe_few,
+    describe_ranges,
+    table,
+    to_text,
+)
+from grain_shard.training.hardware import HardwareType
+
+_MAX_LINES = 16  # of hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class HostReads:
+    """What one host reads.
+
+    Attributes:
+        host: Its JAX process index.
+        slice: The slice that it is in.
+        rows: The rows of a padded batch that it asks for, as (start, stop), ascending.
+        rows_per_step: Rows that it reads for a full batch; padding is not read.
+        rows_per_epoch: Rows that it reads in an epoch.
+        bytes_per_step: Bytes that it reads for a full batch; None if those of a record are unknown.
+    """
+
+    host: int
+    slice: int
+    rows: tuple[tuple[int, int], ...]
+    rows_per_step: int
+    rows_per_epoch: int
+    bytes_per_step: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceReads:
+    """What the hosts of one slice read together.
+
+    Attributes:
+        slice: Its number.
+        hosts: Those of its hosts that have a device in the mesh, ascending.
+        rows: The rows of a padded batch that they ask for, as (start, stop), ascending.
+        rows_per_step: Rows that they read for a full batch, added up over the hosts.
+        rows_per_epoch: Rows that they read in an epoch.
+        bytes_per_step: Bytes that they read for a full batch; None if those of a record are
+            unknown.
+    """
+
+    slice: int
+    hosts: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...]
+    rows_per_step: int
+    rows_per_epoch: int
+    bytes_per_step: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """What all hosts read, with one setting of `read`.
+
+    Attributes:
+        read: "needed" or "once".
+        divisor: Shards along the rows of a batch, or of a microbatch.
+        padded_batch_size: Rows of a batch with its padding.
+        amplification: How many hosts read a row, on average: the rows that all hosts read for a
+            batch, over the rows of the batch.
+        hosts: Each host, ascending.
+        slices: Each slice, ascending.
+    """
+
+    read: Literal["needed", "once"]
+    divisor: int
+    padded_batch_size: int
+    amplification: float
+    hosts: tuple[HostReads, ...] = dataclasses.field(repr=False)
+    slices: tuple[SliceReads, ...] = dataclasses.field(repr=False)
+
+    def groups(self) -> list[list[HostReads]]:
+        """The hosts, those together that ask for the same rows; by their first hosts, ascending."""
+        found: dict[Any, list[HostReads]] = {}
+        for host in self.hosts:
+            found.setdefault(host.rows, []).append(host)
+        return list(found.values())
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(InNotebooks):
+    """What `plan` found. Printed, it is a table; in a notebook too.
+
+    Example:
+        >>> from grain_shard import hosts_mesh, plan
+        >>> mesh = hosts_mesh({"data": 8}, hosts=4, devices_per_host=2)
+        >>> planned = plan(mesh, global_batch_size=14, num_records=1400)
+        >>> planned.reads.hosts[3].rows
+        ((12, 16),)
+        >>> print(planned.warnings[0])
+        every batch has 2 rows of padding, as 8 shards do not divide 14. Use a global batch of 16
+        rows.
+
+    Attributes:
+        device_kind: As JAX calls it.
+        hardware: The chip, as far as its critical batch is known.
+        num_devices: Devices in the mesh.
+        num_hosts: Hosts that have one of them.
+        num_slices: Slices that have one of them.
+        mesh: The size of every mesh axis.
+        specs: The distinct specs of the leaves.
+        num_records: Records of an epoch.
+        record_bytes: Bytes of one record in the batch; None if not said.
+        global_batch_size: Rows of a batch before padding.
+        remainder: As for `shard_to`.
+        microbatches: As for `shard_to`.
+        steps_per_epoch: Batches of an epoch.
+        padded_rows_per_epoch: Rows of an epoch that hold no record.
+        dropped_records_per_epoch: Records that come in no batch.
+        rows_per_device: Rows of one shard, padding included; of several specs, under the one that
+            cuts the rows most. With microbatches, of one of them.
+        device_bytes: Bytes of a batch on one device, at most: where a spec cuts other dims than
+            the rows too, there are fewer. None without `record_bytes`.
+        read: What `shard_to` does.
+        needed: What hosts read with ``read="needed"``.
+        once: What they read with ``read="once"``. None if the devices do not divide the batch.
+        hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows.
+        rows_read_again: Rows of a full batch that slices read although another slice reads them,
+            too, added up over the slices. So many would cross the data-centre network if each was
+            read in one slice only; as it is, none does.
+        bytes_read_again: Their bytes; None without `record_bytes`.
+        warnings: What to think over, in sentences.
+    """
+
+    device_kind: str
+    hardware: HardwareType
+    num_devices: int
+    num_hosts: int
+    num_slices: int
+    mesh: Mapping[str, int]
+    specs: tuple[str, ...]
+    num_records: int
+    record_bytes: int | None
+    global_batch_size: int
+    remainder: Remainder
+    microbatches: int | None
+    steps_per_epoch: int
+    padded_rows_per_epoch: int
+    dropped_records_per_epoch: int
+    rows_per_device: int
+    device_bytes: int | None
+    read: Literal["needed", "once"]
+    needed: Reads
+    once: Reads | None
+    hosts_with_the_same_rows: tuple[tuple[int, ...], ...]
+    rows_read_again: int
+    bytes_read_again: int | None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> Reads:
+        """What hosts read as `shard_to` does it: `needed` or `once`."""
+        reads = self.needed if self.read == "needed" else self.once
+        assert reads is not None
+        return reads
+
+    def records(self, host: int, step: int) -> np.ndarray:
+        """The records above ``.batch`` that a host reads for a batch, ascending: int64[n].
+
+        A host that has nothing but padding reads one record all the same, once, to learn what
+        records look like. It is not counted here.
+
+        Args:
+            host: The host.
+            step: The batch, from 0; past `steps_per_epoch` it is of a later epoch.
+
+        Raises:
+            ShardingError: The host has no device in the mesh.
+        """
+        rows_of = {reads.host: reads.rows for reads in self.reads.hosts}
+        if host not in rows_of:
+            raise ShardingError(
+                f"host {host} is not in the mesh.",
+                mesh_axes=self.mesh.items(),
+                remedy=f"it has {self.num_hosts} hosts, from {min(rows_of)} to {max(rows_of)}.",
+            )
+        rows = np.concatenate([np.arange(start, stop) for start, stop in rows_of[host]])
+        first = step % self.steps_per_epoch * self.global_batch_size
+        held = min(self.global_batch_size, self.num_records - first)
+        return first + rows[rows < held]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain JSON."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=lambda chip: chip.value))
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.num_devices} x {self.device_kind} on {self.num_hosts} hosts,"
+            f" mesh=({describe_mesh(self.mesh.items())}), specs=({', '.join(self.specs)}),"
+            f" steps_per_epoch={self.steps_per_epoch}, read={self.read!r},"
+            f" warnings=<{len(self.warnings)}>)"
+        )
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+    def __rich__(self) -> Any:
+        """All that it says, the hosts shortened to a screen."""
+        ways = [reads for reads in (self.needed, self.once) if reads is not None]
+        parts: list[Any] = [
+            table(["the job", ""], self._job_lines(), left=2),
+            table(
+                ["reading", "times each row is read", "rows a host reads a step", "bytes", ""],
+                map(self._reading_line, ways),
+                left=1,
+            ),
+            *self._slices_table(),
+            table(
+                ["host", "rows of a batch", "read a step", "bytes a step", "read an epoch"],
+                self._host_lines(),
+                left=2,
+            ),
+        ]
+        for warning in self.warnings:
+            text = Text.assemble(("warning: ", "bold yellow"), warning)
+            parts.append(Padding(text, (0, 2)))
+        return Group(*parts)
+
+    def _job_lines(self) -> Iterator[tuple[str, str]]:
+        axes = describe_mesh(self.mesh.items()) or "none"
+        hosts = f"{self.num_hosts:,} hosts"
+        hosts += f" in {self.num_slices} slices" if self.num_slices > 1 else ""
+        yield "devices", f"{self.num_devices:,} x {self.device_kind} on {hosts}"
+        yield "mesh", f"{axes}; batch {', '.join(self.specs) or 'on one device'}"
+        rows, size = self.global_batch_size, self.reads.padded_batch_size
+        padding = f", padded to {size:,}" if size > rows else ""
+        cut = "" if self.microbatches is None else f" of each of {self.microbatches} microbatches"
+        yield "batch", f"{rows:,} rows{padding}; {self.rows_per_device:,}{cut} on each device"
+        if self.device_bytes is not None:
+            # Two is the default of shard_to's device_buffer_size.
+            one, two = map(describe_bytes, (self.device_bytes, 2 * self.device_bytes))
+            yield "device memory", f"{one} a batch, {two} for two that wait"
+        ends = f"{self.padded_rows_per_epoch:,} rows of padding"
+        if self.dropped_records_per_epoch:
+            ends += f", {self.dropped_records_per_epoch:,} records dropped"
+        yield "epoch", f"{self.steps_per_epoch:,} steps for {self.num_records:,} records; {ends}"
+        if groups := self.hosts_with_the_same_rows:
+            yield (
+                "same rows",
+                f"{len(groups)} groups of hosts, the first: {describe_few(groups[0])}",
+            )
+        else:
+            yield "same rows", "on no two hosts"
+        if self.num_slices > 1:
+            yield "between slices", f"nothing is exchanged: {self._read_again()}"
+
+    def _read_again(self) -> str:
+        if not self.rows_read_again:
+            return "each slice reads rows of its own"
+        of_bytes = self.bytes_read_again
+        size = "" if of_bytes is None else f" ({describe_bytes(of_bytes)})"
+        return f"{self.rows_read_again:,} rows{size} a step are read again where they are needed"
+
+    def _slices_table(self) -> Iterator[Any]:
+        """Nothing where there is one slice."""
+        if self.num_slices > 1:
+            columns = ["slice", "hosts", "rows of a batch", "read a step", "bytes a step"]
+            lines = map(self._slice_line, self.reads.slices[:_MAX_LINES])
+            yield table([*columns, "read an epoch"], lines, left=3)
+
+    def _slice_line(self, of_slice: SliceReads) -> tuple[str, ...]:
+        first, last = of_slice.hosts[0], of_slice.hosts[-1]
+        in_a_row = last - first == len(of_slice.hosts) - 1 > 1
+        return (
+            str(of_slice.slice),
+            f"{first} to {last}" if in_a_row else describe_few(of_slice.hosts),
+            describe_ranges(of_slice.rows),
+            f"{of_slice.rows_per_step:,}",
+            describe_bytes(of_slice.bytes_per_step),
+            f"{of_slice.rows_per_epoch:,}",
+        )
+
+    def _reading_line(self, reads: Reads) -> tuple[str, ...]:
+        most = max(reads.hosts, key=lambda host: host.rows_per_step)
+        return (
+            f'read="{reads.read}"',
+            f"{reads.amplification:.3g}",
+            f"{most.rows_per_step:,}",
+            describe_bytes(most.bytes_per_step),
+            "<- .shard_to" if reads.read == self.read else "",
+        )
+
+    def _host_lines(self) -> Iterator[tuple[str, ...]]:
+        """One line for the hosts that read the same, as many as fit a screen."""
+        lines = self.reads.groups()
+        for hosts in lines[:_MAX_LINES]:
+            first = hosts[0]
+            yield (
+                describe_few([host.host for host in hosts]),
+                describe_ranges(first.rows),
+                f"{first.rows_per_step:,}",
+                describe_bytes(first.bytes_per_step),
+                f"{first.rows_per_epoch:,}",
+            )
+        if len(lines) > _MAX_LINES:
+            rest = sum(len(hosts) for hosts in lines[_MAX_LINES:])
+            yield f"{rest:,} more", "", "", "", ""

@@ -1,0 +1,79 @@
+"""What to mind in a plan, in sentences that end with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grain_shard.sharding.layout import describe_parts, round_up
+from grain_shard.tools.planning.result import Plan
+from grain_shard.training.hardware import HardwareType
+
+# Where a smaller share of an epoch is padding or is dropped, a change gains next to nothing.
+_NOTABLE = 0.01
+
+
+def find_warnings(plan: Plan) -> Iterator[str]:
+    """The warnings of a plan; none if all is well."""
+    size, microbatches = plan.reads.padded_batch_size, plan.microbatches or 1
+    parts = describe_parts(plan.reads.divisor, microbatches)
+    needed = sum(host.rows_per_step for host in plan.needed.hosts)
+    if needed > plan.global_batch_size + plan.rows_read_again:  # more than each once in a slice
+        times = f"{plan.needed.amplification:.3g} times"
+        once = "once" if plan.num_slices == 1 else "once in each slice that needs it"
+        why = "as a mesh axis other than the batch's spans hosts"
+        if plan.read == "once":
+            yield (
+                f'read="needed" would read each row {times}, {why}. .shard_to reads it {once} and'
+                " the devices exchange rows, in one more collective a step."
+            )
+        else:
+            yield (
+                f"each row is read {times}, {why}. Use"
+                f" {_larger_batch(plan, plan.num_devices * microbatches)},"
+                f' which all devices divide, and read="auto": each row is then read {once}, and'
+                " exchanged by the devices."
+            )
+    if plan.rows_read_again:
+        yield (
+            f"{plan.rows_read_again:,} rows a step are read again in another slice, as a mesh axis"
+            " other than the batch's leads from one slice to the next. Divide the batch over that"
+            " axis, too: name it in the first place of the spec."
+        )
+    if plan.hardware not in (HardwareType.UNKNOWN, HardwareType.CPU):
+        shortfall = plan.hardware.shortfall(plan.rows_per_device)
+        if shortfall is not None:
+            yield f"rows per device: {shortfall} (For a row of many tokens, count those.)"
+    if size > plan.global_batch_size:
+        yield (
+            f"every batch has {size - plan.global_batch_size} rows of padding, as {parts}"
+            f" do not divide {plan.global_batch_size}. Use"
+            f" {_larger_batch(plan, plan.reads.divisor * microbatches)}."
+        )
+    # Every batch has its own padding; what is beyond that is in the short last batch alone.
+    of_last = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
+    share = of_last / (plan.steps_per_epoch * size)
+    if plan.num_records < plan.global_batch_size:
+        yield (
+            f"a batch of {plan.global_batch_size:,} rows takes more than the {plan.num_records:,}"
+            " records of an epoch. Use a smaller one, or repeat the records before .batch"
+            " (.repeat(epochs).batch(B))."
+        )
+    elif share >= _NOTABLE:
+        yield (
+            f"{share:.1%} of an epoch's rows are padding of its last batch. Repeat the records"
+            " before .batch (.repeat(epochs).batch(B)), so that only the last epoch ends in one."
+        )
+    dropped = plan.dropped_records_per_epoch / plan.num_records
+    if dropped >= _NOTABLE:
+        yield (
+            f'{dropped:.1%} of the records come in no batch, as remainder="drop". Use "pad", or'
+            " repeat the records before .batch."
+        )
+    if idle := sum(host.rows_per_step == 0 for host in plan.reads.hosts):
+        yield (
+            f"there is nothing but padding on {idle} of {plan.num_hosts} hosts. Use a larger batch."
+        )
+
+
+def _larger_batch(plan: Plan, multiple: int) -> str:
+    return f"a global batch of {round_up(plan.global_batch_size, multiple)} rows"

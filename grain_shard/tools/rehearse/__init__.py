@@ -1,0 +1,1 @@
+"""Many hosts on one machine; the public names are in `grain_shard.rehearse`."""

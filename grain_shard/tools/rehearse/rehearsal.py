@@ -1,0 +1,184 @@
+"""All hosts of a rehearsal, from their start to the end of the last."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import re
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from grain_shard.tools.rehearse.host_process import (
+    HostProcess,
+    end,
+    host_environment,
+    reserved_port,
+    say_where,
+)
+from grain_shard.tools.rehearse.result import RehearsalError, RehearsalResult
+
+# What Gloo, the library by which CPUs of several hosts compute together, says of itself on stdout.
+_GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
+# How JAX says that a host ends as another one has gone, and the lines that come after: the error of
+# the connection, and a stack of C++ functions. Other lines of the host may stand between them.
+_LOST_ANOTHER = "Terminating process because the JAX distributed service detected fatal errors"
+_STACK_OF_LOSS = re.compile(
+    r"\*\*\* Check failure stack trace: \*\*\*"
+    r"|    @ +0x[0-9a-f]+ "
+    r"|Additional GRPC error information from remote target coordination_service "
+    r"|:UNKNOWN:Error received from peer "
+)
+
+# The script that `run` gives to its hosts. It asks for __main__, since multiprocessing imports it
+# again in the worker processes that a host starts.
+_CALL_SCRIPT = """
+import os, pickle, sys
+if __name__ == "__main__":
+    with open(sys.argv[1], "rb") as call:
+        sys.path[:] = pickle.load(call)
+        import cloudpickle, jax
+        jax.distributed.initialize()
+        function, args = pickle.load(call)
+    value = cloudpickle.dumps(function(*args))
+    with open(sys.argv[1] + "." + os.environ["SLURM_PROCID"], "wb") as returned:
+        returned.write(value)
+"""
+
+
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    hosts: int,
+    devices_per_host: int = 1,
+    timeout_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    end_others: bool = True,
+) -> list[Any]:
+    """Calls ``function(*args)`` on every host, after ``jax.distributed.initialize()``.
+
+    Args:
+        function: Any function, closures and those of a test module too: cloudpickle sends it.
+            What it returns should be NumPy or plain Python: a `jax.Array` would start a JAX
+            backend in this process.
+        *args: Its arguments, the same on every host.
+        hosts: The number of processes.
+        devices_per_host: The number of CPU devices each has.
+        timeout_s: End all hosts after this many seconds.
+        env: Variables to set on every host, on top of this process's own.
+        end_others: Whether the first host to fail ends the others. If not they go on, until they
+            end by themselves or time out: to test how they take it.
+
+    Returns:
+        What the function returned on each host, in host order.
+
+    Raises:
+        RehearsalError: A host failed, or the time was over.
+
+    Example:
+        >>> def scaled_index(scale):
+        ...     import jax
+        ...     return scale * jax.process_index()
+        >>> run(scaled_index, 10, hosts=2)
+        [0, 10]
+    """
+    with tempfile.TemporaryDirectory(prefix="rehearse-") as directory:
+        script, call = Path(directory, "call.py"), Path(directory, "call")
+        script.write_text(_CALL_SCRIPT)
+        call.write_bytes(pickle.dumps(sys.path) + _pickle_call(function, args))
+        result = run_script(
+            [str(script), str(call)],
+            hosts=hosts,
+            devices_per_host=devices_per_host,
+            timeout_s=timeout_s,
+            env=env,
+            end_others=end_others,
+        )
+        if result.exit_code != 0:
+            raise RehearsalError(result)
+        return [pickle.loads(Path(f"{call}.{host}").read_bytes()) for host in range(hosts)]
+
+
+def run_script(
+    argv: Sequence[str],
+    *,
+    hosts: int,
+    devices_per_host: int = 1,
+    timeout_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    end_others: bool = True,
+    echo: TextIO | None = None,
+) -> RehearsalResult:
+    """Runs a script on every host. A host's failure is in the result; it raises nothing.
+
+    `argv` is what would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
+    Each line that a host writes goes to `echo` as it arrives, prefixed with its host; the stack of
+    C++ functions with which JAX ends a host that has lost another does not. What Gloo writes of
+    itself is left out everywhere. All other arguments are those of `run`.
+    """
+    if hosts < 1 or devices_per_host < 1:
+        raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")
+    deadline = time.monotonic() + timeout_s
+    events: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
+    lines: list[list[str]] = [[] for _ in range(hosts)]
+    running, timed_out_hosts = set(range(hosts)), []
+    failed_host: int | None = None
+    lost_another: set[int] = set()
+
+    def record(host: int, line: str | None) -> None:
+        line = line and _GLOO.sub("", line)
+        if line:
+            lines[host].append(line)
+            if _LOST_ANOTHER in line:
+                lost_another.add(host)
+            is_stack = host in lost_another and _STACK_OF_LOSS.match(line)
+            if echo is not None and not is_stack:
+                print(f"[host {host}]", line.removesuffix("\n"), file=echo, flush=True)
+
+    processes: list[HostProcess] = []
+    with contextlib.ExitStack() as cleanup:
+        port = cleanup.enter_context(reserved_port())
+        notes = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="rehearse-")))
+        cleanup.callback(end, processes)
+        for host in range(hosts):
+            variables = host_environment(host, hosts, devices_per_host, port) | dict(env or {})
+            words = [str(notes / str(host)), *argv]
+            processes.append(HostProcess(host, words, variables, events))
+        while running and (failed_host is None or not end_others):
+            if (remaining_s := deadline - time.monotonic()) <= 0:
+                timed_out_hosts = sorted(running)
+                say_where([processes[host] for host in timed_out_hosts])
+                break
+            with contextlib.suppress(queue.Empty):
+                host, line = events.get(timeout=remaining_s)
+                record(host, line)
+                if line is None:
+                    running.remove(host)
+                    if processes[host].reap() != 0 and failed_host is None:
+                        failed_host = host
+        alone = {int(note.name) for note in notes.iterdir()}
+        is_alone = failed_host in alone or (not running and len(alone) == hosts)
+        not_joined = hosts > 1 and is_alone
+    while not events.empty():
+        record(*events.get())
+    returncodes = [process.reap() for process in processes]
+    outputs = ["".join(host_lines) for host_lines in lines]
+    return RehearsalResult(returncodes, outputs, failed_host, timed_out_hosts, not_joined)
+
+
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    import cloudpickle  # here, since the command line does without
+
+    with contextlib.ExitStack() as cleanup:
+        # A test module is in no package, and the hosts may not find it: its functions are sent as
+        # code. A function of a package is sent as its name, and the hosts import its module.
+        if isinstance(function, types.FunctionType) and "." not in function.__module__:
+            module = sys.modules[function.__module__]
+            cloudpickle.register_pickle_by_value(module)
+            cleanup.callback(cloudpickle.unregister_pickle_by_value, module)
+        return cloudpickle.dumps((function, args))

@@ -1,0 +1,133 @@
+"""`show`: what a batch is, and where, in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Group
+
+from grain_shard.errors import ShardingError, describe_mesh
+from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
+from grain_shard.tools.showing.drawing import draw_batch
+from grain_shard.tools.showing.leaf_text import LeafText
+from grain_shard.tools.showing.tables import (
+    describe_bytes,
+    describe_ranges,
+    table,
+    to_screen,
+)
+from grain_shard.trees import flatten
+
+
+def show(batch_or_dataset: Any) -> None:
+    """Shows the leaves of a batch: global shape, mesh axes, rows and bytes on each device.
+
+    Below them it shows which device holds what. It prints by itself, in a notebook as HTML, and
+    returns nothing. Nothing is computed on a device or moved from one, and no other host is asked,
+    so that one host of many may call it.
+
+    Args:
+        batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.
+            Or what `shard_to` returns, or its iterator; this host's rows of its first batch are
+            then read, to learn the shapes, and its batches, buffers and rows are shown as well. Of
+            an iterator also how many threads read side by side now, and why.
+
+    Raises:
+        ShardingError: The dataset has no batch, or one that does not fit its shardings; or it is no
+            batch, and not what `shard_to` returned.
+
+    Example:
+        >>> import grain
+        >>> from grain_shard import shard_to
+        >>> mesh = jax.make_mesh((4, 2), ("data", "model"))
+        >>> ds = grain.MapDataset.range(20).map(lambda i: {"x": i}).batch(8).pipe(shard_to, mesh)
+        >>> show(next(iter(ds)))
+        <BLANKLINE>
+          leaf                  global array   rows a device   bytes a device
+         ─────────────────────────────────────────────────────────────────────
+          batch['valid_mask']   bool[8@data]               2          2 bytes
+          batch['x']            i32[8@data]                2          8 bytes
+          a batch                                                    10 bytes
+        <BLANKLINE>
+          batch['valid_mask'], batch['x']
+        <BLANKLINE>
+          rows   held by
+         ─────────────────────
+          0:2    devices 0, 1
+          2:4    devices 2, 3
+          4:6    devices 4, 5
+          6:8    devices 6, 7
+        <BLANKLINE>
+    """
+    batch, tables, row_dims = batch_or_dataset, [], 1
+    if (ds := sharded(batch_or_dataset)) is not None:
+        batch, row_dims = ds.abstract_batch(), ds.row_dims
+        facts = list(_facts(ds, _global_batch_size(batch, row_dims)))
+        if isinstance(batch_or_dataset, ShardedIterator) and batch_or_dataset.read_threads:
+            facts.append(("reads side by side", batch_or_dataset.read_threads))
+        tables.append(table(["dataset", ""], facts, left=2))
+    elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
+        raise ShardingError(
+            f"nothing tells what a {type(batch_or_dataset).__name__} holds, and where.",
+            remedy="show one of its batches, or the dataset that .shard_to(mesh) returned.",
+        )
+    columns = ["leaf", "global array", "rows a device", "bytes a device"]
+    tables.append(table(columns, _lines(batch, row_dims), left=2))
+    drawn = jax.tree.map(_of_one_microbatch, batch) if row_dims > 1 else batch
+    to_screen(Group(*tables, *draw_batch(drawn)))
+
+
+def _of_one_microbatch(leaf: Any) -> Any:
+    if not (isinstance(leaf, jax.ShapeDtypeStruct) and leaf.shape):
+        return leaf
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+
+
+def _global_batch_size(batch: Any, row_dims: int) -> int | None:
+    """The rows of a global batch. Text does not tell: a host has only its own rows of it."""
+    structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    return next((math.prod(s.shape[:row_dims]) for s in structs if s.shape), None)
+
+
+def _lines(batch: Any, row_dims: int) -> Iterator[tuple[str, ...]]:
+    paths, leaves, _ = flatten(batch)
+    described = [LeafText.of(leaf, row_dims) for leaf in leaves]
+    for path, leaf in zip(paths, described, strict=True):
+        rows = "" if leaf.rows_per_device is None else f"{leaf.rows_per_device:,}"
+        on_device = leaf.bytes_per_device is not None
+        yield path, leaf.text, rows, describe_bytes(leaf.bytes_per_device) if on_device else ""
+    total = sum(leaf.bytes_per_device or 0 for leaf in described)
+    yield "a batch", "", "", describe_bytes(total)
+
+
+def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[str, str]]:
+    settings, layout = ds.settings, ds.layout
+    axes = describe_mesh(ds.shardings.mesh_axes) or "none"
+    yield "mesh", f"{axes}; {layout.num_hosts} hosts" if layout.num_hosts > 1 else axes
+    batches = ds.num_batches()
+    yield "batches", "only the end of the stream tells" if batches is None else f"{batches:,}"
+    if global_batch_size is not None:
+        records = ds.records_per_batch() or global_batch_size
+        if records < global_batch_size:
+            padding = f"{records:,} records + {global_batch_size - records:,} of padding"
+            yield "rows of a batch", f"{global_batch_size:,}: {padding}"
+        ranges = layout.ranges(global_batch_size)
+        rows = sum(stop - start for start, stop in ranges)
+        yield "rows of this host", f"{rows:,} of {global_batch_size:,}: {describe_ranges(ranges)}"
+        if (count := ds.shardings.microbatches) is not None:
+            yield "microbatches", f"{count:,} of {global_batch_size // count:,} rows; one is drawn"
+    if layout.num_hosts > 1:
+        once = settings.reads_once
+        yield "read", "once, then moved by the devices" if once else "what each host needs"
+    on_host, on_devices = settings.cpu_buffer_size, settings.device_buffer_size
+    buffers = f"{on_devices} batches on the devices, {on_host} on the host"
+    yield "buffers", f"at most {buffers}"

@@ -1,0 +1,89 @@
+"""Which device holds what of a batch: one small table for all leaves that are cut alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
+
+from grain_shard.sharding.specs import spec_rank
+from grain_shard.tools.palette import FILLS
+from grain_shard.tools.showing.tables import describe_few, describe_ranges, table
+from grain_shard.trees import flatten
+
+_MAX_LINES = 16
+_MAX_COLUMNS = 4
+
+_Range = tuple[int, int]
+
+
+def draw_batch(batch: Any) -> Iterator[Any]:
+    """The leaves as tables: rows downwards, other sharded dims across, devices in the cells.
+
+    Leaves that are cut alike share a table. Drawn are leaves with a `NamedSharding` and at least
+    one row; nothing of their values is looked at.
+    """
+    groups: dict[Any, list[tuple[str, Any]]] = {}
+    for path, leaf in zip(*flatten(batch)[:2], strict=True):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and leaf.shape and all(leaf.shape):
+            dims = _dims_drawn(sharding)
+            key = sharding.mesh, tuple(sharding.spec)[:dims], leaf.shape[:dims]
+            groups.setdefault(key, []).append((path, leaf))
+    for leaves in groups.values():
+        yield _drawing([path for path, _ in leaves], leaves[0][1])
+
+
+def _dims_drawn(sharding: NamedSharding) -> int:
+    """The rows, and all dims down to the last one that is sharded."""
+    return max(1, spec_rank(sharding))
+
+
+def _drawing(paths: Sequence[str], leaf: Any) -> Any:
+    dims = _dims_drawn(leaf.sharding)
+    holders: dict[tuple[_Range, ...], list[Any]] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        piece = tuple(index[dim].indices(leaf.shape[dim])[:2] for dim in range(dims))
+        holders.setdefault(piece, []).append(device)
+    lines = sorted({piece[0] for piece in holders})
+    columns = sorted({piece[1:] for piece in holders})
+    several_hosts = len({device.process_index for device in leaf.sharding.device_set}) > 1
+
+    title = describe_few(paths)
+    if len(lines) > _MAX_LINES:
+        title += f"; the first {_MAX_LINES} of {len(lines)} shards of the rows"
+    if len(columns) > _MAX_COLUMNS:
+        title += f"; the first {_MAX_COLUMNS} of {len(columns)} shards across"
+    drawing = table(
+        ["rows", *map(_column_head, columns[:_MAX_COLUMNS])],
+        (
+            [
+                describe_ranges([rows]),
+                *(_devices(holders[rows, *c], several_hosts) for c in columns[:_MAX_COLUMNS]),
+            ]
+            for rows in lines[:_MAX_LINES]
+        ),
+        left=1 + _MAX_COLUMNS,
+    )
+    drawing.row_styles = [f"black on {color}" for color in FILLS]
+    return Group(Padding(Text(title), (0, 2)), drawing)
+
+
+def _column_head(column: tuple[_Range, ...]) -> str:
+    """Where a column lies in the dims after the rows, if these are sharded."""
+    head = "; ".join(f"dim {dim}: {describe_ranges([r])}" for dim, r in enumerate(column, 1))
+    return head or "held by"
+
+
+def _devices(devices: Sequence[Any], several_hosts: bool) -> str:
+    """The devices that hold a piece, by host where there are several."""
+    if not several_hosts:
+        return f"device{'s' if len(devices) > 1 else ''} {describe_few([d.id for d in devices])}"
+    hosts: dict[int, list[int]] = {}
+    for device in devices:
+        hosts.setdefault(device.process_index, []).append(device.id)
+    return describe_few([f"host {host}: {describe_few(ids)}" for host, ids in hosts.items()])

@@ -1,0 +1,270 @@
+"""Which chip this is, and how many tokens or examples keep it busy.
+
+A batch size here counts **tokens per chip** for a model that applies its weights to every token,
+and **examples per chip** for one that applies them once per example. Under data parallelism that
+is one device's share of the global batch. Where a chip may be None, it is that of this process's
+first device.
+
+The reason that a good size exists at all: a matrix multiplication reads its weights from memory
+once per step, however many tokens or examples it multiplies them with. Below the critical batch the
+chip waits for the weights; above it the arithmetic takes longer than the reading. See
+`roofline_batch_size`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+class HardwareType(enum.Enum):
+    """A chip that this module has numbers for. Anything else is `UNKNOWN`, never a near miss.
+
+    Example:
+        >>> HardwareType("tpu_v5e")
+        <HardwareType.TPU_V5E: 'tpu_v5e'>
+    """
+
+    TPU_V5E = "tpu_v5e"
+    TPU_V5P = "tpu_v5p"
+    TPU_V4 = "tpu_v4"
+    TPU_V6E = "tpu_v6e"
+    TPU7X = "tpu7x"
+    H100 = "h100"
+    H200 = "h200"
+    A100 = "a100"
+    V100 = "v100"
+    B200 = "b200"
+    GB200 = "gb200"
+    L4 = "l4"
+    MI300X = "mi300x"
+    CPU = "cpu"
+    UNKNOWN = "unknown"
+
+    def shortfall(self, batch_size: int) -> str | None:
+        """Says why one chip's batch is too small for it; None if the batch is large enough.
+
+        Example:
+            >>> print(HardwareType.CPU.shortfall(8))
+            Batch size 8 is below critical size 16 for cpu: a larger batch costs little extra time.
+        """
+        sizes = _RECOMMENDATIONS[self]
+        if batch_size < sizes.min_batch_size:
+            missed = f"below minimum recommended {sizes.min_batch_size}"
+            why = "the chip will mostly wait for memory"
+        elif batch_size < sizes.critical_batch_size:
+            missed = f"below critical size {sizes.critical_batch_size}"
+            why = "a larger batch costs little extra time"
+        else:
+            return None
+        return f"Batch size {batch_size} is {missed} for {self.value}: {why}."
+
+
+@dataclass(frozen=True)
+class ChipSpec:
+    """The two peak rates that decide a chip's critical batch.
+
+    Attributes:
+        flops_per_second: Dense bf16 matrix rate in FLOP/s, without structured sparsity.
+        bytes_per_second: Bandwidth of the chip's main memory in bytes/s.
+        source: Where both figures are published.
+        sizes_of_datarax: The minimum, optimal and critical batch size that datarax has for the
+            chip, if it knows it. They are kept, so that its users get the same here.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    source: str
+    sizes_of_datarax: tuple[int, int, int] | None = None
+
+
+CHIP_SPECS: dict[HardwareType, ChipSpec] = {
+    HardwareType.TPU_V4: ChipSpec(275e12, 1200e9, "cloud.google.com/tpu/docs/v4", (64, 256, 192)),
+    HardwareType.TPU_V5E: ChipSpec(197e12, 819e9, "cloud.google.com/tpu/docs/v5e", (64, 256, 240)),
+    # JAX's own table of TPUs has 2460 GB/s for v5p, which would make its ratio 187.
+    HardwareType.TPU_V5P: ChipSpec(
+        459e12, 2765e9, "cloud.google.com/tpu/docs/v5p", (128, 512, 480)
+    ),
+    HardwareType.TPU_V6E: ChipSpec(918e12, 1638e9, "cloud.google.com/tpu/docs/v6e"),
+    # JAX shows the two cores of a TPU7x chip as two devices with half of each rate: same ratio.
+    HardwareType.TPU7X: ChipSpec(2307e12, 7370e9, "cloud.google.com/tpu/docs/tpu7x"),
+    # A V100 has no bf16 units; this is its fp16 rate.
+    HardwareType.V100: ChipSpec(125e12, 900e9, "NVIDIA V100 datasheet, SXM2", (16, 128, 96)),
+    HardwareType.A100: ChipSpec(312e12, 2039e9, "NVIDIA A100 datasheet, 80 GB SXM", (32, 256, 240)),
+    HardwareType.H100: ChipSpec(
+        989e12, 3350e9, "How to Scale Your Model, chapter on GPUs, SXM", (64, 320, 298)
+    ),
+    HardwareType.H200: ChipSpec(989e12, 4800e9, "How to Scale Your Model, chapter on GPUs"),
+    HardwareType.B200: ChipSpec(2250e12, 8000e9, "How to Scale Your Model, chapter on GPUs"),
+    # One of the two GPUs of a superchip: NVIDIA's figures for 72 of them (360 PFLOP/s with
+    # sparsity, twice the dense rate; 576 TB/s), divided by 72.
+    HardwareType.GB200: ChipSpec(2500e12, 8000e9, "NVIDIA GB200 NVL72 product page"),
+    HardwareType.L4: ChipSpec(121e12, 300e9, "NVIDIA L4 figures, half of the rate with sparsity"),
+    HardwareType.MI300X: ChipSpec(1307e12, 5300e9, "AMD MI300X figures"),
+}
+
+
+@dataclass(frozen=True)
+class BatchSizeRecommendation:
+    """Batch sizes for one kind of chip, in tokens or examples per chip (see the module).
+
+    Attributes:
+        min_batch_size: Below this the chip is mostly idle.
+        optimal_batch_size: From here on throughput is at its best, with some room above critical.
+        critical_batch_size: Where matrix multiplications stop waiting for their weights.
+        max_memory_batch_size: What fits in memory. It depends on the model, so it is None here;
+            `grain_shard.training.batch_size.estimate_max_batch_size` finds it for a training step.
+        notes: Where the numbers come from.
+
+    Example:
+        >>> sizes = get_batch_size_recommendation(HardwareType.TPU_V6E)
+        >>> sizes.min_batch_size, sizes.optimal_batch_size, sizes.critical_batch_size
+        (144, 576, 560)
+    """
+
+    min_batch_size: int
+    optimal_batch_size: int
+    critical_batch_size: int
+    max_memory_batch_size: int | None = None
+    notes: str = ""
+
+
+def roofline_batch_size(
+    flops_per_second: float, bytes_per_second: float, bytes_per_weight: float = 2
+) -> int:
+    """The batch at which a matrix multiplication takes as long as reading its weights.
+
+    Multiplying activations ``[B, D]`` with weights ``[D, F]`` costs ``2*B*D*F`` FLOP and, with B
+    much smaller than D and F, reads about ``bytes_per_weight*D*F`` bytes. Both take equally long
+    at ``B = flops_per_second * bytes_per_weight / (2 * bytes_per_second)``.
+
+    Source: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter on rooflines.
+
+    Args:
+        flops_per_second: Peak rate of the multiplication, in FLOP/s.
+        bytes_per_second: Memory bandwidth in bytes/s.
+        bytes_per_weight: Size of one weight as it is read: 2 for bf16, 1 for int8.
+
+    Returns:
+        B in tokens (or examples) per chip, rounded to the nearest integer.
+
+    Example:
+        >>> roofline_batch_size(989e12, 3350e9)  # H100
+        295
+    """
+    return round(flops_per_second * bytes_per_weight / (2 * bytes_per_second))
+
+
+def _recommendation(spec: ChipSpec) -> BatchSizeRecommendation:
+    """Datarax's sizes for a chip, or else those that follow from its peak rates.
+
+    Of the latter the minimum is a quarter of the critical batch, where a multiplication that waits
+    for its weights still reaches a quarter of peak. It is rounded up to 8, the height of a TPU's
+    smallest tile. The optimum is the critical batch rounded up to 64: a matrix unit's tiles are
+    full then.
+    """
+    critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
+    notes = (
+        f"Tokens or examples per chip. {spec.flops_per_second / 1e12:g} TFLOP/s over"
+        f" {spec.bytes_per_second / 1e9:g} GB/s ({spec.source}): a critical batch of {critical}."
+    )
+    if spec.sizes_of_datarax is not None:
+        return BatchSizeRecommendation(*spec.sizes_of_datarax, notes=f"{notes} Sizes of datarax.")
+    optimal = 64 * math.ceil(critical / 64)
+    return BatchSizeRecommendation(8 * math.ceil(critical / 4 / 8), optimal, critical, notes=notes)
+
+
+_RECOMMENDATIONS: dict[HardwareType, BatchSizeRecommendation] = {
+    **{hardware: _recommendation(spec) for hardware, spec in CHIP_SPECS.items()},
+    HardwareType.CPU: BatchSizeRecommendation(
+        1, 32, 16, notes="Tokens or examples per chip. A rule of thumb: CPUs differ too much."
+    ),
+    HardwareType.UNKNOWN: BatchSizeRecommendation(
+        32, 128, 64, notes="Tokens or examples per chip. Cautious, as the chip is not known here."
+    ),
+}
+
+# A TPU's kind is matched whole: "TPU v5" is v5p, and "TPU v4 lite" is not v4.
+_TPU_KINDS = {
+    "tpu v4": HardwareType.TPU_V4,
+    "tpu v5": HardwareType.TPU_V5P,
+    "tpu v5p": HardwareType.TPU_V5P,
+    "tpu v5 lite": HardwareType.TPU_V5E,
+    "tpu v5e": HardwareType.TPU_V5E,
+    "tpu v6 lite": HardwareType.TPU_V6E,
+    "tpu v6e": HardwareType.TPU_V6E,
+    "tpu7x": HardwareType.TPU7X,
+}
+
+# A GPU's kind is a product name ("NVIDIA A100-SXM4-80GB"), so the model is matched as one of its
+# words: "L4" is not in "NVIDIA L40S". AMD's "gfx942" is shared by MI300A, MI300X and MI325X and so
+# says too little.
+_GPU_MODELS = {chip.value: chip for chip in CHIP_SPECS if not chip.value.startswith("tpu")}
+
+
+def detect_hardware(device: Any = None) -> HardwareType:
+    """The chip behind a JAX device, by its `platform` and `device_kind`.
+
+    Args:
+        device: A `jax.Device`. None: this process's first local device, which starts the backend.
+
+    Returns:
+        The chip's `HardwareType`; `UNKNOWN` for one that this module has no numbers for.
+
+    Example:
+        >>> import jax
+        >>> detect_hardware(jax.devices("cpu")[0])
+        <HardwareType.CPU: 'cpu'>
+    """
+    if device is None:
+        import jax  # Importing this module must neither be slow nor wake a backend.
+
+        device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return HardwareType.CPU
+    kind = device.device_kind.lower()
+    if kind in _TPU_KINDS:
+        return _TPU_KINDS[kind]
+    models = [_GPU_MODELS[word] for word in re.split(r"[\s\-_]+", kind) if word in _GPU_MODELS]
+    return models[0] if models else HardwareType.UNKNOWN
+
+
+def get_batch_size_recommendation(
+    hardware_type: HardwareType | None = None,
+) -> BatchSizeRecommendation:
+    """The batch sizes for a chip.
+
+    Example:
+        >>> get_batch_size_recommendation(HardwareType.TPU_V5E).optimal_batch_size
+        256
+    """
+    return _RECOMMENDATIONS[detect_hardware() if hardware_type is None else hardware_type]
+
+
+def validate_batch_size(
+    batch_size: int, hardware_type: HardwareType | None = None, warn_suboptimal: bool = True
+) -> tuple[bool, str]:
+    """Compares one chip's batch with the sizes recommended for the chip.
+
+    Args:
+        batch_size: Rows or tokens of one chip, not of the global batch.
+        hardware_type: The chip.
+        warn_suboptimal: Whether a size between the minimum and the critical batch is called out.
+
+    Returns:
+        (valid, message). Only a size below the chip's minimum is not valid.
+
+    Example:
+        >>> validate_batch_size(64, HardwareType.CPU)
+        (True, 'Batch size 64 is optimal for cpu.')
+    """
+    chip = detect_hardware() if hardware_type is None else hardware_type
+    sizes, shortfall = get_batch_size_recommendation(chip), chip.shortfall(batch_size)
+    valid = batch_size >= sizes.min_batch_size
+    if shortfall is not None and (warn_suboptimal or not valid):
+        return valid, shortfall
+    rating = "optimal" if batch_size >= sizes.optimal_batch_size else "acceptable"
+    return True, f"Batch size {batch_size} is {rating} for {chip.value}."
