@@ -16,7 +16,8 @@ _DIVIDED = (
 )
 # The rows that a host's pipeline yields: the same whole batches as everywhere, rows of its own, or
 # the rows of feeds. In the last two cases hosts compare a field with their shards and a digest of
-# their rows of the first batch. Two feeds may well yield the same rows, so only the same feeds are compared.
+# their rows of the first batch. Two feeds may well yield the same rows, so only the same feeds are
+# compared.
 GLOBAL: Final = "global"
 LOCAL: Final = "local"
 OF_FEEDS: Final = "feeds"
