@@ -53,13 +53,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     Args:
         host: Where this host's batches come from.
-        placer: What puts them on the devices.
+        placer: Puts them on the devices.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
             contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
         second_pass: Is told where passes begin and end.
-        dataset: What it iterates over, if `shard_to` made that.
+        dataset: The dataset, if `shard_to` made it.
 
     Example:
         >>> import jax
@@ -134,7 +134,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             try:
                 placed = next(self._stage, None)
             except ShardingError as error:
-                # What stands before placement knows no mesh, and may run where there is none.
+                # The stages before placement know no mesh, and may run where there is none.
                 together.failed(error)
                 raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
@@ -267,7 +267,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     @property
     def read_threads(self) -> str:
-        """How many threads read side by side now, and why, as ``64 (reads wait)``.
+        """The number of threads that read side by side now, and why, as ``64 (reads wait)``.
 
         Also how many reads came late and were asked for again, if any were. Empty where that is not
         found while it runs: of streams, feeds and worker processes.
@@ -275,17 +275,17 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return str(self._opened.read_counts()())
 
     def stats(self) -> Stats:
-        """What it has done so far, and what the training loop has waited for; at any time."""
+        """Returns the work done so far and the waits of the training loop, at any time."""
         one = self._together.slowest
         slowest = None if one is None else one.found
         return Stats.of(self._meter.total(), self._meter.recent(), slowest)
 
     @property
     def faults(self) -> FaultCounts:
-        """How often a source was asked again, and which records were left out, on this host.
+        """The number of reads tried again, and the records left out, on this host.
 
         They are counted since the iterator was made, or was moved by `set_state` or `seek`, and
-        include what was read ahead of the loop.
+        include reads ahead of the loop.
         """
         return self._opened.faults()
 
@@ -301,8 +301,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """Stops the background threads and waits for them; a second call does nothing.
 
         Raises:
-            BaseException: What the pipeline raised in closing something of the user's; a note says
-                what. Everything else is closed by then. Where nobody calls this, or a thread is
+            BaseException: The pipeline raised it in closing something of the user's, which a note
+                names. Everything else is closed by then. Where nobody calls this, or a thread is
                 inside the user's code for more than 5 seconds, such an error is logged instead.
         """
         if self._phase != _CLOSED:
