@@ -35,7 +35,7 @@ class RetriedRecords(grain.MapDataset):
         except Exception as error:
             if not self._faults.asks_at_once(error):
                 raise
-        # Step by step, since what a function has raised is another matter than what a source has.
+        # Step by step, because a function's error is treated differently from a source's.
         way = route(self._records, np.array([index]))
         (element,) = way.finish(way.read(NEVER, self._faults), NEVER, self._faults)
         return element
