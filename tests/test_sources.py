@@ -108,7 +108,7 @@ def test_a_bad_record_is_named_by_its_file(paths):
     ds = grain.MapDataset.source(ArrayRecordSource(paths)).shuffle(seed=3).map(decode_all_but_11)
     with iter(ds.batch(4).shard_to(data_mesh(2), on_bad_record="mask")) as batches:
         list(batches)
-        (bad,) = batches.faults.listed
+        (bad,) = batches.stats().faults.listed
     assert bad.origin == (11, "ArrayRecordSource", paths[2], 3)
 
 

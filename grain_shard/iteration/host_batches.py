@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from grain_shard.background import TaskStage
@@ -20,7 +19,7 @@ from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.pad_rows import PadRows
-from grain_shard.stats.counts import ReadCounts
+from grain_shard.stats.counts import ReadThreads
 from grain_shard.trees import Batch
 
 Position = Any
@@ -36,25 +35,15 @@ class Opened(NamedTuple):
         batches: (batch, position after it), made in the background.
         first_digest: Of the first whole batch once that was read, where every host reads the same
             whole batches; "" elsewhere.
-        reads: What is known of the reads: how many go side by side, how many were asked for again.
-        faults: What was counted of reads that failed.
+        reads: Returns the threads that read side by side. It does not refer to the reads.
+        faults: Returns the counts of reads that failed. It does not refer to the reads either.
     """
 
     position: Position
     batches: TaskStage[tuple[Batch, Position]]
     first_digest: Callable[[], str] = str
-    reads: Callable[[], ReadCounts] = ReadCounts
+    reads: Callable[[], ReadThreads] = ReadThreads
     faults: Callable[[], FaultCounts] = FaultCounts
-
-    def read_counts(self) -> Callable[[], ReadCounts]:
-        """What is known of the reads, with those that failed; it refers to nothing of the reads."""
-        reads, faults = self.reads, self.faults
-
-        def counts() -> ReadCounts:
-            failed = faults()
-            return replace(reads(), retries=failed.retries, bad_records=failed.bad_records)
-
-        return counts
 
 
 class HostBatches(ABC):

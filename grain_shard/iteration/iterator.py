@@ -38,10 +38,9 @@ from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.iteration.second_pass import SecondPass
-from grain_shard.reading.faults import FaultCounts
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
-from grain_shard.stats.figures import Stats
+from grain_shard.stats.figures import Figures, Stats
 from grain_shard.stats.meter import Meter
 from grain_shard.tasks import Raised, log_unclosed
 from grain_shard.trees import Batch
@@ -131,8 +130,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         across, meter = self._across, self._meter
         opened = self._host.open(position)
         self._position, batches = opened.position, opened.batches
-        self._reads, self._faults = opened.read_counts(), opened.faults
-        meter.opens(self._reads)
+        meter.opens(opened.reads, opened.faults)
         self._begun = self._compared = False
         self._failure: Raised | None = None
         self._alarm: Alarm | None = None
@@ -346,28 +344,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
         return done()
 
-    @property
-    def read_threads(self) -> str:
-        """How many threads read side by side now, and why, as ``64 (reads wait)``.
-
-        Also how many reads came late and were asked for again, if any were. Empty where that is not
-        found while it runs: of streams, feeds and worker processes.
-        """
-        return str(self._reads())
-
     def stats(self) -> Stats:
-        """What it has done so far, and what the training loop has waited for; at any time."""
-        slowest = None if self._slowest is None else self._slowest.found
-        return Stats.of(self._meter.total(), self._meter.recent(), slowest)
-
-    @property
-    def faults(self) -> FaultCounts:
-        """How often a source was asked again, and which records were left out, on this host.
-
-        They are counted since the iterator was made, or was moved by `set_state` or `seek`, and
-        include what was read ahead of the loop.
-        """
-        return self._faults()
+        """Returns the figures of its work so far, and of the training loop's waiting; any time."""
+        meter, slowest = self._meter, None if self._slowest is None else self._slowest.found
+        return Stats(Figures(meter.total()), Figures(meter.recent()), meter.faults(), slowest)
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""

@@ -85,7 +85,8 @@ class Measurement:
                         )
                     del result
                 del batch  # not to hold one more on the devices than the pipeline means to
-            read_threads = iterator.read_threads if isinstance(iterator, ShardedIterator) else ""
+            is_ours = isinstance(iterator, ShardedIterator)
+            read_threads = str(iterator.stats().reads) if is_ours else ""
         if not batches:
             raise ValueError("the dataset has no batch to measure.")
         warmup = min(warmup, len(batches) - 1)
