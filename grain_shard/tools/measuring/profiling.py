@@ -2,46 +2,189 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
-from collections.abc import Callable, Iterable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grain_shard.errors import GrainShardError
-from grain_shard.tools.measuring.bottleneck import find_bottleneck
-from grain_shard.tools.measuring.measurement import Measurement
+from grain_shard.errors import GrainShardError, require_int
+from grain_shard.iteration.sharded_dataset import Settings, sharded
+from grain_shard.spans import LOOP, PAD, PLACE, ROOM, STAGES, STEP, WAIT, Span
+from grain_shard.stats.counts import Counts
+from grain_shard.stats.figures import Figures
+from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
+from grain_shard.tools.measuring.loop import Loop, covered_s, cut
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Profile(Measurement):
+@dataclass(frozen=True, repr=False)
+class Profile:
     """A measured loop. Its text says what to change; in Jupyter it is a picture, too.
 
-    Its figures are those of `Measurement`.
+    Its figures are those of `stats()`, computed from its own spans: a loop took batches, waited
+    for each until it was on the devices, and did a step with it.
 
     Example:
-        >>> from grain_shard.spans import Span
         >>> loop = Span("wait", "main", 0.0, 0.75), Span("step", "main", 0.75, 1.0)
         >>> measured = Profile(1, 1, 5, 1.0, (Span("read", "host-0", 0.0, 0.75), *loop))
         >>> measured.wait_share, measured.bottleneck
         (0.75, 'read')
+
+    Attributes:
+        num_batches: Batches that were measured.
+        num_batches_asked: Batches that were to be measured; more if the dataset ended early.
+        warmup: Batches that were taken before these and left out.
+        seconds: Time of the loop for the measured batches.
+        recorded_spans: The work of each lane for a batch, from the start of the warm-up on:
+            `Span`s, in seconds after the start of the measured loop. The lanes are "read" (read and
+            decode the records of a batch, or take it from its stream), "batch" (stack them), "pad",
+            "place" (hand it to the devices); and those of the loop: "wait" (for a batch that is on
+            the devices), "step" (until its result is). In a span of "room" a thread rests, because
+            a buffer is full.
+        pipeline: Settings of the pipeline; None if `shard_to` did not make it.
+        num_examples: Rows of the measured global batches; where these have a "valid_mask", only
+            those for which it is True, unless the step donated it.
+        num_bytes: Bytes of the measured global batches, padding included.
+        read_threads: Number of threads that read side by side in the end, and the reason; "" if
+            not known.
     """
+
+    num_batches: int
+    num_batches_asked: int
+    warmup: int
+    seconds: float
+    recorded_spans: tuple[Span, ...]
+    pipeline: Settings | None = None
+    num_examples: int = 0
+    num_bytes: int = 0
+    read_threads: str = ""
+
+    @functools.cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of the lanes within the measured loop, cut off at its start and its end."""
+        return self._within(*STAGES, *LOOP)
+
+    @functools.cached_property
+    def rests(self) -> tuple[Span, ...]:
+        """Times within the measured loop in which a thread rested, because a buffer was full."""
+        return self._within(ROOM)
+
+    def _within(self, *stages: str) -> tuple[Span, ...]:
+        return tuple(
+            cut(s, 0, self.seconds)
+            for s in self.recorded_spans
+            if s.stage in stages and s.end > 0 and s.start < self.seconds
+        )
+
+    @functools.cached_property
+    def counts(self) -> Counts:
+        """The sums over the spans of the measured loop, and over its global batches."""
+        stages_s: dict[tuple[int | str, str], float] = defaultdict(float)
+        for one in self.spans:
+            stages_s[one.thread, one.stage] += one.end - one.start
+        sums = {"batches": self.num_batches, "records": self.num_examples, "bytes": self.num_bytes}
+        spent = {stage: Counts(stages_s=stages_s).stage_s(stage) for stage in LOOP}
+        return Counts({**sums, **spent, "seconds": self.seconds}, stages_s)
+
+    @property
+    def figures(self) -> Figures:
+        """The figures of `stats()` for this loop."""
+        return Figures(self.counts)
+
+    @property
+    def examples_per_second(self) -> float:
+        """Valid rows of the global batches, by the wall clock over the whole loop."""
+        return self.figures.records_per_s
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes of the global batches, padding included, by the wall clock."""
+        return self.figures.bytes_per_s
+
+    @property
+    def wait_share(self) -> float:
+        """The part of waiting and step together that was waiting, 0 to 1; 1 without a step."""
+        return self.figures.wait_share
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds a batch from asking for it until it was on the devices."""
+        return self.figures.wait_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds a batch from there until the step's result was there; 0 without a step."""
+        return self.figures.step_s
+
+    @property
+    def lanes_s(self) -> Mapping[str, float]:
+        """Seconds of work in each lane that was seen, of all its threads together."""
+        return {lane: s for lane in (*STAGES, *LOOP) if (s := self.counts.stage_s(lane))}
+
+    @property
+    def stages_s(self) -> Mapping[str, float]:
+        """Seconds that the pipeline's threads spent on a batch, by stage.
+
+        Batches that were made during the warm-up count, too. A stage is left out if it does not
+        exist or runs in worker processes.
+        """
+        seconds = {
+            stage: [s.end - s.start for s in self.recorded_spans if s.stage == stage]
+            for stage in STAGES
+        }
+        # A batch may be read and stacked in parts, and several may be read at once. Each batch is
+        # padded once, so that the number of paddings is the number of batches.
+        made = len(seconds[PAD])
+        batches = {stage: made or len(times) for stage, times in seconds.items()}
+        batches[PLACE] = len(seconds[PLACE])
+        return {stage: sum(times) / batches[stage] for stage, times in seconds.items() if times}
+
+    def threads(self, *lanes: str) -> int:
+        """Returns the number of threads that were seen at work in these lanes."""
+        return self.counts.threads(*lanes)
+
+    def busy(self, *lanes: str) -> float:
+        """Returns the part of the time, 0 to 1, in which any thread was at work in these lanes.
+
+        It is not taken over the threads that were seen. Threads come and go as `pace.py` finds
+        their number, and if the interpreter's lock lets one of them work at a time, the others
+        rest, however much there is to do.
+        """
+        return covered_s([s for s in self.spans if s.stage in lanes]) / self.seconds
+
+    def side_by_side(self, *lanes: str) -> float:
+        """Returns the number of threads that were at work in these lanes at a time, on average."""
+        return self.counts.stage_s(*lanes) / self.seconds
+
+    def processor_s(self, *lanes: str) -> float:
+        """Returns the seconds for which these lanes kept processors busy, of all threads."""
+        return sum((s.processor_s for s in self.spans if s.stage in lanes), 0.0)
+
+    @functools.cached_property
+    def found(self) -> Bottleneck:
+        """The stage that holds the loop up, with the reason and the advice."""
+        return find_bottleneck(self)
 
     @property
     def bottleneck(self) -> str:
-        """What holds the loop up.
+        """The name of the stage that holds the loop up.
 
         A stage ("read", "batch", "pad", "place"), the "step" itself, the "buffer" (too small for
         a few batches that take much longer than the others), the "workers" (processes, which are
-        not seen), the "handover" (whatever comes between the devices and the loop), or "unseen" (a
-        dataset whose stages tell nothing, time that is not theirs, or too few batches to tell).
+        not seen), the "handover" (anything between the devices and the loop), or "unseen" (a
+        dataset without stages that are seen, time outside of them, or too few batches to tell).
         """
-        return find_bottleneck(self).name
+        return self.found.name
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to change, in sentences."""
-        return find_bottleneck(self).advice
+        """The changes to make, in sentences."""
+        return self.found.advice
 
     def plot(self) -> Figure:
         """Draws the lanes over time, as a matplotlib figure.
@@ -50,46 +193,45 @@ class Profile(Measurement):
             GrainShardError: matplotlib is not installed.
         """
         try:
-            import matplotlib  # noqa: F401
+            from grain_shard.tools.measuring.timeline_plot import draw
         except ImportError as error:
             raise GrainShardError(
                 "a timeline is drawn by matplotlib, which is not installed.\n"
                 '  remedy: pip install "grain-shard[plot]", or print the profile for its text.'
             ) from error
-        from grain_shard.tools.measuring.timeline_plot import draw
-
-        return draw(self, self.bottleneck)
+        return draw(self)
 
     def __str__(self) -> str:
-        found = find_bottleneck(self)
         ended = self.num_batches < self.num_batches_asked
         asked = f" of {self.num_batches_asked}, then the dataset ended" if ended else ""
         lines = [
             f"batches measured: {self.num_batches}{asked} (after {self.warmup} of warm-up)",
             f"{self.examples_per_second:,.0f} examples/s, {self.bytes_per_second / 1e6:,.1f} MB/s,"
-            f" {_milliseconds(self.seconds / self.num_batches)} a batch;"
+            f" {self._a_batch(self.seconds)} a batch;"
             f" the loop waits {self.wait_share:.1%} of the time",
             "",
             f"{'lane':<8}{'threads':>7}{'total':>14}{'a batch':>14}{'busy':>8}",
         ]
         for lane, total_s in self.lanes_s.items():
-            threads, busy = self.threads(lane), f"{self.busy(lane):.0%}"
-            a_batch = _milliseconds(total_s / self.num_batches)
-            lines.append(f"{lane:<8}{threads:>7}{f'{total_s:.3f} s':>14}{a_batch:>14}{busy:>8}")
+            threads, a_batch = f"{self.threads(lane):>7}", f"{self._a_batch(total_s):>14}"
+            lines.append(f"{lane:<8}{threads}{total_s:>12.3f} s{a_batch}{self.busy(lane):>8.0%}")
         if self.read_threads:
             lines += [
                 "",
                 f"reads side by side, as found while it ran: {self.read_threads}",
                 "(threads come and go until then; the table counts all that were seen)",
             ]
-        lines += ["", _broken(f"bottleneck: {found.name}; {found.reason}")]
-        lines += [_broken(f"  - {advice}") for advice in found.advice]
+        lines += ["", _broken(f"bottleneck: {self.bottleneck}; {self.found.reason}")]
+        lines += [_broken(f"  - {advice}") for advice in self.advice]
         if self.pipeline is not None and self.pipeline.num_workers:
             unseen = "not seen: reading, stacking and padding in the worker processes"
             lines.append(_broken(f"{unseen} (num_workers={self.pipeline.num_workers})."))
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _a_batch(self, seconds: float) -> str:
+        return f"{seconds / self.num_batches * 1e3:.3f} ms"
 
     def _ipython_display_(self) -> None:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
@@ -105,10 +247,6 @@ def _broken(sentence: str) -> str:
     """In lines that fit a page, as a notebook breaks none; later ones are indented further."""
     indent = " " * (4 if sentence.startswith("  - ") else 2)
     return textwrap.fill(sentence, 80, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
 
 
 def profile(
@@ -163,7 +301,30 @@ def profile(
         ValueError: The dataset has no batch, or the step returns nothing.
         ShardingError: A number of batches is no whole number, or too small.
     """
-    return Profile.of_loop(ds, num_batches, warmup, step)
+    require_int("num_batches", num_batches, 1)
+    require_int("warmup", warmup, 0)
+    loop = Loop(ds, warmup + num_batches, step)
+    if not loop.sizes:
+        raise ValueError("the dataset has no batch to measure.")
+    warmup = min(warmup, len(loop.sizes) - 1)
+    sizes = loop.sizes[warmup:]
+    start = [s.start for s in loop.spans if s.stage == WAIT][warmup]
+    end = max(s.end for s in loop.spans if s.stage == (WAIT if step is None else STEP))
+    pipeline = sharded(ds)
+    return Profile(
+        num_batches=len(sizes),
+        num_batches_asked=num_batches,
+        warmup=warmup,
+        # Clocks have a smallest step, and no figure may be one over nothing.
+        seconds=max(end - start, time.get_clock_info("perf_counter").resolution),
+        recorded_spans=tuple(
+            s._replace(start=s.start - start, end=s.end - start) for s in loop.spans
+        ),
+        pipeline=None if pipeline is None else pipeline.settings,
+        num_examples=sum(size["records"] for size in sizes),
+        num_bytes=sum(size["bytes"] for size in sizes),
+        read_threads=loop.read_threads,
+    )
 
 
 def measure_throughput(
