@@ -23,6 +23,8 @@ from jax._src import xla_bridge
 
 import grain_shard
 from grain_shard.feeding import feed_workers
+from grain_shard.feeding.feed_batches import FeedRun
+from grain_shard.feeding.feed_turns import FeedTurns
 from grain_shard.feeding.host_feeds import HostFeeds
 from grain_shard.reading.faults import FAIL_AT_ONCE, FaultCounts, Faults
 from grain_shard.sharding.layout import BatchLayout
@@ -148,9 +150,7 @@ def test_each_of_two_hosts_has_workers_for_its_own_feeds_and_for_parts_of_feeds(
         ds = grain_shard.feeds(text.packed, num_feeds=4).batch(8)
         host = HostFeeds(
             ds.of_host(BatchLayout(divisor=8, shards=shards)),
-            buffer_size=2,
-            num_threads=None,
-            num_workers=num_workers,
+            FeedRun(num_workers=num_workers, buffer_size=2),
         )
         batches = host.open(None).batches
         taken = [(batch, host.to_state(at)) for batch, at in itertools.islice(batches, 5)]
@@ -438,7 +438,7 @@ def test_what_a_worker_is_given_holds_nothing_of_a_device():
     ds = grain_shard.feeds(text.packed, num_feeds=4).batch(8)
     of_host = ds.shard_to(data_mesh(4)).parents[0]
     pickled = cloudpickle.dumps(
-        functools.partial(of_host.open_turns, Faults(FAIL_AT_ONCE), num_threads=1)
+        functools.partial(FeedTurns, of_host.feeds, Faults(FAIL_AT_ONCE), of_host.rows.per_feed, 1)
     )
     for name in (b"Mesh", b"Device", b"NamedSharding", b"PartitionSpec", b"jaxlib", b"Array"):
         assert name not in pickled

@@ -19,10 +19,11 @@ import pytest
 
 from grain_shard import BatchLayout, GrainShardError, ShardBatch, ShardingError, profile
 from grain_shard.iteration.sharded_dataset import Settings
+from grain_shard.measuring import Profile
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
 from grain_shard.tools.measuring.bottleneck import find_bottleneck
-from grain_shard.tools.measuring.profiling import Profile
+from grain_shard.tools.measuring.measurement import Measurement
 from grain_shard.transforms import pad
 from tests.conftest import data_mesh, numbered
 
@@ -129,7 +130,7 @@ def measured(pipeline=None, num_examples=0, **lanes):
     """
     spans = [Span(lane, *at) for lane, ats in lanes.items() for at in ats]
     batches = len(lanes.get("wait", [0]))
-    return Profile(batches, batches, 0, 10, tuple(spans), pipeline, num_examples)
+    return Measurement(batches, batches, 0, 10, tuple(spans), pipeline, num_examples)
 
 
 READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8, 10)]}

@@ -11,17 +11,18 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from grain_shard.errors import BadRecordsError
 from grain_shard.grain_inside.recovery import Unreadable
-from grain_shard.grain_inside.routes import Route, read_together
+from grain_shard.grain_inside.routes import Route
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.origin import Origin
 from grain_shard.reading.pad_batch import Padding, pad_batch
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
+from grain_shard.tasks import Raised
 from grain_shard.trees import Batch, FlatBatch
 
 
@@ -94,7 +95,6 @@ class BatchBuilder:
         size: The number of records to read; 0 if the batch is all padding.
         number: The place of the batch among those that are read together.
         position: The position of an iterator after this batch.
-        route: As given.
         faults: As given.
     """
 
@@ -109,11 +109,11 @@ class BatchBuilder:
         padding: Padding | None,
     ):
         self._index, self._records, self._rows = index, records, rows
-        self.route, self.faults = route, faults
+        self._route, self.faults = route, faults
         self._num_rows, self._padding = num_rows, padding
         self.size: int = len(records)
         self.number, self.position = 0, cast(Any, None)
-        self._missing = self.size
+        self._missing, self._is_finished = self.size, False
         self._bad_rows: list[int] = []
         self._stack: Stacked | None = None
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ class BatchBuilder:
         while first < len(elements) and (not first or time.perf_counter() < until):
             # The very first record comes alone, and decides how many go at a time.
             stop = min(len(elements), first + self.most_at_a_time)
-            way = self.route.part(start + first, start + stop)
+            way = self._route.part(start + first, start + stop)
             with span(READ, part=MAP if way.runs_no_function else None):
                 rows = way.finish(elements[first:stop], until, self.faults)
             with span(BATCH):
@@ -149,17 +149,24 @@ class BatchBuilder:
             first += len(rows)
         return first
 
+    def way(self, start: int, stop: int) -> Route:
+        """Returns the way to some of its records."""
+        return self._route.part(start, stop)
+
     def _put(self, elements: list[Any], start: int) -> None:
         with self._lock:
             if self._stack is None:
                 self._stack = self._rows.stack(self.size, self.faults, elements)
         self._stack.write(elements, start, self._records[start : start + len(elements)])
 
-    def wrote(self, count: int) -> bool:
-        """Counts records that were written; returns whether none is missing any more."""
+    def wrote(self, count: int) -> list[tuple[int, tuple[Batch, Any]]]:
+        """Counts records that were written; after the last, gives the batch and its position."""
         with self._lock:
             self._missing -= count
-            return not self._missing
+            if self._missing or self._is_finished:
+                return []
+            self._is_finished = True
+        return [(self.number, (self.finish(), self.position))]
 
     def finish(self) -> Batch:
         """Returns the batch with its padding: a tree of arrays that nothing else refers to."""
@@ -171,6 +178,10 @@ class BatchBuilder:
             if self._padding.remainder != "pad":
                 self._check_full(batch)
             return pad_batch(batch, self._num_rows, self._padding.rows, self._bad_rows)
+
+    def failed(self, start: int, error: Raised) -> list[tuple[int, Raised]]:
+        """Returns an error in place of the batch."""
+        return [(self.number, error)]
 
     def _check_full(self, batch: Batch) -> None:
         """Refuses a batch that is short elsewhere than at the end of an epoch."""
@@ -234,24 +245,3 @@ def _error_of(evaluate: Callable[[int], Any], record: int) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-class RecordRange(NamedTuple):
-    """Records of one batch that follow each other."""
-
-    builder: BatchBuilder
-    start: int
-    stop: int
-
-
-def read_ranges(ranges: Sequence[RecordRange], until: float) -> list[list[Any]]:
-    """Reads what `BatchBuilder.write` takes of each range, in one call if the source can.
-
-    Args:
-        ranges: Ranges of one pipeline.
-        until: The time, by `time.perf_counter`, at which to return the records of a single range
-            that were read one by one, instead of reading on. At least one is read.
-    """
-    with span(READ):
-        ways = [builder.route.part(start, stop) for builder, start, stop in ranges]
-        return read_together(ways, until, ranges[0].builder.faults)

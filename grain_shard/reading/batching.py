@@ -16,12 +16,13 @@ import numpy as np
 
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside.routes import NEVER
-from grain_shard.reading.batch_builder import BatchBuilder, RecordRange, read_ranges
+from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.cuts import START, Cuts, Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint
 from grain_shard.reading.pad_batch import Padding
 from grain_shard.reading.pad_rows import PadRows
+from grain_shard.spans import READ, span
 from grain_shard.trees import Batch
 
 B = TypeVar("B", bound="Batching")
@@ -225,7 +226,8 @@ class Batching(ABC):
         (builder,) = self.begin([index], faults)
         done = 0
         while done < builder.size:
-            ((elements),) = read_ranges([RecordRange(builder, done, builder.size)], NEVER)
+            with span(READ):
+                elements = builder.way(done, builder.size).read(NEVER, faults)
             done += builder.write(elements, done, NEVER)
         return builder.finish()
 

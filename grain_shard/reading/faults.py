@@ -402,14 +402,18 @@ class Skipped:
     def __init__(self, faults: Faults, feed: int):
         self._faults, self._feed = faults, feed
 
+    def may_skip(self, bad: Unreadable) -> bool:
+        """Returns whether an unreadable record may be skipped."""
+        return self._faults.may_leave_out(bad.error)
+
     def skips(self, element: Any, records: grain.MapDataset, record: int) -> bool:
-        """Counts a record; returns whether it is to be skipped, since it could not be read.
+        """Counts a record; returns whether it is skipped, since it could not be read.
 
         Raises:
             BadRecordsError: There are too many.
         """
         self._faults.count(records=1)
-        if type(element) is not Unreadable or not self._faults.may_leave_out(element.error):
+        if type(element) is not Unreadable:
             return False
         origin = Origin.of(records, record)
         self._faults.leave_out(element, record, feed=self._feed, origin=origin)

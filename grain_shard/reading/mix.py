@@ -93,8 +93,8 @@ class MixedByRecord(ElementsOfParents):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        dataset, record = self._schedule.locate_one(index)
-        return self.parents[dataset][record]
+        dataset, record = self.below(np.array([index]))
+        return self.parents[dataset.item()][record.item()]
 
     def below(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self._schedule.locate(indices)

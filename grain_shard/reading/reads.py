@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from grain_shard.pace import ReadPace
-from grain_shard.reading.batch_builder import BatchBuilder, RecordRange, read_ranges
+from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.faults import Faults
-from grain_shard.tasks import Raised, Task, Tasks
+from grain_shard.reading.read import Part, Read, records_in_time
+from grain_shard.tasks import Raised, Tasks
 from grain_shard.trees import Batch
 
-# Records that are read one by one go together for about this long, in seconds, since each read
-# costs some microseconds; not for longer, so that a few slow records are read side by side. A read
-# that has taken twice as long leaves the rest of its records to whoever comes next.
-_READ_S = 4e-3
 # Of array_record, 256 records in a call cost 25 us each, 1024 cost 12, 2048 cost 10.
 _RECORDS_PER_CALL = 1024
 # The ways to the records of a few batches are found at once, as those to 1024 take hardly longer
@@ -61,7 +57,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
         self._batch_size = max(1, batching.records_per_batch)
         self._batches_in_a_call = 1  # the first comes alone, to be there soon; then they double
         self._lock = threading.Lock()
-        self._left: list[_Part] = []  # parts that reads have left to others
+        self._left: list[Part] = []  # parts that reads have left to others
         self._under_way = 0  # reads
 
     @property
@@ -79,7 +75,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
         batches = self._records_at_a_time() // self._batch_size
         return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
-    def draw(self, room: int) -> Task[tuple[Batch, Any]]:
+    def draw(self, room: int) -> Read:
         with self._lock:
             parts = self._draw_left()
         begun = self._sequence.begun
@@ -90,9 +86,9 @@ class Reads(Tasks[tuple[Batch, Any]]):
             raise self._sequence.failure or StopIteration
         with self._lock:
             self._under_way += 1
-        return _Read(parts, self._reads_many, self._sequence.begun - begun)
+        return Read(parts, self._reads_many, self._sequence.begun - begun)
 
-    def done(self, task: _Read) -> bool:
+    def done(self, task: Read) -> bool:
         with self._lock:
             self._left += task.left
             self._under_way -= 1
@@ -104,21 +100,23 @@ class Reads(Tasks[tuple[Batch, Any]]):
     def stop(self) -> None:
         self._faults.stop()
 
-    def _draw_left(self) -> list[_Part]:
+    def _draw_left(self) -> list[Part]:
         """Draws an equal share of the earliest records that another read has left."""
         if not self._left:
             return []
-        part = min(self._left, key=lambda part: (part.builder.number, part.start))
+        part = min(self._left, key=lambda part: (part.sink.number, part.start))
         self._left.remove(part)
         share = -(-(part.stop - part.start) // self._pace.threads)
-        drawn, rest = part.cut(min(share, self._records_in_time()))
+        drawn, rest = part.cut(min(share, records_in_time(self._pace.seconds_per_record)))
         self._left += rest
         return [drawn]
 
     def _records_at_a_time(self) -> int:
         """Returns the number of records that the next read is to take."""
         if not self._reads_many:
-            return min(self._records_in_time(), self._sequence.most_at_a_time)
+            return min(
+                records_in_time(self._pace.seconds_per_record), self._sequence.most_at_a_time
+            )
         # A call takes as long for many as for few, or nearly so: an equal part for each thread.
         threads = self._pace.threads
         if threads > self._buffer_size:
@@ -126,10 +124,6 @@ class Reads(Tasks[tuple[Batch, Any]]):
         else:
             part = self._batch_size * min(self._buffer_size // threads, self._batches_in_a_call)
         return max(1, min(part, _RECORDS_PER_CALL))
-
-    def _records_in_time(self) -> int:
-        each = self._pace.seconds_per_record
-        return max(1, int(_READ_S / each)) if each else 1
 
 
 class _Sequence:
@@ -158,7 +152,7 @@ class _Sequence:
         self._position_after = position_after
         self._ahead: deque[BatchBuilder] = deque()  # batches that come next, found already
         self.begun = 0
-        self._next: _Part | None = None  # the rest of the last batch begun
+        self._next: Part | None = None  # the rest of the last batch begun
         self.most_at_a_time = 1  # of the last batch begun
         self.failure: BaseException | None = None
         self._has_ended = False
@@ -178,9 +172,9 @@ class _Sequence:
         is_over = self._has_ended or self.failure is not None
         return 0 if is_over else len(self._indices) - self.begun
 
-    def take(self, most: int, room: int) -> list[_Part]:
+    def take(self, most: int, room: int) -> list[Part]:
         """Takes the next records, which begin no more than `room` batches."""
-        parts: list[_Part] = []
+        parts: list[Part] = []
         begins = 0
         while most > 0 and not self._has_ended and self.failure is None:
             if self._next is None:
@@ -198,7 +192,7 @@ class _Sequence:
             parts.append(drawn)
         return parts
 
-    def _begin(self) -> _Part:
+    def _begin(self) -> Part:
         if not self._ahead:
             self._ahead.extend(self._found())
         builder = self._ahead.popleft()
@@ -207,7 +201,7 @@ class _Sequence:
             self._position_after(self._indices[self.begun]),
         )
         self.most_at_a_time, self.begun = builder.most_at_a_time, self.begun + 1
-        return _Part(builder, 0, builder.size)
+        return Part(builder, 0, builder.size)
 
     def _found(self) -> list[BatchBuilder]:
         """Returns the next few batches; if they can't be found, the next one, which may be."""
@@ -217,83 +211,3 @@ class _Sequence:
             with contextlib.suppress(Exception):
                 return self._batching.begin(indices, self._faults)
         return self._batching.begin(indices[:1], self._faults)
-
-
-class _Part(NamedTuple):
-    """Some records of one batch, and their elements if they were read."""
-
-    builder: BatchBuilder
-    start: int
-    stop: int
-    elements: list[Any] | None = None
-
-    def cut(self, count: int) -> tuple[_Part, list[_Part]]:
-        """Returns the first few records, and the rest if there is one."""
-        middle, elements = self.start + count, self.elements
-        if middle >= self.stop:
-            return self, []
-        first, rest = (elements[:count], elements[count:]) if elements else (None, None)
-        return (
-            self._replace(stop=middle, elements=first),
-            [self._replace(start=middle, elements=rest)],
-        )
-
-    @property
-    def range(self) -> RecordRange:
-        return RecordRange(self.builder, self.start, self.stop)
-
-
-class _Read(Task[tuple[Batch, Any]]):
-    """One read, of one batch or of several.
-
-    Args:
-        parts: The records to read.
-        reads_many: Whether the source reads many in one call.
-        begins: Batches that it is the first to work on.
-
-    Attributes:
-        left: After the run, the parts that it has left to others.
-    """
-
-    def __init__(self, parts: list[_Part], reads_many: bool, begins: int):
-        self._parts, self._reads_many = parts, reads_many
-        self.begins, self.size = begins, 0
-        self.left: list[_Part] = []
-
-    def run(self) -> Iterator[tuple[int, tuple[Batch, Any] | Raised]]:
-        until = time.perf_counter() + 2 * _READ_S
-        parts, self._parts = self._parts, []
-        if len(parts) > 1 and self._reads_many:
-            # If it fails, each is read alone, so that the error comes with the batch that has it.
-            with contextlib.suppress(BaseException):
-                read = read_ranges([part.range for part in parts], until)
-                parts = [p._replace(elements=e or None) for p, e in zip(parts, read, strict=True)]
-                until = time.perf_counter() + 2 * _READ_S
-        for part in parts:
-            builder = part.builder
-            try:
-                if not self._complete(part, until):
-                    continue
-                result = builder.finish(), builder.position
-            except BaseException as error:
-                yield builder.number, Raised.of(error)
-            else:
-                yield builder.number, result
-                del result
-
-    def _complete(self, part: _Part, until: float) -> bool:
-        """Reads and writes as the time allows; returns whether no record is missing now."""
-        if part.start == part.stop:
-            return True  # all padding
-        if self.size and time.perf_counter() > until:
-            self.left.append(part)
-            return False
-        elements = part.elements
-        if elements is None:
-            (elements,) = read_ranges([part.range], until)
-            until = time.perf_counter() + 2 * _READ_S
-        read, unread = part.cut(len(elements))
-        count = part.builder.write(elements, part.start, until)
-        self.size += count
-        self.left += [*read._replace(elements=elements).cut(count)[1], *unread]
-        return part.builder.wrote(count)

@@ -10,7 +10,7 @@ import jax
 from absl import logging
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.feeding.feed_batches import FeedBatches, FeedRun
 from grain_shard.feeding.host_feeds import (
     HostFeeds,
     check_feeds,
@@ -138,7 +138,7 @@ class DevicePut(Stage):
             )
         ds, rows = ds.with_own_arrays(), agreed_rows(ds, self.rows) or GLOBAL
         host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows, fault_rules=self.fault_rules)
-        records = ds.unpadded_batch_size if rows == GLOBAL else None
+        records = ds.facts.unpadded_batch_size if rows == GLOBAL else None
         return self._sharded(ds, host, lambda: records, is_stream=True)
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
@@ -153,14 +153,8 @@ class DevicePut(Stage):
         check_feeds(ds, layouts, self.remainder)
         warn_of_shared_feeds(ds, layouts)
         rules = fault_rules_of(ds, layouts, self.fault_rules)
-        host = HostFeeds(
-            ds,
-            buffer_size=self.cpu_buffer_size,
-            num_threads=self.num_threads,
-            num_workers=self.num_workers,
-            saved_feeds=feeds_to_save(ds, layouts, jax.process_index()),
-            fault_rules=rules,
-        )
+        run = FeedRun(self.num_threads or 1, self.num_workers, self.cpu_buffer_size, rules)
+        host = HostFeeds(ds, run, feeds_to_save(ds, layouts, jax.process_index()))
         return self._sharded(ds, host, lambda: ds.global_batch_size, is_stream=True)
 
     def _sharded(

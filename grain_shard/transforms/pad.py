@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-import grain
-
-from grain_shard.errors import ShardingError, StateError, require_int
+from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.feeding.feed_rows import Padding
-from grain_shard.grain_inside import nodes
-from grain_shard.reading.pad_batch import REMAINDERS, Remainder, pad_batch
+from grain_shard.reading.pad_batch import REMAINDERS, Padding, Remainder, pad_batch
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
+from grain_shard.reading.stream_dataset import DROPPED, SeenBatches, StreamDataset
 from grain_shard.sharding.layout import round_up
-from grain_shard.spans import PAD, READ, span
+from grain_shard.spans import PAD, span
 from grain_shard.transforms.stage import Stage
 from grain_shard.trees import MASK_KEY, Batch, FlatBatch
 
@@ -78,90 +74,37 @@ class PadToDivisible(Stage):
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
         """The padded dataset. A batch that is short in the middle is refused when it comes."""
-        size, sizes = self.global_batch_size or ds.global_batch_size, nodes.batch_sizes(ds)
-        return StreamDataset(
-            ds,
-            lambda source: _PadIterator(source, self, size or 0, sizes),
+        size = self.global_batch_size or ds.facts.global_batch_size
+        return ds.after(
+            self._padded,
             self,
             global_batch_size=size and round_up(size, self.divisor),
-            unpadded_batch_size=ds.global_batch_size,
-            owns_arrays=ds.owns_arrays,
+            unpadded_batch_size=ds.facts.global_batch_size,
+            rows_to_expect=size or 0,
             padding=self.padding.rows,
         )
+
+    def _padded(self, batch: Batch, seen: SeenBatches) -> Batch:
+        """Pads a batch of a stream, of which the first is full if nothing else tells the size."""
+        flat = FlatBatch.of(batch)
+        rows = seen.rows = seen.rows or flat.rows
+        if flat.rows > rows or (flat.rows < rows and self.remainder == "error"):
+            flat.refuse(
+                f"the batch has {flat.rows} rows, a full one has {rows}.",
+                remedy="batch the stream with one size; a short last batch needs"
+                ' remainder="pad" or "drop".',
+            )
+        if flat.rows < rows and self.remainder == "drop":
+            return DROPPED
+        padded_rows = round_up(rows, self.divisor)
+        if self.remainder != "pad" and padded_rows != rows:
+            flat.refuse(
+                f"{rows} rows do not split into {self.divisor} shards.",
+                remedy=f'batch by {padded_rows}, or pass remainder="pad".',
+            )
+        with span(PAD):
+            return pad_batch(batch, padded_rows, self.padding.rows)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
         """The dataset, in which padding takes the rows of a feed that has ended."""
         return ds.padded(self.padding)
-
-
-class _PadIterator(StreamIterator):
-    """Takes the first batch for a full one if nothing else says how large that is.
-
-    The size is part of the state: after a restore the first batch may be the short last one. So are
-    those of every ``.batch`` that is seen, since a stream may count the batches of one.
-
-    Args:
-        source: The batches.
-        pad: How to pad them.
-        rows: Rows of a full batch, 0 if nothing tells.
-        batch_sizes: Of each ``.batch`` above.
-    """
-
-    _PARENT, _ROWS, _BATCH_SIZES = "parent", "rows", "batch_sizes"  # the state's keys
-
-    def __init__(
-        self,
-        source: grain.DatasetIterator,
-        pad: PadToDivisible,
-        rows: int,
-        batch_sizes: list[int],
-    ):
-        super().__init__(source)
-        self._pad, self._rows, self._known = pad, rows, rows
-        self._batch_sizes = batch_sizes
-
-    def __next__(self) -> Batch:
-        remainder = self._pad.remainder
-        while True:
-            with span(READ):
-                batch = super().__next__()
-            flat = FlatBatch.of(batch)
-            self._rows = self._rows or flat.rows
-            if flat.rows == self._rows or (flat.rows < self._rows and remainder == "pad"):
-                padded_rows = round_up(self._rows, self._pad.divisor)
-                if remainder != "pad" and padded_rows != self._rows:
-                    flat.refuse(
-                        f"{self._rows} rows do not split into {self._pad.divisor} shards.",
-                        remedy=f'batch by {padded_rows}, or pass remainder="pad".',
-                    )
-                with span(PAD):
-                    return pad_batch(batch, padded_rows, self._pad.padding.rows)
-            if flat.rows > self._rows or remainder == "error":
-                flat.refuse(
-                    f"the batch has {flat.rows} rows, a full one has {self._rows}.",
-                    remedy="batch the stream with one size; a short last batch needs"
-                    ' remainder="pad" or "drop".',
-                )
-
-    def get_state(self) -> dict[str, Any]:
-        return {
-            self._PARENT: super().get_state(),
-            self._ROWS: self._rows,
-            self._BATCH_SIZES: list(self._batch_sizes),
-        }
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        rows, sizes = state[self._ROWS], state[self._BATCH_SIZES]
-        if self._known and rows and rows != self._known:
-            self._refuse(f"batches of {rows} rows", str(self._known))
-        if sizes != self._batch_sizes:
-            self._refuse(f".batch({sizes})", f".batch({self._batch_sizes})")
-        super().set_state(state[self._PARENT])
-        self._rows = rows
-
-    def _refuse(self, saved: str, now: str) -> NoReturn:
-        raise StateError(
-            f"the state was saved with {saved}, and these have {now}.\n"
-            "  remedy: restore with the pipeline that saved it. In the middle of a run batches of"
-            " another size can be cut of a MapDataset down to .batch, and of feeds."
-        )

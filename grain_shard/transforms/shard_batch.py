@@ -5,12 +5,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-import grain
-
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
+from grain_shard.reading.stream_dataset import SeenBatches, StreamDataset
 from grain_shard.reading.whole_batching import take_rows
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.transforms.stage import Stage
@@ -64,15 +62,14 @@ class ShardBatch(Stage):
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
         """This host's rows of a stream of batches that is the same on every host."""
-        return StreamDataset(
-            ds,
-            lambda source: _ShardBatchIterator(source, self.layout),
-            self,
-            global_batch_size=None,
-            unpadded_batch_size=ds.unpadded_batch_size,
-            owns_arrays=True,
-            padding=ds.padding,
-        )
+
+        def own_rows(batch: Batch, seen: SeenBatches) -> Batch:
+            flat = FlatBatch.of(batch)
+            if not seen.first_digest and self.layout.num_hosts > 1:
+                seen.first_digest = flat.digest()
+            return take_rows(flat, self.layout.rows(flat.rows))
+
+        return ds.after(own_rows, self, global_batch_size=None, owns_arrays=True)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
         """This host's rows of each batch, from the feeds that they belong to.
@@ -81,15 +78,3 @@ class ShardBatch(Stage):
             ShardingError: The shards do not divide the batch size.
         """
         return ds.of_host(self.layout)
-
-
-class _ShardBatchIterator(StreamIterator):
-    def __init__(self, source: grain.DatasetIterator, layout: BatchLayout):
-        super().__init__(source)
-        self._layout = layout
-
-    def __next__(self) -> Batch:
-        batch = FlatBatch.of(super().__next__())
-        if not self.first_digest and self._layout.num_hosts > 1:
-            self.first_digest = batch.digest()
-        return take_rows(batch, self._layout.rows(batch.rows))

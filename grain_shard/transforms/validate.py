@@ -5,15 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import grain
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
+from grain_shard.reading.stream_dataset import SeenBatches, StreamDataset
 from grain_shard.sharding.layout import describe_parts, round_up
 from grain_shard.transforms.stage import Stage
 from grain_shard.trees import Batch, FlatBatch
@@ -80,16 +77,17 @@ class ValidateBatchSize(Stage):
         Raises:
             ShardingError: The batch size is known, and cannot work.
         """
-        if ds.global_batch_size is not None:
-            self.check(ds.global_batch_size)
-        return StreamDataset(
-            ds,
-            lambda source: _ValidatingIterator(source, self, ds),
-            self,
-            global_batch_size=ds.global_batch_size,
-            owns_arrays=ds.owns_arrays,
-            padding=ds.padding,
-        )
+        if ds.facts.global_batch_size is not None:
+            self.check(ds.facts.global_batch_size)
+
+        def checked(batch: Batch, seen: SeenBatches) -> Batch:
+            flat = FlatBatch.of(batch)
+            if not seen.is_begun:
+                refuse_records(ds, flat)
+                self.check(flat.rows)
+            return batch
+
+        return ds.after(checked, self)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
         """The dataset.
@@ -119,30 +117,3 @@ class ValidateBatchSize(Stage):
             problem = self.shortfall(-(-global_batch_size // multiple))
             if problem is not None:
                 warnings.warn(f"rows per shard: {problem}", stacklevel=2)
-
-
-class _ValidatingIterator(StreamIterator):
-    """Checks that each batch is one, and that the first has a size that works.
-
-    Not the first after a restore: that may be the short last batch of a stream, and the stream's
-    first one was checked when it began.
-    """
-
-    def __init__(
-        self, source: grain.DatasetIterator, validate: ValidateBatchSize, ds: StreamDataset
-    ):
-        super().__init__(source)
-        self._validate, self._ds, self._begun = validate, ds, False
-
-    def __next__(self) -> Batch:
-        batch = super().__next__()
-        flat = FlatBatch.of(batch)
-        if not self._begun:
-            refuse_records(self._ds, flat)
-            self._validate.check(flat.rows)
-            self._begun = True
-        return batch
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
-        self._begun = True

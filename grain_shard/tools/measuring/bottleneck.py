@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from grain_shard.iteration.sharded_dataset import Settings
 from grain_shard.spans import BATCH, MAP, PAD, PLACE, READ, STAGES, STEP, WAIT, Span
 from grain_shard.stats.counts import BUSY, MAKING, busiest
 from grain_shard.tools.measuring.loop import covered_s
-
-if TYPE_CHECKING:
-    from grain_shard.tools.measuring.profiling import Profile
+from grain_shard.tools.measuring.measurement import Measurement
 
 _LITTLE_WAIT = 0.1  # of the loop's time: no change to the pipeline could gain more than that
 _MOST = 0.5  # of the waiting, or of a stage's time
@@ -52,7 +50,7 @@ class Bottleneck(NamedTuple):
     advice: tuple[str, ...]
 
 
-def find_bottleneck(measured: Profile) -> Bottleneck:
+def find_bottleneck(measured: Measurement) -> Bottleneck:
     """Returns the stage that holds the loop up, with the advice that fits the pipeline."""
     pipeline = measured.pipeline or Settings()
     if measured.num_batches < min(_ENOUGH, measured.num_batches_asked / 2):
@@ -136,7 +134,7 @@ def find_bottleneck(measured: Profile) -> Bottleneck:
     )
 
 
-def _making(stage: str, measured: Profile, pipeline: Settings) -> Bottleneck:
+def _making(stage: str, measured: Measurement, pipeline: Settings) -> Bottleneck:
     """Returns the verdict if the threads that make batches hold the loop up, mostly in a stage."""
     cores = _making_cores(measured)
     who = _who(stage, measured)
@@ -160,11 +158,11 @@ def _making(stage: str, measured: Profile, pipeline: Settings) -> Bottleneck:
         f"batches are in the making {_making_share(measured):.0%} of the time, by"
         f" {measured.side_by_side(*MAKING):.1f} threads on average, mostly {_DOING[stage]}, which"
         f" keeps {cores:.2g} processors busy: {finding}",
-        tuple(_faster_making(stage, who, measured, pipeline)),
+        tuple(_advice(stage, who, measured, pipeline)),
     )
 
 
-def _who(stage: str, measured: Profile) -> str:
+def _who(stage: str, measured: Measurement) -> str:
     """Returns the part of a stage that takes its time, as far as parts can be told apart."""
     reads = [s for s in measured.spans if s.stage == READ]
     if stage != READ:
@@ -177,7 +175,7 @@ def _who(stage: str, measured: Profile) -> str:
     return _FUNCTIONS if mapped_s > _MOST * sum(seconds) else "the source"
 
 
-def _faster_making(stage: str, who: str, measured: Profile, pipeline: Settings) -> Iterator[str]:
+def _advice(stage: str, who: str, measured: Measurement, pipeline: Settings) -> Iterator[str]:
     """Yields advice for the threads that make batches."""
     in_threads = not pipeline.is_stream and not pipeline.num_workers
     if stage == READ and pipeline.reads_other_rows:
@@ -213,7 +211,7 @@ def _faster_making(stage: str, who: str, measured: Profile, pipeline: Settings) 
             yield "if it computes, pass num_workers, or profile while the machine is idle."
 
 
-def _more_side_by_side(who: str, measured: Profile, pipeline: Settings) -> str:
+def _more_side_by_side(who: str, measured: Measurement, pipeline: Settings) -> str:
     full = covered_s(_rests(measured)) / measured.seconds
     if full >= _LITTLE_REST:
         return (
@@ -233,7 +231,7 @@ def _more_side_by_side(who: str, measured: Profile, pipeline: Settings) -> str:
     )
 
 
-def _making_share(measured: Profile) -> float:
+def _making_share(measured: Measurement) -> float:
     """Returns the part of the time, 0 to 1, during which batches were in the making.
 
     At other times none could be begun for want of room, and none was still being worked on.
@@ -245,27 +243,27 @@ def _making_share(measured: Profile) -> float:
     return 1 - (either_s - covered_s(made)) / measured.seconds
 
 
-def _rests(measured: Profile) -> list[Span]:
+def _rests(measured: Measurement) -> list[Span]:
     """Returns the times in which a thread that makes batches could begin none, for want of room."""
     threads = {s.thread for s in measured.spans if s.stage in MAKING}
     return [s for s in measured.rests if s.thread in threads]
 
 
-def _surely_waits(measured: Profile) -> bool:
+def _surely_waits(measured: Measurement) -> bool:
     """Returns whether the threads that make batches wait, and surely not for a processor."""
     return measured.processor_s(*MAKING) < _SURELY_WAITS * measured.counts.stage_s(*MAKING)
 
 
-def _making_cores(measured: Profile) -> float:
+def _making_cores(measured: Measurement) -> float:
     """Returns how many processors the threads that make batches kept busy, on average."""
     return measured.processor_s(*MAKING) / measured.seconds
 
 
-def _computes(measured: Profile) -> bool:
+def _computes(measured: Measurement) -> bool:
     return _making_cores(measured) >= _COMPUTES
 
 
-def _busiest(measured: Profile) -> str | None:
+def _busiest(measured: Measurement) -> str | None:
     """Returns the stage that takes longer for a batch than the loop's own work; None if none does.
 
     Stages that share their threads are compared by processor time if they compute: threads that
@@ -276,7 +274,7 @@ def _busiest(measured: Profile) -> str | None:
     return busiest(making, placing, stage_s, least=max(BUSY, 1 - measured.busy(WAIT)))
 
 
-def _idle_share(measured: Profile) -> float:
+def _idle_share(measured: Measurement) -> float:
     """Returns the part of the waiting, 0 to 1, during which no stage was seen at work."""
     waits = [s for s in measured.spans if s.stage == WAIT]
     works = [s for s in measured.spans if s.stage in STAGES]
@@ -284,7 +282,7 @@ def _idle_share(measured: Profile) -> float:
     return idle_s / (covered_s(waits) or 1)
 
 
-def _longest_waits(measured: Profile) -> tuple[int, float]:
+def _longest_waits(measured: Measurement) -> tuple[int, float]:
     """Returns the fewest batches that make up half of the waiting, and the least wait of these."""
     waits_s = sorted((s.end - s.start for s in measured.spans if s.stage == WAIT), reverse=True)
     sums = itertools.accumulate(waits_s)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
 from grain_shard.spans import BATCH, PAD, PLACE, READ, STEP, WAIT
 from grain_shard.tools import palette
-
-if TYPE_CHECKING:
-    from grain_shard.tools.measuring.profiling import Profile
+from grain_shard.tools.measuring.measurement import Measurement
 
 _COLORS = {
     READ: palette.BLUE,
@@ -33,9 +30,9 @@ class _Picture(Figure):
         return buffer.getvalue()
 
 
-def draw(measured: Profile) -> Figure:
+def draw(measured: Measurement, bottleneck: str) -> Figure:
     """Draws the lanes over time; a lane of several threads is divided among them."""
-    lanes, bottleneck = measured.lanes_s, measured.bottleneck
+    lanes = measured.lanes_s
     figure = _Picture(figsize=(11, 1.6 + 0.5 * len(lanes)), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     for y, lane in enumerate(lanes):
