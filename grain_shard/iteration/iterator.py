@@ -31,10 +31,9 @@ from grain_shard.hosts.together import AcrossHosts, Alone, Together
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.iteration.second_pass import SecondPass
-from grain_shard.reading.faults import FaultCounts
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
-from grain_shard.stats.figures import Stats
+from grain_shard.stats.figures import Figures, Stats
 from grain_shard.stats.meter import Meter
 from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
@@ -103,9 +102,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _open(self, position: Position | None) -> None:
         host, meter = self._host, self._meter
-        self._opened = opened = host.open(position)
+        opened = host.open(position)
         self._position, batches = opened.position, opened.batches
-        meter.opens(opened.read_counts())
+        meter.opens(opened.reads, opened.faults)
         self._phase = _NOT_BEGUN
         self._together.opens()
         # The threads must refer to this and not to self, which could never be collected then.
@@ -265,29 +264,11 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
         return done()
 
-    @property
-    def read_threads(self) -> str:
-        """The number of threads that read side by side now, and why, as ``64 (reads wait)``.
-
-        Also how many reads came late and were asked for again, if any were. Empty where that is not
-        found while it runs: of streams, feeds and worker processes.
-        """
-        return str(self._opened.read_counts()())
-
     def stats(self) -> Stats:
-        """Returns the work done so far and the waits of the training loop, at any time."""
-        one = self._together.slowest
+        """Returns the figures of its work so far, and of the training loop's waiting; any time."""
+        meter, one = self._meter, self._together.slowest
         slowest = None if one is None else one.found
-        return Stats.of(self._meter.total(), self._meter.recent(), slowest)
-
-    @property
-    def faults(self) -> FaultCounts:
-        """The number of reads tried again, and the records left out, on this host.
-
-        They are counted since the iterator was made, or was moved by `set_state` or `seek`, and
-        include reads ahead of the loop.
-        """
-        return self._opened.faults()
+        return Stats(Figures(meter.total()), Figures(meter.recent()), meter.faults(), slowest)
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""

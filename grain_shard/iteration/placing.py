@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.spans import PLACE, span
-from grain_shard.stats.counts import Size
 from grain_shard.stats.meter import Meter
 from grain_shard.trees import Batch
 
@@ -16,7 +16,7 @@ class Placed(NamedTuple):
 
     batch: Batch
     position: Position
-    size: Size
+    size: Mapping[str, int]
 
 
 class Placer(Protocol):

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import numbers
+import operator
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -142,7 +143,7 @@ class BadRecord(NamedTuple):
 
 
 class FaultCounts(NamedTuple):
-    """Counts of one host, since its iterator was made or moved.
+    """Counts of one host.
 
     Attributes:
         retries: Times that the source was asked again after an error.
@@ -153,8 +154,13 @@ class FaultCounts(NamedTuple):
 
     retries: int = 0
     bad_records: int = 0
-    listed: Sequence[BadRecord] = ()
+    listed: tuple[BadRecord, ...] = ()
     records: int = 0
+
+    def after(self, before: FaultCounts) -> FaultCounts:
+        """Returns the counts of before and these, together."""
+        both = FaultCounts(*map(operator.add, before, self))
+        return both._replace(listed=both.listed[:_MOST_LISTED])
 
 
 class Faults(Recovery):
