@@ -36,7 +36,7 @@ def make_feed(feed: grain.sharding.ShardOptions) -> grain.IterDataset:
 def host_of(ds: Any, layouts: dict[int, BatchLayout], host: int) -> HostFeeds:
     ds = ds.of_host(layouts[host])
     saved = feeds_to_save(ds, layouts, host)
-    return HostFeeds(ds, buffer_size=1, num_threads=None, saved_feeds=saved)
+    return HostFeeds(ds, saved_feeds=saved)
 
 
 def state_of(host: HostFeeds) -> dict[str, Any]:

@@ -20,21 +20,40 @@ import pickle
 import signal
 import threading
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
+import numpy as np
 
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
-from grain_shard.tasks import Producer
+from grain_shard.tasks import Producer, naming_closed
 
 
-class WorkerProcesses(Producer[Any]):
-    """What worker processes make of a dataset: the next element of each of them in turn.
+class WithNote(NamedTuple):
+    """An element of a worker process: arrays, and a note about them.
+
+    Attributes:
+        arrays: A tree of arrays, each of which travels in shared memory of its own.
+        note: Anything that is no array, pickled, as ``uint8[n]``; None for no note. A worker that
+            is to end waits until its pipe has been read, and shared memory needs no such wait.
+    """
+
+    arrays: Any
+    note: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, arrays: Any, note: Any) -> WithNote:
+        """Puts both together; no note if it is None."""
+        return cls(arrays, None if note is None else np.frombuffer(pickle.dumps(note), np.uint8))
+
+
+class WorkerProcesses(Producer[tuple[Any, Any]]):
+    """The elements that worker processes make of a dataset: the next one of each worker in turn.
 
     They start with the first ``next``, by ``spawn``.
 
     Args:
-        ds: The dataset. With several workers, Grain gives each its share of it by ``set_slice``.
+        ds: Yields `WithNote`. With several workers, Grain gives each its share by ``set_slice``.
         num_workers: How many processes.
         buffer_size: Elements that may wait or be in the making, of all workers together. Grain
             keeps four for each of them at least.
@@ -49,19 +68,24 @@ class WorkerProcesses(Producer[Any]):
         elements = iter(_SendableErrors(ds).mp_prefetch(options, _begin_worker))
         self._elements: grain.DatasetIterator | None = elements
 
-    def __next__(self) -> Any:
-        """The next element. Its arrays may lie in shared memory, which is freed with them."""
+    def __next__(self) -> tuple[Any, Any]:
+        """Returns the next arrays and their note, or None for no note.
+
+        The arrays may lie in shared memory, which is freed with them.
+        """
         if self._elements is None:
             raise StopIteration
-        return next(self._elements)
+        arrays, note = next(self._elements)
+        return arrays, None if note is None else pickle.loads(note.tobytes())
 
     def close(self) -> None:
         """Ends the processes as soon as what they are in returns; after 25 seconds in any case."""
         elements, self._elements = self._elements, None
         if elements is not None:
-            elements.close()
+            with naming_closed("the worker processes"):
+                elements.close()
             # Grain's iterators are in reference cycles, with the semaphores of their processes. If
-            # the collector comes upon those while others are being made, they leak.
+            # the collector finds those while others are being made, they leak.
             del elements
             gc.collect()
 
@@ -76,11 +100,11 @@ def _begin_worker(index: int, count: int) -> None:
 def _end_with_parent() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)  # nobody is left to put anything in order for
+        os.kill(os.getpid(), signal.SIGKILL)  # no loop is left to end the worker
 
 
 class _SendableErrors(grain.IterDataset):
-    """The same elements; what they raise can be sent to another process."""
+    """The same elements; their errors can be sent to another process."""
 
     def __init__(self, parent: grain.IterDataset):
         super().__init__(parent)
@@ -114,7 +138,7 @@ class _SendableErrorsIterator(grain.DatasetIterator):
 
 
 def _note_cause(error: BaseException) -> None:
-    """Says what the error was raised from, which is not sent along."""
+    """Adds the cause of an error as a note, since the cause is not sent along."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         told = "".join(traceback.format_exception(cause)).rstrip()
@@ -132,7 +156,7 @@ def _can_be_sent(error: BaseException) -> bool:
 
 
 def _told(error: BaseException) -> RuntimeError:
-    """An error that says the same, from the same place."""
+    """Returns an error with the same text and traceback."""
     told = RuntimeError(f"{type(error).__name__}: {error}")
     for note in getattr(error, "__notes__", ()):
         told.add_note(note)

@@ -52,12 +52,7 @@ def hosts_of(ds, shards_of_hosts, divisor, microbatches=1):
         for host, shards in enumerate(shards_of_hosts)
     }
     return [
-        HostFeeds(
-            ds.of_host(layout),
-            buffer_size=1,
-            num_threads=None,
-            saved_feeds=feeds_to_save(ds.of_host(layout), layouts, host),
-        )
+        HostFeeds(ds.of_host(layout), saved_feeds=feeds_to_save(ds.of_host(layout), layouts, host))
         for host, layout in layouts.items()
     ]
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grain_shard
-from grain_shard.feeding import feed_batches
+from grain_shard.feeding import feed_streams
+from grain_shard.feeding.feed_streams import wants_read_ahead
 from grain_shard.feeding.record_stream import RecordStream
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
@@ -100,7 +101,7 @@ PIPELINES = {
 
 
 def read_by_grain(monkeypatch):
-    monkeypatch.setattr(feed_batches, "replace_read_ahead", lambda ds, make_stream: ds)
+    monkeypatch.setattr(feed_streams, "replace_read_ahead", lambda ds, make_stream: ds)
 
 
 def batches_and_states(ds, count, state=None):
@@ -227,7 +228,7 @@ def test_who_asks_for_no_thread_gets_none(options, is_read_ahead):
     asked = []
     replace_read_ahead(
         grain.MapDataset.range(3).to_iter_dataset(options),
-        lambda records, is_read_ahead: asked.append(is_read_ahead) or RecordStream(records),
+        lambda records, options: asked.append(wants_read_ahead(options)) or RecordStream(records),
     )
     assert asked == [is_read_ahead]
 

@@ -23,9 +23,10 @@ from jax._src import xla_bridge
 
 import grain_shard
 from grain_shard.feeding import feed_workers
-from grain_shard.feeding.feed_turns import Piece
+from grain_shard.feeding.feed_batches import FeedRun
+from grain_shard.feeding.feed_turns import FeedTurns
 from grain_shard.feeding.host_feeds import HostFeeds
-from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
+from grain_shard.reading.faults import FAIL_AT_ONCE, FaultCounts, Faults
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import background_threads, data_mesh, eventually, ids, to_numpy
@@ -149,9 +150,7 @@ def test_each_of_two_hosts_has_workers_for_its_own_feeds_and_for_parts_of_feeds(
         ds = grain_shard.feeds(text.packed, num_feeds=4).batch(8)
         host = HostFeeds(
             ds.of_host(BatchLayout(divisor=8, shards=shards)),
-            buffer_size=2,
-            num_threads=None,
-            num_workers=num_workers,
+            FeedRun(num_workers=num_workers, buffer_size=2),
         )
         batches = host.open(None).batches
         taken = [(batch, host.to_state(at)) for batch, at in itertools.islice(batches, 5)]
@@ -260,8 +259,8 @@ def test_a_worker_that_ends_is_an_error_and_not_the_end_of_the_feeds(monkeypatch
     """Grain would go on with the other workers, whose parts would then be taken for its own."""
     entries = {feed: {} for feed in range(4)}
     workers = feed_workers.FeedWorkers(lambda entries: None, entries, 2, 1, Faults(FAIL_AT_ONCE))
-    pieces = [Piece(feed, [], b"") for feed in (0, 2)]
-    parts = itertools.repeat(feed_workers._Part.of(pieces, None))  # the second worker has ended
+    note = [(feed, 0, b"") for feed in (0, 2)], FaultCounts()
+    parts = itertools.repeat((None, note))  # the second worker has ended
     monkeypatch.setattr(feed_workers, "WorkerProcesses", lambda *args, **options: parts)
     with pytest.raises(RuntimeError, match="a worker process has ended"):
         workers.of_one_batch()
@@ -439,7 +438,7 @@ def test_what_a_worker_is_given_holds_nothing_of_a_device():
     ds = grain_shard.feeds(text.packed, num_feeds=4).batch(8)
     of_host = ds.shard_to(data_mesh(4)).parents[0]
     pickled = cloudpickle.dumps(
-        functools.partial(of_host.open_turns, Faults(FAIL_AT_ONCE), num_threads=1)
+        functools.partial(FeedTurns, of_host.feeds, Faults(FAIL_AT_ONCE), of_host.rows.per_feed, 1)
     )
     for name in (b"Mesh", b"Device", b"NamedSharding", b"PartitionSpec", b"jaxlib", b"Array"):
         assert name not in pickled

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard.feeding.feed_reader import FeedReader
+from grain_shard.feeding.feed_batches import FeedRun
+from grain_shard.feeding.feed_streams import FeedReader
 from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
@@ -417,7 +418,7 @@ def host_feeds(make_feed, *, buffer_size, num_threads=1):
     """All rows of four feeds, as a host's iterator asks for them."""
     ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
     whole = ds.of_host(BatchLayout(divisor=4, shards=(0, 1, 2, 3)))
-    return HostFeeds(whole, buffer_size=buffer_size, num_threads=num_threads).open(None).batches
+    return HostFeeds(whole, FeedRun(num_threads, buffer_size=buffer_size)).open(None).batches
 
 
 @pytest.mark.parametrize(("buffer_size", "num_threads"), [(1, 1), (2, 1), (4, 1), (4, 3), (3, 8)])
@@ -557,7 +558,7 @@ def test_a_feed_that_cannot_be_closed_is_told_when_every_other_is_closed(num_thr
         number = feed.shard_index
         return Unclosable(number == 1, lambda: closed.append(number))
 
-    batches = grain_shard.feeds(make_feed, num_feeds=3).batch(3).iterate(num_threads)
+    batches = grain_shard.feeds(make_feed, num_feeds=3).batch(3).iterate(FeedRun(num_threads))
     next(batches)
     with pytest.raises(OSError, match="cannot close") as raised:
         batches.close()
@@ -582,11 +583,11 @@ def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
 def test_a_reader_takes_what_there_is_and_says_where_it_stands():
     ds = grain.MapDataset.range(3).to_iter_dataset(OPTIONS)
     reader = FeedReader(lambda: ds, {})
-    assert reader.entry() == {}
+    assert reader.feed_state() == {}
     assert reader.take(2) == [0, 1]
-    entry = reader.entry()
-    assert (reader.take(2), reader.entry(), reader.take(2)) == ([2], {"ended": True}, [])
-    assert FeedReader(lambda: ds, entry).take(5) == [2]
+    state = reader.feed_state()
+    assert (reader.take(2), reader.feed_state(), reader.take(2)) == ([2], {"ended": True}, [])
+    assert FeedReader(lambda: ds, state).take(5) == [2]
     assert FeedReader(lambda: pytest.fail("opened"), {"ended": True}).take(5) == []
 
 
@@ -780,7 +781,7 @@ def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row(num_thr
 
         return grain.MapDataset.range(4).map(row).to_iter_dataset(OPTIONS)
 
-    batches = grain_shard.feeds(make_feed, num_feeds=2).batch(2).iterate(num_threads)
+    batches = grain_shard.feeds(make_feed, num_feeds=2).batch(2).iterate(FeedRun(num_threads))
     assert next(batches)["id"].tolist() == [0, 10]
     state = batches.get_state()
     for _ in range(2):

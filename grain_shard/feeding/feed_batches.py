@@ -1,33 +1,33 @@
 """Feeds: a stream cut into parts, so that its batches do not depend on how many hosts there are.
 
-Which host runs a feed never changes what the feed yields, and each feed has fixed rows of every
-batch. So the global batch follows from the pipeline, the number of feeds and the step alone,
-although nobody can read a stream by index.
+A feed yields the same rows on whichever host it runs, and has fixed rows of every batch. So the
+global batch follows from the pipeline, the number of feeds and the step alone, although a stream
+cannot be read by index.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import grain
 
-from grain_shard.errors import ShardingError, require_int
-from grain_shard.feeding.feed_iterator import FeedIterator
-from grain_shard.feeding.feed_reader import Entry, FeedReader, naming_feed
-from grain_shard.feeding.feed_rows import FeedRows, Padding
+from grain_shard.errors import ShardingError
+from grain_shard.feeding.feed_position import FeedsPosition
+from grain_shard.feeding.feed_rows import FeedRows, row_stacker
+from grain_shard.feeding.feed_streams import FeedStreams, FeedTurn, MakeFeed
 from grain_shard.feeding.feed_turns import FeedTurns
-from grain_shard.feeding.record_stream import RecordStream, evaluated_in_turn
-from grain_shard.feeding.shared_reads import SharedReads
-from grain_shard.grain_inside.read_ahead import begins_with_records, replace_read_ahead
-from grain_shard.hosts.feed_files import NUM_FEEDS
-from grain_shard.reading.faults import FaultRules, Faults, Skipped
-from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
+from grain_shard.feeding.feed_workers import FeedWorkers
+from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
+from grain_shard.reading.pad_batch import Padding
+from grain_shard.reading.stack import RowStacker
+from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout
-
-MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
+from grain_shard.spans import BATCH, span
+from grain_shard.tasks import Raised
+from grain_shard.trees import Batch
 
 
 def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
@@ -48,11 +48,11 @@ def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
     Args:
         make_feed: Makes the stream of rows of one feed, from ``shard_index`` (which feed) and
             ``shard_count`` (of how many): an ordinary Grain pipeline over that part of the source.
-            What it yields must depend on these two alone, not on the host that calls it. The
-            feeds of a host share what reads ahead for them, whatever `grain.ReadOptions` they
-            begin with; with no thread or no buffer in these, nothing is read ahead.
-        num_feeds: How many feeds there are, for the life of the run: at least as many as the most
-            hosts that it will ever see.
+            Its rows must depend on these two alone, not on the host that calls it. The feeds of a
+            host share the threads that read ahead for them, whatever `grain.ReadOptions` they begin
+            with; with no thread or no buffer in these, nothing is read ahead.
+        num_feeds: The number of feeds, for the life of the run: at least as many as the most hosts
+            that it will ever see.
 
     Returns:
         The feeds, to be batched.
@@ -63,8 +63,7 @@ def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
     return Feeds(make_feed, num_feeds)
 
 
-@dataclass(frozen=True)
-class Feeds:
+class Feeds(FeedStreams):
     """A stream cut into parts; `feeds` makes it.
 
     Example:
@@ -74,22 +73,11 @@ class Feeds:
 
     Attributes:
         make_feed: Makes the stream of one feed.
-        num_feeds: How many there are.
+        num_feeds: The number of feeds, on all hosts together.
     """
 
-    make_feed: MakeFeed
-    num_feeds: int
-
-    def __post_init__(self) -> None:
-        require_int("num_feeds", self.num_feeds, 1)
-        if not callable(self.make_feed):
-            raise ShardingError(
-                f"a {type(self.make_feed).__name__} cannot make a feed.",
-                remedy="pass a function from grain.sharding.ShardOptions to a grain.IterDataset.",
-            )
-
     def batch(self, global_batch_size: int) -> FeedBatches:
-        """Batches that take as many rows from each feed: those of feed 0, of feed 1, and so on.
+        """Returns batches of equally many rows of each feed: those of feed 0, then of feed 1, ...
 
         Args:
             global_batch_size: Rows of a batch, of all hosts together.
@@ -97,7 +85,27 @@ class Feeds:
         Raises:
             ShardingError: The feeds do not divide the batch.
         """
-        return FeedBatches(self, global_batch_size)
+        return FeedBatches(self, FeedRows(self.num_feeds, global_batch_size))
+
+
+@dataclass(frozen=True)
+class FeedRun:
+    """The way in which a host runs its feeds.
+
+    Attributes:
+        num_threads: Threads that run feeds side by side, in each worker if there are some. One is
+            best for most, because Python's interpreter runs one at a time, and switching between
+            them costs a tenth of the time of packing.
+        num_workers: Worker processes that run the feeds; 0 for none.
+        buffer_size: Batches that these make ahead. Grain lets them make four at least, whatever
+            their number.
+        fault_rules: Decide on reads that fail.
+    """
+
+    num_threads: int = 1
+    num_workers: int = 0
+    buffer_size: int = 1
+    fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
 
 
 class FeedBatches(grain.IterDataset):
@@ -107,8 +115,8 @@ class FeedBatches(grain.IterDataset):
     it runs all of them, one after the other, without padding: a feed that has ended gives no more
     rows, so that batches shrink, down to the one in which the last feed ends.
 
-    No transformation may stand between the two, on one host as on many: put what is to be done to a
-    row into `make_feed`.
+    No transformation may stand between the two, on one host as on many: put row transformations
+    into `make_feed`.
 
     Example:
         >>> import grain, jax
@@ -124,130 +132,48 @@ class FeedBatches(grain.IterDataset):
 
     Args:
         feeds: The feeds.
-        global_batch_size: Rows of a batch, of all hosts together.
-        padding: What becomes of rows that feeds lack; None makes the batch shorter by them.
-        layout: Which rows to keep; None for all.
+        rows: The rows of a batch that each feed gives.
     """
 
-    def __init__(
-        self,
-        feeds: Feeds,
-        global_batch_size: int,
-        padding: Padding | None = None,
-        layout: BatchLayout | None = None,
-    ):
+    def __init__(self, feeds: FeedStreams, rows: FeedRows):
         super().__init__()
-        self._feeds = feeds
-        self._rows = FeedRows(feeds.num_feeds, global_batch_size, padding, layout)
-
-    @property
-    def rows(self) -> FeedRows:
-        """Which rows of a batch each feed gives."""
-        return self._rows
+        self.feeds, self.rows = feeds, rows
 
     def padded(self, padding: Padding) -> FeedBatches:
-        """Batches of one size: zeros, and False in the mask, where a feed has no row any more."""
-        return FeedBatches(self._feeds, self.global_batch_size, padding, self.rows.layout)
+        """Returns batches of one size: padding in place of rows that feeds lack, and the mask."""
+        return FeedBatches(self.feeds, replace(self.rows, padding=padding))
 
     def of_host(self, layout: BatchLayout) -> FeedBatches:
-        """The rows of one host, from the feeds that they belong to and no others.
+        """Returns the rows of one host, from the feeds that they belong to and no others.
 
         Args:
-            layout: Which rows the host holds. The padded batch has to be its `multiple`.
+            layout: The rows that the host holds. The padded batch has to be its `multiple`.
         """
         padding = self.rows.padding or Padding(divisor=layout.multiple)
-        return FeedBatches(self._feeds, self.global_batch_size, padding, layout)
+        return FeedBatches(self.feeds, replace(self.rows, padding=padding, layout=layout))
 
     @property
     def num_feeds(self) -> int:
-        """How many feeds there are."""
-        return self._feeds.num_feeds
+        """The number of feeds."""
+        return self.rows.num_feeds
 
     @property
     def global_batch_size(self) -> int:
         """Rows of a batch, of all hosts together."""
         return self.rows.global_batch_size
 
-    @functools.cached_property
-    def fingerprint(self) -> Fingerprint:
-        """What a state must agree with: of the pipeline, what Grain shows of feed 0.
-
-        Not the batch size: each feed goes on at its own next row, however many a batch takes.
-        """
-        with naming_feed(0, self.num_feeds):
-            feed_0 = self._make(0)
-        return {
-            NUM_FEEDS: self.num_feeds,
-            **pipeline_digests(feed_0),
-        }
-
-    @property
-    def begins_with_records(self) -> bool:
-        """Whether feeds begin with random access; feed 0 tells."""
-        return begins_with_records(self._make(0))
-
-    def open_feed(
-        self, feed: int, entry: Entry, faults: Faults, reads: SharedReads | None = None
-    ) -> FeedReader:
-        """A reader of one feed.
-
-        Args:
-            feed: Which.
-            entry: Where it is to start.
-            faults: What becomes of records that cannot be had.
-            reads: What reads ahead for it; None if nothing is to be read ahead.
-        """
-        in_turn = functools.partial(evaluated_in_turn, faults=faults)
-        skipped = Skipped(faults, feed) if faults.leaves_out else None
-
-        def record_stream(records: grain.MapDataset, is_read_ahead: bool) -> RecordStream:
-            elements = in_turn if reads is None or not is_read_ahead else reads.elements
-            return RecordStream(records, elements, skipped)
-
-        return FeedReader(lambda: replace_read_ahead(self._make(feed), record_stream), entry)
-
-    def open_turns(
-        self, faults: Faults, entries: Mapping[int, Entry], num_threads: int
-    ) -> FeedTurns:
-        """What takes from feeds, in this process, what they give to each batch.
-
-        Args:
-            faults: What becomes of records that cannot be had.
-            entries: Of each feed to run, where it is to start.
-            num_threads: Threads that run feeds side by side.
-        """
-        reads = SharedReads(faults)
-        return FeedTurns(
-            {feed: self.open_feed(feed, entry, faults, reads) for feed, entry in entries.items()},
-            reads,
-            num_feeds=self.num_feeds,
-            rows_per_feed=self.rows.per_feed,
-            num_threads=num_threads,
-        )
-
     def iterate(
         self,
-        num_threads: int = 1,
-        num_workers: int = 0,
-        buffer_size: int = 1,
-        fault_rules: FaultRules = FaultRules(),  # noqa: B008 (it is frozen)
+        run: FeedRun = FeedRun(),
+        position: FeedsPosition | None = None,
     ) -> FeedIterator:
-        """An iterator over the batches.
+        """Returns an iterator over the batches.
 
         Args:
-            num_threads: Threads that run feeds side by side, of each worker if there are some.
-            num_workers: Worker processes that run the feeds; 0 for none.
-            buffer_size: Batches that these make ahead. Grain lets them make four at least.
-            fault_rules: What becomes of reads that fail.
+            run: The way to run the feeds.
+            position: The feeds' position at the start; None for the beginning.
         """
-        return FeedIterator(
-            self.rows,
-            functools.partial(self.open_turns, num_threads=num_threads),
-            lambda: self.fingerprint,
-            num_workers=num_workers,
-            buffer_size=buffer_size,
-            fault_rules=fault_rules,
-        )
+        return FeedIterator(self, run, position)
 
     def __iter__(self) -> FeedIterator:
         return self.iterate()
@@ -262,14 +188,87 @@ class FeedBatches(grain.IterDataset):
             remedy="pass num_workers to .shard_to: each worker then runs some of the feeds.",
         )
 
-    def _make(self, feed: int) -> grain.IterDataset:
-        ds: Any = self._feeds.make_feed(
-            grain.sharding.ShardOptions(shard_index=feed, shard_count=self.num_feeds)
+
+class FeedIterator(BatchIterator):
+    """The batches of feeds.
+
+    Args:
+        ds: The dataset.
+        run: The way to run the feeds.
+        position: The feeds' position at the start; None for the beginning.
+    """
+
+    def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
+        super().__init__()
+        self._ds, self._run, self._is_closed = ds, run, False
+        self._stacker: RowStacker | None = None
+        self._go_to(position or FeedsPosition.at_start(ds.rows.by_feed))
+
+    def _go_to(self, position: FeedsPosition) -> None:
+        ds, run, states = self._ds, self._run, position.feed_states()
+        self._position = position
+        self._end: Raised | None = None
+        self._faults = Faults(run.fault_rules)
+        open_turns = functools.partial(
+            FeedTurns, ds.feeds, self._faults, ds.rows.per_feed, run.num_threads
         )
-        if not isinstance(ds, grain.IterDataset):
-            raise ShardingError(
-                f"make_feed returned a {type(ds).__name__}.",
-                remedy="return a grain.IterDataset: end a grain.MapDataset with"
-                " .to_iter_dataset().",
-            )
-        return ds
+        self._turns: FeedTurns | FeedWorkers
+        if run.num_workers:
+            workers = run.num_workers, run.buffer_size
+            self._turns = FeedWorkers(open_turns, states, *workers, self._faults)
+        else:
+            self._turns = open_turns(states)
+
+    def __next__(self) -> Batch:
+        self._require_open()
+        if self._end is not None:
+            self._end.throw()
+        try:
+            turns = self._turns.of_one_batch()
+            if self._ds.rows.end_with(turns):
+                raise StopIteration
+            batch = self._joined(turns)
+        except Exception as error:
+            # The feeds have given their rows already: a next batch would lack them.
+            self._end = Raised(error, error.__traceback__)
+            raise
+        states = {turn.feed: turn.feed_state for turn in turns}
+        self._position = FeedsPosition(self._position.step + 1, states)
+        return batch
+
+    def _joined(self, turns: Sequence[FeedTurn]) -> Batch:
+        with span(BATCH):
+            rows = (row for turn in turns for row in turn.rows)
+            self._stacker = self._stacker or row_stacker(next(rows))
+            return self._ds.rows.join(turns, self._stacker)
+
+    def faults(self) -> FaultCounts:
+        """Returns the counts of reads that failed."""
+        return self._faults.counts()
+
+    def position(self) -> FeedsPosition:
+        return self._position
+
+    def get_state(self) -> dict[str, Any]:
+        return self._position.to_state(self._ds.feeds.fingerprint)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._require_open()
+        before = self._turns
+        # It moves before the old feeds are closed, which may fail: a closed feed would begin anew.
+        self._go_to(
+            FeedsPosition.of_state(state, self._ds.feeds.fingerprint, self._ds.rows.by_feed)
+        )
+        before.close()
+
+    def stop(self) -> None:
+        self._turns.stop()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._turns.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("this is a closed iterator; make another by iter(ds).")

@@ -1,4 +1,4 @@
-"""Where the feeds of a host stand, and the state that says so."""
+"""The position of the feeds of a host, and its state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from grain_shard.errors import StateError
-from grain_shard.feeding.feed_reader import ENDED, Entry, is_entry
+from grain_shard.feeding.feed_streams import ENDED, FeedState, is_feed_state
 from grain_shard.hosts.feed_files import FEED_ENTRIES
 from grain_shard.hosts.state_files import FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
@@ -18,21 +18,21 @@ _UNCHANGED = "  remedy: pass what get_state() gave, unchanged."
 
 
 class FeedsPosition(NamedTuple):
-    """How many batches were handed out, and where each feed then stood, pickled."""
+    """The number of batches that were handed out, and each feed's state after them, pickled."""
 
     step: int
-    entries: Mapping[int, bytes]
+    pickled_states: Mapping[int, bytes]
 
     @classmethod
     def at_start(cls, feeds: Iterable[int]) -> FeedsPosition:
-        """The position of these feeds before the first batch."""
+        """Returns the position of these feeds before the first batch."""
         return cls(0, dict.fromkeys(feeds, pickle.dumps({})))
 
     @classmethod
     def of_state(
         cls, state: Mapping[str, Any], fingerprint: Fingerprint, feeds: Iterable[int]
     ) -> FeedsPosition:
-        """Where these feeds stood when a state was saved; it may hold others, too.
+        """Returns the position of these feeds in a state, which may hold other feeds, too.
 
         Raises:
             StateError: The state was saved by other feeds, or lacks one of these.
@@ -50,21 +50,21 @@ class FeedsPosition(NamedTuple):
                 " runs.\n  remedy: each host's get_state() has the feeds that it runs; join the"
                 f' "{FEED_ENTRIES}" of all, as CheckpointRestore does.'
             )
-        entries = {feed: from_json(saved[str(feed)]) for feed in feeds}
-        for feed, entry in entries.items():
-            if not is_entry(entry):
-                raise StateError(f"the state has {entry!r} for feed {feed}.\n{_UNCHANGED}")
-        return cls(state[_STEP], {feed: pickle.dumps(entry) for feed, entry in entries.items()})
+        states = {feed: from_json(saved[str(feed)]) for feed in feeds}
+        for feed, feed_state in states.items():
+            if not is_feed_state(feed_state):
+                raise StateError(f"the state has {feed_state!r} for feed {feed}.\n{_UNCHANGED}")
+        return cls(state[_STEP], {feed: pickle.dumps(states[feed]) for feed in states})
 
     def to_state(self, fingerprint: Fingerprint) -> dict[str, Any]:
-        """The state of these feeds as plain JSON."""
-        entries = {str(feed): to_json(entry) for feed, entry in self.opened().items()}
-        return {KIND: FEEDS, _STEP: self.step, **fingerprint, FEED_ENTRIES: entries}
+        """Returns the state of these feeds as plain JSON."""
+        states = {str(feed): to_json(state) for feed, state in self.feed_states().items()}
+        return {KIND: FEEDS, _STEP: self.step, **fingerprint, FEED_ENTRIES: states}
 
-    def opened(self) -> dict[int, Entry]:
-        """Where each feed stands; a copy of its own."""
-        return {feed: pickle.loads(entry) for feed, entry in self.entries.items()}
+    def feed_states(self) -> dict[int, FeedState]:
+        """Returns the state of each feed, as a copy of its own."""
+        return {feed: pickle.loads(state) for feed, state in self.pickled_states.items()}
 
     def past_end(self) -> FeedsPosition:
-        """The position after one more batch, for which none of these feeds had a row any more."""
-        return FeedsPosition(self.step + 1, dict.fromkeys(self.entries, pickle.dumps(ENDED)))
+        """Returns the position after one more batch, in which these feeds had no row any more."""
+        return FeedsPosition(self.step + 1, dict.fromkeys(self.pickled_states, pickle.dumps(ENDED)))

@@ -1,4 +1,4 @@
-"""Which rows of a batch each feed gives, and the batch that they make.
+"""The rows of a batch that each feed gives, and the batch that they make.
 
 Each feed has fixed rows of every batch, as many as any other: those of feed 0, of feed 1, and so
 on. A host that holds some rows runs the feeds that they belong to, and no others.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.feeding.feed_turns import Piece
-from grain_shard.reading.pad_batch import Remainder, pad_batch
+from grain_shard.feeding.feed_streams import FeedTurn
+from grain_shard.reading.pad_batch import Padding, pad_batch
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.sharding.layout import BatchLayout, round_up
@@ -23,20 +24,13 @@ from grain_shard.trees import Batch
 _MISSING = object()  # instead of a row that a feed no longer has
 
 
-@dataclass(frozen=True)
-class Padding:
-    """What becomes of the rows that feeds lack which have ended.
+def row_stacker(row: Any) -> RowStacker:
+    """Returns a stacker of rows that look like this one.
 
-    Attributes:
-        divisor: What the number of rows of a batch must be a multiple of.
-        remainder: What becomes of a batch for which a feed has not rows enough: "pad" it, until
-            the last feed has ended; "drop" it, and end; or "error".
-        rows: What these rows hold, and where the mask is.
+    Raises:
+        ShardingError: It cannot be a row.
     """
-
-    divisor: int
-    remainder: Remainder = "pad"
-    rows: PadRows = PadRows()  # noqa: RUF009 (it is frozen)
+    return RowStacker(row, "a row of feed {}")
 
 
 @dataclass(frozen=True)
@@ -44,10 +38,10 @@ class FeedRows:
     """The rows of a batch, by feed.
 
     Attributes:
-        num_feeds: How many feeds there are.
+        num_feeds: The number of feeds.
         global_batch_size: Rows of a batch, of all hosts together.
-        padding: What becomes of rows that feeds lack; None makes the batch shorter by them.
-        layout: Which rows to keep; None for all.
+        padding: The treatment of rows that feeds lack; None makes the batch shorter by them.
+        layout: The rows to keep; None for all.
 
     Raises:
         ShardingError: The feeds do not divide the batch.
@@ -76,7 +70,7 @@ class FeedRows:
 
     @functools.cached_property
     def by_feed(self) -> dict[int, list[int]]:
-        """The feeds to run, and which of each feed's rows of a batch are wanted of it.
+        """The feeds to run, and for each the rows of its turn that are kept.
 
         Example:
             >>> FeedRows(4, 8, layout=BatchLayout(divisor=8, shards=(2, 3, 4))).by_feed
@@ -89,7 +83,7 @@ class FeedRows:
         return {int(feed): rows_of_feed[feeds == feed].tolist() for feed in np.unique(feeds)}
 
     def feeds_of(self, layout: BatchLayout) -> list[int]:
-        """The feeds that a host runs, ascending; quickly, since there may be many hosts.
+        """Returns the feeds that a host runs, ascending; quickly, for jobs of many hosts.
 
         Example:
             >>> FeedRows(4, 8).feeds_of(BatchLayout(divisor=8, shards=(2, 3, 4)))
@@ -105,17 +99,17 @@ class FeedRows:
         divisor = 1 if self.padding is None else self.padding.divisor
         return round_up(self.global_batch_size, divisor)
 
-    def end_with(self, pieces: Sequence[Piece]) -> bool:
-        """Whether there is no batch to make of what the feeds gave.
+    def end_with(self, turns: Sequence[FeedTurn]) -> bool:
+        """Returns whether the feeds end with these turns, without another batch.
 
         Raises:
             ShardingError: A feed gave fewer rows than it should, which is to be an error.
         """
-        if not any(piece.rows for piece in pieces):
+        if not any(turn.rows for turn in turns):
             return True
         if self.padding is None or self.padding.remainder == "pad":
             return False
-        short = [piece for piece in pieces if len(piece.rows) < self.per_feed]
+        short = [turn for turn in turns if len(turn.rows) < self.per_feed]
         if short and self.padding.remainder == "error":
             raise ShardingError(
                 f"feed {short[0].feed} has {len(short[0].rows)} rows left, of the {self.per_feed}"
@@ -124,19 +118,17 @@ class FeedRows:
             )
         return bool(short)
 
-    def join(self, pieces: Sequence[Piece], stacker: RowStacker) -> Batch:
-        """The batch of what the feeds gave.
-
-        If it is to be padded, there is padding where feeds lack some rows, and the mask.
+    def join(self, turns: Sequence[FeedTurn], stacker: RowStacker) -> Batch:
+        """Returns the batch of the feeds' turns, with padding and the mask if it is to be padded.
 
         Args:
-            pieces: What they gave; a feed that is missing gave nothing.
-            stacker: What a row looks like.
+            turns: The turns; a feed without one gives no row.
+            stacker: Stacks rows that look like one of them.
 
         Raises:
             ShardingError: A row has another tree, shape or dtype.
         """
-        given = {piece.feed: piece.rows for piece in pieces}
+        given = {turn.feed: turn.rows for turn in turns}
         found = [
             (feed, given[feed][i] if i < len(given.get(feed, ())) else _MISSING)
             for feed, rows in self.by_feed.items()

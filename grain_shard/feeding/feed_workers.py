@@ -1,9 +1,8 @@
-"""What feeds give to a batch, taken by worker processes, each of which runs some of the feeds.
+"""The feeds' turns, taken by worker processes, each of which runs some of the feeds.
 
-A worker does for its feeds what `FeedTurns` does for all of them in one process. It sends what they
-give to a batch in one element, the rows stacked, since each array travels in shared memory of its
-own. It goes on for ever: feeds that have ended give no rows, and the loop's process alone decides
-where the batches end.
+A worker runs its feeds by `FeedTurns`. It sends their turns of a batch as one element, the rows
+stacked, because each array travels in shared memory of its own. It never ends by itself: feeds that
+have ended give no rows, and the loop's process alone decides where the batches end.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import grain
@@ -19,58 +18,60 @@ import jax
 import numpy as np
 
 from grain_shard.errors import ShardingError
-from grain_shard.feeding.feed_reader import Entry
-from grain_shard.feeding.feed_turns import FeedTurns, Piece, row_stacker
-from grain_shard.reading.faults import FaultCounts, Faults
+from grain_shard.feeding.feed_rows import row_stacker
+from grain_shard.feeding.feed_streams import FeedState, FeedTurn
+from grain_shard.feeding.feed_turns import FeedTurns
+from grain_shard.reading.faults import Faults
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.trees import Batch
-from grain_shard.worker_processes import WorkerProcesses
+from grain_shard.worker_processes import WithNote, WorkerProcesses
 
-OpenTurns = Callable[[Mapping[int, Entry]], FeedTurns]
+OpenTurns = Callable[[Mapping[int, FeedState]], FeedTurns]
 
 
 class FeedWorkers:
-    """Takes from each feed what it gives to a batch, as `FeedTurns` does, in worker processes.
+    """Takes a turn of each feed for a batch, as `FeedTurns` does, in worker processes.
 
     They start with the first batch that is asked for.
 
     Args:
-        open_turns: Called in each worker with its part of the entries.
-        entries: Of each feed, where it is to start.
-        num_workers: How many processes; no more than feeds are started.
+        open_turns: Opens the turns of a worker's feeds, in the worker.
+        feed_states: The feeds to run, and their states at the start.
+        num_workers: The number of processes; no more are started than there are feeds.
         buffer_size: Batches that may wait or be in the making. Grain keeps four at least.
-        faults: Is told what the workers count of reads that fail.
+        faults: Adds up the workers' counts of reads that failed. Pickled with `open_turns`, if that
+            refers to it, it counts for itself in each worker.
     """
 
     def __init__(
         self,
         open_turns: OpenTurns,
-        entries: Mapping[int, Entry],
+        feed_states: Mapping[int, FeedState],
         num_workers: int,
         buffer_size: int,
         faults: Faults,
     ):
         self._faults = faults
-        self._open_turns, self._entries = open_turns, entries
-        self._num_workers, self._buffer_size = min(num_workers, len(entries)), buffer_size
+        self._open_turns, self._feed_states = open_turns, feed_states
+        self._num_workers, self._buffer_size = min(num_workers, len(feed_states)), buffer_size
         self._processes: WorkerProcesses | None = None
 
-    def of_one_batch(self) -> list[Piece]:
-        """What every feed gives to the next batch. The rows may lie in shared memory."""
+    def of_one_batch(self) -> list[FeedTurn]:
+        """Returns the next turn of every feed. The rows may lie in shared memory."""
         if self._processes is None:
             self._processes = WorkerProcesses(
-                _WorkerFeeds(_pickled(self._open_turns), self._entries),
+                _WorkerFeeds(_pickled(self._open_turns, self._faults), self._feed_states),
                 self._num_workers,
                 buffer_size=self._buffer_size * self._num_workers,
             )
-        parts: list[_Part] = [next(self._processes) for _ in range(self._num_workers)]
-        for part in parts:
-            if part.counts is not None:
-                self._faults.add(pickle.loads(part.counts.tobytes()))
-        pieces = [piece for part in parts for piece in part.pieces()]
-        if {piece.feed for piece in pieces} != set(self._entries):
+        turns: list[FeedTurn] = []
+        for _ in range(self._num_workers):
+            rows, (shares, counts) = next(self._processes)
+            self._faults.add(counts)
+            turns += _turns(rows, shares)
+        if {turn.feed for turn in turns} != set(self._feed_states):
             raise RuntimeError("a worker process has ended, although feeds never do.")
-        return sorted(pieces, key=lambda piece: piece.feed)
+        return sorted(turns, key=lambda turn: turn.feed)
 
     def stop(self) -> None:
         """Does nothing: a worker ends once what it is in returns, in ``close``."""
@@ -81,9 +82,9 @@ class FeedWorkers:
             self._processes.close()
 
 
-def _pickled(open_turns: OpenTurns) -> bytes:
+def _pickled(open_turns: OpenTurns, faults: Faults) -> bytes:
     try:
-        return cloudpickle.dumps(open_turns)
+        return cloudpickle.dumps((open_turns, faults))
     except Exception as error:
         raise ShardingError(
             f"make_feed cannot be sent to a worker process: {type(error).__name__}: {error}.",
@@ -92,99 +93,71 @@ def _pickled(open_turns: OpenTurns) -> bytes:
         ) from error
 
 
-class _Part(NamedTuple):
-    """What the feeds of one worker give to one batch, as it travels.
+def _turns(stacked: Batch | None, shares: Sequence[tuple[int, int, bytes]]) -> Iterator[FeedTurn]:
+    """Takes the rows of a worker's feeds apart; a row is a view.
 
-    Attributes:
-        rows: Of all of them, one feed after the other, stacked; None if there is none.
-        shares: Of each feed: which it is, how many of the rows are its, and where it stands after
-            them. Pickled, as ``uint8[n]``: an array travels in shared memory, while a worker that
-            is to end waits until what it has put into a pipe is read, and a state may be large.
-        counts: What was counted of reads that failed, pickled in the same way; None if there was
-            nothing to count.
+    Args:
+        stacked: The rows, one feed after the other; None if there is none.
+        shares: Of each feed: its number, how many of the rows it gave, and its state after them.
     """
-
-    rows: Batch | None
-    shares: np.ndarray
-    counts: np.ndarray | None = None
-
-    @classmethod
-    def of(
-        cls,
-        pieces: Sequence[Piece],
-        stacker: RowStacker | None,
-        counts: FaultCounts = FaultCounts(),  # noqa: B008 (it is a tuple)
-    ) -> _Part:
-        """Puts pieces together; the stacker is needed if they have a row."""
-        counted = [(piece.feed, len(piece.rows), piece.entry) for piece in pieces]
-        shares, faults = _as_array(counted), None
-        if counts != FaultCounts():
-            faults = _as_array(counts)
-        rows = [row for piece in pieces for row in piece.rows]
-        if stacker is None or not rows:
-            return cls(None, shares, faults)
-        stack = Stack(stacker, len(rows))
-        stack.write(rows, 0, [piece.feed for piece in pieces for _ in piece.rows])
-        return cls(stack.batch(), shares, faults)
-
-    def pieces(self) -> Iterator[Piece]:
-        """Takes them apart again; a row is a view."""
-        leaves, structure = jax.tree.flatten(self.rows)
-        columns = [np.asarray(leaf) for leaf in leaves]
-        start = 0
-        for feed, count, entry in pickle.loads(self.shares.tobytes()):
-            rows = range(start, start + count)
-            yield Piece(feed, [structure.unflatten(c[i] for c in columns) for i in rows], entry)
-            start += count
-
-
-def _as_array(value: Any) -> np.ndarray:
-    return np.frombuffer(pickle.dumps(value), np.uint8)
+    leaves, structure = jax.tree.flatten(stacked)
+    columns = [np.asarray(leaf) for leaf in leaves]
+    start = 0
+    for feed, count, feed_state in shares:
+        rows = range(start, start + count)
+        yield FeedTurn(feed, [structure.unflatten(c[i] for c in columns) for i in rows], feed_state)
+        start += count
 
 
 class _WorkerFeeds(grain.IterDataset):
-    """What feeds give to one batch after the other.
+    """The turns of some feeds, one batch after the other.
 
     Args:
-        open_turns: What takes it from them, pickled.
-        entries: Of each feed, where it is to start.
+        open_turns: Opens them, pickled, and the counts of reads that fail.
+        feed_states: The feeds to run, and their states at the start.
     """
 
-    def __init__(self, open_turns: bytes, entries: Mapping[int, Entry]):
+    def __init__(self, open_turns: bytes, feed_states: Mapping[int, FeedState]):
         super().__init__()
-        self._open_turns, self._entries = open_turns, entries
+        self._open_turns, self._feed_states = open_turns, feed_states
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
         """Called by Grain, in the worker, with its share."""
-        feeds = list(self._entries)[sl]
-        self._entries = {feed: self._entries[feed] for feed in feeds}
+        feeds = list(self._feed_states)[sl]
+        self._feed_states = {feed: self._feed_states[feed] for feed in feeds}
 
     def __iter__(self) -> _WorkerFeedsIterator:
-        return _WorkerFeedsIterator(self._open_turns, self._entries)
+        return _WorkerFeedsIterator(self._open_turns, self._feed_states)
 
 
 class _WorkerFeedsIterator(grain.DatasetIterator):
     """Opens the feeds with the first element: Grain makes an iterator in the loop's process, too.
 
-    It has no state, since each element says where its feeds stand.
+    It has no state, because each element holds the states of its feeds.
     """
 
-    def __init__(self, open_turns: bytes, entries: Mapping[int, Entry]):
+    def __init__(self, open_turns: bytes, feed_states: Mapping[int, FeedState]):
         super().__init__()
-        self._open_turns, self._entries = open_turns, entries
+        self._open_turns, self._feed_states = open_turns, feed_states
         self._turns: FeedTurns | None = None
         self._stacker: RowStacker | None = None
 
-    def __next__(self) -> _Part:
-        self._turns = self._turns or self._opened()
-        pieces = self._turns.of_one_batch()
-        if self._stacker is None:
-            rows = (row for piece in pieces for row in piece.rows)
-            self._stacker = next(map(row_stacker, rows), None)
-        return _Part.of(pieces, self._stacker, self._turns.faults.taken())
+    def __next__(self) -> WithNote:
+        if self._turns is None:
+            self._turns = self._opened()
+        turns, stacked = self._turns.of_one_batch(), None
+        rows = [row for turn in turns for row in turn.rows]
+        if rows:
+            self._stacker = self._stacker or row_stacker(rows[0])
+            stack = Stack(self._stacker, len(rows))
+            stack.write(rows, 0, [turn.feed for turn in turns for _ in turn.rows])
+            stacked = stack.batch()
+        shares = [(turn.feed, len(turn.rows), turn.feed_state) for turn in turns]
+        return WithNote.of(stacked, (shares, self._faults.taken()))
 
     def _opened(self) -> FeedTurns:
-        turns: FeedTurns = pickle.loads(self._open_turns)(self._entries)
+        open_turns, self._faults = pickle.loads(self._open_turns)
+        turns: FeedTurns = open_turns(self._feed_states)
         weakref.finalize(self, turns.close)  # Grain closes no iterator in a worker
         return turns
 

@@ -1,87 +1,77 @@
-"""This host's batches of feeds: a stream whose state any number of hosts can take up."""
+"""This host's batches of feeds, whose state any number of hosts can take up."""
 
 from __future__ import annotations
 
 import contextlib
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from grain_shard.errors import ShardingError
-from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.feeding.feed_iterator import FeedIterator
+from grain_shard.feeding.feed_batches import FeedBatches, FeedRun
 from grain_shard.feeding.feed_position import FeedsPosition
-from grain_shard.feeding.feed_reader import naming_feed
-from grain_shard.feeding.feed_turns import row_stacker
+from grain_shard.feeding.feed_rows import row_stacker
+from grain_shard.feeding.feed_streams import naming_feed
+from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import FEEDS
-from grain_shard.iteration.stream import Stream
+from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
 from grain_shard.reading.faults import FaultRules, Faults, read_by_several
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import BatchLayout, describe_parts
 from grain_shard.trees import Batch
 
 
-class HostFeeds(Stream):
+class HostFeeds(HostBatches):
     """The rows of `FeedBatches` that this host holds.
 
-    What is different from any other stream: its position is that of each feed and the number of
-    batches, so its state can be taken apart and put together again for other hosts.
+    A position is the number of batches and the state of each feed, so its state can be taken apart
+    and put together again for other hosts.
 
     Args:
         ds: The batches, padded and cut to this host's rows.
-        buffer_size: Batches that may wait on the host or be in the making.
-        num_threads: Threads that run feeds side by side; None for one, as Python's interpreter runs
-            one at a time, and switching between them costs a tenth of what packing takes.
-        num_workers: Worker processes that run the feeds, if not 0. Grain keeps four batches ahead
-            at least, whatever their number, so that many may be on the host.
-        saved_feeds: Those of its feeds that this host writes into a checkpoint; None for all.
-        fault_rules: What becomes of reads that fail.
+        run: The way to run the feeds. As many batches as its `buffer_size` may wait on the host or
+            be in the making; with workers, one more.
+        saved_feeds: The feeds that this host writes into a checkpoint; None for all of its feeds.
     """
 
-    kind: str = FEEDS
-    rows: str = OF_FEEDS
+    kind = FEEDS
+    ends_by_vote = True
+    rows = OF_FEEDS
 
     def __init__(
         self,
         ds: FeedBatches,
-        *,
-        buffer_size: int,
-        num_threads: int | None,
-        num_workers: int = 0,
+        run: FeedRun = FeedRun(),  # noqa: B008 (it is frozen)
         saved_feeds: Sequence[int] | None = None,
-        fault_rules: FaultRules = FaultRules(),  # noqa: B008 (it is frozen)
     ):
-        self._fault_rules = fault_rules
-        self._ds, self._num_threads, self._num_workers = ds, num_threads or 1, num_workers
-        # Of batches that workers make, one waits here, out of their shared memory.
-        self._buffer_size = 1 if num_workers else buffer_size
-        self._buffer_of_workers = buffer_size
-        self.fingerprint = ds.fingerprint
-        run = list(ds.rows.by_feed)
-        self.own_feeds = OwnFeeds(run, run if saved_feeds is None else saved_feeds)
-        self.compared = {**ds.fingerprint, "global_batch_size": ds.global_batch_size}
+        self._ds, self._run = ds, run
+        self.fingerprint = ds.feeds.fingerprint
+        own = list(ds.rows.by_feed)
+        self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
+        self.compared = {**self.fingerprint, "global_batch_size": ds.global_batch_size}
         if ds.rows.padding is not None:
             self.padding = ds.rows.padding.rows
 
-    def _iterate(self) -> FeedIterator:
-        return self._ds.iterate(
-            self._num_threads, self._num_workers, self._buffer_of_workers, self._fault_rules
-        )
+    def open(self, position: FeedsPosition | None) -> Opened:
+        mark_flags_as_parsed()  # there may be an .mp_prefetch in a feed
+        iterator = self._ds.iterate(self._run, position)
+        # If workers make the batches, one waits here, out of their shared memory.
+        buffer_size = 1 if self._run.num_workers else self._run.buffer_size
+        return opened_in_order(iterator, self.kind, buffer_size, iterator.faults)
 
     def first(self) -> Batch:
-        """A batch of padding, for a host of which no feed has had a row yet.
+        """Returns a batch of padding, for a host of which no feed has had a row yet.
 
         Raises:
             ShardingError: No feed of any host has one.
         """
-        faults = Faults(self._fault_rules)
-        for feed in range(self._ds.num_feeds):
+        feeds, faults = self._ds.feeds, Faults(self._run.fault_rules)
+        for feed in range(feeds.num_feeds):
             with (
-                naming_feed(feed, self._ds.num_feeds),
-                contextlib.closing(self._ds.open_feed(feed, {}, faults)) as reader,
+                naming_feed(feed, feeds.num_feeds),
+                contextlib.closing(feeds.reader(feed, {}, faults)) as reader,
             ):
                 rows = reader.take(1)
             if rows:
@@ -91,8 +81,8 @@ class HostFeeds(Stream):
             remedy="check the source, and what make_feed filters out.",
         )
 
-    def next_batch(self, position: bytes) -> Mapping[str, Any]:
-        return {"next batch": _loaded(position).step}
+    def next_batch(self, position: FeedsPosition) -> Mapping[str, Any]:
+        return {"next batch": position.step}
 
     def repeated(self, times: int) -> NoReturn:
         raise ShardingError(
@@ -103,19 +93,18 @@ class HostFeeds(Stream):
             " out under docs/streams.md#several-epochs.",
         )
 
-    def past_end(self, position: bytes) -> bytes:
-        return pickle.dumps(_loaded(position).past_end())
+    def past_end(self, position: FeedsPosition) -> FeedsPosition:
+        return position.past_end()
 
-    def to_state(self, position: bytes) -> dict[str, Any]:
-        return _loaded(position).to_state(self._ds.fingerprint)
+    def to_state(self, position: FeedsPosition) -> dict[str, Any]:
+        return position.to_state(self._ds.feeds.fingerprint)
 
-    def from_state(self, state: dict[str, Any]) -> bytes:
-        ds = self._ds
-        return pickle.dumps(FeedsPosition.of_state(state, ds.fingerprint, ds.rows.by_feed))
+    def from_state(self, state: dict[str, Any]) -> FeedsPosition:
+        return FeedsPosition.of_state(state, self._ds.feeds.fingerprint, self._ds.rows.by_feed)
 
 
 def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int) -> list[int]:
-    """The feeds that a host writes into a checkpoint: those that it runs and no host before it.
+    """Returns the feeds that a host writes into a checkpoint: it runs them, and no host before it.
 
     Example:
         >>> from grain_shard import feeds
@@ -126,10 +115,10 @@ def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int
 
     Args:
         ds: The batches of all feeds.
-        layouts: Which rows each host holds.
-        host: Which host.
+        layouts: The rows of each host.
+        host: The host's number.
     """
-    # Hosts often hold the same shards; of these one is looked at.
+    # Hosts often hold the same shards; one host stands for all of them.
     before = {layout.shards: layout for other, layout in layouts.items() if other < host}
     saved_before = {feed for layout in before.values() for feed in ds.rows.feeds_of(layout)}
     return [feed for feed in ds.rows.feeds_of(layouts[host]) if feed not in saved_before]
@@ -138,19 +127,19 @@ def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int
 def fault_rules_of(
     ds: FeedBatches, layouts: Mapping[int, BatchLayout], rules: FaultRules
 ) -> FaultRules:
-    """What becomes of reads that fail, of these feeds on these hosts.
+    """Returns the rules for reads that fail, of these feeds on these hosts.
 
     Args:
         ds: The batches.
-        layouts: Which rows each host holds.
-        rules: What the user says.
+        layouts: The rows of each host.
+        rules: The user's rules.
 
     Raises:
-        ShardingError: Records are to be left out, and nobody knows what a record is.
+        ShardingError: Records are to be left out, and the feeds do not begin with records.
     """
     if not rules.masks:
         return rules
-    if not ds.begins_with_records:
+    if not ds.feeds.begin_with_records:
         raise ShardingError(
             'on_bad_record="mask" needs feeds that begin with records that can be had by index, and'
             " feed 0 begins with something else.",
@@ -158,7 +147,7 @@ def fault_rules_of(
             " .to_iter_dataset() and any .filter follow; or catch the error in the .map that raises"
             " it, and .filter what that returns.",
         )
-    of_hosts = [ds.of_host(layout).rows.by_feed for layout in layouts.values()]
+    of_hosts = [ds.rows.feeds_of(layout) for layout in layouts.values()]
     if sum(map(len, of_hosts)) > len(set().union(*of_hosts)):
         return read_by_several(rules)
     return rules
@@ -169,7 +158,7 @@ def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) ->
 
     Args:
         ds: The batches of the feeds that this host runs.
-        layouts: Which rows each host holds.
+        layouts: The rows of each host.
     """
     run, kept = len(ds.rows.by_feed), sum(map(len, ds.rows.by_feed.values()))
     microbatches = next(iter(layouts.values())).microbatches
@@ -185,16 +174,12 @@ def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) ->
         )
 
 
-def _loaded(position: bytes) -> FeedsPosition:
-    return pickle.loads(position)
-
-
 def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout], remainder: Remainder) -> None:
-    """Refuses what the hosts of a mesh cannot share among them.
+    """Refuses feeds that the hosts of a mesh cannot share among them.
 
     Args:
         ds: The batches of all feeds.
-        layouts: Which rows each host holds.
+        layouts: The rows of each host.
         remainder: Whether rows of padding may be added to each batch ("pad").
 
     Raises:

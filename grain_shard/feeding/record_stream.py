@@ -12,7 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from grain_shard.grain_inside.recovery import RAISES, Recovery
+from grain_shard.grain_inside.recovery import AT_ONCE, Recovery, Unreadable
 from grain_shard.grain_inside.routes import route
 from grain_shard.reading.faults import Skipped
 from grain_shard.reading.origin import Origin, record_name
@@ -26,7 +26,7 @@ Elements = Callable[[grain.MapDataset, int], Generator[Any]]
 
 
 def evaluated_in_turn(
-    records: grain.MapDataset, start: int, faults: Recovery = RAISES
+    records: grain.MapDataset, start: int, faults: Recovery = AT_ONCE
 ) -> Generator[Any]:
     """Evaluates records when they are asked for, and not before.
 
@@ -36,26 +36,20 @@ def evaluated_in_turn(
     count, most = _READ_IN_A_CALL if reads_many else _FOUND
     while start < len(records):
         stop = min(start + count, len(records))
-        try:
-            for element in route(records, np.arange(start, stop)).each(faults):
-                yield element
-                start += 1
-        except Exception:
-            if not reads_many or count == 1:
-                raise
-            # A call for many records does not say for which of them it has failed.
-            count = 1
-        else:
-            count = min(2 * count, most)
+        for element in route(records, np.arange(start, stop)).each(faults):
+            yield element
+            start += 1
+        count = min(2 * count, most)
 
 
 class RecordStream(grain.IterDataset):
-    """Yields what Grain's ``.to_iter_dataset()`` does, for less.
+    """Yields the elements of Grain's ``.to_iter_dataset()``, in less time.
 
     Args:
         records: The records.
-        elements: How they are evaluated.
-        skipped: Counts records that cannot be had, which are skipped; None where there are none.
+        elements: Evaluates them.
+        skipped: Counts unreadable records, which are skipped; None if an unreadable record is an
+            error.
     """
 
     def __init__(
@@ -65,42 +59,49 @@ class RecordStream(grain.IterDataset):
         skipped: Skipped | None = None,
     ):
         super().__init__(records)
-        self._records, self._elements, self._skipped = records, elements, skipped
+        self.records, self.elements, self.skipped = records, elements, skipped
 
     def __iter__(self) -> RecordIterator:
-        return RecordIterator(self._records, self._elements, self._skipped)
+        return RecordIterator(self)
 
 
 class RecordIterator(grain.DatasetIterator):
-    """Iterates over records; its state is the one of Grain's iterator."""
+    """Iterates over records; its state is the state of Grain's iterator."""
 
-    def __init__(self, records: grain.MapDataset, elements: Elements, skipped: Skipped | None):
+    def __init__(self, stream: RecordStream):
         super().__init__()
-        self._skipped = skipped
-        self._records, self._length, self._elements = records, len(records), elements
-        self._next_index = 0
+        self._stream, self._length, self._next_index = stream, len(stream.records), 0
         self._next_elements: Generator[Any] | None = None  # from the next index on
 
     def __next__(self) -> Any:
+        records, skipped = self._stream.records, self._stream.skipped
         while self._next_index < self._length:
             if self._next_elements is None:
-                self._next_elements = self._elements(self._records, self._next_index)
+                self._next_elements = self._stream.elements(records, self._next_index)
+            element = None
             try:
                 element = next(self._next_elements)
+                if type(element) is Unreadable and (
+                    skipped is None or not skipped.may_skip(element)
+                ):
+                    raise element.error
             except BaseException as error:
                 self._next_elements = None  # whoever asks again gets the same record again
-                origin = Origin.of(self._records, self._next_index)
-                name = record_name(self._next_index, "the dataset above .to_iter_dataset", origin)
-                error.add_note(f"grain_shard: while evaluating {name}")
+                error.add_note(f"grain_shard: while evaluating {self._name(element)}")
                 raise
             self._next_index += 1
-            if self._skipped is not None and self._skipped.skips(
-                element, self._records, self._next_index - 1
-            ):
+            if skipped is not None and skipped.skips(element, records, self._next_index - 1):
                 continue
-            if element is not None:  # Grain leaves out what is None, too
+            if element is not None:  # Grain leaves out None, too
                 return element
         raise StopIteration
+
+    def _name(self, element: Any) -> str:
+        """Returns the name of the next record, whose element is not there or `Unreadable`."""
+        origin = Origin.of(self._stream.records, self._next_index)
+        name = record_name(self._next_index, "the dataset above .to_iter_dataset", origin)
+        among = element.among if type(element) is Unreadable else 1
+        return name if among == 1 else f"one of the {among} records from {name} on"
 
     def get_state(self) -> dict[str, Any]:
         return {"next_index": self._next_index}

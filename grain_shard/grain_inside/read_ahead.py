@@ -1,4 +1,4 @@
-"""Streams whose random-access parts are read by somebody else than Grain.
+"""Streams whose random-access parts other datasets read.
 
 ``.to_iter_dataset()`` makes a stream of a `MapDataset`, with threads of its own that read ahead.
 Here another dataset takes its place, below whatever filters, mixes or packs its elements.
@@ -14,15 +14,16 @@ import grain
 
 from grain_shard.grain_inside.nodes import read_ahead
 
-# From the random-access part of a stream, and whether the user wants it read ahead, to a stream.
-MakeStream = Callable[[grain.MapDataset, bool], grain.IterDataset]
+# Makes a stream of a random-access part, and of the options with which it was to be read ahead.
+MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
 
 
 def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.IterDataset:
-    """The same stream, of which other datasets read the random-access parts.
+    """Returns the same stream, of which other datasets read the random-access parts.
 
-    The nodes above them are copied, as deep as that takes; nothing of the user's is changed. What
-    a node does not show as its parents (an interleave, and so ``.mp_prefetch``) stays as it is.
+    The nodes above them are copied, as deep as that takes; no node of the user's is changed. Parts
+    that a node does not show as its parents (an interleave's, and so those of ``.mp_prefetch``)
+    stay as they are.
 
     Args:
         ds: A stream.
@@ -32,73 +33,45 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
     Returns:
         The stream; `ds` itself if no part is known that can be replaced.
     """
+    known: dict[int, Any] = {}
 
-    def stream_in_its_place(node: Any, below: grain.MapDataset, options: Any) -> grain.IterDataset:
-        stream: Any = make_stream(below, options is None or min(options) > 0)
-        stream.has_child = True  # or Grain may put a thread of its own between it and its consumer
-        return stream
+    def replaced(node: Any) -> Any:
+        if id(node) not in known:
+            known[id(node)] = replacement(node)
+        return known[id(node)]
 
-    return _all_replaced(ds, stream_in_its_place)
+    def replacement(node: Any) -> Any:
+        if isinstance(node, grain.MapDataset):
+            return node
+        if (found := read_ahead(node)) is not None:
+            options = getattr(node, "_read_options", None) or grain.ReadOptions()
+            stream: Any = make_stream(found[0], options)
+            stream.has_child = True  # or Grain may put a thread of its own above it
+            return stream
+        changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
+        if not changed:
+            return node
+        changed_node = copy.copy(node)
+        # A node may keep its parents under other names, too, and a mix keeps them in a tree.
+        for name, value in vars(node).items():
+            setattr(changed_node, name, _with_parents(value, changed))
+        return changed_node
 
-
-def replace_records(
-    ds: grain.IterDataset, records_for: Callable[[grain.MapDataset], grain.MapDataset]
-) -> grain.IterDataset:
-    """The same stream, read ahead by Grain as it was, of other random-access parts.
-
-    Args:
-        ds: A stream.
-        records_for: From a random-access part to one with the same elements.
-    """
-
-    def of_other_records(node: Any, below: grain.MapDataset, options: Any) -> grain.IterDataset:
-        return records_for(below).to_iter_dataset(node._read_options)
-
-    return _all_replaced(ds, of_other_records)
+    try:
+        return replaced(ds)
+    except AttributeError:  # this Grain has other names for its private parts
+        return ds
 
 
 def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Whether all that a stream is made of begins with a random-access part that is known."""
+    """Returns whether a stream begins with random-access parts alone that are known."""
     if isinstance(ds, grain.IterDataset) and read_ahead(ds) is not None:
         return True
     return bool(ds.parents) and all(map(begins_with_records, ds.parents))
 
 
-# From a node that reads ahead, with what `read_ahead` says of it, to what takes its place.
-_Replace = Callable[[Any, grain.MapDataset, tuple[int, int] | None], grain.IterDataset]
-
-
-def _all_replaced(ds: grain.IterDataset, replace: _Replace) -> grain.IterDataset:
-    try:
-        return _replaced(ds, replace, {})
-    except AttributeError:  # this Grain names its private parts otherwise
-        return ds
-
-
-def _replaced(ds: Any, replace: _Replace, known: dict[int, Any]) -> Any:
-    if id(ds) not in known:
-        known[id(ds)] = _replacement(ds, replace, known)
-    return known[id(ds)]
-
-
-def _replacement(ds: Any, replace: _Replace, known: dict[int, Any]) -> Any:
-    if isinstance(ds, grain.MapDataset):
-        return ds
-    if (found := read_ahead(ds)) is not None:
-        return replace(ds, *found)
-    parents = [(old, _replaced(old, replace, known)) for old in ds.parents]
-    changed = {id(old): new for old, new in parents if old is not new}
-    if not changed:
-        return ds
-    node = copy.copy(ds)
-    # A node may keep its parents under other names, too, and a mix keeps them in a tree.
-    for name, value in vars(ds).items():
-        setattr(node, name, _with_parents(value, changed))
-    return node
-
-
 def _with_parents(value: Any, changed: dict[int, Any]) -> Any:
-    """An attribute of a node with its new parents instead of the old; itself if it has none."""
+    """Returns an attribute of a node with new parents for the old; itself if it has no parent."""
     if isinstance(value, grain.IterDataset):
         return changed.get(id(value), value)
     if type(value) in (list, tuple):

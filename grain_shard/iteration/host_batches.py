@@ -1,10 +1,10 @@
-"""How this host's batches are produced, and which state goes with each.
+"""This host's batches as an iterator needs them, with the position after each.
 
-There are three kinds of pipelines, and this is what an iterator asks of each. `RandomAccess` reads
-batch k of a `MapDataset`: its position is k and the record with which that batch begins, whoever
-reads it, in whatever thread or process.
-`Stream` asks an `IterDataset` for its next batch: its position is whatever Grain's iterator says
-after that batch. `HostFeeds`, in a room of its own, is a stream whose state can be cut into feeds.
+There are three kinds of pipelines. `RandomAccess` reads batch k of a `MapDataset`: its position is
+k and the record with which that batch begins, in whatever thread or process the batch is read.
+`Stream` takes the next batch of an `IterDataset`: its position is the state of Grain's iterator
+after that batch. `HostFeeds`, in a room of its own, takes batches of feeds, each of which has a
+state.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from grain_shard.background import TaskStage
+from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.stats.counts import ReadCounts
+from grain_shard.tasks import Producer, naming_closed
 from grain_shard.trees import Batch
 
 Position = Any
-# The name of the threads that make them.
+# The name of the threads that make batches.
 THREAD = "grain-shard-host"
 
 
@@ -32,12 +34,12 @@ class Opened(NamedTuple):
     """A position, and this host's batches from there, each with the position after it.
 
     Attributes:
-        position: Where the batches begin.
+        position: The position at which the batches begin.
         batches: (batch, position after it), made in the background.
-        first_digest: Of the first whole batch once that was read, where every host reads the same
-            whole batches; "" elsewhere.
-        reads: What is known of the reads: how many go side by side, how many were asked for again.
-        faults: What was counted of reads that failed.
+        first_digest: Returns the digest of the first whole batch once it was read, if every host
+            reads the same whole batches; "" otherwise.
+        reads: Returns the counts of reads: side by side, asked for again.
+        faults: Returns the counts of reads that failed.
     """
 
     position: Position
@@ -47,7 +49,7 @@ class Opened(NamedTuple):
     faults: Callable[[], FaultCounts] = FaultCounts
 
     def read_counts(self) -> Callable[[], ReadCounts]:
-        """What is known of the reads, with those that failed; it refers to nothing of the reads."""
+        """Returns a function that counts the reads; it refers to nothing of the reads."""
         reads, faults = self.reads, self.faults
 
         def counts() -> ReadCounts:
@@ -57,34 +59,72 @@ class Opened(NamedTuple):
         return counts
 
 
+class _WithPositions(Producer[tuple[Batch, Position]]):
+    """The batches of an iterator, each with the position after it."""
+
+    def __init__(self, iterator: BatchIterator, kind: str):
+        self._iterator, self._kind = iterator, kind
+
+    def __next__(self) -> tuple[Batch, Position]:
+        return next(self._iterator), self._iterator.position()
+
+    def stop(self) -> None:
+        self._iterator.stop()
+
+    def close(self) -> None:
+        with naming_closed(f"this host's {self._kind}"):
+            self._iterator.close()
+
+
+def opened_in_order(
+    iterator: BatchIterator,
+    kind: str,
+    buffer_size: int,
+    faults: Callable[[], FaultCounts],
+    first_digest: Callable[[], str] = str,
+) -> Opened:
+    """Opens batches that come in order only, from where their iterator stands.
+
+    Args:
+        iterator: The iterator, which is closed with the batches.
+        kind: The kind of the pipeline.
+        buffer_size: Batches that may wait or be in the making.
+        faults: As in `Opened`.
+        first_digest: As in `Opened`.
+    """
+    position, source = iterator.position(), _WithPositions(iterator, kind)
+    batches = Background(lambda item: item, source, buffer_size=buffer_size, name=THREAD)
+    return Opened(position, batches, first_digest=first_digest, faults=faults)
+
+
 class HostBatches(ABC):
     """A sequence of this host's batches that can be opened at any position.
 
     Attributes:
-        kind: What to call it, in states and to other hosts.
-        ends_by_vote: Whether the hosts have to agree batch by batch on where it ends, since nothing
-            else tells.
-        rows: What it yields on each of several hosts: some rows of batches that are the same
-            everywhere ("global"), rows of its own ("local"), or those of its feeds ("feeds").
-        fingerprint: What must be the same when a state is restored.
-        compared: What must be the same on all hosts.
-        padding: What the rows of padding in its batches hold.
-        own_feeds: The feeds of this host, if it is of feeds.
+        kind: The kind of the pipeline, in states and to other hosts.
+        ends_by_vote: Whether the hosts have to agree batch by batch on where it ends, because it
+            has no length.
+        rows: The rows on each of several hosts: some rows of batches that are the same everywhere
+            ("global"), rows of its own ("local"), or the rows of its feeds ("feeds").
+        fingerprint: The fields that must be the same when a state is restored.
+        compared: The fields that must be the same on all hosts.
+        padding: The content of rows of padding in its batches.
+        own_feeds: The feeds of this host; none unless the pipeline is one of feeds.
         host_batch_sizes: If full batches are of several sizes, all of them, in rows of this host.
     """
 
     kind: str
     ends_by_vote: bool = False
     rows: str = GLOBAL
-    fingerprint: Mapping[str, Any]
-    compared: Mapping[str, Any]
+    fingerprint: Mapping[str, Any] = {}  # empty where nothing can be compared
+    compared: Mapping[str, Any] = {}
     padding: PadRows = PadRows()
     own_feeds: OwnFeeds = OwnFeeds()
     host_batch_sizes: tuple[int, ...] = ()
 
-    @abstractmethod
     def num_batches(self) -> int | None:
-        """The length of one pass; None if only the end tells it."""
+        """Returns the length of one pass; None if only its end tells it."""
+        return None
 
     @abstractmethod
     def open(self, position: Position | None) -> Opened:
@@ -99,25 +139,25 @@ class HostBatches(ABC):
 
     @abstractmethod
     def first(self) -> Batch:
-        """A batch like the first one, for its shapes; read here and now.
+        """Reads a batch like the first one, for its shapes, in the calling thread.
 
         Raises:
             ShardingError: There is none.
         """
 
-    @abstractmethod
     def next_batch(self, position: Position) -> Mapping[str, Any]:
-        """What tells which batch is the next one, as far as that is the same on every host."""
+        """Returns the number of the next batch, as far as batches are counted on every host."""
+        return {}
 
     def position_at(self, *, step: int | None, record: int | None) -> Position:
-        """The position before a step, or before a record.
+        """Returns the position before a step, or before a record.
 
         Args:
             step: Batches that come before it, in a run from the beginning.
             record: Records that come before it. One of both is given.
 
         Raises:
-            ShardingError: There is none, or nobody can say where it is.
+            ShardingError: There is none, or it cannot be found.
         """
         raise ShardingError(
             "seek needs random access, and this is a stream: where a record of it is, only reading"
@@ -126,7 +166,7 @@ class HostBatches(ABC):
         )
 
     def repeated(self, times: int) -> Any:
-        """As many passes in one, each with an order and augmentations of its own.
+        """Returns several passes in one, each with an order and augmentations of its own.
 
         Raises:
             ShardingError: Where an epoch ends cannot be known.
@@ -139,16 +179,16 @@ class HostBatches(ABC):
         )
 
     def past_end(self, position: Position) -> Position:
-        """The position after a batch for which this host had no row any more."""
+        """Returns the position after a batch for which this host had no row any more."""
         return position
 
     @abstractmethod
     def to_state(self, position: Position) -> dict[str, Any]:
-        """The position as plain JSON, if what the user wrote allows it."""
+        """Returns the position as plain JSON, if the user's iterators have such states."""
 
     @abstractmethod
     def from_state(self, state: dict[str, Any]) -> Position:
-        """The position that a state was made from.
+        """Returns the position that a state was made from.
 
         Raises:
             StateError: The state belongs to something else.

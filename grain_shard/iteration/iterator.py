@@ -170,6 +170,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             StateError: The state was saved by another pipeline; the message names what changed.
         """
         self._require_open()
+        self.get_state()  # an iterator that has no state cannot take one
         self.go_to(self._host.from_state(state))
 
     def write_state(self, directory: Any) -> None:

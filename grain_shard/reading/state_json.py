@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import grain
 import numpy as np
 
 from grain_shard.errors import StateError
@@ -74,3 +75,23 @@ def from_json(state: Any) -> Any:
             return state[_BYTES].encode("latin-1")
         return {key: from_json(value) for key, value in state.items()}
     return [from_json(value) for value in state] if isinstance(state, list) else state
+
+
+def restore(iterator: grain.DatasetIterator, state: Any, name: str) -> None:
+    """Sets the state of an iterator of Grain's.
+
+    Args:
+        iterator: The iterator.
+        state: A state that some pipeline gave.
+        name: The iterator's name in messages.
+
+    Raises:
+        StateError: The iterator cannot take it.
+    """
+    try:
+        iterator.set_state(state)
+    except (KeyError, TypeError, IndexError) as error:
+        raise StateError(
+            f"{name} cannot take this state: {type(error).__name__}: {error}.\n"
+            "  remedy: restore with the pipeline that saved it."
+        ) from error

@@ -1,115 +1,134 @@
-"""Batches in order, as a `grain.IterDataset`: what the chain's stages make of a stream."""
+"""A stream of batches, and the steps that the chain's stages put each of them through."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import grain
 
+from grain_shard.errors import StateError
+from grain_shard.grain_inside import nodes
+from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.host_arrays import owned
-from grain_shard.reading.faults import FaultCounts
+from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.iterable import is_from_iterable
 from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.retried_records import RetriedRecords
+from grain_shard.spans import READ, span
 from grain_shard.trees import Batch
 
-_ZEROS = PadRows()
 
-
-class BatchIterator(grain.DatasetIterator):
-    """An iterator over batches, with what a background stage asks of it.
+@dataclass
+class SeenBatches:
+    """The facts that a stream's batches have shown since it began.
 
     Attributes:
-        first_digest: Of the first whole batch once that was read, in an iterator that keeps some
-            rows of batches that every host reads; "" in all others.
+        rows: Rows of a full batch, before padding; 0 until they are known.
+        is_begun: Whether a batch has come. After a restore the first batch may be the short last
+            one of the stream, so it is not checked like the first of a stream.
+        first_digest: The digest of the first whole batch that every host reads; "" for none.
     """
 
+    rows: int = 0
+    is_begun: bool = False
     first_digest: str = ""
 
-    def position(self) -> bytes:
-        """Where it stands; a copy, since iterators may hand out a state that they go on to change.
 
-        Pickled, since that is the fastest way to copy a state.
-        """
-        return pickle.dumps(self.get_state())
-
-    def go_to(self, position: bytes) -> None:
-        """Goes on from where it stood."""
-        self.set_state(pickle.loads(position))
-
-    def faults(self) -> FaultCounts:
-        """What was counted of reads that failed."""
-        return FaultCounts()
-
-    def stop(self) -> None:
-        """Lets a ``next`` that waits for threads of its own return soon; called by any thread."""
+# In place of a batch that a step drops.
+DROPPED: Any = object()
+# Makes the next form of a batch, or DROPPED.
+Step = Callable[[Batch, SeenBatches], Batch]
 
 
-class StreamIterator(BatchIterator):
-    """Hands on the batches of another iterator, and its state; stages change what it hands on."""
+@dataclass(frozen=True)
+class StreamFacts:
+    """The facts that are known of a stream's batches before any is read.
 
-    def __init__(self, source: grain.DatasetIterator):
-        super().__init__(source)
-        self._source = source
+    Attributes:
+        global_batch_size: Rows of a full batch; None if only the batches tell.
+        unpadded_batch_size: Rows of a full batch before padding; None if only the batches tell.
+        rows_to_expect: Rows of every batch but a short one, where padding needs them; 0 if only the
+            first batch tells.
+        owns_arrays: Whether nothing else refers to the arrays of the batches.
+        padding: The content of rows of padding.
+    """
 
-    def __next__(self) -> Batch:
-        return next(self._source)
-
-    def get_state(self) -> dict[str, Any]:
-        return self._source.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._source.set_state(state)
-
-
-class _OwningIterator(StreamIterator):
-    """Copies every batch, in the thread that asks for it."""
-
-    def __next__(self) -> Batch:
-        return owned(next(self._source))
+    global_batch_size: int | None = None
+    unpadded_batch_size: int | None = None
+    rows_to_expect: int = 0
+    owns_arrays: bool = False
+    padding: PadRows = PadRows()  # noqa: RUF009 (it is frozen)
 
 
 class StreamDataset(grain.IterDataset):
-    """A stream of batches, and what is known of it.
+    """A stream of batches, each of which goes through some steps.
 
     Args:
-        parent: The dataset below.
-        iterate: Makes the iterator from that of the dataset below; a `StreamIterator` hands on
-            what that gives, as it is.
+        parent: The dataset below, as Grain shows it.
+        source: The user's dataset, which gives the batches.
+        facts: The facts that are known of the batches.
+        steps: The steps, in order.
         made_by: The stage that made this dataset, for its text.
-        global_batch_size: Rows of a full batch; None if only the batches tell.
-        unpadded_batch_size: These without rows of padding.
-        owns_arrays: Whether nothing else refers to the arrays of its batches.
-        padding: What rows of padding hold, in batches and in the place of whole batches.
     """
 
     def __init__(
         self,
         parent: grain.IterDataset,
-        iterate: Callable[[grain.DatasetIterator], StreamIterator] = StreamIterator,
+        source: grain.IterDataset,
+        facts: StreamFacts,
+        steps: Sequence[Step] = (),
         made_by: Any = "StreamDataset",
-        *,
-        global_batch_size: int | None,
-        unpadded_batch_size: int | None = None,
-        owns_arrays: bool = False,
-        padding: PadRows = _ZEROS,
     ):
         super().__init__(parent)
-        self._iterate, self._made_by = iterate, made_by
-        self.global_batch_size: int | None = global_batch_size
-        self.unpadded_batch_size: int | None = unpadded_batch_size
-        self.owns_arrays: bool = owns_arrays
-        self.padding = padding
+        self.facts, self._source, self._steps, self._made_by = facts, source, steps, made_by
 
     @classmethod
     def of(cls, ds: grain.IterDataset, *, global_batch_size: int | None = None) -> StreamDataset:
         """The batches of a dataset of the user's."""
-        return cls(ds, global_batch_size=global_batch_size, owns_arrays=is_from_iterable(ds))
+        owns_arrays = is_from_iterable(ds)
+        return cls(ds, ds, StreamFacts(global_batch_size, global_batch_size, 0, owns_arrays))
+
+    def after(self, step: Step, made_by: Any, **facts: Any) -> StreamDataset:
+        """Returns the batches after one more step.
+
+        Args:
+            step: The step.
+            made_by: The stage whose step it is.
+            **facts: The fields of `StreamFacts` that it changes.
+        """
+        changed, steps = replace(self.facts, **facts), (*self._steps, step)
+        return StreamDataset(self, self._source, changed, steps, made_by)
+
+    def with_own_arrays(self) -> StreamDataset:
+        """Returns the same batches, in arrays that nothing else refers to."""
+        if self.facts.owns_arrays:
+            return self
+        return self.after(lambda batch, seen: owned(batch), "copies", owns_arrays=True)
+
+    def iterate(self, faults: Faults) -> StreamIterator:
+        """Returns an iterator over the batches.
+
+        Args:
+            faults: Decides on reads that fail, in the random-access parts that Grain reads.
+        """
+        source = replace_read_ahead(
+            self._source,
+            lambda records, options: RetriedRecords(records, faults).to_iter_dataset(options),
+        )
+        return StreamIterator(
+            iter(source),
+            self._steps,
+            self.facts.rows_to_expect,
+            batch_sizes=nodes.batch_sizes(self._source),
+            faults=faults,
+        )
 
     def __iter__(self) -> StreamIterator:
-        (parent,) = self.parents
-        return self._iterate(iter(parent))
+        return self.iterate(Faults(FAIL_AT_ONCE))
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -117,16 +136,96 @@ class StreamDataset(grain.IterDataset):
     def __str__(self) -> str:
         return str(self._made_by)
 
-    def with_own_arrays(self) -> StreamDataset:
-        """The same batches, in arrays that nothing else refers to."""
-        if self.owns_arrays:
-            return self
-        return StreamDataset(
-            self,
-            _OwningIterator,
-            "copies",
-            global_batch_size=self.global_batch_size,
-            unpadded_batch_size=self.unpadded_batch_size,
-            owns_arrays=True,
-            padding=self.padding,
-        )
+
+class BatchIterator(grain.DatasetIterator):
+    """An iterator over batches, with the methods that a background stage needs."""
+
+    @abstractmethod
+    def position(self) -> Any:
+        """Returns the position after the last batch, in a form that later batches do not change."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Lets a ``next`` that waits for threads of its own return soon; called by any thread."""
+
+
+class StreamIterator(BatchIterator):
+    """The batches of a stream, each after all steps.
+
+    Its state also holds the rows of a full batch, because the first batch after a restore may be
+    the short last one, and the sizes of every ``.batch`` that is seen, because the stream may count
+    the batches of one.
+
+    Args:
+        source: The user's iterator.
+        steps: The steps, in order. They run in the thread that asks for the batch.
+        rows_to_expect: Rows of a full batch; 0 if only the first batch tells.
+        batch_sizes: The sizes of each ``.batch`` in the stream.
+        faults: Decides on reads that fail.
+
+    Attributes:
+        seen: The facts that the batches have shown.
+    """
+
+    _PARENT, _ROWS, _BATCH_SIZES = "parent", "rows", "batch_sizes"  # the state's keys
+
+    def __init__(
+        self,
+        source: grain.DatasetIterator,
+        steps: Sequence[Step],
+        rows_to_expect: int,
+        *,
+        batch_sizes: list[int],
+        faults: Faults,
+    ):
+        super().__init__(source)
+        self._source, self._steps, self._faults = source, steps, faults
+        self._rows_to_expect, self._batch_sizes = rows_to_expect, batch_sizes
+        self.seen = SeenBatches(rows_to_expect)
+
+    def __next__(self) -> Batch:
+        batch = DROPPED
+        while batch is DROPPED:
+            with span(READ):
+                batch = next(self._source)
+            for step in self._steps:
+                if batch is not DROPPED:
+                    batch = step(batch, self.seen)
+            self.seen.is_begun = True
+        return batch
+
+    def position(self) -> bytes:
+        # A copy, since iterators may go on to change a state that they have handed out. Pickling is
+        # the fastest way to copy it.
+        return pickle.dumps(self.get_state())
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            self._PARENT: self._source.get_state(),
+            self._ROWS: self.seen.rows,
+            self._BATCH_SIZES: list(self._batch_sizes),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        rows, sizes = state[self._ROWS], state[self._BATCH_SIZES]
+        if self._rows_to_expect and rows and rows != self._rows_to_expect:
+            _refuse(f"batches of {rows} rows", str(self._rows_to_expect))
+        if sizes != self._batch_sizes:
+            _refuse(f".batch({sizes})", f".batch({self._batch_sizes})")
+        self._source.set_state(state[self._PARENT])
+        self.seen.rows, self.seen.is_begun = rows, True
+
+    def stop(self) -> None:
+        self._faults.stop()
+
+    def close(self) -> None:
+        self.stop()
+        super().close()
+
+
+def _refuse(saved: str, now: str) -> NoReturn:
+    raise StateError(
+        f"the state was saved with {saved}, and these have {now}.\n"
+        "  remedy: restore with the pipeline that saved it. In the middle of a run batches of"
+        " another size can be cut of a MapDataset down to .batch, and of feeds."
+    )

@@ -10,7 +10,7 @@ import jax
 from absl import logging
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.feeding.feed_batches import FeedBatches
+from grain_shard.feeding.feed_batches import FeedBatches, FeedRun
 from grain_shard.feeding.host_feeds import (
     HostFeeds,
     check_feeds,
@@ -64,7 +64,6 @@ class DevicePut(Stage):
         remainder: Whether a stream that ends before those of other hosts, or a feed that ends
             before others, goes on with padding ("pad") or ends them all.
         timeout_s: How long one host waits for another, in seconds.
-        reread_slow: Whether a source may be asked a second time for what comes late.
         fault_rules: What becomes of reads that fail.
     """
 
@@ -77,7 +76,6 @@ class DevicePut(Stage):
     rows: Rows | None = None
     remainder: Remainder = "pad"
     timeout_s: float = 60.0
-    reread_slow: bool = True
     fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
 
     def __post_init__(self) -> None:
@@ -86,11 +84,6 @@ class DevicePut(Stage):
         require_int("num_workers", self.num_workers, 0)
         if self.num_threads is not None:
             require_int("num_threads", self.num_threads, 1)
-        if not isinstance(self.reread_slow, bool):
-            raise ShardingError(
-                f"reread_slow={self.reread_slow!r} is neither True nor False.",
-                remedy="pass False for a source that must not be asked twice.",
-            )
         if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
             raise ShardingError(
                 f"timeout_s={self.timeout_s!r} is not a positive number of seconds.",
@@ -113,24 +106,20 @@ class DevicePut(Stage):
             _check_can_leave_out(ds)
             if self.shardings.layout().amplification > 1:
                 rules = read_by_several(rules)
+        batching = ds.batching
         host = RandomAccess(
-            ds,
-            ds.reader.fingerprint(),
+            batching,
             buffer_size=self.cpu_buffer_size,
             num_threads=self.num_threads,
             num_workers=self.num_workers,
-            reread_slow=self.reread_slow,
             fault_rules=rules,
-            fields_before=ds.reader.fields_before,
-            padding=ds.reader.padding,
         )
-        same_order = ds.num_epochs == 1 and nodes.is_shuffled(ds)
         return self._sharded(
             ds,
             host,
-            lambda: ds.reader.unpadded_batch_size,
-            same_order=same_order,
-            reads_other_rows=ds.reads_other_rows,
+            lambda: batching.unpadded_size_of(0),
+            same_order=batching.num_epochs == 1 and nodes.is_shuffled(ds),
+            reads_other_rows=batching.reads_other_rows,
         )
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
@@ -149,7 +138,7 @@ class DevicePut(Stage):
             )
         ds, rows = ds.with_own_arrays(), agreed_rows(ds, self.rows) or GLOBAL
         host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows, fault_rules=self.fault_rules)
-        records = ds.unpadded_batch_size if rows == GLOBAL else None
+        records = ds.facts.unpadded_batch_size if rows == GLOBAL else None
         return self._sharded(ds, host, lambda: records, is_stream=True)
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
@@ -164,14 +153,8 @@ class DevicePut(Stage):
         check_feeds(ds, layouts, self.remainder)
         warn_of_shared_feeds(ds, layouts)
         rules = fault_rules_of(ds, layouts, self.fault_rules)
-        host = HostFeeds(
-            ds,
-            buffer_size=self.cpu_buffer_size,
-            num_threads=self.num_threads,
-            num_workers=self.num_workers,
-            saved_feeds=feeds_to_save(ds, layouts, jax.process_index()),
-            fault_rules=rules,
-        )
+        run = FeedRun(self.num_threads or 1, self.num_workers, self.cpu_buffer_size, rules)
+        host = HostFeeds(ds, run, feeds_to_save(ds, layouts, jax.process_index()))
         return self._sharded(ds, host, lambda: ds.global_batch_size, is_stream=True)
 
     def _sharded(
@@ -223,9 +206,9 @@ def _check_can_leave_out(ds: RowMapDataset) -> None:
     Raises:
         ShardingError: They are such.
     """
-    if ds.reader.can_leave_out:
+    if ds.batching.can_leave_out:
         return
-    if ds.reader.reads_whole_batches:
+    if not ds.batching.reads_rows_alone:
         raise ShardingError(
             'on_bad_record="mask" needs rows that can be had one by one: a custom batch_fn, or a'
             " .map after .batch, makes a batch as a whole.",

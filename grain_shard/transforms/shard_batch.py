@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-
-import grain
+from dataclasses import dataclass, replace
 
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.rows import take_rows, whole_batches
-from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
+from grain_shard.reading.stream_dataset import SeenBatches, StreamDataset
+from grain_shard.reading.whole_batching import take_rows
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.transforms.stage import Stage
 from grain_shard.trees import Batch, FlatBatch
@@ -49,10 +47,10 @@ class ShardBatch(Stage):
         Raises:
             ShardingError: The shards do not divide the batch size.
         """
-        ds = whole_batches(ds)
-        rows_by_size = {size: self.layout.rows(size) for size in ds.reader.global_batch_sizes}
-        rows = RowMapDataset(ds, ds.reader, self, rows_by_size)
-        if rows.reads_other_rows:
+        ds = ds.whole()
+        rows = {size: self.layout.rows(size) for size in ds.batching.global_batch_sizes}
+        batching = replace(ds.batching, rows=rows)
+        if batching.reads_other_rows:
             warnings.warn(
                 f"this host holds {len(self.layout.shards)} of {self.layout.divisor} shards and"
                 " still has to evaluate every row: with a custom batch_fn, or a .map after .batch,"
@@ -60,19 +58,18 @@ class ShardBatch(Stage):
                 " needs.",
                 stacklevel=2,
             )
-        return rows
+        return RowMapDataset(ds, batching, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
         """This host's rows of a stream of batches that is the same on every host."""
-        return StreamDataset(
-            ds,
-            lambda source: _ShardBatchIterator(source, self.layout),
-            self,
-            global_batch_size=None,
-            unpadded_batch_size=ds.unpadded_batch_size,
-            owns_arrays=True,
-            padding=ds.padding,
-        )
+
+        def own_rows(batch: Batch, seen: SeenBatches) -> Batch:
+            flat = FlatBatch.of(batch)
+            if not seen.first_digest and self.layout.num_hosts > 1:
+                seen.first_digest = flat.digest()
+            return take_rows(flat, self.layout.rows(flat.rows))
+
+        return ds.after(own_rows, self, global_batch_size=None, owns_arrays=True)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
         """This host's rows of each batch, from the feeds that they belong to.
@@ -81,15 +78,3 @@ class ShardBatch(Stage):
             ShardingError: The shards do not divide the batch size.
         """
         return ds.of_host(self.layout)
-
-
-class _ShardBatchIterator(StreamIterator):
-    def __init__(self, source: grain.DatasetIterator, layout: BatchLayout):
-        super().__init__(source)
-        self._layout = layout
-
-    def __next__(self) -> Batch:
-        batch = FlatBatch.of(super().__next__())
-        if not self.first_digest and self._layout.num_hosts > 1:
-            self.first_digest = batch.digest()
-        return take_rows(batch, self._layout.rows(batch.rows))

@@ -5,16 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import grain
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.rows import whole_batches
-from grain_shard.reading.stream_dataset import StreamDataset, StreamIterator
+from grain_shard.reading.stream_dataset import SeenBatches, StreamDataset
 from grain_shard.sharding.layout import describe_parts, round_up
 from grain_shard.transforms.stage import Stage
 from grain_shard.trees import Batch, FlatBatch
@@ -62,7 +58,7 @@ class ValidateBatchSize(Stage):
         Raises:
             ShardingError: The dataset has no batch, or a batch size that cannot work.
         """
-        ds = whole_batches(ds)
+        ds = ds.whole()
         if len(ds) == 0:
             raise ShardingError(
                 "the dataset has no batch: it is empty, or has fewer records than one batch and"
@@ -71,9 +67,9 @@ class ValidateBatchSize(Stage):
                 remedy="check the source; keep a short batch with .batch(B, drop_remainder=False)"
                 ' and remainder="pad".',
             )
-        for global_batch_size in ds.reader.global_batch_sizes:
+        for global_batch_size in ds.batching.global_batch_sizes:
             self.check(global_batch_size)
-        return RowMapDataset(ds, ds.reader, self)
+        return RowMapDataset(ds, ds.batching, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
         """The dataset, whose batches are checked as they come, if not now.
@@ -81,16 +77,17 @@ class ValidateBatchSize(Stage):
         Raises:
             ShardingError: The batch size is known, and cannot work.
         """
-        if ds.global_batch_size is not None:
-            self.check(ds.global_batch_size)
-        return StreamDataset(
-            ds,
-            lambda source: _ValidatingIterator(source, self, ds),
-            self,
-            global_batch_size=ds.global_batch_size,
-            owns_arrays=ds.owns_arrays,
-            padding=ds.padding,
-        )
+        if ds.facts.global_batch_size is not None:
+            self.check(ds.facts.global_batch_size)
+
+        def checked(batch: Batch, seen: SeenBatches) -> Batch:
+            flat = FlatBatch.of(batch)
+            if not seen.is_begun:
+                refuse_records(ds, flat)
+                self.check(flat.rows)
+            return batch
+
+        return ds.after(checked, self)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
         """The dataset.
@@ -120,30 +117,3 @@ class ValidateBatchSize(Stage):
             problem = self.shortfall(-(-global_batch_size // multiple))
             if problem is not None:
                 warnings.warn(f"rows per shard: {problem}", stacklevel=2)
-
-
-class _ValidatingIterator(StreamIterator):
-    """Checks that each batch is one, and that the first has a size that works.
-
-    Not the first after a restore: that may be the short last batch of a stream, and the stream's
-    first one was checked when it began.
-    """
-
-    def __init__(
-        self, source: grain.DatasetIterator, validate: ValidateBatchSize, ds: StreamDataset
-    ):
-        super().__init__(source)
-        self._validate, self._ds, self._begun = validate, ds, False
-
-    def __next__(self) -> Batch:
-        batch = super().__next__()
-        flat = FlatBatch.of(batch)
-        if not self._begun:
-            refuse_records(self._ds, flat)
-            self._validate.check(flat.rows)
-            self._begun = True
-        return batch
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        super().set_state(state)
-        self._begun = True
