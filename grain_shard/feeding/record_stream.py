@@ -1,7 +1,7 @@
 """The records of a `grain.MapDataset` as a stream, found many at a time.
 
-To find a record is to follow its index down the pipeline, through shuffles, slices and repeats, to
-where it is read. Grain does that for each record, and it takes longer than most of what follows.
+A record is found by following its index down the pipeline, through shuffles, slices and repeats, to
+the source. Grain does that for each record, and it takes longer than most of the steps after it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _OPENED = "opened"
 
 @contextlib.contextmanager
 def _reaching_the_store() -> Iterator[None]:
-    """Turns an error of the runtime into one that says what it means for the hosts."""
+    """Turns an error of the runtime into one that names the likely cause and a remedy."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -52,13 +52,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     Args:
         host: Where this host's batches come from.
-        placer: What puts them on the devices.
+        placer: Puts them on the devices.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
             contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
         second_pass: Is told where passes begin and end.
-        dataset: What it iterates over, if `shard_to` made that.
+        dataset: The dataset, if `shard_to` made it.
 
     Example:
         >>> import jax
@@ -133,7 +133,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             try:
                 placed = next(self._stage, None)
             except ShardingError as error:
-                # What stands before placement knows no mesh, and may run where there is none.
+                # The stages before placement know no mesh, and may run where there is none.
                 together.failed(error)
                 raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
@@ -282,8 +282,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """Stops the background threads and waits for them; a second call does nothing.
 
         Raises:
-            BaseException: What the pipeline raised in closing something of the user's; a note says
-                what. Everything else is closed by then. Where nobody calls this, or a thread is
+            BaseException: The pipeline raised it in closing something of the user's, which a note
+                names. Everything else is closed by then. Where nobody calls this, or a thread is
                 inside the user's code for more than 5 seconds, such an error is logged instead.
         """
         if self._phase != _CLOSED:

@@ -1,4 +1,4 @@
-"""How this host's batches are put on the devices, ahead of the training loop."""
+"""`Placing`: puts this host's batches on the devices, ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Placed(NamedTuple):
 
 
 class Placer(Protocol):
-    """What puts a host's batch on the devices; `Assembler` is one."""
+    """Puts a host's batch on the devices; `Assembler` is one."""
 
     mesh_axes: tuple[tuple[str, int], ...]
     digest: str

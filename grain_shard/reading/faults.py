@@ -18,7 +18,13 @@ import grain
 import tenacity
 from absl import logging
 
-from grain_shard.errors import BadRecordsError, ShardingError, describe_error, require_int
+from grain_shard.errors import (
+    BadRecordsError,
+    ShardingError,
+    describe_error,
+    require_choice,
+    require_int,
+)
 from grain_shard.grain_inside.recovery import Recovery, Unreadable
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.transient import is_transient
@@ -89,11 +95,7 @@ class FaultRules:
     def __post_init__(self):
         if not isinstance(self.retries, Retries):
             object.__setattr__(self, "retries", Retries(self.retries))
-        if self.on_bad_record not in get_args(OnBadRecord):
-            raise ShardingError(
-                f"on_bad_record={self.on_bad_record!r} is not one of error, mask.",
-                remedy="choose one of them.",
-            )
+        require_choice("on_bad_record", self.on_bad_record, get_args(OnBadRecord))
         most = self.max_bad_records
         if isinstance(most, numbers.Integral) and not isinstance(most, bool):
             most = int(most)  # it may be one of NumPy's

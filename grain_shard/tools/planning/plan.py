@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import grain
 import numpy as np
 from jax.sharding import NamedSharding
 
-from grain_shard.chain import check_read
-from grain_shard.errors import ShardingError, describe_spec, require_int
+from grain_shard.errors import ShardingError, describe_spec, require_choice, require_int
 from grain_shard.reading.pad_batch import Remainder
-from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.sharding.sharding_tree import Read, ShardingTree
 from grain_shard.sharding.slices import slice_of
 from grain_shard.sharding.specs import num_shards
 from grain_shard.tools.planning.result import HostReads, Plan, Reads, SliceReads
@@ -71,7 +70,7 @@ def plan(
     require_int("num_records", num_records, 0)
     if record_bytes is not None:
         require_int("record_bytes", record_bytes, 1)
-    check_read(read)
+    require_choice("read", read, get_args(Read))
     target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
     read = target.way_to_read(read, global_batch_size)
     size = next(iter(target.layouts().values())).padded(global_batch_size)  # the same for any host
