@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import numbers
-import operator
 import random
 import threading
 import time
@@ -159,8 +158,12 @@ class FaultCounts(NamedTuple):
 
     def after(self, before: FaultCounts) -> FaultCounts:
         """Returns the counts of before and these, together."""
-        both = FaultCounts(*map(operator.add, before, self))
-        return both._replace(listed=both.listed[:_MOST_LISTED])
+        return FaultCounts(
+            retries=before.retries + self.retries,
+            bad_records=before.bad_records + self.bad_records,
+            listed=(*before.listed, *self.listed)[:_MOST_LISTED],
+            records=before.records + self.records,
+        )
 
 
 class Faults(Recovery):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from grain_shard.hosts.slowest import SlowestHost, Waits
 from grain_shard.reading.faults import FaultCounts
@@ -21,11 +21,10 @@ _MS, _MB = 1e3, 1e-6
 DONE, RATES, LOOP, THREADS = "done", "on this host", "a batch", "its making, of all threads"
 
 
-@dataclass(frozen=True)
-class Figure(Generic[_T]):
-    """One figure, as an attribute of `Figures`.
+class Figure(property, Generic[_T]):
+    """One figure: a property of `Figures`, with the words for it.
 
-    Attributes:
+    Args:
         compute: Returns the figure; None if it cannot be seen.
         line: First words of the line on which it is printed.
         words: Its text on this line, with a place for the figure.
@@ -34,19 +33,21 @@ class Figure(Generic[_T]):
             figure of late.
     """
 
-    compute: Callable[[Figures], _T]
-    line: str
-    words: str
-    scale: float = 1
-    is_sum: bool = False
+    def __init__(
+        self, compute: Callable[[Any], _T], line: str, words: str, scale: float, is_sum: bool
+    ):
+        super().__init__(compute)
+        self.line, self.words, self.scale, self.is_sum = line, words, scale, is_sum
 
-    def __get__(self, figures: Figures, owner: type[Figures]) -> _T:
-        return self.compute(figures)
+    def __get__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, figures: Any, owner: type | None = None
+    ) -> _T:
+        return super().__get__(figures, owner)
 
 
 def _figure(
     line: str, words: str, scale: float = 1, *, is_sum: bool = False
-) -> Callable[[Callable[[Figures], _T]], Figure[_T]]:
+) -> Callable[[Callable[[Any], _T]], Figure[_T]]:
     return lambda compute: Figure(compute, line, words, scale, is_sum)
 
 
@@ -171,7 +172,7 @@ class Figures:
 
     def line(self, line: str) -> str:
         """Returns one line of the text, without its first words; None and 0 are left out."""
-        found = [(one, one.compute(self)) for one in FIGURES.values() if one.line == line]
+        found = [(one, one.__get__(self)) for one in FIGURES.values() if one.line == line]
         texts = [
             one.words.format(value if isinstance(value, str) else value * one.scale)
             for one, value in found

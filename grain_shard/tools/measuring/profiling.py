@@ -60,12 +60,14 @@ class Profile(Measurement):
             GrainShardError: matplotlib is not installed.
         """
         try:
-            from grain_shard.tools.measuring.timeline_plot import draw
+            import matplotlib  # noqa: F401
         except ImportError as error:
             raise GrainShardError(
                 "a timeline is drawn by matplotlib, which is not installed.\n"
                 '  remedy: pip install "grain-shard[plot]", or print the profile for its text.'
             ) from error
+        from grain_shard.tools.measuring.timeline_plot import draw
+
         return draw(self, self.bottleneck)
 
     def __str__(self) -> str:
