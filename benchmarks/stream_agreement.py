@@ -1,13 +1,12 @@
 """What it costs a training loop that the hosts agree, batch by batch, on the end of their streams.
 
-    python benchmarks/stream_agreement.py [--steps 400] [--hosts 2] [--by devices]
+    python benchmarks/stream_agreement.py [--steps 400] [--hosts 2]
 
 The same loop over the same rows, three times: streams with ``rows="local"``, which agree; the same
 streams on a mesh of each host's own devices, which have nobody to agree with; and a random-access
 pipeline, whose length is known. A step takes `--step-ms`; what counts is how long the loop waits
 for its next batch, and how long a step takes together with a collective of its own. The difference
-between the first two is what the agreement costs. So few hosts ask the store, unless they are told
-to ask their devices, as many hosts do.
+between the first two is the cost of the agreement.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import time
 from grain_shard import rehearse
 
 
-def wait_and_step_times(kind, steps, step_s, way):
+def wait_and_step_times(kind, steps, step_s):
     """The seconds that this host waited for each batch after the first twenty, and of each step."""
     import grain
     import jax
@@ -26,10 +25,7 @@ def wait_and_step_times(kind, steps, step_s, way):
     from jax.sharding import PartitionSpec as P
 
     import grain_shard  # noqa: F401
-    from grain_shard.hosts import minimum
 
-    if way == "devices":
-        minimum.MOST_BY_STORE = 1
     devices = jax.local_devices() if kind == "streams alone" else jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     records = grain.MapDataset.range(steps * 64).map(lambda i: {"x": np.full(64, i, np.float32)})
@@ -65,7 +61,6 @@ def main():
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--by", choices=["store", "devices"], default="store")
     args = parser.parse_args()
     for kind in ("streams that agree", "streams alone", "random access"):
         of_hosts = rehearse.run(
@@ -73,7 +68,6 @@ def main():
             kind,
             args.steps,
             args.step_ms / 1e3,
-            args.by,
             hosts=args.hosts,
             devices_per_host=2,
         )

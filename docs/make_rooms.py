@@ -16,7 +16,8 @@ FLOORS = [
     ["errors", "pace", "digest", "spans", "tasks", "host_arrays", "grain_inside"],
     ["trees", "background", "collectives"],
     ["worker_processes"],
-    ["sharding", "reading", "hosts"],
+    ["sharding"],
+    ["reading", "hosts"],
     ["stats"],
     ["iteration"],
     ["feeding", "checkpoint"],
@@ -28,7 +29,7 @@ FLOORS = [
     ["measuring", "rehearse", "__main__"],
 ]
 # All that a pipeline needs; it runs without the rooms above.
-CORE = {"install"}.union(*FLOORS[:9])
+CORE = {"install"}.union(*FLOORS[: FLOORS.index(["chain"]) + 1])
 
 # What a room is for, in a few words.
 WORDS = {

@@ -17,6 +17,7 @@ from .iteration.iterator import ShardedIterator as ShardedIterator
 from .iteration.sharded_dataset import ShardedDataset as ShardedDataset
 from .reading.batch_schedule import BatchSchedule as BatchSchedule
 from .reading.faults import Retries as Retries
+from .reading.hedged_source import HedgedSource as HedgedSource
 from .reading.iterable import from_iterable as from_iterable
 from .reading.mix import mix as mix
 from .reading.sources import ArrayRecordSource as ArrayRecordSource

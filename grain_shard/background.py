@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -67,29 +68,30 @@ class TaskStage(Producer[T]):
         """How many results were handed out."""
         return self._shared.taken
 
-    def known(self, wait_s: float = 0.0) -> Known:
-        """What can be told of the results by now.
-
-        Args:
-            wait_s: How long to wait for the next result, or for what comes in its place, if neither
-                is there yet, in seconds.
-        """
+    def known(self) -> Known:
+        """Returns the number of results that are there by now, and the error or end behind them."""
         self.start()
-        return self._shared.known(wait_s)
+        return self._shared.known()
 
-    def wait_for(self, has_come: Callable[[], bool]) -> bool:
-        """Waits for something that a task makes besides results; by any thread, once started.
+    def wait_for(self, has_come: Callable[[], bool], wait_s: float = math.inf) -> bool | None:
+        """Waits for something other than the next result; by any thread, once started.
 
         Args:
-            has_come: Whether it is there. Asked again whenever a task is done.
+            has_come: Tells whether it is there. Called again whenever a task is done, a result
+                fails or the results end, and after `wake`. It must take no lock of another stage.
+            wait_s: The longest wait, in seconds.
 
         Returns:
-            True; or False if the stage was stopped.
+            True; False if the stage was stopped; None if the time is over.
 
         Raises:
             RuntimeError: This is a forked process, which has none of the threads.
         """
-        return self._shared.wait_for(has_come)
+        return self._shared.wait_for(has_come, wait_s)
+
+    def wake(self) -> None:
+        """Has the threads in `wait_for` look again."""
+        self._shared.wake()
 
     def start(self) -> None:
         """Starts working ahead; a second call does nothing."""
@@ -289,10 +291,8 @@ class _Shared(Generic[T]):
             self._room_came.notify()  # who holds _one_draws: nobody else waits for it
             return result
 
-    def known(self, wait_s: float) -> Known:
+    def known(self) -> Known:
         with self._lock:
-            if wait_s and not self._next_has_come() and not self._stopped:
-                self._result_came.wait(wait_s)
             numbers = itertools.count(self.taken)
             results = self.taken + sum(1 for _ in itertools.takewhile(self._is_there, numbers))
             after = self._final or self._results.get(results)
@@ -308,26 +308,32 @@ class _Shared(Generic[T]):
         if not self._wait(self._next_has_come):
             raise StopIteration
 
-    def wait_for(self, has_come: Callable[[], bool]) -> bool:
+    def wait_for(self, has_come: Callable[[], bool], wait_s: float) -> bool | None:
         with self._lock:
             self._wait_for_tasks += 1
             try:
-                if not self._wait(lambda: has_come() or self._final is not None):
-                    return False
-                if not has_come() and self._final is not None:
+                has_come_now = self._wait(lambda: has_come() or self._final is not None, wait_s)
+                if has_come_now and not has_come() and self._final is not None:
                     self._final.throw()
-                return True
+                return has_come_now
             finally:
                 self._wait_for_tasks -= 1
 
-    def _wait(self, has_come: Callable[[], bool]) -> bool:
-        """Waits under the lock until something has come; False if the stage is stopped before."""
+    def wake(self) -> None:
+        with self._lock:
+            self._result_came.notify_all()
+
+    def _wait(self, has_come: Callable[[], bool], wait_s: float = math.inf) -> bool | None:
+        """Waits under the lock; False if the stage is stopped before, None if the time is over."""
+        until = time.monotonic() + wait_s
         while not has_come():
             if self._stopped:
                 return False
+            if (left_s := until - time.monotonic()) <= 0:
+                return None
             self._pace.consumer_waits(time.perf_counter())
             # Not for ever: a KeyboardInterrupt just before the wait wakes nobody.
-            woken = self._result_came.wait(_WAKE_S)
+            woken = self._result_came.wait(min(_WAKE_S, left_s))
             self._pace.consumer_goes_on(time.perf_counter())
             gone = not any(thread.is_alive() for thread in self.threads)
             if gone and not woken and not has_come() and not self._stopped:
@@ -480,7 +486,7 @@ class _Shared(Generic[T]):
             # Of several errors of one result the first stands.
             if not self._stopped and self._final is None:
                 self._results.setdefault(number, result)
-            if number == self.taken:
+            if number == self.taken or self._wait_for_tasks:
                 self._result_came.notify_all()
 
     def _at_exit(self) -> None:

@@ -38,7 +38,6 @@ def shard_to(
     device_buffer_size: int = 2,
     num_threads: int | None = None,
     num_workers: int = 0,
-    reread_slow: bool = True,
     retries: int | Retries = Retries(),  # noqa: B008 (it is frozen)
     on_bad_record: OnBadRecord = "error",
     max_bad_records: float = 0.01,
@@ -92,10 +91,6 @@ def shard_to(
         num_workers: Grain worker processes that make the batches in place of threads. With `feeds`
             each of them runs some of this host's feeds; no more are started than there are feeds,
             and each has `num_threads` threads.
-        reread_slow: Whether a source may be asked again for a read that takes far longer than
-            others, as a bucket does now and then ("backup requests"): the first answer counts.
-            At most one read in twenty is asked for again, and only where threads read a
-            `MapDataset`. False for a source that must not be asked twice.
         retries: How often a source is asked again, with growing pauses, after an `OSError`, a
             `TimeoutError` or what a bucket raises that is busy. `Retries` names more classes of
             exceptions, also those of a ``.map``.
@@ -151,7 +146,6 @@ def shard_to(
         device_buffer_size=device_buffer_size,
         num_threads=num_threads,
         num_workers=num_workers,
-        reread_slow=reread_slow,
         fault_rules=FaultRules(retries, on_bad_record, max_bad_records),
         rows=rows,
         remainder=remainder,
@@ -185,7 +179,7 @@ class _Chain(Stage):
                 ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
             )
         padded = self._padded(ds, self.put.shardings.layout().divisor)
-        return self._reading(padded, self.read, *padded.reader.global_batch_sizes)
+        return self._reading(padded, self.read, *padded.batching.global_batch_sizes)
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
         if self.read == "once":

@@ -34,7 +34,6 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.iterator import ShardedIterator
 
 
@@ -45,7 +44,7 @@ class CheckpointHandler(ocp.CheckpointHandler):
         """Writes the state of the last batch that was handed out."""
         args.iterator.write_state(directory)
 
-    def restore(self, directory: Any, args: CheckpointRestore) -> ShardedIterator | Epochs:
+    def restore(self, directory: Any, args: CheckpointRestore) -> ShardedIterator:
         """Sets the iterator to the saved state, and returns it.
 
         Raises:
@@ -65,7 +64,7 @@ class CheckpointSave(ocp.args.CheckpointArgs):
         iterator: Of a dataset that `shard_to` made, or over its epochs.
     """
 
-    iterator: ShardedIterator | Epochs
+    iterator: ShardedIterator
 
 
 @ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
@@ -78,4 +77,4 @@ class CheckpointRestore(ocp.args.CheckpointArgs):
             over its epochs.
     """
 
-    iterator: ShardedIterator | Epochs
+    iterator: ShardedIterator

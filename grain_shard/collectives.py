@@ -1,4 +1,4 @@
-"""Whether collectives of this package keep their place among those of the training loop.
+"""The order of this package's only collective, that of ``read="once"``, among those of the loop.
 
 All collectives have to come in one order on every host. An accelerator works off what it is given
 in the order in which the loop's thread gave it. A CPU that is the only one of its process may begin

@@ -1,4 +1,4 @@
-"""How fast batches come, and what a training loop waits for.
+"""The speed of batches, and the stage that a training loop waits for.
 
 `profile` measures a loop: examples per second, when each stage was at work, which one holds the
 loop up, and what to change. `measure_throughput` is the same under the name that peers use.

@@ -11,23 +11,6 @@ from jax.experimental import multihost_utils
 
 from grain_shard import rehearse
 
-# How hosts ask each other whether there is another batch. The tests have few hosts, which would ask
-# the store; so they are told to do as many do, too.
-WAYS = ["store", "devices"]
-
-
-def asking(way, function):
-    """A function to be called on hosts, where they ask each other in this way."""
-
-    def call(*args):
-        from grain_shard.hosts import minimum
-
-        if way == "devices":
-            minimum.MOST_BY_STORE = 1
-        return function(*args)
-
-    return call
-
 
 def cases_of(module):
     """The functions of a test module's ``globals()`` that are named ``case_...``."""

@@ -3,66 +3,94 @@
 import pytest
 
 from grain_shard.errors import HostTimeoutError
+from grain_shard.hosts import absences
 from grain_shard.hosts.absences import Absences
 
 
 class Store:
-    """The rounds of host 0 of three, and what all of them have said."""
+    """The rounds of host 0 of three, and the topics of all of them."""
 
-    name, hosts = "train/0", [0, 1, 2]
+    name, hosts, timeout_s = "train/0", [0, 1, 2], 10.0
 
-    def __init__(self, said, left):
-        self.topics, self.left = {topic: dict(of) for topic, of in said.items()}, left
+    def __init__(self, topics, given_up=False):
+        self.topics, self.given_up = topics, given_up
 
-    def say(self, topic, text):
-        self.topics.setdefault(topic, {})[0] = text
+    def put(self, topic, answer):
+        self.topics.setdefault(topic, {})[0] = answer
 
-    def unsay(self, topic):
+    def delete(self, topic):
         del self.topics[topic][0]
 
-    def said(self, topic):
+    def get_all(self, topic, *, in_series=True):
         return self.topics.get(topic, {})
 
-    def of_hosts(self, folder):
-        return self.left
+    def missing(self, round_):
+        return [host for host in self.hosts if host not in self.topics.get(round_, {})]
 
-    def raise_silent(self, silent):
-        raise HostTimeoutError(str(silent))
+    def check(self, round_):
+        if self.given_up:
+            raise HostTimeoutError(round_)
 
 
-# What host 0 waits for, whether it gives up, what the others have said, the series that they have
-# left, and whom the error names; None if host 0 goes on waiting.
+@pytest.fixture
+def waits(monkeypatch):
+    """A function that has the loop wait for so many seconds."""
+    now = [100.0]
+    monkeypatch.setattr(absences.time, "monotonic", lambda: now[0])
+
+    def waits(of, seconds):
+        of.loop_waits_since = 100.0
+        now[0] = 100.0 + seconds
+
+    return waits
+
+
+# How long host 0 waits for others, in a vote in which hosts 0 and 1 have answered; whether it is
+# the first vote, the topics, and the hosts that it gives up, with the reason.
+BUSY = "did not ask for its next batch"
 WAITS = [
-    ("others", False, {}, {}, None),
-    ("others", False, {"waiting": {1: ""}}, {}, None),
-    ("others", False, {"no data": {2: ""}}, {}, {2: "had no data"}),
-    ("others", False, {}, {1: ["train/0"]}, {1: "closed its iterator"}),
-    ("others", False, {}, {1: ["evaluation/0"]}, None),
-    ("others", True, {"waiting": {1: ""}}, {}, {2: "did not ask for its next batch"}),
-    ("others", False, {"gave up": {1: ""}}, {}, {0: "came too late"}),
-    ("its data", False, {"no data": {1: "", 2: ""}}, {}, None),
-    ("its data", False, {"gave up": {2: ""}}, {}, {0: "came too late"}),
+    (9, False, {"no data": {2: ""}}, {}),
+    (11, False, {}, {}),
+    (11, False, {"no data": {2: ""}}, {2: "had no data"}),
+    (11, False, {"left": {2: ["train/0"]}}, {2: "closed its iterator"}),
+    (11, False, {"left": {2: ["evaluation/0"]}}, {}),
+    (11, True, {}, {2: ""}),
+    (101, False, {}, {2: BUSY}),
 ]
 
 
-@pytest.mark.parametrize(("waits_for", "gives_up", "said", "left", "named"), WAITS)
-def test_a_wait_ends_where_it_is_in_vain(waits_for, gives_up, said, left, named):
-    absences = Absences(Store(said, left))
-    waits_for_own = waits_for == "its data"
-    if named is None:
-        absences.look(waits_for_own, gives_up)
-    else:
-        with pytest.raises(HostTimeoutError) as caught:
-            absences.look(waits_for_own, gives_up)
-        assert str(caught.value) == str(named)
+@pytest.mark.parametrize(("seconds", "is_first", "topics", "given_up"), WAITS)
+def test_a_wait_ends_where_it_is_in_vain(waits, seconds, is_first, topics, given_up):
+    of = Absences(Store({"7": {0: 1, 1: 1}, **topics}))
+    assert of.absent("7", is_first) == {}, "as long as the loop does not wait"
+    waits(of, seconds)
+    assert of.absent("7", is_first) == given_up
 
 
-def test_what_a_host_says_of_itself_is_what_it_waits_for_now():
-    store = Store({}, {})
-    absences = Absences(store)
-    absences.look(waits_for_own=False)
-    assert store.topics == {"waiting": {0: ""}}
-    absences.look(waits_for_own=True)
-    assert store.topics == {"waiting": {}, "no data": {0: ""}}
-    absences.come_back(waits_for_own=True)
-    assert store.topics == {"waiting": {}, "no data": {}}
+def test_it_looks_now_and_then(waits):
+    of = Absences(Store({"no data": {2: ""}}))
+    waits(of, 10.5)
+    assert of.absent("7", False)
+    assert not of.absent("7", False)
+    waits(of, 12)
+    assert of.absent("7", False)
+
+
+def test_a_host_says_that_it_has_no_data_until_they_have_come(waits):
+    store = Store({})
+    of = Absences(store)
+    of.without_data("7")
+    assert store.topics == {}, "the loop does not wait"
+    waits(of, 11)
+    of.without_data("7")
+    assert store.topics == {"no data": {0: ""}}
+    of.with_data()
+    assert store.topics == {"no data": {}}
+    of.with_data()
+
+
+def test_a_host_without_data_learns_that_others_have_given_up(waits):
+    of = Absences(Store({}, given_up=True))
+    waits(of, 11)
+    with pytest.raises(HostTimeoutError):
+        of.without_data("7")

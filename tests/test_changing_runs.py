@@ -703,6 +703,11 @@ def test_valid_rows_are_the_same_records_whatever_the_sizes_meshes_and_interrupt
     assert seen == in_order(num_records, epochs)
 
 
+def at(ds, progress):
+    """The dataset from a place on."""
+    return ds.with_batching(ds.batching.beginning_at(progress))
+
+
 def part_of_a_mixture(start, num_records):
     return grain.MapDataset.range(start, start + num_records).map(lambda i: {"id": np.int32(i)})
 
@@ -720,16 +725,16 @@ def test_so_are_those_of_a_mixture_on_simulated_hosts(data):
         num_hosts = data.draw(st.integers(1, 4), label="hosts")
         whole = batched(mixture, data.draw(sizes(), label="sizes")).pipe(PadToDivisible(num_hosts))
         of_hosts = [
-            whole.pipe(ShardBatch(BatchLayout(num_hosts, (host,)))).beginning_at(progress)
+            at(whole.pipe(ShardBatch(BatchLayout(num_hosts, (host,)))), progress)
             for host in range(num_hosts)
         ]
-        whole = whole.beginning_at(progress)
+        whole = at(whole, progress)
         for _ in range(data.draw(st.integers(1, 4), label="steps")):
             if progress.step == len(whole):
                 break
             parts = [of_host[progress.step] for of_host in of_hosts]
             seen += rows([jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)])
-            progress = whole.cuts.progress(progress.step + 1)
+            progress = whole.batching.cuts.progress(progress.step + 1)
     assert seen == expected
 
 
@@ -746,12 +751,14 @@ def test_the_hosts_of_any_mesh_have_together_the_rows_of_each_batch(data):
         data.draw(st.integers(0, 1), label="epoch"),
         data.draw(st.integers(0, num_records - 1), label="record"),
     )
-    whole = ds.repeat(2).pipe(PadToDivisible(divisor)).beginning_at(progress)
+    whole = at(ds.repeat(2).pipe(PadToDivisible(divisor)), progress)
     of_hosts = [
-        ds.repeat(2)
-        .pipe(PadToDivisible(divisor))
-        .pipe(ShardBatch(BatchLayout(divisor, (host, host + num_hosts))))
-        .beginning_at(progress)
+        at(
+            ds.repeat(2)
+            .pipe(PadToDivisible(divisor))
+            .pipe(ShardBatch(BatchLayout(divisor, (host, host + num_hosts)))),
+            progress,
+        )
         for host in range(num_hosts)
     ]
     seen = []

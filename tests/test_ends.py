@@ -1,7 +1,6 @@
 """The ends of streams and of exchanges, as far as one process shows them."""
 
 import itertools
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from grain_shard.background import Background
+from grain_shard.background import Background, TaskStage
 from grain_shard.errors import AgreementError
-from grain_shard.hosts import ends
-from grain_shard.hosts.ends import AgreedEnd, Vote, decide, follow
+from grain_shard.hosts.ends import AgreedEnd, decide
 from grain_shard.iteration.placing import Placing
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.stats.meter import Meter
-from grain_shard.tasks import Known, Producer
+from grain_shard.tasks import Producer
 from tests.conftest import eventually
 
 # What follows from the votes: remainder, whether all hosts have the same rows, each host's vote,
@@ -80,42 +78,11 @@ def test_a_failed_host_is_named_whatever_the_others_have(remainder):
     assert verdict == {"error": "a host's stream failed.\n  host 2: OSError: no such file"}
 
 
-def known(batches, end=None):
-    return Known(batches, end)
-
-
-ENDED = StopIteration()
 FAILED = ValueError("a bad record")
-
-# What follows of what the hosts know, once each knows what comes after the batches handed out:
-# remainder, how many were handed out, what each host knows, and how many may have been handed out
-# before the next vote (as many as were: all end here; None: they tell each other in words).
-FOLLOWS = [
-    ("pad", 0, [known(1)], 1),
-    ("pad", 3, [known(7), known(5), known(4)], 4),
-    ("pad", 2, [known(6), known(2, ENDED), known(5)], 5),
-    ("pad", 2, [known(2, ENDED), known(1, ENDED), known(3, ENDED)], 3),
-    ("pad", 3, [known(2, ENDED), known(1, ENDED), known(3, ENDED)], 3),
-    ("drop", 2, [known(6), known(4, ENDED), known(5)], 4),
-    ("drop", 4, [known(6), known(4, ENDED), known(5)], 4),
-    ("error", 2, [known(6), known(4, ENDED), known(5)], 4),
-    ("error", 4, [known(6), known(4, ENDED), known(5)], None),
-    ("error", 4, [known(4, ENDED), known(4, ENDED)], 4),
-    ("pad", 2, [known(6), known(4, FAILED)], 4),
-    ("pad", 4, [known(6), known(4, FAILED)], None),
-    ("drop", 4, [known(4, ENDED), known(4, FAILED)], None),
-]
-
-
-@pytest.mark.parametrize(("remainder", "handed_out", "hosts", "expected"), FOLLOWS)
-def test_what_follows_from_what_all_hosts_know(remainder, handed_out, hosts, expected):
-    votes = [Vote.of(host, pads=remainder == "pad") for host in hosts]
-    least = Vote(*(min(numbers) for numbers in zip(*votes, strict=True)))
-    assert follow(remainder == "drop", handed_out, least) == expected
 
 
 class Meeting:
-    """Where hosts that run in threads of this process meet, in place of a store and of devices."""
+    """Where hosts that run in threads of this process meet, in place of a store."""
 
     def __init__(self, num_hosts):
         self.num_hosts, self.posted, self.said = num_hosts, {}, {}
@@ -127,9 +94,10 @@ class Meeting:
             self.posted.setdefault(name, {})[host] = answer
             self.came.notify_all()
 
-    def all_of(self, name):
+    def all_of(self, name, stopped):
         with self.came:
-            self.came.wait_for(lambda: self.has_all(name) or self.failed, timeout=60)
+            while not (self.has_all(name) or self.failed or stopped()):
+                self.came.wait(0.01)
             return dict(sorted(self.posted.get(name, {}).items()))
 
     def has_all(self, name):
@@ -143,82 +111,30 @@ class TestRounds:
     name, timeout_s = "series", 60.0
 
     def __init__(self, host, meeting):
-        self.host, self.meeting = host, meeting
+        self.host, self.meeting, self.forgotten = host, meeting, []
 
-    def post(self, round_, answer):
-        self.meeting.post(round_, self.host, answer)
+    def put(self, topic, answer, in_series=True):
+        if in_series:
+            self.meeting.post(topic, self.host, answer)
+        else:
+            self.meeting.said[self.host] = answer
 
     def fail(self, round_, text, decide):
         with self.meeting.came:
             self.meeting.failed.append((self.host, text))
-        self.post(round_, {"failed": text})
+        self.put(round_, {"failed": text})
 
-    def verdict(self, round_, decide, *, stopped):
-        verdict = decide(self.meeting.all_of(round_))
+    def verdict(self, round_, decide, *, absent, stopped):
+        answers = self.meeting.all_of(round_, stopped)
+        if stopped():
+            return None
+        verdict = decide(answers)
         if isinstance(verdict, dict):
             raise AgreementError(verdict["error"])
         return verdict
 
-    def say_of_host(self, folder, text):
-        self.meeting.said[self.host] = json.loads(text)
-
-
-class Came:
-    """An event: that all hosts have posted something."""
-
-    def __init__(self, meeting, name):
-        self.meeting, self.name = meeting, name
-
-    def is_set(self):
-        return self.meeting.has_all(self.name)
-
-    def wait(self, wait_s):
-        return bool(self.meeting.all_of(self.name))
-
-
-class TestMinimum:
-    """`Minimum` by such a meeting; as on devices that do not block, a question begins at once."""
-
-    __test__ = False
-
-    def __init__(self, way, at_end):
-        self.rounds, self.at_end, self.asked = way, at_end, 0
-        self.closed, self.stopped = 0, False
-
-    def start(self):
-        pass
-
-    def ask(self, question):
-        if question.is_asked:
-            return
-        question.name = ("question", self.asked)
-        question.answered = Came(self.rounds.meeting, question.name)
-        question.begun.set()
-        self.rounds.meeting.post(question.name, self.rounds.host, question.numbers)
-        self.interrupt()
-        question.is_asked = True
-        self.asked += 1
-
-    def interrupt(self):
-        """An interrupt may come here, and then it is asked again."""
-
-    def least(self, question):
-        votes = self.rounds.meeting.all_of(question.name).values()
-        return tuple(min(numbers) for numbers in zip(*votes, strict=True))
-
-    def stop(self):
-        self.stopped = True
-
-    def close(self):
-        self.closed += 1
-        self.at_end()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _by_meeting():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ends, "Minimum", TestMinimum)
-        yield
+    def forget(self, round_):
+        self.forgotten.append(round_)
 
 
 class Host(Producer):
@@ -247,7 +163,6 @@ def agreed(source, host=0, meeting=None, *, buffer_size=2, remainder="pad", **op
     return AgreedEnd(
         placed,
         read,
-        rounds,
         rounds,
         remainder=remainder,
         same_rows=False,
@@ -329,8 +244,8 @@ def test_few_questions_are_asked_where_the_buffers_are_full():
     for _ in range(48):
         next(batches)
         # So the buffer is full again, as it is where steps take longer than batches.
-        eventually(lambda: batches._read.known().results >= batches._handed_out + 8)
-    assert batches._minimum.asked <= 48 / 4 + 2
+        eventually(lambda: batches._votes.known().results >= batches._votes.handed_out + 8)
+    assert batches._votes.number <= 48 / 4 + 2
     batches.close()
 
 
@@ -345,16 +260,19 @@ class Interrupted(BaseException):
     remainder=st.sampled_from(["pad", "drop"]),
 )
 def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrupts, remainder):
-    """Host 0 is interrupted in some of its waits and questions, and asks for the batch again."""
+    """Host 0 is interrupted before or after some of its waits, and asks for the batch again."""
     places = itertools.count()
+    wait_for = TaskStage.wait_for
 
-    def interrupt(self, *_):
+    def interrupt():
         if meeting.interrupted == threading.get_ident() and next(places) in interrupts:
             raise Interrupted
 
-    def wait(self, wait_s):
-        interrupt(self)
-        return bool(self.meeting.all_of(self.name))
+    def wait(self, *args):
+        interrupt()
+        result = wait_for(self, *args)
+        interrupt()
+        return result
 
     def handed_out_with_interrupts(batches, host, meeting):
         if host == 0:
@@ -372,9 +290,7 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
     meeting = Meeting(len(lengths))
     meeting.interrupted = None
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(lengths)) as threads:
-        patch.setattr(Came, "wait", wait)
-        patch.setattr(Came, "is_set", lambda self: False)
-        patch.setattr(TestMinimum, "interrupt", interrupt)
+        patch.setattr(TaskStage, "wait_for", wait)
         futures = [
             threads.submit(
                 handed_out_with_interrupts,
@@ -389,21 +305,27 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
     assert [len(result) for result in results] == [expected] * len(lengths)
 
 
-def test_a_question_that_was_stopped_is_not_read():
+def test_verdicts_that_all_have_read_are_forgotten():
     batches = agreed(Host(*range(20)))
-    while batches._asked is None:
-        next(batches)
-    batches._read_at = 0
-    batches._minimum.least = lambda question: ()  # as of a way that was stopped
-    batches.stop()
-    assert next(batches, "the end") == "the end"
+    assert len(handed_out(batches)) == 20
+    votes = batches._votes
+    assert votes._rounds.forgotten == [str(number) for number in range(votes.number - 1)]
+
+
+def test_a_vote_that_others_do_not_answer_ends_with_the_batches():
+    meeting = Meeting(2)
+    batches = agreed(Host(*range(20)), 0, meeting)
+    batches.start()
+    eventually(lambda: meeting.posted)
     batches.close()
+    assert not any(thread.is_alive() for thread in batches._voting._shared.threads)
+    assert next(batches, "the end") == "the end"
 
 
 def test_the_threads_end_with_the_batches():
     batches = agreed(Host("a", "b"))
     assert handed_out(batches) == ["a", "b"]
-    assert batches._minimum.stopped
+    assert not any(thread.is_alive() for thread in batches._voting._shared.threads)
     batches.close()
 
 
@@ -450,10 +372,10 @@ def test_a_scalar_stays_what_it_is_in_padding():
     assert padding["temperature"] == np.float32(0.7)
 
 
-@pytest.mark.parametrize(("taken", "said"), [(1, True), (3, False)])
+@pytest.mark.parametrize(("taken", "said"), [(1, True), (21, False)])
 def test_a_host_that_closes_before_the_end_says_so(taken, said):
     meeting = Meeting(1)
-    batches = agreed(Host("a", "b"), 0, meeting)
+    batches = agreed(Host(*range(20)), 0, meeting)
     for _ in range(taken):
         next(batches, None)
     batches.close()

@@ -29,7 +29,6 @@ SCRIPT = """
 import sys
 import traceback
 import grain, grain_shard, jax, numpy as np
-from grain_shard.hosts import minimum
 
 kind, first_bad_batch = sys.argv[1], int(sys.argv[2])
 jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -50,9 +49,7 @@ def stream(ds, shard_index, shard_count):
 
 if kind == "random access" or kind.startswith("the loop"):
     ds = records.batch(16).shard_to(mesh)
-elif kind.startswith("stream"):
-    if kind == "stream, by devices":
-        minimum.MOST_BY_STORE = 1  # as where there are many hosts
+elif kind == "stream":
     own = stream(records, shards.shard_index, shards.shard_count)
     ds = own.batch(16 // shards.shard_count).shard_to(mesh, rows="local")
 else:
@@ -75,7 +72,7 @@ if kind == "the loop, in with":
 else:
     train(ds)
 """
-KINDS = ["random access", "stream", "stream, by devices", "feeds"]
+KINDS = ["random access", "stream", "feeds"]
 LOOPS = ["the loop", "the loop, in with"]
 
 
@@ -190,7 +187,7 @@ def what_they_raise():
 def wait_for_the_failure_of(batches):
     from tests.conftest import eventually
 
-    eventually(lambda: batches._alarm._failure is not None)
+    eventually(lambda: batches._together._alarm._failure is not None)
 
 
 def test_a_loop_that_handles_the_failure_can_go_on_with_another_iterator():
@@ -215,7 +212,7 @@ def what_a_loop_raises_that_waits():
         if i >= 16 * 3:
             if jax.process_index() == 1:
                 raise OSError("the bucket is gone")
-            eventually(lambda: started and started[0]._alarm._failure is not None)
+            eventually(lambda: started and started[0]._together._alarm._failure is not None)
         return {"x": np.full(4, i, np.float32)}
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -233,3 +230,43 @@ def test_the_failure_of_another_host_is_told_without_what_ended_the_wait_for_it(
     assert "OSError: the bucket is gone" in failed
     assert "AgreementError: host 1 failed" in heard
     assert "During handling" not in heard
+
+
+def what_a_loop_that_stands_still_lives_through():
+    """Host 0 stands still, as in a collective, when host 1 has failed; it is told to stay."""
+    import threading
+
+    from absl import logging
+
+    from grain_shard.hosts import alarm
+
+    os.environ["GRAIN_SHARD_END_PROCESS"] = "0"
+    alarm._STILL_S = 0.5
+    lines, logged = [], threading.Event()
+
+    def keep(line):
+        lines.append(line.getMessage())
+        if "stood still" in lines[-1]:
+            logged.set()
+        return True
+
+    logging.get_absl_logger().addFilter(keep)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    records = records_that_fail_on_host_1_from(16 * 3)
+    with iter(records.batch(16).shard_to(mesh)) as batches:
+        next(batches)
+        if jax.process_index() == 0:
+            logged.wait()
+        with pytest.raises((OSError, grain_shard.AgreementError)):
+            list(batches)
+    return [line for line in lines if "stood still" in line]
+
+
+def test_a_process_that_is_told_to_stay_does_not_end_and_says_where_it_stands():
+    stood_still, failed = rehearse.run(
+        what_a_loop_that_stands_still_lives_through, hosts=2, devices_per_host=2, timeout_s=HANG_S
+    )
+    assert failed == []
+    (line,) = stood_still
+    assert "host 1 failed" in line
+    assert "it stays, as GRAIN_SHARD_END_PROCESS=0 says" in line

@@ -26,7 +26,6 @@ import grain_shard
 from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from tests import text
-from tests.on_hosts import WAYS, asking
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -380,11 +379,10 @@ def case_a_feed_depends_on_its_host(host):
     return outcome(ds.batch(8).shard_to(mesh, read="needed", timeout_s=20))
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def cases(request):
+@pytest.fixture(scope="module")
+def cases():
     functions = [f for name, f in globals().items() if name.startswith("case_")]
-    run = asking(request.param, run_cases)
-    of_hosts = rehearse.run(run, functions, hosts=2, devices_per_host=2, timeout_s=240)
+    of_hosts = rehearse.run(run_cases, functions, hosts=2, devices_per_host=2, timeout_s=240)
 
     def results_of(case):
         results = [of_host[case.__name__] for of_host in of_hosts]

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
-from tests.on_hosts import WAYS, asking
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -93,9 +92,7 @@ def train_epochs():
 
 
 def test_500_steps_with_collectives_beside_the_prefetching_do_not_hang_5_times_of_5():
-    of_hosts = rehearse.run(
-        asking("devices", train_epochs), hosts=2, devices_per_host=2, timeout_s=180
-    )
+    of_hosts = rehearse.run(train_epochs, hosts=2, devices_per_host=2, timeout_s=180)
     assert of_hosts[0] == of_hosts[1]
     for epoch in of_hosts[0]:
         assert epoch["steps"] == STEPS
@@ -223,11 +220,10 @@ def read_streams_until_host_1_is_killed(timeout_s):
     print("the whole stream", flush=True)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_host_killed_between_two_batches_of_a_stream_ends_the_other(way):
+def test_a_host_killed_between_two_batches_of_a_stream_ends_the_other():
     with pytest.raises(rehearse.RehearsalError) as failure:
         rehearse.run(
-            asking(way, read_streams_until_host_1_is_killed),
+            read_streams_until_host_1_is_killed,
             2,
             hosts=2,
             devices_per_host=2,
@@ -238,7 +234,6 @@ def test_a_host_killed_between_two_batches_of_a_stream_ends_the_other(way):
     assert result.timed_out_hosts == []
     assert result.returncodes[1] == -signal.SIGKILL
     assert result.returncodes[0] != 0
-    # The CPU's collectives mostly notice it at once.
     gone = "most likely one of them is gone"
     assert (
         gone in result.outputs[0]
@@ -286,13 +281,12 @@ def train_without_waiting_on_host_1(kind):
     return [float(loss) for loss in losses]
 
 
-COLLECTIVES = [("feeds", "devices"), ("stream", "devices"), ("once", "store")]
-NO_COLLECTIVES = [("feeds", "store"), ("stream", "store")]
+COLLECTIVES, NO_COLLECTIVES = ["once"], ["feeds", "stream"]
 
 
-@pytest.mark.parametrize(("kind", "way"), COLLECTIVES + NO_COLLECTIVES)
-def test_hosts_with_one_cpu_each_need_not_wait_for_their_steps(kind, way):
-    first, second = rehearse.run(asking(way, train_without_waiting_on_host_1), kind, hosts=2)
+@pytest.mark.parametrize("kind", COLLECTIVES + NO_COLLECTIVES)
+def test_hosts_with_one_cpu_each_need_not_wait_for_their_steps(kind):
+    first, second = rehearse.run(train_without_waiting_on_host_1, kind, hosts=2)
     assert len(first) > 40
     assert first == second
 
@@ -305,12 +299,12 @@ def iterate_where_cpus_keep_no_order(kind):
         return str(error)
 
 
-@pytest.mark.parametrize(("kind", "way"), COLLECTIVES)
-def test_where_nothing_keeps_their_order_collectives_are_refused_on_every_host(kind, way):
-    texts = rehearse.run(asking(way, iterate_where_cpus_keep_no_order), kind, hosts=2)
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_where_nothing_keeps_their_order_collectives_are_refused_on_every_host(kind):
+    texts = rehearse.run(iterate_where_cpus_keep_no_order, kind, hosts=2)
     assert all("collectives would get mixed up" in str(text) for text in texts), texts
 
 
-@pytest.mark.parametrize(("kind", "way"), NO_COLLECTIVES)
-def test_where_nothing_keeps_their_order_what_has_none_is_not_refused(kind, way):
-    assert rehearse.run(asking(way, iterate_where_cpus_keep_no_order), kind, hosts=2) == [None] * 2
+@pytest.mark.parametrize("kind", NO_COLLECTIVES)
+def test_where_nothing_keeps_their_order_what_has_none_is_not_refused(kind):
+    assert rehearse.run(iterate_where_cpus_keep_no_order, kind, hosts=2) == [None] * 2

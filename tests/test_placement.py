@@ -430,11 +430,9 @@ class TestPrefetch:
         next(iterator)
         assert refusal(lambda: next(iterator)).startswith("batch['x']: dim 0 has size 9")
 
-    def test_an_element_that_a_filter_dropped_is_refused(self):
+    def test_an_element_that_a_filter_dropped_is_skipped(self):
         ds = grain.MapDataset.range(4).filter(lambda i: i != 1)
-        iterator = prefetch_to_device(ds)
-        next(iterator)
-        assert "call .to_iter_dataset()" in refusal(lambda: next(iterator))
+        assert values(prefetch_to_device(ds)) == [0, 2, 3]
         assert values(prefetch_to_device(ds.to_iter_dataset())) == [0, 2, 3]
 
     @pytest.mark.parametrize("as_dataset", [False, True])

@@ -8,7 +8,7 @@ import pytest
 
 from grain_shard.errors import StateError
 from grain_shard.grain_inside import nodes, routes
-from grain_shard.reading.rows import RecordRows, WholeBatchRows, row_reader
+from grain_shard.reading.row_dataset import batching_of
 from tests.conftest import data_mesh, ids
 
 
@@ -74,8 +74,8 @@ def test_batches_are_those_that_were_asked_for(slice_of, build, expected):
 
 
 def test_rows_of_a_batch_are_read_alone_if_the_node_is_known(slice_of):
-    reader = row_reader(slice_of(five().batch(2), [1, 0]))
-    assert type(reader) is (RecordRows if slice_of.is_known else WholeBatchRows)
+    batching = batching_of(slice_of(five().batch(2), [1, 0]))
+    assert batching.reads_rows_alone == slice_of.is_known
 
 
 def test_many_records_are_what_grain_gives_one_by_one(slice_of):

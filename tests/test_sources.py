@@ -236,9 +236,8 @@ def tree(paths, tmp_path, monkeypatch):
         # A folder stands for the files right in it that are called so.
         ("data", ["data/img-10.array_record", "data/img-2.array_record"]),
         ("data/", ["data/img-10.array_record", "data/img-2.array_record"]),
-        # Several keep their order, and a file may come twice.
+        # Several keep their order.
         (["data/train-*", "data/img-1*"], ["data/train-0", "data/img-10.array_record"]),
-        (("data/train-0", "data/train-?"), ["data/train-0", "data/train-0"]),
         # A file that exists is that file, whatever its name looks like.
         ("what[1]", ["what[1]"]),
         # The folder whose name matches is no file.
@@ -332,6 +331,56 @@ def test_a_range_that_ends_before_it_begins_is_refused(tree):
     with pytest.raises(ValueError, match=re.escape("5 to 2 of 'data/train-0[5:2]' end before")):
         ArrayRecordSource("data/train-0[5:2]")
     assert len(ArrayRecordSource(["data/train-0[2:2]", "data/train-0[0:1]"])) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["data/train-0", "data/train-*"],
+        ["data/train-0[0:2]", "data/train-0[0:2]"],
+        ["data/img-2.array_record", "data"],
+    ],
+)
+def test_a_file_that_is_given_twice_is_refused(tree, given):
+    with pytest.raises(ValueError, match=r"'data/(train-0|img-2.*)' is among the files twice"):
+        ArrayRecordSource(given)
+
+
+@pytest.mark.parametrize(
+    ("error", "heals"),
+    [
+        (ValueError("UNAVAILABLE: Error reading 'gs://bucket/object'"), True),
+        (ValueError("NOT_FOUND: Error opening 'gs://bucket/object'"), False),
+        (RuntimeError("read() failed: Input/output error; reading /mnt/train-0"), True),
+        (RuntimeError("Corrupted Riegeli/records file: chunk data hash mismatch"), False),
+    ],
+)
+def test_what_a_second_read_may_heal_is_tried_again(paths, error, heals, monkeypatch):
+    class Reader:
+        failed = False
+
+        def __init__(self, path, **options):
+            self.reader = local_reader(path, **options)
+
+        def read(self, positions):
+            if not Reader.failed:
+                Reader.failed = True
+                raise error
+            return self.reader.read(positions)
+
+        def __getattr__(self, name):
+            return getattr(self.reader, name)
+
+    local_reader = open_file.ArrayRecordReader
+    monkeypatch.setattr(open_file, "ArrayRecordReader", Reader)
+    ds = grain.MapDataset.source(ArrayRecordSource(paths)).map(decode).batch(4)
+    with iter(ds.shard_to(data_mesh(2), num_threads=1)) as batches:
+        if heals:
+            assert ids(batches) == [list(range(k, k + 4)) for k in range(0, 32, 4)]
+            assert batches.faults.retries >= 1
+        else:
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                next(batches)
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(tree, monkeypatch):

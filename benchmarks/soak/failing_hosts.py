@@ -23,7 +23,6 @@ import numpy as np
 import grain_shard
 from benchmarks.soak import compare
 from grain_shard import rehearse
-from grain_shard.hosts import minimum
 
 KINDS = ("random access", "stream", "feeds")
 WAYS = ("raises", "is killed", "ends in good order")
@@ -42,7 +41,6 @@ class FailingHosts:
         victim: The one that fails.
         way: How it does.
         batch: In which batch.
-        asks_devices: Whether hosts ask their devices where streams end, as many hosts do.
     """
 
     kind: str
@@ -50,7 +48,6 @@ class FailingHosts:
     victim: int
     way: str
     batch: int
-    asks_devices: bool
 
     limit_s = 200
 
@@ -75,7 +72,6 @@ def draw(rng: random.Random) -> FailingHosts:
         victim=rng.randrange(hosts),
         way=rng.choice(WAYS),
         batch=rng.randint(0, BATCHES - 1),
-        asks_devices=rng.random() < 0.5,
     )
 
 
@@ -108,8 +104,6 @@ def train(case: FailingHosts) -> None:
     # is, that stays, as a host of a busy machine may be late.
     heartbeat = {"heartbeat_timeout_seconds": 20} if case.way == "is killed" else {}
     jax.distributed.initialize(**heartbeat)
-    if case.asks_devices:
-        minimum.MOST_BY_STORE = 1
     step = jax.jit(lambda batch: batch["x"].sum())
     for number, batch in enumerate(pipeline(case)):
         float(step(batch))

@@ -25,7 +25,6 @@ from benchmarks.soak import compare, feeds, meshes, model, records, shardings
 from benchmarks.soak.shardings import Sharding
 from grain_shard import BatchSchedule, rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
-from grain_shard.hosts import minimum
 
 DEVICES_BY_HOSTS = {1: (1, 2, 8), 2: (1, 2, 4), 3: (1, 2), 4: (1, 2)}  # of each
 SHAPES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2)], 6: [(6,), (3, 2)]}
@@ -43,7 +42,6 @@ class Job:
         save_every: The steps between two checkpoints.
         kill_after: The batches after which it is killed, if it comes so far; None for never.
         victim: The host that is killed; the launcher then ends the others. None for all at once.
-        asks_devices: Whether its hosts ask their devices where feeds end, as many hosts do.
     """
 
     hosts: int
@@ -51,7 +49,6 @@ class Job:
     save_every: int
     kill_after: int | None
     victim: int | None
-    asks_devices: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +134,6 @@ def draw_job(rng: random.Random, stream: feeds.Stream | None, is_last: bool) -> 
         save_every=rng.randint(1, 4),
         kill_after=None if is_last else rng.randint(1, 7),
         victim=rng.choice([None, *range(hosts)]),
-        asks_devices=rng.random() < 0.5,
     )
 
 
@@ -153,8 +149,6 @@ def on_host(case: Kills, number: int, folder: str) -> None:
     """Trains from the last checkpoint on, writes down what it gets, and may be killed."""
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     job, host = case.jobs[number], jax.process_index()
-    if job.asks_devices:
-        minimum.MOST_BY_STORE = 1
     step = jax.jit(lambda leaves: sum(leaf.sum() for leaf in leaves))
     with (
         ocp.CheckpointManager(Path(folder, "checkpoints")) as manager,

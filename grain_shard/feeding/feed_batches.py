@@ -16,11 +16,12 @@ import grain
 
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_position import FeedsPosition
-from grain_shard.feeding.feed_rows import FeedPadding, FeedRows, row_stacker
+from grain_shard.feeding.feed_rows import FeedRows, row_stacker
 from grain_shard.feeding.feed_streams import FeedStreams, FeedTurn, MakeFeed
 from grain_shard.feeding.feed_turns import FeedTurns
 from grain_shard.feeding.feed_workers import FeedWorkers
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
+from grain_shard.reading.pad_batch import Padding
 from grain_shard.reading.stack import RowStacker
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout
@@ -138,7 +139,7 @@ class FeedBatches(grain.IterDataset):
         super().__init__()
         self.feeds, self.rows = feeds, rows
 
-    def padded(self, padding: FeedPadding) -> FeedBatches:
+    def padded(self, padding: Padding) -> FeedBatches:
         """Returns batches of one size: padding in place of rows that feeds lack, and the mask."""
         return FeedBatches(self.feeds, replace(self.rows, padding=padding))
 
@@ -148,7 +149,7 @@ class FeedBatches(grain.IterDataset):
         Args:
             layout: The rows that the host holds. The padded batch has to be its `multiple`.
         """
-        padding = self.rows.padding or FeedPadding(divisor=layout.multiple)
+        padding = self.rows.padding or Padding(divisor=layout.multiple)
         return FeedBatches(self.feeds, replace(self.rows, padding=padding, layout=layout))
 
     @property

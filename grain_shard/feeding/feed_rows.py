@@ -15,7 +15,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_streams import FeedTurn
-from grain_shard.reading.pad_batch import Remainder, pad_batch
+from grain_shard.reading.pad_batch import Padding, pad_batch
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.sharding.layout import BatchLayout, round_up
@@ -34,22 +34,6 @@ def row_stacker(row: Any) -> RowStacker:
 
 
 @dataclass(frozen=True)
-class FeedPadding:
-    """The treatment of rows that feeds lack because they have ended.
-
-    Attributes:
-        divisor: A divisor of the number of rows of a padded batch.
-        remainder: The treatment of a batch for which a feed has too few rows: "pad" it, until the
-            last feed has ended; "drop" it, and end; or "error".
-        rows: The content of rows of padding, and the key of the mask.
-    """
-
-    divisor: int
-    remainder: Remainder = "pad"
-    rows: PadRows = PadRows()  # noqa: RUF009 (it is frozen)
-
-
-@dataclass(frozen=True)
 class FeedRows:
     """The rows of a batch, by feed.
 
@@ -65,7 +49,7 @@ class FeedRows:
 
     num_feeds: int
     global_batch_size: int
-    padding: FeedPadding | None = None
+    padding: Padding | None = None
     layout: BatchLayout | None = None
 
     def __post_init__(self) -> None:

@@ -176,7 +176,7 @@ class FeedStreams:
             reads: Reads ahead for the feed; None to read nothing ahead.
         """
         in_turn = functools.partial(evaluated_in_turn, faults=faults)
-        skipped = Skipped(faults, feed) if faults.leaves_out else None
+        skipped = Skipped(faults, feed) if faults.masks else None
 
         def record_stream(
             records: grain.MapDataset, options: grain.ReadOptions

@@ -12,10 +12,10 @@ from typing import Any
 import grain
 import numpy as np
 
-from grain_shard.grain_inside.recovery import RAISES, Recovery
+from grain_shard.grain_inside.recovery import AT_ONCE, Recovery, Unreadable
 from grain_shard.grain_inside.routes import route
 from grain_shard.reading.faults import Skipped
-from grain_shard.reading.origin import Origin, record_name
+from grain_shard.reading.origin import Origin, record_namefrom grain_shard.tasks import Raised
 
 # How many records are found in one go, at first and at most. To find them takes microseconds. But a
 # source that reads many in a call reads them all at once, and the first rows must not wait for it.
@@ -26,7 +26,7 @@ Elements = Callable[[grain.MapDataset, int], Generator[Any]]
 
 
 def evaluated_in_turn(
-    records: grain.MapDataset, start: int, faults: Recovery = RAISES
+    records: grain.MapDataset, start: int, faults: Recovery = AT_ONCE
 ) -> Generator[Any]:
     """Evaluates records when they are asked for, and not before.
 
@@ -36,17 +36,10 @@ def evaluated_in_turn(
     count, most = _READ_IN_A_CALL if reads_many else _FOUND
     while start < len(records):
         stop = min(start + count, len(records))
-        try:
-            for element in route(records, np.arange(start, stop)).each(faults):
-                yield element
-                start += 1
-        except Exception:
-            if not reads_many or count == 1:
-                raise
-            # A call for many records does not say for which of them it has failed.
-            count = 1
-        else:
-            count = min(2 * count, most)
+        for element in route(records, np.arange(start, stop)).each(faults):
+            yield element
+            start += 1
+        count = min(2 * count, most)
 
 
 class RecordStream(grain.IterDataset):
@@ -85,13 +78,16 @@ class RecordIterator(grain.DatasetIterator):
         while self._next_index < self._length:
             if self._next_elements is None:
                 self._next_elements = self._stream.elements(records, self._next_index)
+            element = None
             try:
                 element = next(self._next_elements)
+                if type(element) is Unreadable and (
+                    skipped is None or not skipped.may_skip(element)
+                ):
+                    Raised.of(element.error).throw()  # a StopIteration would pass for the end
             except BaseException as error:
                 self._next_elements = None  # whoever asks again gets the same record again
-                origin = Origin.of(records, self._next_index)
-                name = record_name(self._next_index, "the dataset above .to_iter_dataset", origin)
-                error.add_note(f"grain_shard: while evaluating {name}")
+                error.add_note(f"grain_shard: while evaluating {self._name(element)}")
                 raise
             self._next_index += 1
             if skipped is not None and skipped.skips(element, records, self._next_index - 1):
@@ -99,6 +95,13 @@ class RecordIterator(grain.DatasetIterator):
             if element is not None:  # Grain leaves out None, too
                 return element
         raise StopIteration
+
+    def _name(self, element: Any) -> str:
+        """Returns the name of the next record, whose element is not there or `Unreadable`."""
+        origin = Origin.of(self._stream.records, self._next_index)
+        name = record_name(self._next_index, "the dataset above .to_iter_dataset", origin)
+        among = element.among if type(element) is Unreadable else 1
+        return name if among == 1 else f"one of the {among} records from {name} on"
 
     def get_state(self) -> dict[str, Any]:
         return {"next_index": self._next_index}

@@ -7,29 +7,27 @@ first, however many feeds there are, and the number of threads does not grow wit
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import grain
 import numpy as np
 
 from grain_shard.background import TaskStage
-from grain_shard.grain_inside.routes import route
+from grain_shard.grain_inside.routes import NEVER, Route, route
 from grain_shard.pace import ReadPace
 from grain_shard.reading.faults import Faults
-from grain_shard.spans import READ, span
-from grain_shard.tasks import Raised, Task, Tasks
+from grain_shard.reading.read import Part, Read, records_in_time
+from grain_shard.tasks import Raised, Tasks
 
 # Records that wait or are in the making, of all lines together. Grain has 500 for each.
 _MOST_AHEAD = 2048
 # Of one line, at the beginning. It doubles each time that its consumer has to wait.
 _FIRST_AHEAD = 4
-# Records are read together for about so long, since handing over a part costs some microseconds.
-# A part that has taken twice as long leaves the rest of its records to others.
-_READ_S = 4e-3
-# Of a source that reads many records in a call, so long for all that follows the call.
+# Seconds for the functions that follow a call, of a source that reads many records in a call.
 _AFTER_CALL_S = 50e-3
 # To hand a part to another thread and back costs more than to evaluate records that take less than
 # this: whoever takes such records evaluates them itself.
@@ -66,7 +64,7 @@ class SharedReads:
             self._stage.start()
             while True:
                 if not line.has_come and (read := self._lines.draw_cheap(line)) is not None:
-                    read.evaluate()
+                    collections.deque(read.run(), maxlen=0)
                     self._lines.done(read)
                 elif not line.has_come:
                     self._lines.starves(line)
@@ -88,31 +86,49 @@ class SharedReads:
         self._stage.close()
 
 
-class _Part:
-    """Some records of a line, and what became of them once that is known."""
-
-    def __init__(self, start: int, stop: int):
-        self.start, self.stop = start, stop
-        self.elements: list[Any] | None = None  # an error, as `Raised`, is the last one
-
-
 class _Line:
-    """The parts of a stream that were begun and not yet taken, and how fast it is."""
+    """The records of a stream that were begun and not yet taken, and its speed: a `Sink`."""
 
-    def __init__(self, records: grain.MapDataset, start: int):
-        self.records, self.length = records, len(records)
+    number = 0
+
+    def __init__(self, records: grain.MapDataset, start: int, faults: Faults):
+        self.records, self.length, self.faults = records, len(records), faults
         self.begun = self.taken = start  # records
         self.most_ahead = _FIRST_AHEAD
-        self.parts: list[_Part] = []
-        self.left: list[_Part] = []  # those of them that a reader has left to others
+        self.left: list[Part] = []  # parts that a reader has left to others
         self.seconds_per_record: float | None = None
-        self._seconds_before = self._seconds = _CHEAP_S  # a record of the last two parts, all of it
         self.reads_many = route(records, np.arange(0)).reads_many
+        self._come: dict[int, list[Any]] = {}  # evaluated records, by the first of them
+        self._seconds_before = self._seconds = _CHEAP_S  # a record of the last two reads
+
+    def way(self, start: int, stop: int) -> Route:
+        return route(self.records, np.arange(start, stop))
+
+    def write(self, elements: list[Any], start: int, until: float) -> int:
+        began, way = time.perf_counter(), self.way(start, start + len(elements))
+        rows = way.finish(elements, NEVER if self.reads_many else until, self.faults)
+        if self.reads_many:
+            self.seconds_per_record = (time.perf_counter() - began) / len(rows)
+        self._come[start] = rows
+        return len(rows)
+
+    def wrote(self, count: int) -> tuple[()]:
+        return ()
+
+    def failed(self, start: int, error: Raised) -> tuple[()]:
+        self._come[start] = [error]
+        return ()
 
     @property
     def has_come(self) -> bool:
-        """Whether the next part can be taken."""
-        return bool(self.parts) and self.parts[0].elements is not None
+        """Whether the next records can be taken."""
+        return self.taken in self._come
+
+    def take(self) -> list[Any]:
+        """Takes the next records, which have come; an error, as `Raised`, is the last one."""
+        elements = self._come.pop(self.taken)
+        self.taken += len(elements)
+        return elements
 
     @property
     def ahead(self) -> int:
@@ -121,23 +137,22 @@ class _Line:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether a record took next to no time. One part that took longer may be chance."""
+        """Whether a record took next to no time. One read that took longer may be chance."""
         return min(self._seconds, self._seconds_before) < _CHEAP_S
 
-    def took(self, seconds: float, after_call_s: float | None) -> None:
-        """A record of another part took so long, and so long without the call for many."""
-        self._seconds_before, self._seconds = self._seconds, seconds
-        if after_call_s is not None:
-            self.seconds_per_record = after_call_s
+    def took(self, seconds: float, count: int) -> None:
+        """Learns from another read how long records take."""
+        self._seconds_before, self._seconds = self._seconds, seconds / max(1, count)
+        if not self.reads_many:
+            self.seconds_per_record = self._seconds
 
     def next_size(self, most_ahead: int) -> int:
-        """How many records the next part should have."""
+        """Returns the number of records that the next read should take."""
         # Half of what may be ahead, so that one part is read while the other is used.
         size, each = max(1, most_ahead // 2), self.seconds_per_record
-        if each is None:
-            return size if self.reads_many else 1
-        seconds = _AFTER_CALL_S if self.reads_many else _READ_S
-        return max(1, min(size, int(seconds / max(each, 1e-9))))
+        if not self.reads_many:
+            return min(size, records_in_time(each))
+        return size if each is None else max(1, min(size, int(_AFTER_CALL_S / max(each, 1e-9))))
 
 
 class _Lines(Tasks[None]):
@@ -150,7 +165,7 @@ class _Lines(Tasks[None]):
         self._stopped = False
 
     def open(self, records: grain.MapDataset, start: int) -> _Line:
-        line = _Line(records, start)
+        line = _Line(records, start, self._faults)
         with self._wanted:
             self._lines.append(line)
             self._wanted.notify()
@@ -163,28 +178,27 @@ class _Lines(Tasks[None]):
             self._wanted.notify()  # there is more room for the others
 
     def starves(self, line: _Line) -> None:
-        """Its consumer has to wait: from now on more of it may be ahead."""
+        """Lets more of a line be ahead from now on, since its consumer has to wait."""
         with self._wanted:
             line.most_ahead = min(2 * line.most_ahead, _MOST_AHEAD)
             self._wanted.notify()
 
     def take(self, line: _Line) -> list[Any]:
-        """What became of the records of the next part, which has come."""
+        """Takes the next records of a line, which have come."""
         with self._wanted:
-            part = line.parts.pop(0)
-            line.taken = part.stop
+            elements = line.take()
             if not line.is_cheap:
                 self._wanted.notify()
-        return part.elements or []
+        return elements
 
-    def draw_cheap(self, line: _Line) -> _Read | None:
-        """The next part of a line whose consumer evaluates it itself; None if readers do that."""
+    def draw_cheap(self, line: _Line) -> _LineRead | None:
+        """Draws a read for the consumer of a line to do itself; None if readers do it."""
         with self._wanted:
-            if self._stopped or not line.is_cheap or line.parts or line.begun == line.length:
+            if self._stopped or not line.is_cheap or line.ahead or line.begun == line.length:
                 return None
             return self._draw_next(line, line.next_size(self._share()))
 
-    def draw(self, room: int) -> _Read:
+    def draw(self, room: int) -> _LineRead:
         with self._wanted:
             while not self._stopped:
                 if (drawn := self._draw()) is not None:
@@ -192,50 +206,36 @@ class _Lines(Tasks[None]):
                 self._wanted.wait()
         raise StopIteration
 
-    def _draw(self) -> _Read | None:
+    def _draw(self) -> _LineRead | None:
         share = self._share()
         for line in sorted(self._lines, key=lambda line: line.ahead):
             most_ahead = min(line.most_ahead, share)
             size = line.next_size(most_ahead)
             if line.left:
-                return self._draw_left(line, size)
+                part, rest = line.left.pop(0).cut(size)
+                line.left[:0] = rest
+                return _LineRead(line, part)
             is_wanted = line.ahead + size <= most_ahead and not line.is_cheap
             if is_wanted and line.begun < line.length:
                 return self._draw_next(line, size)
         return None
 
     def _share(self) -> int:
-        """How many records of each line may be ahead."""
+        """Returns the number of records of each line that may be ahead."""
         return max(1, _MOST_AHEAD // max(1, len(self._lines)))
 
-    def _draw_next(self, line: _Line, size: int) -> _Read:
-        part = _Part(line.begun, min(line.begun + size, line.length))
-        line.begun = part.stop
-        line.parts.append(part)
-        return _Read(line, part, self._faults)
+    def _draw_next(self, line: _Line, size: int) -> _LineRead:
+        start, line.begun = line.begun, min(line.begun + size, line.length)
+        return _LineRead(line, Part(line, start, line.begun))
 
-    def _draw_left(self, line: _Line, size: int) -> _Read:
-        """Something of what another reader has left."""
-        part = line.left.pop(0)
-        self._cut(line, part, part.start + size)
-        return _Read(line, part, self._faults)
-
-    def done(self, task: _Read) -> bool:
+    def done(self, task: _LineRead) -> bool:
         with self._wanted:
-            line, part = task.line, task.part
-            self._cut(line, part, part.start + len(task.elements))
-            line.took(task.seconds / max(1, len(task.elements)), task.after_call_s)
-            part.elements = task.elements
+            line = task.line
+            line.left[:0] = task.left
+            line.took(task.seconds, task.size)
             if line.left or not line.is_cheap:
                 self._wanted.notify()
         return False
-
-    def _cut(self, line: _Line, part: _Part, stop: int) -> None:
-        """Shortens a part, and leaves the rest to others."""
-        if stop < part.stop:
-            rest, part.stop = _Part(stop, part.stop), stop
-            line.parts.insert(line.parts.index(part) + 1, rest)
-            line.left.insert(0, rest)
 
     def end(self) -> None:
         """Not called: an error is handed to the line that it belongs to."""
@@ -251,62 +251,18 @@ class _Lines(Tasks[None]):
             self._lines.clear()
 
 
-class _Read(Task[None]):
-    """Evaluates the records of a part, or as many of them as there is time for.
+class _LineRead(Read):
+    """A read of one line.
 
     Attributes:
-        elements: After the run, what became of them; the last one may be an error.
-        seconds: After the run, what all of it took.
-        after_call_s: What a record took, of a source that reads many in a call without the call;
-            None if there was too little to tell.
+        seconds: After the run, its time by the clock.
     """
 
-    begins = 0
+    def __init__(self, line: _Line, part: Part):
+        super().__init__([part], line.reads_many)
+        self.line, self.seconds = line, 0.0
 
-    def __init__(self, line: _Line, part: _Part, faults: Faults):
-        self.line, self.part, self.size = line, part, 0
-        self._faults = faults
-        self.elements: list[Any] = []
-        self.seconds = 0.0
-        self.after_call_s: float | None = None
-
-    def run(self) -> tuple[()]:
-        with span(READ):
-            self.evaluate()
-        return ()
-
-    def evaluate(self) -> None:
-        """Does it, in the calling thread."""
-        start, stop, began = self.part.start, self.part.stop, time.perf_counter()
-        try:
-            self._evaluate(start, stop)
-        except BaseException as error:
-            if self.line.reads_many and stop - start > 1:
-                # A call for many records does not say for which of them it has failed.
-                self._evaluate_one_by_one(start + len(self.elements))
-            else:
-                self.elements.append(Raised.of(error))
-        self.size, self.seconds = len(self.elements), time.perf_counter() - began
-
-    def _evaluate(self, start: int, stop: int) -> None:
-        began = since = time.perf_counter()
-        counted = 0
-        for element in route(self.line.records, np.arange(start, stop)).each(self._faults):
-            self.elements.append(element)
-            now = time.perf_counter()
-            if self.line.reads_many and since == began:
-                since = now  # the first one came with the call
-                continue
-            counted += 1
-            if not self.line.reads_many and now > began + 2 * _READ_S:
-                break
-        if counted:
-            self.after_call_s = (time.perf_counter() - since) / counted
-
-    def _evaluate_one_by_one(self, start: int) -> None:
-        for record in range(start, self.part.stop):
-            try:
-                self._evaluate(record, record + 1)
-            except BaseException as error:
-                self.elements.append(Raised.of(error))
-                return
+    def run(self) -> Iterator[tuple[int, Any]]:
+        began = time.perf_counter()
+        yield from super().run()
+        self.seconds = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What may take the place of an element that cannot be had; who decides is above."""
+"""The result of a read that has failed, and the rules for trying it again."""
 
 from __future__ import annotations
 
@@ -7,49 +7,46 @@ from typing import Any
 
 
 class Unreadable:
-    """Stands in the place of an element that cannot be had.
+    """Stands in the place of an element that could not be read. Its consumer decides what follows.
 
     Attributes:
-        error: Why not.
+        error: The error of the last try.
+        among: The number of elements, from this one on, one of which has failed. It is 1, unless a
+            source failed in a call for many and then gave each of them alone.
     """
 
-    def __init__(self, error: Exception):
-        self.error = error
+    def __init__(self, error: Exception, among: int = 1):
+        self.error, self.among = error, among
 
 
 class Recovery:
-    """What becomes of elements that cannot be had. This one raises what was raised.
+    """The rules for reads that fail. These try nothing again.
 
     Attributes:
-        leaves_out: Whether an `Unreadable` may take the place of an element.
+        masks: Whether reading goes on after an element that is `Unreadable`.
     """
 
-    leaves_out = False
+    masks = False
 
-    def asks_at_once(self, error: Exception) -> bool:
-        """Whether to ask again, in parts, where nobody knows which element has failed."""
+    def reads_again(self, error: Exception) -> bool:
+        """Returns whether to read again at once, in parts or step by step, after this error."""
         return False
 
-    def of_source(self, error: Exception, again: Callable[[], Any]) -> Any:
-        """What to take for an element that could not be read.
+    def recovered(
+        self, error: Exception, again: Callable[[], Any], *, in_function: bool = False
+    ) -> Any:
+        """Tries a failed read again, if that may help.
 
         Args:
-            error: Why not.
-            again: Reads it once more.
+            error: The error of the first try.
+            again: Reads the element once more, and applies the user's functions if it is one of
+                them that has failed.
+            in_function: Whether a function of the user's has failed, and not the source.
 
         Returns:
-            The element, or an `Unreadable` if these may be left out.
+            The element; or an `Unreadable`.
         """
-        raise error
-
-    def of_function(self, error: Exception, again: Callable[[], Any]) -> Any:
-        """The same, of an element for which a function of the user's has failed.
-
-        Args:
-            error: Why.
-            again: Reads it once more, and makes of it what the functions do.
-        """
-        raise error
+        return Unreadable(error)
 
 
-RAISES = Recovery()
+AT_ONCE = Recovery()

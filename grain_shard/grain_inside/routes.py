@@ -30,7 +30,7 @@ from grain_shard.grain_inside.nodes import (
     SEED,
     SLICE,
 )
-from grain_shard.grain_inside.recovery import RAISES, Recovery, Unreadable
+from grain_shard.grain_inside.recovery import AT_ONCE, Recovery, Unreadable
 from grain_shard.grain_inside.source_reads import (
     RANGE,
     SOURCE,
@@ -79,80 +79,93 @@ class ElementsOfParents(grain.MapDataset):
 
     @abstractmethod
     def below(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where elements come from.
+        """Finds the elements of the parents.
 
         Args:
             indices: int64[n].
 
         Returns:
-            int64[n], of which parent each is, and int64[n], which of its elements.
+            int64[n], the number of the parent of each; and int64[n], the index in that parent.
         """
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of some elements from where they are read, up to the dataset that was asked for.
+    """The way of some elements from the dataset where they are read up to the one asked for.
+
+    A read gives an element for each index, or an `Unreadable` in its place. The elements given may
+    be fewer than the indices: the first ones. They end where the time is over, and after an
+    `Unreadable` unless the recovery masks.
 
     Attributes:
-        origin: Where to read them.
-        steps: From the bottom up, what is applied to the elements, and their indices there.
+        ds: The dataset to read. The way below it is not known.
+        indices: int64[n], the elements to read there.
+        steps: From the bottom up, functions to apply to the elements, and their indices there.
     """
 
-    origin: _Origin | _Fork
+    ds: grain.MapDataset
+    indices: np.ndarray
     steps: tuple[tuple[Apply, np.ndarray], ...] = ()
 
     def part(self, start: int, stop: int) -> Route:
-        """The way of some of the elements."""
+        """Returns the way of some of the elements."""
         steps = tuple((apply, indices[start:stop]) for apply, indices in self.steps)
-        return Route(self.origin.part(start, stop), steps)
+        return Route(self.ds, self.indices[start:stop], steps)
 
     @property
     def reads_many(self) -> bool:
         """Whether one call reads several elements for less than as many calls would."""
-        return self.origin.reads_many
-
-    @property
-    def only_asks_sources(self) -> bool:
-        """Whether `read` runs nothing of the user's but sources."""
-        return self.origin.only_asks_sources
+        if isinstance(self.ds, ElementsOfParents):
+            return any(route(parent, self.indices[:0]).reads_many for parent in self.ds.parents)
+        return batched_read_of(self.ds) is not None
 
     @property
     def runs_no_function(self) -> bool:
         """Whether `read` asks sources, or counts a range: `finish` then runs all functions."""
-        return self.origin.runs_no_function
+        return type(self.ds) in (SOURCE, RANGE)
 
-    def read(self, until: float = NEVER, recovery: Recovery = RAISES) -> list[Any]:
-        """What is at the lower end.
+    def read(self, until: float = NEVER, recovery: Recovery = AT_ONCE) -> list[Any]:
+        """Reads the elements at the lower end.
 
         Args:
-            until: When to return what has been read one by one, at least an element, instead of
-                reading on; by `time.perf_counter`.
-            recovery: What becomes of elements that cannot be read.
+            until: The time, by `time.perf_counter`, at which to return the elements that were read
+                one by one, instead of reading on. At least one is read.
+            recovery: The rules for reads that fail.
 
         Raises:
             ValueError: A batched read gave more or fewer elements than it was asked for.
         """
-        return self.origin.read(until, recovery)
+        if isinstance(self.ds, ElementsOfParents):
+            return self._of_parents(self.ds, recovery)
+        read = batched_read_of(self.ds)
+        if read is None and type(self.ds) is not SOURCE and len(self.indices) > 1:
+            read = getattr(self.ds, "_getitems", None)
+        if read is None:
+            return _taken(self._one_by_one(recovery), until, recovery)
+        indices = self.indices.tolist()
+        return self._many(read, indices, recovery) if indices else []
 
     def finish(
-        self, elements: Sequence[Any], until: float = NEVER, recovery: Recovery = RAISES
+        self, elements: Sequence[Any], until: float = NEVER, recovery: Recovery = AT_ONCE
     ) -> list[Any]:
-        """What becomes of it on the way up; of the first few, at least one, if time is over."""
-        finished = self.origin.finish(elements, recovery)
-        return _while_time_lasts(until, self._up(finished, recovery))
+        """Applies the functions on the way up to the first elements that were read."""
+        return _taken(self._up(elements, recovery), until, recovery)
 
-    def each(self, recovery: Recovery = RAISES) -> Iterator[Any]:
-        """The elements on top, each made when it is asked for.
+    def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any]:
+        """Yields the elements on top, each made when it is asked for.
 
-        What a source reads in one call for all of them is read with the first.
+        If a source reads many in a call, all of them are read with the first.
         """
-        return self._up(self.origin.each(recovery), recovery)
+        if not self.reads_many:
+            yield from self._up(self._one_by_one(recovery), recovery)
+            return
+        elements = self.read(NEVER, recovery)
+        yield from self._up(_let_go(elements), recovery)
 
     def _up(self, elements: Iterable[Any], recovery: Recovery) -> Iterator[Any]:
         steps = [(apply, indices.tolist()) for apply, indices in self.steps]
-        leaves_out = recovery.leaves_out
         for i, element in enumerate(elements):
-            if leaves_out and type(element) is Unreadable:
+            if type(element) is Unreadable:
                 yield element
                 continue
             try:
@@ -163,88 +176,63 @@ class Route:
             else:
                 yield element
                 continue
-            yield recovery.of_function(failure, functools.partial(self._anew, i, recovery))
+            again = functools.partial(self._anew, i, recovery)
+            yield recovery.recovered(failure, again, in_function=True)
             del failure  # its traceback refers to this frame
 
     def _anew(self, i: int, recovery: Recovery) -> Any:
-        """An element that is read once more, as a function may have changed the one that it got."""
+        """Reads an element once more, as a function may have changed the one that it got."""
         way = self.part(i, i + 1)
-        (element,) = way.origin.finish(way.origin.read(NEVER, recovery), recovery)
+        (element,) = way.read(NEVER, recovery)
         if type(element) is not Unreadable:
             for apply, indices in way.steps:
                 element = apply(element, indices.item())
         return element
 
+    def _of_parents(self, ds: ElementsOfParents, recovery: Recovery) -> list[Any]:
+        """Reads elements of the parents, and runs the functions on the way up from there."""
+        parents, below = ds.below(self.indices)
+        found: dict[int, Any] = {}
+        for i, parent in enumerate(ds.parents):
+            numbers = np.flatnonzero(parents == i)
+            way = route(parent, below[numbers])
+            elements = way.finish(way.read(NEVER, recovery), NEVER, recovery)
+            found.update(zip(numbers.tolist(), elements, strict=False))
+        in_order = itertools.takewhile(found.__contains__, range(len(self.indices)))
+        return _taken((found[number] for number in in_order), NEVER, recovery)
 
-@dataclass(frozen=True)
-class _Origin:
-    """A dataset below which nothing is known, and the elements to read there.
-
-    Attributes:
-        ds: The dataset.
-        indices: int64[n].
-    """
-
-    ds: grain.MapDataset
-    indices: np.ndarray
-
-    def part(self, start: int, stop: int) -> _Origin:
-        return _Origin(self.ds, self.indices[start:stop])
-
-    @property
-    def size(self) -> int:
-        return len(self.indices)
-
-    def joined(self, others: Sequence[_Origin]) -> _Origin:
-        """With the elements of others, of the same dataset."""
-        return _Origin(self.ds, np.concatenate([self.indices, *(o.indices for o in others)]))
-
-    @property
-    def reads_many(self) -> bool:
-        return batched_read_of(self.ds) is not None
-
-    @property
-    def only_asks_sources(self) -> bool:
-        return type(self.ds) is SOURCE
-
-    @property
-    def runs_no_function(self) -> bool:
-        return type(self.ds) in (SOURCE, RANGE)
-
-    def read(self, until: float, recovery: Recovery) -> list[Any]:
-        indices = self.indices.tolist()
-        batched_read = batched_read_of(self.ds)
-        if batched_read is None and type(self.ds) is not SOURCE and len(indices) > 1:
-            batched_read = getattr(self.ds, "_getitems", None)
-        if batched_read is None:
-            return _while_time_lasts(until, self._one_by_one(recovery))
-        return self._many(batched_read, indices, recovery) if indices else []
-
-    def _many(self, batched_read: BatchedRead, indices: list[int], recovery: Recovery) -> list[Any]:
-        """In one call; or if that fails, and it may help, in calls for ever fewer.
+    def _many(self, read: BatchedRead, indices: list[int], recovery: Recovery) -> list[Any]:
+        """Reads in one call; or if that fails, and it may help, in calls for ever fewer.
 
         A call for many elements does not say for which of them it has failed.
         """
         try:
-            result = batched_read(indices)
+            result = read(indices)
         except Exception as error:
             failure = error
         else:
             return self._checked(result, indices)
         if len(indices) == 1:
-            return [
-                recovery.of_source(
-                    failure, lambda: self._checked(batched_read(indices), indices)[0]
-                )
-            ]
-        if not recovery.asks_at_once(failure):
-            raise failure
-        del failure
+            again = lambda: self._checked(read(indices), indices)[0]  # noqa: E731
+            return [recovery.recovered(failure, again)]
+        if not recovery.reads_again(failure):
+            return self._found(read, indices, failure)
+        del failure  # its traceback refers to this frame
         half = len(indices) // 2
-        return [
-            *self._many(batched_read, indices[:half], recovery),
-            *self._many(batched_read, indices[half:], recovery),
-        ]
+        first = self._many(read, indices[:half], recovery)
+        if len(first) < half or (type(first[-1]) is Unreadable and not recovery.masks):
+            return first
+        return [*first, *self._many(read, indices[half:], recovery)]
+
+    def _found(self, read: BatchedRead, indices: list[int], failure: Exception) -> list[Any]:
+        """Reads one by one, to find the element for which a call has failed."""
+        elements = []
+        for index in indices:
+            try:
+                elements += self._checked(read([index]), [index])
+            except Exception as error:
+                return [*elements, Unreadable(error)]
+        return [Unreadable(failure, among=len(indices))]
 
     def _checked(self, result: Any, indices: list[int]) -> list[Any]:
         elements = [] if isinstance(result, Mapping) else list(result)
@@ -255,18 +243,6 @@ class _Origin:
                 f" {len(indices)} indices; it has to give a record for each, in their order"
             )
         return elements
-
-    def finish(self, elements: Sequence[Any], recovery: Recovery) -> Sequence[Any]:
-        return elements
-
-    def each(self, recovery: Recovery) -> Iterator[Any]:
-        if not self.reads_many:
-            yield from self._one_by_one(recovery)
-            return
-        elements = self.read(NEVER, recovery)
-        for i, element in enumerate(elements):
-            elements[i] = None  # it is held no longer than it is used
-            yield element
 
     def _one_by_one(self, recovery: Recovery) -> Iterator[Any]:
         # Not by `map`, which a StopIteration of the user's would end in silence.
@@ -280,119 +256,41 @@ class _Origin:
                 yield element
                 continue
             # Not where it is handled, or each try would tell of those before it.
-            yield recovery.of_source(failure, functools.partial(read_one, index))
+            yield recovery.recovered(failure, functools.partial(read_one, index))
             del failure  # its traceback refers to this frame
 
 
-@dataclass(frozen=True)
-class _Fork:
-    """Where the ways of elements part that come from several datasets.
-
-    Attributes:
-        numbers: For each of the datasets, int64[m]: which of the elements come from it, ascending.
-        routes: The ways of these.
-    """
-
-    numbers: tuple[np.ndarray, ...]
-    routes: tuple[Route, ...]
-
-    @classmethod
-    def at(cls, ds: ElementsOfParents, indices: np.ndarray) -> _Fork:
-        parents, below = ds.below(indices)
-        numbers = [np.flatnonzero(parents == i) for i in range(len(ds.parents))]
-        ways = [route(parent, below[n]) for parent, n in zip(ds.parents, numbers, strict=True)]
-        return cls(tuple(numbers), tuple(ways))
-
-    def part(self, start: int, stop: int) -> _Fork:
-        bounds = [np.searchsorted(numbers, [start, stop]) for numbers in self.numbers]
-        return _Fork(
-            tuple(n[a:b] - start for n, (a, b) in zip(self.numbers, bounds, strict=True)),
-            tuple(way.part(a, b) for way, (a, b) in zip(self.routes, bounds, strict=True)),
-        )
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.numbers))
-
-    def joined(self, others: Sequence[_Fork]) -> _Fork:
-        """With the elements of others, of the same datasets."""
-        forks = [self, *others]
-        starts = np.cumsum([0, *(fork.size for fork in forks)])
-        numbers = zip(*(
-            [n + start for n in fork.numbers] for fork, start in zip(forks, starts, strict=False)
-        ), strict=True)  # fmt: skip
-        ways = zip(*(fork.routes for fork in forks), strict=True)
-        return _Fork(tuple(map(np.concatenate, numbers)), tuple(map(_joined, ways)))
-
-    @property
-    def reads_many(self) -> bool:
-        return any(way.reads_many for way in self.routes)
-
-    @property
-    def only_asks_sources(self) -> bool:
-        return all(way.only_asks_sources for way in self.routes)
-
-    @property
-    def runs_no_function(self) -> bool:
-        return all(way.runs_no_function for way in self.routes)
-
-    def read(self, until: float, recovery: Recovery) -> list[Any]:
-        # All of them: those that there was no time for might stand before others that were read.
-        return self._in_order([way.read(NEVER, recovery) for way in self.routes])
-
-    def finish(self, elements: Sequence[Any], recovery: Recovery) -> Sequence[Any]:
-        return self._in_order(
-            [
-                way.finish([elements[i] for i in numbers.tolist()], NEVER, recovery)
-                for numbers, way in zip(self.numbers, self.routes, strict=True)
-            ]
-        )
-
-    def each(self, recovery: Recovery) -> Iterator[Any]:
-        of_routes = [way.each(recovery) for way in self.routes]
-        owners = np.empty(self.size, np.int64)
-        for owner, numbers in enumerate(self.numbers):
-            owners[numbers] = owner
-        return (next(of_routes[owner]) for owner in owners.tolist())
-
-    def _in_order(self, of_routes: Sequence[list[Any]]) -> list[Any]:
-        elements: list[Any] = [None] * self.size
-        for numbers, some in zip(self.numbers, of_routes, strict=True):
-            for i, element in zip(numbers.tolist(), some, strict=True):
-                elements[i] = element
-        return elements
-
-
-def _while_time_lasts(until: float, elements: Iterable[Any]) -> list[Any]:
-    """What is made before a time, by `time.perf_counter`; the first element at least."""
-    made = []
+def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[Any]:
+    """Returns the first elements, at least one: those made in time, and none after a failed one."""
+    taken = []
     for element in elements:
-        made.append(element)
+        taken.append(element)
+        if type(element) is Unreadable and not recovery.masks:
+            break
         if time.perf_counter() > until:
             break
-    return made
+    return taken
 
 
-def _joined(ways: Sequence[Route]) -> Route:
-    """The way of the elements of several ways of one dataset."""
-    first, *others = ways
-    steps = [
-        (apply, np.concatenate([indices, *(way.steps[i][1] for way in others)]))
-        for i, (apply, indices) in enumerate(first.steps)
-    ]
-    return Route(first.origin.joined([way.origin for way in others]), tuple(steps))  # pyright: ignore[reportArgumentType]
+def _let_go(elements: list[Any]) -> Iterator[Any]:
+    """Yields elements, and holds each no longer than it is used."""
+    for i, element in enumerate(elements):
+        elements[i] = None
+        yield element
 
 
-def read_together(ways: Sequence[Route], recovery: Recovery = RAISES) -> list[list[Any]]:
-    """What is at the lower ends of several ways of one dataset, read in one call if it can be."""
-    first, *others = [way.origin for way in ways]
-    elements = first.joined(others).read(NEVER, recovery)  # pyright: ignore[reportArgumentType]
-    starts = np.cumsum([0, *(origin.size for origin in (first, *others))]).tolist()
-    return [elements[start:stop] for start, stop in itertools.pairwise(starts)]
+def read_together(
+    ways: Sequence[Route], until: float = NEVER, recovery: Recovery = AT_ONCE
+) -> list[list[Any]]:
+    """Reads the lower ends of several ways of one dataset, in one call if its source can."""
+    indices = np.concatenate([way.indices for way in ways]) if len(ways) > 1 else ways[0].indices
+    elements = Route(ways[0].ds, indices).read(until, recovery)
+    stops = np.cumsum([0, *(len(way.indices) for way in ways)]).tolist()
+    return [elements[start:stop] for start, stop in itertools.pairwise(stops)]
 
 
 def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
-    """The way to elements of a dataset, as far down as it is known.
+    """Finds the way to elements of a dataset, as far down as it is known.
 
     Args:
         ds: Any dataset.
@@ -411,13 +309,11 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
             (ds,) = ds.parents
     except AttributeError:  # this Grain names its private parts otherwise
         pass
-    fork = isinstance(ds, ElementsOfParents)
-    origin = _Fork.at(ds, indices) if fork else _Origin(ds, indices)
-    return Route(origin, tuple(reversed(steps)))
+    return Route(ds, indices, tuple(reversed(steps)))
 
 
 def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
-    """The source that an element is read from, and its index there.
+    """Finds the source that an element is read from, and its index there.
 
     Args:
         ds: Any dataset.
@@ -426,11 +322,12 @@ def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
     Returns:
         None if the way there is not known, or ends at something that is no source.
     """
-    origin = route(ds, np.array([index])).origin
-    while isinstance(origin, _Fork):
-        (origin,) = (way.origin for way in origin.routes if way.origin.size)
-    source = getattr(origin.ds, "_source", None) if type(origin.ds) is SOURCE else None
-    return None if source is None else (source, origin.indices.item() % len(origin.ds))
+    way = route(ds, np.array([index]))
+    while isinstance(way.ds, ElementsOfParents):
+        parents, below = way.ds.below(way.indices)
+        way = route(way.ds.parents[parents.item()], below)
+    source = getattr(way.ds, "_source", None) if type(way.ds) is SOURCE else None
+    return None if source is None else (source, way.indices.item() % len(way.ds))
 
 
 def _below_slice(node: Any, indices: np.ndarray) -> np.ndarray:

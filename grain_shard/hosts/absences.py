@@ -1,93 +1,104 @@
-"""Who will not come to a vote: hosts say so themselves, for those that would wait in vain.
+"""Which hosts will not vote: each says so itself, for the others that would wait in vain.
 
-A host without data, or without an iterator, is waited for as long as `timeout_s`. One whose loop is
-busy with something else is waited for ten times as long: the others would wait for it in the
-collectives of the training step just as well. Those that give up say so, as it may come yet.
+The time counts for which a training loop waits, so a loop that is busy disturbs nobody. A host
+without data, or without an iterator, is waited for as long as `timeout_s`. One whose loop is busy
+with something else, so that its buffers stay full, is waited for ten times as long: the others
+would wait for it in the collectives of the training step just as well. The first host that gives up
+settles the vote for all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import time
+from collections.abc import Mapping
 
-import jax
+from absl import logging
 
+from grain_shard.errors import AgreementError
 from grain_shard.hosts.rounds import Rounds
 
-# Topics of their own, since a host that has no data looks for those that gave up alone: where a
-# bucket does not answer, all hosts have no data.
-_NO_DATA, _WAITING, _GAVE_UP = "no data", "waiting", "gave up"
-# Of each host, the series that it has left before their end; the last few, as the store keeps all.
-_LEFT, _MOST_LEFT = "grain_shard/left/", 16
+# Topics. Under the second each host lists the series that it has left before their end. It is one
+# key a host and keeps the last few, because the store keeps all keys.
+_NO_DATA, _LEFT, _MOST_LEFT = "no data", "left", 16
 _left_here: list[str] = []
+# How long the training loop of another host may be busy, and after what time a host that waits
+# looks again, in terms of its patience.
+_LOOPS_MAY_TAKE, _LOOK_AGAIN = 10, 0.1
 
 
 class Absences:
-    """What the hosts of a series say of why they do not vote.
+    """The absences of a series; asked by the thread that votes.
 
     Args:
         rounds: The series.
 
     Attributes:
-        is_over: Whether nobody waits for this host any more, as all have ended or know of an error.
+        loop_waits_since: When the training loop began to wait, by `time.monotonic`; None while it
+            does not wait.
     """
 
     def __init__(self, rounds: Rounds):
-        self._rounds, self.is_over = rounds, False
-        self._said: str | None = None  # the topic under which this host has said something
+        self._rounds = rounds
+        self.loop_waits_since: float | None = None
+        self._since: float | None = None  # the wait that the looks belong to
+        self._looks, self._says_no_data = 0, False
 
-    def look(self, waits_for_own: bool, gives_up: bool = False) -> None:
-        """Ends a wait that has taken too long, if it is in vain.
+    def without_data(self, round_: str) -> None:
+        """This host waits for data of its own; says so once that takes too long.
+
+        Raises:
+            HostTimeoutError: Others have waited in vain for this host.
+        """
+        if self._due("data of its own"):
+            self._says_no_data = True
+            self._rounds.put(_NO_DATA, "")
+            self._rounds.check(round_)
+
+    def with_data(self) -> None:
+        """The data of this host have come."""
+        if self._says_no_data:
+            self._rounds.delete(_NO_DATA)
+            self._says_no_data = False
+
+    def absent(self, round_: str, is_first: bool) -> Mapping[int, str]:
+        """Returns the hosts whose votes are waited for no longer, each with the reason.
 
         Args:
-            waits_for_own: Whether this host waits for data of its own, and not for other hosts.
-            gives_up: Whether it waits no longer for hosts that say nothing.
-
-        Raises:
-            HostTimeoutError: Another host does not come; or has waited in vain for this one.
+            round_: The round in which this host has voted.
+            is_first: Whether it is the first vote, for which no host may be late.
         """
         rounds = self._rounds
-        topic = _NO_DATA if waits_for_own else _WAITING
-        if self._said != topic:  # an interrupt may have left the other one
-            self._unsay()
-            rounds.say(topic, "")
-            self._said = topic
-        if not waits_for_own:
-            absent = dict.fromkeys(rounds.said(_NO_DATA), "had no data")
-            absent |= {
-                host: "closed its iterator"
-                for host, left in rounds.of_hosts(_LEFT).items()
-                if rounds.name in left
-            }
-            if gives_up and not absent:
-                waiting = rounds.said(_WAITING)
-                silent = [host for host in rounds.hosts if host not in waiting]
-                absent = dict.fromkeys(silent, "did not ask for its next batch")
-            if absent:
-                rounds.say(_GAVE_UP, "")
-                rounds.raise_silent(absent)
-        if rounds.said(_GAVE_UP):
-            rounds.raise_silent({jax.process_index(): "came too late"})
-
-    def come_back(self, waits_for_own: bool) -> None:
-        """What this host has waited for has come.
-
-        Raises:
-            HostTimeoutError: It was data of its own, for which others have waited in vain.
-        """
-        if waits_for_own:
-            self.look(waits_for_own)
-        self._unsay()
-
-    def _unsay(self) -> None:
-        if self._said is not None:
-            self._rounds.unsay(self._said)
-            self._said = None
+        waited_s = self._due("another host's training loop")
+        if not waited_s:
+            return {}
+        absent = dict.fromkeys(rounds.get_all(_NO_DATA), "had no data")
+        for host, left in rounds.get_all(_LEFT, in_series=False).items():
+            if rounds.name in left:
+                absent[host] = "closed its iterator"
+        if not absent and is_first:
+            return dict.fromkeys(rounds.missing(round_), "")
+        if not absent and waited_s >= _LOOPS_MAY_TAKE * rounds.timeout_s:
+            return dict.fromkeys(rounds.missing(round_), "did not ask for its next batch")
+        return absent
 
     def leave(self) -> None:
-        """This host's iterator is closed."""
+        """This host's iterator is closed before its end."""
         name = self._rounds.name
-        if name and not self.is_over:
+        if name:
             _left_here[:] = [*_left_here, name][-_MOST_LEFT:]
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the runtime has ended
-                self._rounds.say_of_host(_LEFT, json.dumps(_left_here))
+            with contextlib.suppress(AgreementError):  # the runtime has ended
+                self._rounds.put(_LEFT, _left_here, in_series=False)
+
+    def _due(self, waits_for: str) -> float:
+        """Returns for how long the loop has waited, when it is time to look; otherwise 0."""
+        since, timeout_s = self.loop_waits_since, self._rounds.timeout_s
+        if since is None or since != self._since:
+            self._since, self._looks = since, 0
+        waited_s = 0.0 if since is None else time.monotonic() - since
+        if since is None or waited_s < timeout_s * (1 + _LOOK_AGAIN * self._looks):
+            return 0.0
+        if self._looks % (1 / _LOOK_AGAIN) == 0:
+            logging.warning("grain_shard: this host has waited %.0f s for %s", waited_s, waits_for)
+        self._looks += 1
+        return waited_s

@@ -4,7 +4,8 @@ Hosts that make their batches without a word to each other do not notice that on
 go on to the next collective, which waits for that host, and nothing in Python gets them out of it.
 So a host whose iterator raises says so in the distributed runtime's key-value store, and a thread
 of every process listens. There the iterator raises that failure in its turn. If the training loop
-stands still and does not come to its iterator any more, the process says where it stands, and ends.
+stands still and does not come to its iterator any more, the process says where it stands, and ends
+(unless GRAIN_SHARD_END_PROCESS is 0, for notebooks and supervisors).
 
 A process that ends because of such an error leaves at once: at its exit JAX would wait for all
 others, for minutes. So does one whose training loop has failed by itself, and it tells the others.
@@ -30,7 +31,6 @@ import jax
 from absl import logging
 
 from grain_shard.errors import AgreementError, describe_error
-from grain_shard.hosts.by_devices import is_waiting
 from grain_shard.hosts.rounds import exists_already, is_timeout, runtime_client
 
 _MESSAGE = "grain_shard/messages/{}/{}"  # the host that it is for, and its number
@@ -45,6 +45,8 @@ _STILL_S, _LOOK_S = 10.0, 0.5
 _HEARD_S, _LOOK_AGAIN_S = 5.0, 0.05
 # How long a process waits at its end for the thread that listens, which it has woken.
 _JOIN_S = 30.0
+# An environment variable: where it is "0", a process whose loop stands still does not end.
+_END_PROCESS = "GRAIN_SHARD_END_PROCESS"
 # An attribute of the errors that end the run on all hosts.
 _ENDS_ALL = "grain_shard_ends_all_hosts"
 
@@ -122,7 +124,7 @@ class Alarm:
         ).start()
 
     def _watch(self, host: int, text: str) -> None:
-        """Ends this process if the training loop stands still before it knows."""
+        """Ends this process, unless told not to, if the loop stands still before it knows."""
         where, since = None, time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):
@@ -133,19 +135,22 @@ class Alarm:
                 where, since = now, time.monotonic()
             elif time.monotonic() - since > _STILL_S:
                 break
+        ends = os.environ.get(_END_PROCESS) != "0"
         try:
             logging.error(
                 "grain_shard: %s\n  The training loop has stood still for %g s since then, most"
-                " likely in a collective that waits for host %d for ever, so this process ends"
-                " here. Where its threads stand:",
+                " likely in a collective that waits for host %d for ever, so this process %s."
+                " Where its threads stand:",
                 text,
                 _STILL_S,
                 host,
+                "ends here" if ends else f"should end; it stays, as {_END_PROCESS}=0 says",
             )
             if sys.__stderr__ is not None:
                 faulthandler.dump_traceback(file=sys.__stderr__)
         finally:
-            _end()
+            if ends:
+                _end()
 
 
 class Listener:
@@ -235,14 +240,6 @@ class Listener:
                     self._wait_for_others(*failed)
                 _end()
         self._tell_of_the_loop()
-        if is_waiting():
-            # The stages have been closed by now, and some seconds have passed. When the collective
-            # fails in the end, with the other host's process, it would abort this one.
-            logging.error(
-                "grain_shard: the devices of this host wait for another one, which has not come, so"
-                " this process ends without waiting for the others, and with an exit code of 1."
-            )
-            _end()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._write(jax.process_index(), None)
         self._thread.join(_JOIN_S)

@@ -17,24 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable
 from typing import Any, NoReturn
 
 import grain
 
-from grain_shard.background import Background, jax_context
-from grain_shard.errors import AgreementError, ShardingError, describe_error, describe_mesh
-from grain_shard.hosts.alarm import Alarm
-from grain_shard.hosts.by_devices import ByDevices
-from grain_shard.hosts.by_store import ByStore
-from grain_shard.hosts.compare import GLOBAL, OWN_ROWS, compare
+from grain_shard.background import Background, TaskStage, jax_context
+from grain_shard.errors import ShardingError, describe_mesh
+from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.ends import AgreedEnd
-from grain_shard.hosts.minimum import asks_devices
-from grain_shard.hosts.rounds import Rounds, agree, meet
-from grain_shard.hosts.series import Series
-from grain_shard.hosts.slowest import SlowestOf
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
+from grain_shard.hosts.together import AcrossHosts, Alone, Together
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.iteration.second_pass import SecondPass
@@ -43,33 +36,14 @@ from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
 from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
-from grain_shard.tasks import Raised, log_unclosed
+from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
 
 _SAVES = itertools.count()  # every host saves as often
 
 
-@dataclass(frozen=True)
-class AcrossHosts:
-    """What an iterator has to know to run in step with those of other hosts.
-
-    Attributes:
-        hosts: All hosts in the mesh.
-        devices: All devices in the mesh, of all hosts.
-        series: Names the iterators of the dataset.
-        timeout_s: How long one may wait for another, in seconds.
-        fields: What must be the same on all of them, besides the batches' shapes.
-        shards: The shards of the batch axis that this host holds.
-        remainder: What a stream does that ends before those of other hosts; see `decide`.
-    """
-
-    hosts: Sequence[int]
-    devices: Sequence[Any]
-    series: Series
-    timeout_s: float
-    fields: Mapping[str, Any]
-    shards: Sequence[int]
-    remainder: str
+# The phases of an iterator, as it names them.
+_NOT_BEGUN, _UNDER_WAY, _CLOSED = "not begun", "under way", "closed"
 
 
 class ShardedIterator(grain.DatasetIterator[Batch]):
@@ -112,8 +86,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     ):
         super().__init__()
         self.dataset = dataset
-        self._host, self._placer, self._is_closed = host, placer, False
-        self._device_buffer_size, self._reshard, self._across = device_buffer_size, reshard, across
+        self._host, self._placer, self._phase = host, placer, _NOT_BEGUN
+        self._device_buffer_size, self._reshard = device_buffer_size, reshard
+        self._together = Alone() if across is None else Together(across)
         self._second_pass = second_pass
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
@@ -122,37 +97,27 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._beginning = self._position
 
     def __repr__(self) -> str:
-        where = "closed" if self._is_closed else "under way" if self._begun else "not begun"
         axes = describe_mesh(self._placer.mesh_axes)  # none, if it places on one device
         mesh = f", mesh ({axes})" if axes else ""
-        return f"<ShardedIterator of {self._host.kind}{mesh}, {where}>"
+        return f"<ShardedIterator of {self._host.kind}{mesh}, {self._phase}>"
 
     def _open(self, position: Position | None) -> None:
-        across, meter = self._across, self._meter
-        opened = self._host.open(position)
+        host, meter = self._host, self._meter
+        self._opened = opened = host.open(position)
         self._position, batches = opened.position, opened.batches
-        self._reads, self._faults = opened.read_counts(), opened.faults
-        meter.opens(self._reads)
-        self._begun = self._compared = False
-        self._failure: Raised | None = None
-        self._alarm: Alarm | None = None
-        self._slowest: SlowestOf | None = None
-        self._rounds = Rounds(across.hosts, across.timeout_s, across.series) if across else None
+        meter.opens(opened.read_counts())
+        self._phase = _NOT_BEGUN
+        self._together.opens()
         # The threads must refer to this and not to self, which could never be collected then.
-        place = Placing(self._placer, meter, self._position, keeps_last=self._host.ends_by_vote)
+        place = Placing(self._placer, meter, self._position, keeps_last=host.ends_by_vote)
         placed = Background(
             place, batches, buffer_size=self._device_buffer_size, name="grain-shard-device"
         )
-        self._stage: Background[Any, Placed] | AgreedEnd[Placed] = placed
-        if across and self._rounds and self._host.ends_by_vote:
-            host = self._host
-            way = ByDevices(across.devices) if asks_devices(across.hosts) else ByStore(self._rounds)
-            self._stage = AgreedEnd(
+        self._stage: TaskStage[Placed] | AgreedEnd[Placed] = placed
+        if host.ends_by_vote:
+            self._stage = self._together.until_agreed_end(
                 placed,
                 batches,
-                self._rounds,
-                way,
-                remainder=across.remainder,
                 same_rows=host.rows == GLOBAL,
                 first_digest=opened.first_digest,
                 padding=lambda: place.padding(host),
@@ -160,12 +125,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def __next__(self) -> Batch:
         self._require_open()
-        if self._failure is not None:
-            self._failure.throw()
-        if self._alarm is not None:
-            self._alarm.raise_failure()
-        first, self._compared = not self._compared, True
-        if first and self._second_pass is not None and self._position == self._beginning:
+        together = self._together
+        together.check()
+        if self._second_pass is not None and self._position == self._beginning:
             self._second_pass.begins()
         self.start_prefetch()
         with self._meter:
@@ -173,72 +135,29 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 placed = next(self._stage, None)
             except ShardingError as error:
                 # What stands before placement knows no mesh, and may run where there is none.
-                self._tell(first, error)
+                together.failed(error)
                 raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
-                self._tell(first, error)
+                together.failed(error)
                 raise
             if placed is None:
                 # No exception is being handled here: that of another host, if it is why there is
                 # no batch, comes without one.
-                self._tell(first, StopIteration())
+                together.ended(self._host.next_batch(self._position))
                 self._at_end()
                 raise StopIteration
-        batch, position, size = placed
-        self._tell(first, None)
+        if not together.has_compared:
+            fields = {**self._host.next_batch(self._position), **self._placer.describe()}
+            together.compare(fields, self._placer.digest)
+        batch, self._position, size = placed
         self._meter.handed_out(size)
-        self._position = position
         return batch if self._reshard is None else self._reshard(batch)
 
     def _at_end(self) -> None:
-        if self._alarm is not None:
-            self._alarm.is_at_end = True
         if self._second_pass is not None:
             self._second_pass.ends()
         if self._reshard is not None:
             self._reshard.wait()
-
-    def _tell(self, first: bool, error: BaseException | None) -> None:
-        """Compares notes with the other hosts at the first batch, and tells them of an error."""
-        if self._across is None or self._rounds is None or self._alarm is None:
-            return
-        if not first:
-            if error is not None:
-                self._tell_error(self._alarm, self._rounds, error)
-            return
-        answer: dict[str, Any] = {
-            **self._across.fields,
-            **self._host.next_batch(self._position),
-        }
-        if isinstance(error, StopIteration):
-            answer["batches"] = "none left"
-        elif isinstance(error, AgreementError):
-            return  # the others know
-        elif isinstance(error, KeyboardInterrupt):
-            self._compared = False  # the loop may go on, and compares then
-            return
-        elif error is not None:
-            self._rounds.fail("start", describe_error(error), compare)
-            return
-        else:
-            answer.update(self._placer.describe())
-            if self._host.rows in OWN_ROWS:
-                own_rows = [list(self._across.shards), self._placer.digest]
-                answer[OWN_ROWS[self._host.rows]] = own_rows
-        try:
-            agree(self._rounds, answer)
-        except AgreementError as failure:
-            self._failure = Raised(failure, failure.__traceback__)
-            self._stage.stop()
-            raise
-
-    def _tell_error(self, alarm: Alarm, rounds: Rounds, error: BaseException) -> None:
-        """Of what ``next`` raises after the first batch."""
-        alarm.raise_failure()  # it ended because another host failed
-        if isinstance(error, AgreementError) or rounds.has_failed:
-            alarm.raised(error)  # the others know, or cannot be told
-        elif not isinstance(error, StopIteration | KeyboardInterrupt):
-            alarm.sound(error)
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch that ``next`` returned, as plain JSON."""
@@ -330,10 +249,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         async def write() -> None:
             folder = await directory.await_creation()
             await asyncio.to_thread(write_state, folder, state, self._host.own_feeds)
-            if self._across is not None and not is_shared(state):
+            if not is_shared(state):
                 # The folder gets its final name when the first host is done; by then all must be.
-                hosts, timeout_s = self._across.hosts, self._across.timeout_s
-                await asyncio.to_thread(meet, f"save-{number}", hosts, timeout_s)
+                await asyncio.to_thread(self._together.meet, f"save-{number}")
 
         return write()
 
@@ -354,11 +272,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Also how many reads came late and were asked for again, if any were. Empty where that is not
         found while it runs: of streams, feeds and worker processes.
         """
-        return str(self._reads())
+        return str(self._opened.read_counts()())
 
     def stats(self) -> Stats:
         """What it has done so far, and what the training loop has waited for; at any time."""
-        slowest = None if self._slowest is None else self._slowest.found
+        one = self._together.slowest
+        slowest = None if one is None else one.found
         return Stats.of(self._meter.total(), self._meter.recent(), slowest)
 
     @property
@@ -368,18 +287,14 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         They are counted since the iterator was made, or was moved by `set_state` or `seek`, and
         include what was read ahead of the loop.
         """
-        return self._faults()
+        return self._opened.faults()
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""
         self._require_open()
-        if not self._begun:
-            self._begun = True
-            if self._rounds is not None:
-                self._rounds.begin(self._host.kind)
-                name, hosts = self._rounds.name, self._rounds.hosts
-                self._alarm = Alarm(name, hosts, self._stage.stop)
-                self._slowest = SlowestOf(name, hosts, self._meter.waits_of_late)
+        if self._phase == _NOT_BEGUN:
+            self._phase = _UNDER_WAY
+            self._together.start(self._host.kind, self._stage.stop, self._meter.waits_of_late)
             self._stage.start()
 
     def close(self) -> None:
@@ -390,22 +305,16 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 what. Everything else is closed by then. Where nobody calls this, or a thread is
                 inside the user's code for more than 5 seconds, such an error is logged instead.
         """
-        if not self._is_closed:
-            self._is_closed = True
+        if self._phase != _CLOSED:
+            self._phase = _CLOSED
             self._close_stage()
 
     def _close_stage(self) -> None:
-        self._unlisten()
+        self._together.close()
         self._stage.close()
 
-    def _unlisten(self) -> None:
-        """What other hosts say does not concern it any more."""
-        for listening in (self._alarm, self._slowest):
-            if listening is not None:
-                listening.close()
-
     def _require_open(self) -> None:
-        if self._is_closed:
+        if self._phase == _CLOSED:
             raise ValueError("this is a closed iterator; make another by iter(ds).")
 
     def __reduce__(self) -> NoReturn:
@@ -429,4 +338,4 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __del__(self) -> None:
         if (stage := getattr(self, "_stage", None)) is not None:
             stage.stop()  # without waiting: the garbage collector runs anywhere
-            self._unlisten()
+            self._together.close()

@@ -6,7 +6,7 @@ import copy
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import grain
@@ -17,16 +17,15 @@ from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.pace import MOST_THREADS, ReadPace
+from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import START, Progress
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.fingerprint import (
     HOW_TO_COUNT_RECORDS,
-    Fingerprint,
     check_fingerprint,
+    fingerprint_at,
 )
-from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.reads import Reads
-from grain_shard.reading.row_dataset import BatchMapDataset
 from grain_shard.stats.counts import ReadCounts
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import WithNote, WorkerProcesses
@@ -36,18 +35,13 @@ class RandomAccess(HostBatches):
     """The batches of a `MapDataset`.
 
     Args:
-        ds: This host's batches by index, in arrays that nothing else refers to.
-        fingerprint: What a state must agree with.
+        batching: This host's batches, in arrays that nothing else refers to.
         buffer_size: Batches that may wait on the host or be in the making.
         num_threads: Threads that read side by side; None finds how many help.
         num_workers: Grain worker processes that make them instead, if not 0. Grain keeps four
             batches for each of them at least, so that many may be on the host.
-        reread_slow: Whether threads may ask a source a second time for what comes late.
         fault_rules: What becomes of reads that fail.
-        fields_before: The fields of the fingerprint that are others in a state of a run that has
-            come so far, since what follows may still change.
-        passes: How often the dataset is gone through.
-        padding: What the rows of padding in its batches hold.
+        passes: Times that the dataset is gone through.
     """
 
     kind = RANDOM_ACCESS
@@ -55,50 +49,46 @@ class RandomAccess(HostBatches):
 
     def __init__(
         self,
-        ds: BatchMapDataset,
-        fingerprint: Fingerprint,
+        batching: Batching,
         *,
         buffer_size: int,
         num_threads: int | None,
         num_workers: int,
-        reread_slow: bool,
         fault_rules: FaultRules,
-        fields_before: Callable[[Progress], Fingerprint] = lambda progress: {},
         passes: int = 1,
-        padding: PadRows = PadRows(),  # noqa: B008 (it is frozen)
     ):
-        self._ds, self.fingerprint, self._buffer_size = ds, fingerprint, buffer_size
-        self._fields_before, self._passes = fields_before, passes
+        self._batching, self._buffer_size, self._passes = batching, buffer_size, passes
         self._num_threads, self._num_workers = num_threads, num_workers
-        self._reread_slow, self._fault_rules, self.padding = reread_slow, fault_rules, padding
-        self.host_batch_sizes = ds.host_batch_sizes
-        self.compared = {**fingerprint, "epochs": ds.num_epochs}
-        if ds.counts_records:
-            by_step = ds.cuts.sizes_by_step
+        self._fault_rules, self.padding = fault_rules, batching.pad_rows
+        self.fingerprint = batching.fingerprint()
+        self.host_batch_sizes = batching.host_batch_sizes if batching.has_several_sizes else ()
+        self.compared = {**self.fingerprint, "epochs": batching.num_epochs}
+        if batching.counts_records:
+            by_step = batching.cuts.sizes_by_step
             self.compared["global_batch_size"] = by_step if len(by_step) > 1 else by_step[0]
 
     def num_batches(self) -> int | None:
-        return len(self._ds)
+        return self._batching.num_batches()
 
     def repeated(self, times: int) -> RandomAccess:
-        if len(self._ds) * times > sys.maxsize:
+        if self._batching.num_batches() * times > sys.maxsize:
             raise ShardingError(
                 f"{times} epochs of a dataset that is endless already have no border.",
                 remedy="leave out its .repeat().",
             )
         several = copy.copy(self)
-        several._ds, several._passes = self._ds.repeated(times), self._passes * times
-        several.compared = {**self.compared, "epochs": several._ds.num_epochs}
+        several._batching, several._passes = self._batching.repeated(times), self._passes * times
+        several.compared = {**self.compared, "epochs": several._batching.num_epochs}
         return several
 
     @property
     def _epochs_of_a_pass(self) -> int:
-        return self._ds.num_epochs // self._passes
+        return self._batching.num_epochs // self._passes
 
     def pass_of(self, position: Progress) -> tuple[int, int]:
         """Which pass of `repeated` the next batch is of, and how many batches that still has."""
         epochs = self._epochs_of_a_pass
-        cuts, number = self._ds.cuts.beginning_at(position), position.epoch // epochs
+        cuts, number = self._batching.cuts.beginning_at(position), position.epoch // epochs
         while number < self._passes:
             left = cuts.steps_before((number + 1) * epochs) - position.step
             if left:
@@ -112,7 +102,7 @@ class RandomAccess(HostBatches):
         return Progress(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
 
     def position_at(self, *, step: int | None, record: int | None) -> Progress:
-        cuts, batches = self._ds.cuts, len(self._ds)
+        cuts, batches = self._batching.cuts, self._batching.num_batches()
         step, record = _whole_number(step), _whole_number(record)
         if step is not None:
             if type(step) is not int or not 0 <= step <= batches:
@@ -122,12 +112,12 @@ class RandomAccess(HostBatches):
                     " ds.epochs(n), or after .batch(B).repeat(n).",
                 )
             return cuts.progress(step)
-        if not self._ds.counts_records:
+        if not self._batching.counts_records:
             raise ShardingError(
                 "these batches cannot begin at any record, since they are made as a whole.",
                 remedy=f"seek a step. {HOW_TO_COUNT_RECORDS}",
             )
-        records = cuts.records * self._ds.num_epochs
+        records = cuts.records * self._batching.num_epochs
         if type(record) is not int or not 0 <= record <= records:
             raise ShardingError(
                 f"there is no record {record!r}: all epochs together have {records:,}.",
@@ -137,37 +127,36 @@ class RandomAccess(HostBatches):
         return Progress(cuts.step_of(epoch, record), epoch, record)
 
     def open(self, position: Progress | None) -> Opened:
-        start = self._ds.cuts.progress(0) if position is None else position
-        ds = self._ds.beginning_at(start)
-        cuts, indices = ds.cuts, range(start.step, len(ds))
+        start = self._batching.cuts.progress(0) if position is None else position
+        batching = self._batching.beginning_at(start)
+        cuts, indices = batching.cuts, range(start.step, batching.num_batches())
         if self._num_workers and indices:
             faults = Faults(self._fault_rules)
-            batches = self._from_workers(ds, start.step, faults)
+            batches = self._from_workers(batching, start.step, faults)
             return Opened(start, batches, faults=faults.counts)
-        most = min(MOST_THREADS, self._buffer_size * max(1, ds.records_per_batch))
+        most = min(MOST_THREADS, self._buffer_size * max(1, batching.records_per_batch))
         pace, faults = ReadPace(self._num_threads, most=most), Faults(self._fault_rules)
         reads = Reads(
-            ds,
+            batching,
             indices,
             self._buffer_size,
             pace,
             lambda index: cuts.progress(index + 1),
-            reread_slow=self._reread_slow,
             faults=faults,
         )
         batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=THREAD)
-        late = reads.lateness
 
         def counts() -> ReadCounts:  # refers to nothing of the reads themselves
-            return ReadCounts(pace.threads, pace.count.why, late.answered, late.asked_again)
+            return ReadCounts(pace.threads, pace.count.why)
 
         return Opened(start, batches, reads=counts, faults=faults.counts)
 
     def _from_workers(
-        self, ds: BatchMapDataset, start: int, faults: Faults
+        self, batching: Batching, start: int, faults: Faults
     ) -> Background[Any, tuple[Batch, Any]]:
         """Batches that worker processes make; one waits here, out of their shared memory."""
-        cuts, from_start = ds.cuts, _CountedBatches(ds, self._fault_rules)[start:]
+        cuts = batching.cuts
+        from_start = _CountedBatches(batching, self._fault_rules)[start:]
         workers = WorkerProcesses(
             from_start.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
             self._num_workers,
@@ -185,16 +174,16 @@ class RandomAccess(HostBatches):
         return Background(taken, workers, buffer_size=1, name=THREAD)
 
     def first(self) -> Batch:
-        return self._ds.read_batch(0, Faults(self._fault_rules))
+        return self._batching.read_batch(0, Faults(self._fault_rules))
 
     def next_batch(self, position: Progress) -> Mapping[str, Any]:
         step, epoch, record = position
-        if not self._ds.counts_records:
+        if not self._batching.counts_records:
             return {"next batch": step}
         return {"next batch": step, "next record": f"{record} of epoch {epoch}"}
 
     def to_state(self, position: Progress) -> dict[str, Any]:
-        fingerprint = {**self.fingerprint, **self._fields_before(position)}
+        fingerprint = fingerprint_at(self.fingerprint, position)
         return {KIND: self.kind, **self._counted(position), **fingerprint}
 
     def _require_counted_alike(self, state: Mapping[str, Any]) -> None:
@@ -203,10 +192,10 @@ class RandomAccess(HostBatches):
         Raises:
             StateError: It is one.
         """
-        if (self._RECORD in state) == self._ds.counts_records:
+        if (self._RECORD in state) == self._batching.counts_records:
             return
         whole, cut = "when it was saved", "now"
-        if not self._ds.counts_records:
+        if not self._batching.counts_records:
             whole, cut = cut, whole
         raise StateError(
             f"the state counts otherwise: {whole} batches are made as a whole (by a batch_fn, a"
@@ -217,13 +206,13 @@ class RandomAccess(HostBatches):
     def _counted(self, progress: Progress) -> dict[str, int]:
         """How far a run has come, as a state says it."""
         step, epoch, record = progress
-        if not self._ds.counts_records:
+        if not self._batching.counts_records:
             return {self._STEP: step}
         return {self._STEP: step, self._EPOCH: epoch, self._RECORD: record}
 
     def from_state(self, state: dict[str, Any]) -> Progress:
         progress = self._progress_in(state)
-        current = {**self.fingerprint, **(self._fields_before(progress) if progress else {})}
+        current = fingerprint_at(self.fingerprint, progress)
         keys = tuple(self._counted(START))
         if isinstance(state, Mapping) and state.get(KIND) == self.kind and self._STEP in state:
             same = all(state.get(name, value) == value for name, value in current.items())
@@ -234,8 +223,8 @@ class RandomAccess(HostBatches):
             stands = ", ".join(f"{key} {state[key]!r}" for key in keys)
             raise StateError(
                 f"the state stands at {stands}, and there is no such place: the dataset has"
-                f" {len(self._ds):,} batches.\n  remedy: pass what get_state() gave, unchanged, to"
-                " a pipeline of no fewer epochs."
+                f" {self._batching.num_batches():,} batches.\n  remedy: pass what get_state() gave,"
+                " unchanged, to a pipeline of no fewer epochs."
             )
         return progress
 
@@ -243,12 +232,12 @@ class RandomAccess(HostBatches):
         """Where a state stands; None if that is not in this dataset."""
         if not isinstance(state, Mapping):
             return None
-        cuts, epochs = self._ds.cuts, self._ds.num_epochs
+        cuts, epochs = self._batching.cuts, self._batching.num_epochs
         step, epoch, record = (state.get(key, 0) for key in (self._STEP, self._EPOCH, self._RECORD))
         if not all(type(count) is int and count >= 0 for count in (step, epoch, record)):
             return None
-        if not self._ds.counts_records:
-            return cuts.progress(step) if step <= len(self._ds) else None
+        if not self._batching.counts_records:
+            return cuts.progress(step) if step <= self._batching.num_batches() else None
         within = epoch < epochs and record <= cuts.records
         return Progress(step, epoch, record) if within or (epoch, record) == (epochs, 0) else None
 
@@ -266,19 +255,19 @@ def _whole_number(value: Any) -> Any:
 class _CountedBatches(grain.MapDataset):
     """Batches as worker processes make them: each with its counts of faults, if there are any."""
 
-    def __init__(self, ds: BatchMapDataset, rules: FaultRules):
-        super().__init__(ds)
-        self._ds, self._rules = ds, rules
+    def __init__(self, batching: Batching, rules: FaultRules):
+        super().__init__()
+        self._batching, self._rules = batching, rules
 
     def __len__(self) -> int:
-        return len(self._ds)
+        return self._batching.num_batches()
 
     def __getitem__(self, index) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
         faults = Faults(self._rules, is_worker=True)
         try:
-            batch = self._ds.read_batch(index, faults)
+            batch = self._batching.read_batch(index, faults)
         except StopIteration as error:
             raise RuntimeError(
                 f"the worker processes ended after {index} of {len(self)} batches: the pipeline"

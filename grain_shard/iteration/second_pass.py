@@ -1,4 +1,4 @@
-"""A second pass over a dataset whose order is that of the first: a word about it, once."""
+"""A second pass over a shuffled dataset whose order is that of the first: a word about it, once."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import warnings
 
 
 class SecondPass:
-    """What the iterators of a dataset tell of their passes.
+    """The passes that the iterators of a dataset have made, which is in the same order in each."""
 
-    Args:
-        same_order: Whether the dataset is shuffled, and so in the same order in each pass.
-    """
-
-    def __init__(self, same_order: bool):
-        self._to_say, self._one_has_ended = same_order, False
+    def __init__(self):
+        self._one_has_ended = self._was_said = False
 
     def begins(self) -> None:
         """A pass begins, at the beginning."""
-        if self._to_say and self._one_has_ended:
-            self._to_say = False
+        if self._one_has_ended and not self._was_said:
+            self._was_said = True
             warnings.warn(
                 "this second pass over a shuffled dataset has the order and the augmentations of"
                 " the first. For others in each epoch: `for batches in ds.epochs(n): for batch in"

@@ -12,11 +12,11 @@ import jax
 from grain_shard.collectives import require_order
 from grain_shard.errors import ShardingError, describe_mesh, require_int
 from grain_shard.hosts.compare import GLOBAL
-from grain_shard.hosts.minimum import asks_devices
 from grain_shard.hosts.series import Series
+from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
-from grain_shard.iteration.iterator import AcrossHosts, ShardedIterator
+from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.second_pass import SecondPass
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
@@ -86,7 +86,8 @@ class ShardedDataset(grain.IterDataset):
         super().__init__(parent)
         self._host, self._read_by, self._final = host, shardings, final_shardings
         self._settings, self._remainder, self._timeout_s = settings, remainder, timeout_s
-        self._layout, self._second_pass = shardings.layout(), SecondPass(same_order)
+        self._layout = shardings.layout()
+        self._second_pass = SecondPass() if same_order else None
         self._series = Series()
         self._records_per_batch = records_per_batch
 
@@ -139,7 +140,7 @@ class ShardedDataset(grain.IterDataset):
         return True  # not by len(), which a stream does not have
 
     def __iter__(self) -> ShardedIterator:
-        return self._iterate(self._host, self._second_pass)
+        return ShardedIterator(self._host, second_pass=self._second_pass, **self._how(self._host))
 
     def epochs(self, n: int) -> Epochs:
         """The batches of several epochs, each in another order and with other augmentations.
@@ -160,21 +161,19 @@ class ShardedDataset(grain.IterDataset):
         """
         require_int("n", n, 1)
         host = self._host.repeated(n)
-        return Epochs(host, self._iterate(host, None), n)
+        return Epochs(host, num_epochs=n, **self._how(host))
 
-    def _iterate(self, host: HostBatches, second_pass: SecondPass | None) -> ShardedIterator:
-        by_devices = host.ends_by_vote and asks_devices(self._read_by.hosts())
-        if self._final or by_devices:  # with collectives of ours
+    def _how(self, host: HostBatches) -> dict[str, Any]:
+        """Returns the arguments of an iterator over some batches of this host."""
+        if self._final:  # with a collective of ours
             require_order(self.shardings.devices())
-        return ShardedIterator(
-            host,
-            self._assembler(),
-            device_buffer_size=self._settings.device_buffer_size,
-            reshard=self._final and Resharder(self._final),
-            across=self._across_hosts(host),
-            second_pass=second_pass,
-            dataset=self,
-        )
+        return {
+            "placer": self._assembler(),
+            "device_buffer_size": self._settings.device_buffer_size,
+            "reshard": self._final and Resharder(self._final),
+            "across": self._across_hosts(host),
+            "dataset": self,
+        }
 
     def abstract_batch(self) -> Batch:
         """What every batch looks like, without one: `jax.ShapeDtypeStruct`s with their shardings.
@@ -266,7 +265,6 @@ class ShardedDataset(grain.IterDataset):
         }
         return AcrossHosts(
             hosts=self._read_by.hosts(),
-            devices=self._read_by.devices(),
             series=self._series,
             timeout_s=self._timeout_s,
             fields=fields,

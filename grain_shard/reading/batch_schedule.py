@@ -10,10 +10,9 @@ import grain
 
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import nodes
-from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts
+from grain_shard.reading.record_batching import RecordBatching, RowTemplate
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.rows import RecordRows
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,8 @@ class BatchSchedule:
             )
         if len(ds) == 0:
             raise ShardingError("there are no records to batch.", remedy="check the source.")
-        return RowMapDataset(ds, RecordRows(Batching(ds, Cuts(len(ds), self.sizes))), self)
+        batching = RecordBatching(cuts=Cuts(len(ds), self.sizes), template=RowTemplate(ds))
+        return RowMapDataset(ds, batching, self)
 
 
 def _is_int(value: Any) -> bool:

@@ -1,82 +1,239 @@
-"""Records, and how they become batches: by Grain's ``.batch``, or by a `BatchSchedule`."""
+"""The batches of a random-access pipeline: cut of its records, kept in part, and padded.
+
+All that is asked of such a pipeline is asked of a `Batching`. It is a value: a stage of the chain
+makes another one of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-import grain
+import numpy as np
 
-from grain_shard.grain_inside import nodes
-from grain_shard.reading.cuts import Cut, Cuts, Progress
-from grain_shard.reading.fingerprint import Fingerprint, fields_before, records_fingerprint
+from grain_shard.errors import ShardingError
+from grain_shard.grain_inside.routes import NEVER
+from grain_shard.reading.batch_builder import BatchBuilder
+from grain_shard.reading.cuts import START, Cuts, Progress
+from grain_shard.reading.faults import Faults
+from grain_shard.reading.fingerprint import Fingerprint
+from grain_shard.reading.pad_batch import Padding
+from grain_shard.reading.pad_rows import PadRows
+from grain_shard.spans import READ, span
+from grain_shard.trees import Batch
+
+B = TypeVar("B", bound="Batching")
 
 
-@dataclass(frozen=True)
-class Batching:
-    """Records, and how they become batches.
+@dataclass(frozen=True, kw_only=True)
+class Batching(ABC):
+    """Batches by index, of which any rows can be kept and padded.
 
     Attributes:
-        records: The dataset that is batched.
-        by_record: How its records are cut.
-        num_epochs: How many epochs of them are one pass.
-        drop_remainder: Whether ``.batch`` drops what does not fill a batch.
-        above: What follows the batching and is part of the fingerprint.
-        epoch_below: From an epoch to that of the records; None if it is the same.
-        sliced: If a slice was taken of the batches, how many there are, and from the index of one
-            to that before the slice. No batch can begin at any other record then.
+        cuts: How the records are cut into batches. If a slice chose batches, or their size is not
+            known, each batch counts as one record.
+        num_epochs: Epochs of `cuts` in one pass.
+        padding: The padding of each batch; None for batches as they are.
+        rows: From the size of a padded batch to int64[n], the rows of it to keep, ascending; None
+            for all.
     """
 
-    records: grain.MapDataset
-    by_record: Cuts
+    cuts: Cuts
     num_epochs: int = 1
-    drop_remainder: bool = False
-    above: tuple[grain.MapDataset, ...] = ()
-    epoch_below: Callable[[int], int] | None = None
-    sliced: tuple[int, Callable[[int], int]] | None = None
-
-    @classmethod
-    def of(cls, node: nodes.BatchNode, num_batches: int) -> Batching:
-        """What Grain's ``.batch`` and what follows it do.
-
-        Args:
-            node: What is known of them.
-            num_batches: Of the dataset that was asked about.
-        """
-        drop = node.drop_remainder
-        sizes = {0: node.global_batch_size}
-        return cls(
-            records=node.records,
-            by_record=Cuts(len(node.records), sizes, drop_remainder=drop),
-            num_epochs=1 if node.num_epochs is None else node.num_epochs,
-            drop_remainder=drop,
-            above=node.above,
-            epoch_below=node.epoch_below,
-            sliced=(num_batches, node.batch_index) if node.num_epochs is None else None,
-        )
+    padding: Padding | None = None
+    rows: Mapping[int, np.ndarray] | None = None
 
     @property
-    def cuts(self) -> Cuts:
-        """As `RowReader.cuts`."""
-        return self.by_record if self.sliced is None else Cuts(self.sliced[0], {0: 1})
+    @abstractmethod
+    def counts_records(self) -> bool:
+        """Whether a batch can begin at any record, so that batches may be cut otherwise."""
 
-    def cut(self, index: int) -> Cut:
-        """What a batch is made of."""
-        return self.by_record.cut(index if self.sliced is None else self.sliced[1](index))
+    @property
+    @abstractmethod
+    def reads_rows_alone(self) -> bool:
+        """Whether one row of a batch can be read without the others."""
 
-    def first_and_count(self, index: int) -> tuple[int, int]:
-        """The first record of a batch, as an index of `records`, and how many it has."""
-        epoch, record, count, _ = self.cut(index)
-        if self.epoch_below is not None and self.sliced is None:
-            epoch = self.epoch_below(epoch)
-        return epoch * self.by_record.records + record, count
+    @property
+    @abstractmethod
+    def reads_many(self) -> bool:
+        """Whether one call reads many records for less than as many calls would."""
+
+    @property
+    @abstractmethod
+    def unpadded_sizes(self) -> tuple[int, ...]:
+        """Rows of full batches without padding: each size once."""
+
+    @abstractmethod
+    def epochs(self) -> Cuts | None:
+        """Returns the cuts of the records of its epochs, if need be by reading batches.
+
+        Returns:
+            None if a slice was taken of the batches.
+        """
+
+    @abstractmethod
+    def fingerprint_of_batches(self) -> Fingerprint:
+        """Returns the fields with which a saved state must agree, padding apart."""
+
+    @abstractmethod
+    def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
+        """Begins batches, of which no record is read yet; they take no memory.
+
+        Several at once cost little more than one, as NumPy finds the way to all their records.
+
+        Args:
+            indices: Their numbers; one past `num_batches` is in a later epoch, as in Grain.
+            faults: The rules for reads that fail.
+        """
+
+    @abstractmethod
+    def dropping_remainder(self: B) -> B:
+        """Returns the full batches only."""
+
+    def num_batches(self) -> int:
+        """Returns the number of batches of one pass."""
+        return min(sys.maxsize, self.cuts.steps_before(self.num_epochs))
+
+    def unpadded_size_of(self, index: int) -> int:
+        """Returns the rows of a full batch at this index, without padding."""
+        return self.unpadded_sizes[0]
+
+    @property
+    def global_batch_sizes(self) -> tuple[int, ...]:
+        """Rows of full batches, with padding: each size once."""
+        return tuple(dict.fromkeys(map(self._padded_size, self.unpadded_sizes)))
+
+    def host_batch_size_of(self, index: int) -> int:
+        """Returns the rows of a full batch at this index that are kept, with padding."""
+        size = self._padded_size(self.unpadded_size_of(index))
+        return size if self.rows is None else len(self.rows[size])
+
+    def rows_of(self, index: int) -> np.ndarray | None:
+        """Returns the rows of a batch to keep, int64[n], padding included; None for all."""
+        if self.rows is None:
+            return None
+        return self.rows[self._padded_size(self.unpadded_size_of(index))]
+
+    def _padded_size(self, size: int) -> int:
+        return size if self.padding is None else self.padding.size(size)
+
+    @property
+    def host_batch_sizes(self) -> tuple[int, ...]:
+        """Rows of full batches that are kept: each size of a batch once."""
+        if self.rows is None:
+            return self.global_batch_sizes
+        return tuple(len(rows) for rows in self.rows.values())
+
+    @property
+    def has_several_sizes(self) -> bool:
+        """Whether full batches differ in size."""
+        return self.counts_records and len(self.unpadded_sizes) > 1
+
+    @property
+    def records_per_batch(self) -> int:
+        """Records that are read for a full batch."""
+        return max(self.host_batch_sizes) if self.reads_rows_alone else 1
+
+    @property
+    def reads_other_rows(self) -> bool:
+        """Whether every row of a batch is evaluated, although only some are kept."""
+        if self.rows is None or self.reads_rows_alone:
+            return False
+        return any(len(rows) < size for size, rows in self.rows.items())
+
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether a row that cannot be read may be left out, since the mask then shows it."""
+        return self.pad_rows.mask_key is not None and self.reads_rows_alone
+
+    @property
+    def pad_rows(self) -> PadRows:
+        """The rows of padding in its batches."""
+        return PadRows(mask_key=None) if self.padding is None else self.padding.rows
 
     def fingerprint(self) -> Fingerprint:
-        """What a state must agree with, but for the batch size."""
-        return records_fingerprint(self.records, self.above, self.drop_remainder)
+        """Returns the fields with which a saved state must agree."""
+        found = self.fingerprint_of_batches()
+        return found if self.padding is None else {**found, "remainder": self.padding.remainder}
 
-    def fields_before(self, progress: Progress) -> Fingerprint:
-        """As `RowReader.fields_before`."""
-        if self.sliced is not None or progress.epoch:
-            return {}
-        return fields_before(self.records, self.above, self.drop_remainder, progress.record)
+    def beginning_at(self: B, progress: Progress) -> B:
+        """Returns the same records, with a batch that begins there if one can begin anywhere."""
+        if not self.counts_records:
+            return self
+        return self._recut(self.cuts.beginning_at(progress), self.num_epochs)
+
+    def repeated(self: B, times: int) -> B:
+        """Returns as many passes in one; each is an epoch of its own to the records."""
+        return self._recut(self.cuts, self.num_epochs * times)
+
+    def _recut(self: B, cuts: Cuts, num_epochs: int) -> B:
+        """Returns other batches of the same records, which may be short where these are not."""
+        other = replace(self, cuts=cuts, num_epochs=num_epochs)
+        if self.padding is not None and self.padding.remainder == "error" and self.counts_records:
+            other.require_full()
+        return other
+
+    def padded(self: B, padding: Padding) -> B:
+        """Returns the batches with padding.
+
+        Raises:
+            ShardingError: Its `remainder` is "error" and the last batch is short; or "drop" and the
+                short batches are not known.
+        """
+        padded = replace(self, padding=padding)
+        if padding.remainder == "pad":
+            return padded
+        if padding.remainder == "error" and self.counts_records:
+            self.require_full()
+            return padded
+        cuts, largest = self.epochs(), max(self.unpadded_sizes)
+        if cuts is None:
+            raise ShardingError(
+                f"remainder={padding.remainder!r} needs to know which batches are short, and a"
+                " slice stands between .batch and it.",
+                remedy="use .batch(B, drop_remainder=True), or slice the records before .batch.",
+            )
+        if padding.remainder == "drop":
+            if cuts.records < largest:
+                raise ShardingError(
+                    "no batch is left: there are fewer records than one batch of"
+                    f' {largest} rows, and remainder="drop".',
+                    remedy='pass remainder="pad", or make the batch smaller.',
+                )
+            return padded.dropping_remainder()
+        if cuts.has_short(self.num_epochs):
+            raise _short(f"of {largest} rows")
+        return padded
+
+    def require_full(self) -> None:
+        """Refuses batches cut by records one of which is short.
+
+        Raises:
+            ShardingError: One is.
+        """
+        if self.cuts.has_short(self.num_epochs):
+            begin, sizes = self.cuts.begin, " or ".join(map(str, self.unpadded_sizes))
+            from_there = (
+                f", from record {begin.record} of epoch {begin.epoch} on" if begin != START else ""
+            )
+            raise _short(f"of {sizes} rows{from_there}")
+
+    def read_batch(self, index: int, faults: Faults) -> Batch:
+        """Reads one batch here and now."""
+        (builder,) = self.begin([index], faults)
+        done = 0
+        while done < builder.size:
+            with span(READ):
+                elements = builder.way(done, builder.size).read(NEVER, faults)
+            done += builder.write(elements, done, NEVER)
+        return builder.finish()
+
+
+def _short(batch: str) -> ShardingError:
+    return ShardingError(
+        f"the records do not fill the last batch {batch}.",
+        remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+    )

@@ -8,11 +8,13 @@ from __future__ import annotations
 import numbers
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import grain
+import tenacity
 from absl import logging
 
 from grain_shard.errors import BadRecordsError, ShardingError, describe_error, require_int
@@ -22,14 +24,16 @@ from grain_shard.reading.transient import is_transient
 
 OnBadRecord = Literal["error", "mask"]
 
-# Before each try there is a pause, three times as long as the one before, up to the longest. Half
-# of it is left to chance, so that the hosts of a job do not come back all at once.
+# Each try follows a pause, three times as long as the one before, up to the longest. Half of a
+# pause is random, so that the hosts of a job do not come back all at once.
 _FIRST_PAUSE_S, _GROWTH, _LONGEST_PAUSE_S = 0.1, 3, 10.0
-# A share of bad records is one of so many records at least: the first ones say little.
+# A share of bad records is a share of at least this many records: the first ones say little.
 _SHARE_OF_AT_LEAST = 1000
-# So many bad records are listed; the others are counted.
+# Bad records that are listed; the others are counted.
 _MOST_LISTED = 1000
 _LOG_EVERY_S = 30
+# A pause looks this often whether it is to end.
+_SLICE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -136,13 +140,13 @@ class BadRecord(NamedTuple):
 
 
 class FaultCounts(NamedTuple):
-    """What was counted of this host, since its iterator was made or moved.
+    """Counts of one host, since its iterator was made or moved.
 
     Attributes:
-        retries: How many times the source was asked again after an error.
-        bad_records: How many records were left out.
+        retries: Times that the source was asked again after an error.
+        bad_records: Records that were left out.
         listed: The first of these.
-        records: How many records were read, where bad ones may be left out; otherwise 0.
+        records: Records that were read, where bad ones may be left out; otherwise 0.
     """
 
     retries: int = 0
@@ -157,216 +161,197 @@ class Faults(Recovery):
     Sent to another process, it counts there what that process is to report.
 
     Args:
-        rules: What to do.
-        is_worker: Whether another process is told the counts, and judges by them.
+        rules: The rules.
+        is_worker: Whether another process gets the counts, and judges by them.
     """
 
     def __init__(self, rules: FaultRules, *, is_worker: bool = False):
         self._rules, self._is_worker = rules, is_worker
-        self.leaves_out = rules.masks
-        retries = rules.retries
-        assert isinstance(retries, Retries)
-        assert isinstance(retries.on, tuple)
-        self._times, self._named = retries.times, retries.on
-        self._retries = self._bad_records = self._records = 0
-        # For how many records all tries were used up, and whether these are too many.
-        self._in_vain, self._is_away = 0, False
+        self.masks = rules.masks
+        assert isinstance(rules.retries, Retries)
+        self._retries: Retries = rules.retries
+        self._counts = FaultCounts()
         self._listed: list[BadRecord] = []
+        # Records for which all tries were used up; and whether these are too many.
+        self._exhausted, self._source_is_down = 0, False
         self._is_stopped = False
-        # Reentrant, since the garbage collector may run `stop` in a thread that holds it.
-        self._changes = threading.Condition()
+        self._lock = threading.Lock()
 
     def __reduce__(self):
         return _of_worker, (self._rules,)
 
     def counts(self) -> FaultCounts:
-        """What was counted so far."""
-        with self._changes:
-            listed = tuple(self._listed)
-            return FaultCounts(self._retries, self._bad_records, listed, self._records)
+        """Returns the counts so far."""
+        with self._lock:
+            return self._counts._replace(listed=tuple(self._listed))
 
     def taken(self) -> FaultCounts:
-        """What was counted since this was called last."""
-        with self._changes:
-            counts = self.counts()
-            self._retries = self._bad_records = self._records = 0
-            self._listed = []
+        """Returns the counts since the last call."""
+        with self._lock:
+            counts = self._counts._replace(listed=tuple(self._listed))
+            self._counts, self._listed = FaultCounts(), []
+            return counts
+
+    def count(self, **more: int) -> FaultCounts:
+        """Adds to counts, by their names; returns the sums."""
+        with self._lock:
+            counts = self._counts
+            added = {name: getattr(counts, name) + number for name, number in more.items()}
+            self._counts = counts = counts._replace(**added)
             return counts
 
     def stop(self) -> None:
-        """Ends every pause, by any thread. From now on nothing is tried again."""
-        with self._changes:
-            self._is_stopped = True
-            self._changes.notify_all()
-
-    def asks_at_once(self, error: Exception) -> bool:
-        if self.may_heal(error):
-            if not self._times:
-                return self.leaves_out
-            if self._is_away:
-                self._check_in_vain(error)
-            with self._changes:
-                self._retries += 1
-            return True
-        return self.leaves_out
+        """Ends every pause, from any thread at any place. Nothing is tried again from now on."""
+        self._is_stopped = True
 
     def may_heal(self, error: Exception) -> bool:
-        """Whether the source is asked again after this error of its own."""
+        """Returns whether the source is asked again after this error of its own."""
         return self._is_named(error) or is_transient(error)
 
-    def advice(self, error: Exception) -> str:
-        """What has the source asked again, or more often, after an error that comes and goes."""
-        name = type(error).__name__
-        classes = [one.__name__ for one in self._named]
-        if not self._is_named(error):
-            classes.append(name)
-        on = classes[0] if len(classes) == 1 else f"({', '.join(classes)})"
-        if self.may_heal(error):
-            return f"retries=Retries({2 * self._times or 4}, on={on}) has it tried more often"
-        again = f"retries=Retries({self._times or 4}, on={on}) has it tried again"
-        return f"{name} is not tried again by itself: {again}"
+    def _is_named(self, error: BaseException) -> bool:
+        return isinstance(error, self._retries.on)
 
-    def _is_named(self, error: Exception) -> bool:
-        return isinstance(error, self._named)
+    def reads_again(self, error: Exception) -> bool:
+        if not self.may_heal(error):
+            return self.masks
+        if not self._retries.times:
+            return self.masks
+        if self._source_is_down:
+            self._check_exhausted(error)
+        self.count(retries=1)
+        return True
 
-    def of_source(self, error: Exception, again: Callable[[], Any]) -> Any:
-        return self._recovered(error, again, self.may_heal)
-
-    def of_function(self, error: Exception, again: Callable[[], Any]) -> Any:
-        return self._recovered(error, again, self._is_named)
-
-    def evaluate(self, ds: grain.MapDataset, index: int) -> Any:
-        """An element of a dataset of which nobody knows what is a source and what a function."""
-        try:
-            return ds[index]
-        except Exception as error:
-            failure = error
-        return self.of_source(failure, lambda: ds[index])
-
-    def _recovered(
-        self, error: Exception, again: Callable[[], Any], may_heal: Callable[[Exception], bool]
+    def recovered(
+        self, error: Exception, again: Callable[[], Any], *, in_function: bool = False
     ) -> Any:
-        tried = 0
-        try:
-            while tried < self._times and may_heal(error) and self._pause(tried, error):
-                tried += 1
-                try:
-                    return again()
-                except Exception as another:
-                    error = another
-            if tried:
-                error.add_note(f"grain_shard: it was tried {tried + 1} times")
-            if not self._may_leave_out(error):
-                raise error
-            if tried or (self._is_away and may_heal(error)):
-                self._check_in_vain(error)
-            return Unreadable(error)
-        finally:
-            del error  # its traceback refers to this frame
+        heals = self._is_named if in_function else self.may_heal
+        first, tries = [error], 0
 
-    def _may_leave_out(self, error: Exception) -> bool:
-        if not self.leaves_out or self._is_stopped or isinstance(error, MemoryError):
+        def attempt() -> Any:
+            nonlocal tries
+            if first:
+                raise first.pop()
+            tries += 1
+            return again()
+
+        def is_over(state: tenacity.RetryCallState) -> bool:
+            is_last = state.attempt_number > self._retries.times
+            return is_last or self._is_stopped or self._source_is_down
+
+        trying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(
+                lambda one: isinstance(one, Exception) and heals(one)
+            ),
+            stop=is_over,
+            wait=tenacity.wait_exponential(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _GROWTH),
+            sleep=self._pause,
+            before_sleep=self._log_retry,
+            reraise=True,
+        )
+        try:
+            return trying(attempt)
+        except Exception as last:
+            error = last
+        if tries:
+            error.add_note(f"grain_shard: it was tried {tries + 1} times")
+        if self.may_leave_out(error) and (tries or (self._source_is_down and heals(error))):
+            self._check_exhausted(error)
+        return Unreadable(error)
+
+    def _log_retry(self, state: tenacity.RetryCallState) -> None:
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        assert error is not None
+        logging.log_every_n_seconds(
+            logging.WARNING,
+            "a read has failed, and is tried again (try %d of %d): %s. It is retry %d of this"
+            " pipeline. Others are not logged for %d s.",
+            _LOG_EVERY_S,
+            state.attempt_number + 1,
+            self._retries.times + 1,
+            describe_error(error),
+            self.count(retries=1).retries,
+            _LOG_EVERY_S,
+        )
+
+    def _pause(self, seconds: float) -> None:
+        # In slices and without a lock, since the garbage collector may call `stop` anywhere.
+        until = time.monotonic() + seconds * random.uniform(0.5, 1.0)
+        while not self._is_stopped and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _SLICE_S))
+
+    def may_leave_out(self, error: Exception) -> bool:
+        """Returns whether a row of padding may take the place of a record with this error."""
+        if not self.masks or self._is_stopped or isinstance(error, MemoryError):
             return False
         if self._rules.is_read_once:
             return True
         # A file may be missing, or a bucket away, for one of the hosts that read the same rows.
         return not isinstance(error, OSError | ImportError) and not self.may_heal(error)
 
-    def _check_in_vain(self, error: Exception) -> None:
-        """Judges before the batch is made: where a source is away, each record takes all pauses.
+    def _check_exhausted(self, error: Exception) -> None:
+        """Judges before the batch is made: if a source is down, each record takes all pauses.
 
         Raises:
             BadRecordsError: All tries were used up for too many records.
         """
-        with self._changes:
-            self._in_vain += 1
-            in_vain = self._in_vain
-            self._is_away = in_vain > self._most()
-        if self._is_away:
+        with self._lock:
+            self._exhausted += 1
+            exhausted = self._exhausted
+        self._source_is_down = exhausted > self._most()
+        if self._source_is_down:
             raise BadRecordsError(
-                f"{in_vain:,} records could not be read by {self._times + 1} tries each, more than"
-                f" max_bad_records={self._rules.max_bad_records!r} allows. The last:"
+                f"{exhausted:,} records could not be read by {self._retries.times + 1} tries each,"
+                f" more than max_bad_records={self._rules.max_bad_records!r} allows. The last:"
                 f" {describe_error(error)}.\n"
                 "  remedy: see whether the source can be reached from this host."
             ) from error
 
     def _most(self) -> float:
-        """How many records may be bad, of those that were read so far."""
+        """Returns the number of records that may be bad, among those read so far."""
         most = self._rules.max_bad_records
         if isinstance(most, int):
             return most
-        return most * max(self._records, _SHARE_OF_AT_LEAST)
+        return most * max(self._counts.records, _SHARE_OF_AT_LEAST)
 
-    def _pause(self, tried: int, error: Exception) -> bool:
-        """Waits before another try; False if there is to be none."""
-        with self._changes:
-            if self._is_stopped or self._is_away:
-                return False
-            self._retries += 1
-            retries = self._retries
-        logging.log_every_n_seconds(
-            logging.WARNING,
-            "a read has failed, and is tried again (try %d of %d): %s. It is retry %d of this"
-            " pipeline; of others nothing is said for %d s.",
-            _LOG_EVERY_S,
-            tried + 2,
-            self._times + 1,
-            describe_error(error),
-            retries,
-            _LOG_EVERY_S,
-        )
-        longest = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _GROWTH ** min(tried, 20))
-        with self._changes:
-            is_stopped = self._changes.wait_for(
-                lambda: self._is_stopped, longest * random.uniform(0.5, 1.0)
-            )
-        return not is_stopped
-
-    def count(self, records: int) -> None:
-        """So many more records were read, bad ones included."""
-        with self._changes:
-            self._records += records
-
-    def note(
+    def leave_out(
         self,
+        bad: Unreadable,
         record: int,
-        error: Exception,
+        *,
         feed: int | None = None,
         origin: Origin | None = None,
     ) -> None:
-        """A record is left out.
+        """Counts a record that is left out.
 
         Raises:
             BadRecordsError: There are too many.
         """
-        self._note(BadRecord(record, describe_error(error), feed, origin), error)
+        self._leave_out(BadRecord(record, describe_error(bad.error), feed, origin), bad.error)
 
     def add(self, counts: FaultCounts) -> None:
-        """What a worker process has counted.
+        """Adds the counts of a worker process.
 
         Raises:
             BadRecordsError: There are too many bad records now.
         """
-        with self._changes:
-            self._records += counts.records
-            self._retries += counts.retries
-            # Those that the worker did not list; the others are noted.
-            self._bad_records += counts.bad_records - len(counts.listed)
+        unlisted = counts.bad_records - len(counts.listed)
+        self.count(records=counts.records, retries=counts.retries, bad_records=unlisted)
         for bad in counts.listed:
-            self._note(bad, None)
+            self._leave_out(bad, None)
 
-    def _note(self, bad: BadRecord, error: Exception | None) -> None:
-        with self._changes:
-            self._bad_records += 1
-            count, records = self._bad_records, self._records
+    def _leave_out(self, bad: BadRecord, error: Exception | None) -> None:
+        _, count, _, records = self.count(bad_records=1)
+        with self._lock:
             if len(self._listed) < _MOST_LISTED:
                 self._listed.append(bad)
+            listed = list(self._listed)
         if self._is_worker:
             return
         logging.log_every_n_seconds(
             logging.WARNING,
-            "%s cannot be had, and is left out: %s. It is number %d of them; of others nothing is"
-            " said for %d s.",
+            "%s cannot be read, and is left out: %s. It is number %d of them. Others are not"
+            " logged for %d s.",
             _LOG_EVERY_S,
             bad.name,
             bad.error,
@@ -374,13 +359,26 @@ class Faults(Recovery):
             _LOG_EVERY_S,
         )
         if count > self._most():
-            some = self._listed[:10] if count <= 10 else [*self._listed[:9], bad]
+            some = listed[:10] if count <= 10 else [*listed[:9], bad]
             shown = "\n".join(f"    {one.name}: {one.error}" for one in some)
             raise BadRecordsError(
-                f"{count:,} of {records:,} records that this host has read cannot be had, more than"
+                f"{count:,} of {records:,} records of this host cannot be read, more than"
                 f" max_bad_records={self._rules.max_bad_records!r} allows. Among them:\n{shown}\n"
                 "  remedy: mend or leave out the files that they are in, or allow more of them."
             ) from error
+
+    def advice(self, error: Exception) -> str:
+        """Returns the argument by which the source is asked again, or more often."""
+        name, times = type(error).__name__, self._retries.times
+        assert isinstance(self._retries.on, tuple)
+        classes = [one.__name__ for one in self._retries.on]
+        if not self._is_named(error):
+            classes.append(name)
+        on = classes[0] if len(classes) == 1 else f"({', '.join(classes)})"
+        if self.may_heal(error):
+            return f"retries=Retries({2 * times or 4}, on={on}) has it tried more often"
+        again = f"retries=Retries({times or 4}, on={on}) has it tried again"
+        return f"{name} is not tried again by itself: {again}"
 
 
 def _of_worker(rules: FaultRules) -> Faults:
@@ -388,26 +386,31 @@ def _of_worker(rules: FaultRules) -> Faults:
 
 
 class Skipped:
-    """Counts what a feed skips, since it cannot be had.
+    """Counts the records that a feed skips.
 
     Args:
         faults: The counts of all feeds.
-        feed: Which feed it is.
+        feed: The number of the feed.
     """
 
     def __init__(self, faults: Faults, feed: int):
         self._faults, self._feed = faults, feed
 
+    def may_skip(self, bad: Unreadable) -> bool:
+        """Returns whether an unreadable record may be skipped."""
+        return self._faults.may_leave_out(bad.error)
+
     def skips(self, element: Any, records: grain.MapDataset, record: int) -> bool:
-        """Whether this stands in the place of a record of a dataset, which is then counted.
+        """Counts a record; returns whether it is skipped, since it could not be read.
 
         Raises:
             BadRecordsError: There are too many.
         """
-        self._faults.count(1)
+        self._faults.count(records=1)
         if type(element) is not Unreadable:
             return False
-        self._faults.note(record, element.error, self._feed, Origin.of(records, record))
+        origin = Origin.of(records, record)
+        self._faults.leave_out(element, record, feed=self._feed, origin=origin)
         return True
 
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import grain
 
 from grain_shard.digest import digest
 from grain_shard.errors import StateError
 from grain_shard.grain_inside import nodes
+from grain_shard.reading.cuts import Progress
+from grain_shard.reading.mix import MixedByRecord
 
 Fingerprint = dict[str, Any]
+WEIGHTS = "weights"  # the field for the weights of a mixture, by the record at which each begins
 
 HOW_TO_COUNT_RECORDS = (
     "Put what is done to a batch before .batch, where it is done to a record: no batch_fn, no .map"
@@ -29,19 +33,6 @@ HOW_TO_COUNT_RECORDS = (
 # Where a function stands in its file, and where an object stands in memory, say nothing of what
 # it does: a comment above it, or another run, changes them.
 _PLACE = re.compile(r" @ [^)]*| at 0x[0-9a-f]+")
-
-
-@runtime_checkable
-class ChangesLater(Protocol):
-    """A dataset of ours whose text says from which record on something holds.
-
-    What holds from a later record on than that at which a state stands may be changed before the
-    state is restored.
-    """
-
-    def text_before(self, record: int) -> str:
-        """Its text, as far as it says anything of the records before this one."""
-        ...
 
 
 def fingerprint(ds: grain.MapDataset) -> Fingerprint:
@@ -73,56 +64,48 @@ def records_fingerprint(
         above: What follows the batching.
         drop_remainder: Whether what does not fill a batch is left out.
     """
-    texts = [_text(node) for node in nodes.walk(records)]
+    mixture = _mixture_in_order(records, above)
+    described = [(_text(node), nodes.parameters(node)) for node in above]
+    described.append((f"batch(drop_remainder={drop_remainder})", ()))
+    for node in nodes.walk(records):
+        text = "mix" if node is mixture else _text(node)
+        described.append((text, nodes.parameters(node)))
+    # The length of a mixture follows from its weights and its sources.
+    size = {"records": len(records)} if mixture is None else {WEIGHTS: mixture.weights}
     return {
-        "records": len(records),
+        **size,
         "source": pipeline_digests(records)["source"],
         "seeds": digest([nodes.seeds(node) for node in (*above, *nodes.walk(records))]),
-        "transforms": _transforms(records, texts, above, drop_remainder),
+        "transforms": digest(described),
     }
 
 
-def fields_before(
-    records: grain.MapDataset,
-    above: Sequence[grain.MapDataset],
-    drop_remainder: bool,
-    record: int,
-) -> Fingerprint:
-    """The fields of the fingerprint that are others if what follows a record may still change.
+def _mixture_in_order(
+    records: grain.MapDataset, above: Sequence[grain.MapDataset]
+) -> MixedByRecord | None:
+    """The mixture whose record i is record i of what is batched; None if there is none."""
+    if any(type(node) in (nodes.SLICE, nodes.REINDEX) for node in above):
+        return None  # the records of a batch are not known by its number
+    while nodes.keeps_indices(records):
+        (records,) = records.parents
+    return records if isinstance(records, MixedByRecord) else None
+
+
+def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fingerprint:
+    """Returns the fingerprint of a state.
+
+    The weights of a mixture are compared as far as they were used, since later ones may change.
 
     Args:
-        records: As for `records_fingerprint`.
-        above: As for `records_fingerprint`.
-        drop_remainder: As for `records_fingerprint`.
-        record: A state stands before this record of the first epoch.
-
-    Returns:
-        Nothing for most pipelines, of which everything is fixed from the start. If the records are
-        those of a dataset that `ChangesLater`: "transforms" with its text up to there, and
-        "records" without the number of them, which follows from the rest of that text.
+        fingerprint: The fingerprint of the pipeline; one of a state is returned as it is.
+        place: The position of the state. None, or a place in a later epoch, compares all weights.
     """
-    changing: Any = records
-    while nodes.keeps_indices(changing):
-        (changing,) = changing.parents
-    if not isinstance(changing, ChangesLater):
-        return {}
-    texts = [
-        changing.text_before(record) if node is changing else _text(node)
-        for node in nodes.walk(records)
-    ]
-    return {"records": None, "transforms": _transforms(records, texts, above, drop_remainder)}
-
-
-def _transforms(
-    records: grain.MapDataset,
-    texts: Sequence[str],
-    above: Sequence[grain.MapDataset],
-    drop_remainder: bool,
-) -> str:
-    parameters = [nodes.parameters(node) for node in nodes.walk(records)]
-    described = [(_text(node), nodes.parameters(node)) for node in above]
-    described.append((f"batch(drop_remainder={drop_remainder})", ()))
-    return digest(described + list(zip(texts, parameters, strict=True)))
+    weights = fingerprint.get(WEIGHTS)
+    if not isinstance(weights, list):
+        return dict(fingerprint)
+    end = sys.maxsize if place is None or place.epoch else place.record
+    used = [parts for parts in weights if parts[0] < end]
+    return {**fingerprint, WEIGHTS: digest(used)}
 
 
 def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:

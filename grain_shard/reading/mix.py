@@ -10,7 +10,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside.routes import ElementsOfParents
-from grain_shard.reading.weight_schedule import WeightSchedule
+from grain_shard.reading.weight_schedule import Parts, WeightSchedule
 
 
 def mix(
@@ -85,15 +85,16 @@ class MixedByRecord(ElementsOfParents):
     def __str__(self) -> str:
         return f"mix({self._schedule})"
 
-    def text_before(self, record: int) -> str:
-        """Its text, as far as it says anything of the records before this one."""
-        return f"mix({self._schedule.text_before(record)})"
+    @property
+    def weights(self) -> list[tuple[int, Parts]]:
+        """The weights, each with the record at which they begin, as integers in lowest terms."""
+        return self._schedule.weights
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        dataset, record = self._schedule.locate_one(index)
-        return self.parents[dataset][record]
+        dataset, record = self.below(np.array([index]))
+        return self.parents[dataset.item()][record.item()]
 
     def below(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self._schedule.locate(indices)

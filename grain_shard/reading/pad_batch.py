@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -10,10 +11,32 @@ import numpy as np
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.host_arrays import empty
 from grain_shard.reading.pad_rows import PadRows
+from grain_shard.sharding.layout import round_up
 from grain_shard.trees import Batch, FlatBatch
 
 Remainder = Literal["pad", "drop", "error"]
 REMAINDERS: tuple[str, ...] = get_args(Remainder)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The padding of batches.
+
+    Attributes:
+        divisor: The number of rows of a batch is made a multiple of this.
+        remainder: Whether a short batch is padded ("pad"), dropped ("drop"), or an "error".
+        rows: The rows of padding, and the key of the mask.
+        global_batch_size: Rows of a full batch before padding; None for the size of the dataset.
+    """
+
+    divisor: int
+    remainder: Remainder = "pad"
+    rows: PadRows = PadRows()  # noqa: RUF009 (it is frozen)
+    global_batch_size: int | None = None
+
+    def size(self, global_batch_size: int) -> int:
+        """Returns the rows of a full batch with its padding."""
+        return round_up(self.global_batch_size or global_batch_size, self.divisor)
 
 
 def pad_batch(batch: Batch, size: int, padding: PadRows, bad_rows: Sequence[int] = ()) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grain
 import numpy as np
 
+from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.reading.faults import Faults
 
@@ -33,9 +34,11 @@ class RetriedRecords(grain.MapDataset):
         try:
             return self._records[index]
         except Exception as error:
-            if not self._faults.asks_at_once(error):
+            if not self._faults.reads_again(error):
                 raise
         # Step by step, because a function's error is treated differently from a source's.
         way = route(self._records, np.array([index]))
         (element,) = way.finish(way.read(NEVER, self._faults), NEVER, self._faults)
+        if type(element) is Unreadable:
+            raise element.error
         return element

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import errno
 import functools
 import itertools
 import os
@@ -10,6 +11,7 @@ import re
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, SupportsIndex
@@ -29,6 +31,14 @@ _FREE_HELPERS = threading.BoundedSemaphore(256)
 # Files in the page cache answer in some 10 us each, and a thread costs more than that. Files of
 # which the first few have taken this long are waited for, and are read side by side.
 _PATIENCE_S = 5e-3
+
+# array_record raises a RuntimeError or a ValueError of everything, with the answer of the bucket or
+# of the operating system in its text.
+_PASSING = "EIO EAGAIN ETIMEDOUT ESTALE ECONNABORTED ECONNREFUSED ECONNRESET ENOTCONN"
+_MAY_HEAL = re.compile(
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b|"
+    + "|".join(re.escape(os.strerror(getattr(errno, name))) for name in _PASSING.split())
+)
 
 
 class RecordPlace(NamedTuple):
@@ -82,9 +92,9 @@ class ArrayRecordSource:
     Raises:
         FileNotFoundError: A file does not exist, or nothing matches a pattern.
         RuntimeError: A file cannot be opened, or is no ArrayRecord file.
-        TypeError: What is given is no path.
-        ValueError: No path is given, a URL that cannot be opened, or a range that ends before it
-            begins.
+        TypeError: Something else than a path is given.
+        ValueError: No path is given, a file twice, a URL that cannot be opened, or a range that
+            ends before it begins.
     """
 
     def __init__(
@@ -101,9 +111,16 @@ class ArrayRecordSource:
         self._options = ",".join(f"{name}:{value}" for name, value in options.items())
         self._reader = _cached_readers(self._options)
         self._parts = list(itertools.chain(*_side_by_side(_parts_of, given)))
+        part, times = Counter(self._parts).most_common(1)[0]
+        if times > 1:
+            raise ValueError(
+                f"{part.path!r} is among the files twice, so each of its records would be, too.\n"
+                "  remedy: leave it out of the list, or out of a pattern. To weight records, see"
+                " grain_shard.mix."
+            )
         counts = _side_by_side(self._count, self._parts)
         self._ends = list(itertools.accumulate(counts))
-        # What to add to the index of a record for its position in its file.
+        # The position of a record in its file is its index and the shift of its part.
         ends = zip(self._parts, self._ends, counts, strict=True)
         self._shifts = [part.start - (end - count) for part, end, count in ends]
 
@@ -123,15 +140,17 @@ class ArrayRecordSource:
         Raises:
             IndexError: There is no such record.
         """
-        part, position = self._part_of(index.__index__())
-        return RecordPlace(part.path, position)
+        record = index.__index__()
+        self._check(record)
+        part = bisect.bisect_right(self._ends, record)
+        return RecordPlace(self._parts[part].path, record + self._shifts[part])
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: SupportsIndex) -> bytes:
-        part, position = self._part_of(index.__index__())
-        return self._reader(part.path).read([position])[0]
+        path, position = self.where(index)
+        return self._read(path, [position])[0]
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
         wanted = np.asarray(indices, np.int64)
@@ -145,18 +164,20 @@ class ArrayRecordSource:
         def read(places: np.ndarray) -> None:
             part = parts[places[0]]
             positions = (wanted[places] + self._shifts[part]).tolist()
-            read = self._reader(self._parts[part].path).read(positions)
-            for place, record in zip(places.tolist(), read, strict=True):
+            found = self._read(self._parts[part].path, positions)
+            for place, record in zip(places.tolist(), found, strict=True):
                 records[place] = record
 
         _side_by_side(read, np.split(by_part, borders) if len(wanted) else [])
         return records
 
-    def _part_of(self, index: int) -> tuple[_Part, int]:
-        """The part that holds a record, and the position of the record in its file."""
-        self._check(index)
-        part = bisect.bisect_right(self._ends, index)
-        return self._parts[part], index + self._shifts[part]
+    def _read(self, path: str, positions: list[int]) -> Sequence[bytes]:
+        try:
+            return self._reader(path).read(positions)
+        except (RuntimeError, ValueError) as error:
+            if _MAY_HEAL.search(str(error)):
+                raise OSError(f"{path}: {error}") from error
+            raise
 
     def _check(self, index: int) -> None:
         if not 0 <= index < len(self):

@@ -7,9 +7,7 @@ into a table, however far it is. All numbers are integers, so nothing drifts.
 
 from __future__ import annotations
 
-import bisect
 import functools
-import heapq
 import itertools
 import math
 import sys
@@ -57,16 +55,12 @@ class WeightSchedule:
         self._starts, self._stages = starts, tuple(stages)
 
     def __str__(self) -> str:
-        return str({stage.start: list(stage.parts) for stage in self._stages})
+        return str({start: list(parts) for start, parts in self.weights})
 
-    def text_before(self, record: int) -> str:
-        """The weights that hold for any of the records before this one."""
-        return str({s.start: list(s.parts) for s in self._stages if s.start < record})
-
-    def locate_one(self, index: int) -> tuple[int, int]:
-        """The component of one record, and which of its records that is."""
-        component, record = self._stages[bisect.bisect(self._starts, index) - 1].locate(index)
-        return int(component), int(record)
+    @property
+    def weights(self) -> list[tuple[int, Parts]]:
+        """The weights, each with the record at which they begin, as integers in lowest terms."""
+        return [(stage.start, stage.parts) for stage in self._stages]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The components of many records, and which of their records these are.
@@ -94,15 +88,16 @@ class WeightSchedule:
         Args:
             lengths: The number of records of each component.
         """
-        return min([self._place_of(i, length) for i, length in enumerate(lengths)])
+        return min(itertools.starmap(self._place_of, enumerate(lengths)))
 
     def _place_of(self, component: int, record: int) -> int:
-        """Where a record of a component stands in the mixture; `sys.maxsize` if nowhere."""
+        """The index of a component's record in the mixture; `sys.maxsize` if it is not there."""
         stops = [*self._starts[1:], sys.maxsize]
         for stage, stop in zip(self._stages, stops, strict=True):
-            place = stage.place_of(component, record)
-            if place is not None and place < stop:
-                return place
+            if stage.parts[component]:
+                place = stage.place_of(component, record)
+                if place < stop:
+                    return place
         return sys.maxsize
 
 
@@ -120,84 +115,62 @@ class _Stage:
     parts: Parts
     offsets: tuple[int, ...]
 
-    def locate(self, indices: Any) -> tuple[Any, Any]:
-        """The components and their records; of one index, or of an array of them."""
-        pattern = _pattern(self.parts)
-        rounds, places = divmod(indices - self.start, pattern.period)
-        components = pattern.components[places]
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the components of records of the mixture, and the records of these."""
+        pattern, ranks = _pattern(self.parts)
+        rounds, places = divmod(indices - self.start, len(pattern))
+        components = pattern[places]
         records = np.take(self.offsets, components) + rounds * np.take(self.parts, components)
-        return components, records + pattern.ranks[places]
+        return components, records + ranks[places]
 
     def records_before(self, index: int) -> tuple[int, ...]:
-        """How many records of each component come before a record of the mixture."""
-        pattern = _pattern(self.parts)
-        rounds, place = divmod(index - self.start, pattern.period)
-        rest = np.bincount(pattern.components[:place], minlength=len(self.parts))
-        return tuple(
-            offset + rounds * part + int(more)
-            for offset, part, more in zip(self.offsets, self.parts, rest, strict=True)
-        )
+        """Returns how many records of each component come before a record of the mixture."""
+        pattern, _ = _pattern(self.parts)
+        rounds, place = divmod(index - self.start, len(pattern))
+        rest = np.bincount(pattern[:place], minlength=len(self.parts)).tolist()
+        counts = zip(self.offsets, self.parts, rest, strict=True)
+        return tuple(offset + rounds * part + more for offset, part, more in counts)
 
-    def place_of(self, component: int, record: int) -> int | None:
-        """Where a record of a component would stand if this stage never ended."""
-        if not self.parts[component]:
-            return None
-        pattern = _pattern(self.parts)
+    def place_of(self, component: int, record: int) -> int:
+        """Returns the index of a component's record in the mixture if this stage never ended."""
+        pattern, _ = _pattern(self.parts)
         rounds, rank = divmod(record - self.offsets[component], self.parts[component])
-        place = np.flatnonzero(pattern.components == component)[rank]
-        return self.start + rounds * pattern.period + int(place)
-
-
-@dataclass(frozen=True)
-class _Pattern:
-    """The order of the components, which repeats.
-
-    Attributes:
-        components: int64[period], whose turn it is.
-        ranks: int64[period], how many turns the same component had before, in this round.
-    """
-
-    components: np.ndarray
-    ranks: np.ndarray
-
-    @property
-    def period(self) -> int:
-        return len(self.components)
+        place = np.flatnonzero(pattern == component)[rank]
+        return self.start + rounds * len(pattern) + int(place)
 
 
 @functools.lru_cache(maxsize=64)
-def _pattern(parts: Parts) -> _Pattern:
-    """An order in which no component is ever a whole record away from its share.
+def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
+    """An order, which repeats, in which no component is ever a whole record away from its share.
 
     That is the "chairman assignment problem", and this is Tijdeman's solution of it (Discrete
     Mathematics 32, 1980): of n components each is at most 1 - 1 / (2n - 2) records away, which is
     the best there can be. A component may take its next turn once it is at least 1 / (2n - 2)
-    behind; of those that may, the one comes first that would be the first to fall too far behind.
+    behind. Of those that may, the next one is the one that would be the first to fall too far
+    behind.
+
+    Returns:
+        int64[period], the component of each turn; and int64[period], the number of turns that it
+        had before in this round.
     """
     used = [i for i, part in enumerate(parts) if part]
     period, scale = sum(parts), max(1, 2 * len(used) - 2)
 
-    def turn(i: int, rank: int) -> tuple[int, int, int]:
-        """From when a component may take its turn, until when it must, and which one it is."""
+    def turn(i: int, rank: int) -> tuple[int, int]:
+        """The places from which a component may take its turn, and by which it must."""
         width = scale * parts[i]
         earliest = -(-(rank * scale + 1) * period // width) - 1
-        latest = ((rank + 1) * scale - 1) * period // width
-        return earliest, latest, i
+        return earliest, ((rank + 1) * scale - 1) * period // width
 
     components, ranks = np.empty((2, period), np.int64)
     taken = [0] * len(parts)
-    waiting = [turn(i, 0) for i in used]  # by when they may
-    heapq.heapify(waiting)
-    ready: list[tuple[int, int]] = []  # by when they must
+    turns = {i: turn(i, 0) for i in used}
     for place in range(period):
-        while waiting and waiting[0][0] <= place:
-            _, latest, i = heapq.heappop(waiting)
-            heapq.heappush(ready, (latest, i))
-        _, i = heapq.heappop(ready)
+        _, i = min((latest, i) for i, (earliest, latest) in turns.items() if earliest <= place)
         components[place], ranks[place] = i, taken[i]
         taken[i] += 1
-        heapq.heappush(waiting, turn(i, taken[i]))
-    return _Pattern(components, ranks)
+        turns[i] = turn(i, taken[i])
+    return components, ranks
 
 
 def _parts(start: int, weights: Sequence[Any], num_components: int) -> Parts:

@@ -1,4 +1,4 @@
-"""Types for the arguments of a command line, with errors that say what was expected."""
+"""Types for the arguments of a command line, with errors that name the values they take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grain_shard.errors import GrainShardError
 
 
 class UsageError(GrainShardError):
-    """The words of a command line make no sense together, or name what is not there.
+    """The words of a command line make no sense together, or name a file that is missing.
 
     Commands end with exit code 2 after it, and with 1 after any other error.
     """

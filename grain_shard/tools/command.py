@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Args:
-        argv: The words after the program's name; None takes those of this process.
+        argv: The words after the program's name; None takes the words of this process.
 
     Returns:
         The exit code: 0 if it is done, 1 if it ran and failed, 2 if the words make no sense, 130
@@ -108,13 +108,13 @@ def _fail(code: int, line: str) -> int:
 
 
 def _nobody_reads() -> int:
-    # What is still in the buffer goes nowhere; else Python complains about it at its end.
+    # The rest of the buffer goes nowhere; else Python complains about it at its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return _UNREAD
 
 
 def _one_line(error: BaseException) -> str:
-    """What was wrong and what to do, without the line breaks that a log has room for."""
+    """The problem and its remedy, without the line breaks that a log has room for."""
     text = str(error).strip() or type(error).__name__
     problem, *remedies = re.split(r"\s*\n\s*remedy: +", text)
     said, *facts = (line.strip() for line in problem.splitlines() if line.strip())
@@ -153,7 +153,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 
 
 def command() -> NoReturn:
-    """What ``python -m grain_shard`` and ``grain-shard`` do: `main`, and then the end."""
+    """Runs `main` for ``python -m grain_shard`` and ``grain-shard``, and ends the process."""
     sys.unraisablehook = _interrupt_again
     code = main()
     if code == _INTERRUPTED:

@@ -19,7 +19,7 @@ _NAMES = {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localh
 
 
 def tpu_is_here() -> bool:
-    """Whether there is the device file of a TPU: v4 and before have accel*, later ones vfio."""
+    """Looks for the device file of a TPU: v4 and before have accel*, later ones vfio."""
     return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 

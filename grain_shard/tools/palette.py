@@ -14,8 +14,8 @@ PURPLE = "#CC79A7"
 YELLOW = "#F0E442"
 GRAY = "#999999"
 
-# For what is counted, as hosts and devices are: lines and frames. Yellow comes late, as a yellow
-# line on white can hardly be seen.
+# Lines and frames of things that are counted, such as hosts and devices. Yellow comes late, because
+# a yellow line on white can hardly be seen.
 COLORS = BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, GRAY
 
 # The same in the same order, mixed half and half with white: areas, on which black text is read.

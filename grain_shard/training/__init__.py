@@ -1,4 +1,4 @@
-"""What stands around the training step; `.shard_to` needs none of it.
+"""Helpers around the training step; `.shard_to` needs none of them.
 
 Data-parallel steps, model states on a mesh, pipelines by rows per device, reduced gradients,
 meshes, logical axes, and batch sizes: what keeps a chip busy, and what fits in its memory. One

@@ -34,7 +34,7 @@ def estimate_max_batch_size(
             (`jax.jit`, `nnx.jit`) is used as it is, with its donated arguments.
         make_batch: Makes the step's last argument for a batch size. Best made of
             `jax.ShapeDtypeStruct`, which takes no memory. With sharded leaves the batch size is
-            the global one, and the memory that of one device.
+            the global one, and the memory is one device's memory.
         *args: The step's other arguments; arrays or `jax.ShapeDtypeStruct`.
         memory_limit_bytes: What one device can hold. None asks the first local device. Batches
             that wait in a prefetch buffer are not part of the step: subtract their bytes.

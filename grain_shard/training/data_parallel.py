@@ -74,8 +74,8 @@ def data_parallel_train_step(
 ) -> tuple[Any, dict[str, jax.Array]]:
     """One training step for linen or plain parameters, compiled once for all devices.
 
-    What is not placed on a mesh yet is placed first: the batch split over the mesh's data axis,
-    all else replicated. The mesh is that of the arrays that are placed, or the one in use
+    Leaves that are on no mesh yet are placed first: the batch split over the mesh's data axis,
+    all else replicated. The mesh is the mesh of the arrays that are placed, or the one in use
     (`jax.set_mesh`), or a new one over all devices. On Explicit axes the compiler shards what is
     inside the step, as on Auto ones, and the new state keeps the old one's sharding.
 

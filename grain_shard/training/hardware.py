@@ -1,8 +1,8 @@
-"""Which chip this is, and how many tokens or examples keep it busy.
+"""The chip, and the number of tokens or examples that keeps it busy.
 
 A batch size here counts **tokens per chip** for a model that applies its weights to every token,
 and **examples per chip** for one that applies them once per example. Under data parallelism that
-is one device's share of the global batch. Where a chip may be None, it is that of this process's
+is one device's share of the global batch. If a chip may be None, None is the chip of this process's
 first device.
 
 The reason that a good size exists at all: a matrix multiplication reads its weights from memory
@@ -159,12 +159,12 @@ def roofline_batch_size(
 
 
 def _recommendation(spec: ChipSpec) -> BatchSizeRecommendation:
-    """Datarax's sizes for a chip, or else those that follow from its peak rates.
+    """Datarax's sizes for a chip, or else sizes that follow from its peak rates.
 
-    Of the latter the minimum is a quarter of the critical batch, where a multiplication that waits
-    for its weights still reaches a quarter of peak. It is rounded up to 8, the height of a TPU's
-    smallest tile. The optimum is the critical batch rounded up to 64: a matrix unit's tiles are
-    full then.
+    In the second case the minimum is a quarter of the critical batch, where a multiplication that
+    waits for its weights still reaches a quarter of peak. It is rounded up to 8, the height of a
+    TPU's smallest tile. The optimum is the critical batch rounded up to 64: a matrix unit's tiles
+    are full then.
     """
     critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
     notes = (

@@ -40,7 +40,7 @@ def create_2d_mesh(
         second_axis_size: Devices along the second axis. None makes the mesh as square as the
             number of devices allows, the first axis not shorter: 8 devices give (4, 2), 4 give
             (2, 2), a prime number n gives (n, 1).
-        devices: The devices; None takes those of every process.
+        devices: The devices; None takes the devices of every process.
 
     Raises:
         ShardingError: `second_axis_size` does not divide the number of devices.

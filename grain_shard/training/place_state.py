@@ -35,8 +35,8 @@ def place_model_state_on_shards(
             - None or ``"replicate"``: every device holds all of it.
             - ``"fsdp"``: along its largest dim that the axis divides, or not at all if there is
               none. The axis is the mesh's "fsdp" if it has one, else the one for data.
-            - A dict from paths to `PartitionSpec`; what it does not name is replicated. A path is
-              the leaf's keys joined by "/" (``"params/Dense_0/kernel"``) or the end of that, so
+            - A dict from paths to `PartitionSpec`; leaves that it does not name are replicated. A
+              path is the leaf's keys joined by "/" (``"params/Dense_0/kernel"``) or their end, so
               ``"Dense_0/kernel"`` also takes in the optimizer's moments for that kernel. Of
               several that match, the longest counts. A spec longer than a leaf's rank is cut.
 
@@ -64,7 +64,7 @@ def place_model_state_on_shards(
     elif param_sharding == "fsdp":
         spec_of = _fully_sharded(mesh)
     elif param_sharding in _WORDS:
-        spec_of = _by_path(state, mesh, {})  # what no path names is replicated
+        spec_of = _by_path(state, mesh, {})  # leaves without a path are replicated
     else:
         raise ShardingError(
             f"param_sharding={param_sharding!r} is not known.",

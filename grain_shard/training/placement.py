@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from grain_shard.errors import require_int
+from grain_shard.errors import ShardingError, require_int
+from grain_shard.hosts.compare import GLOBAL, LOCAL
 from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.stream import Stream
+from grain_shard.reading.iterable import from_iterable, said_rows
+from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.sharding.place import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.training import hardware
@@ -19,8 +24,9 @@ from grain_shard.training.hardware import (
     HardwareType,
     get_batch_size_recommendation,
 )
-from grain_shard.training.prefetch import prefetch
 from grain_shard.trees import Batch
+
+_IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # ours read ahead
 
 
 def place_on_device(data: Any, device: Any = None) -> Any:
@@ -70,18 +76,18 @@ def prefetch_to_device(
     """Iterates over batches that background threads place ahead of time.
 
     The threads start with the first ``next``. The iterator is a context manager; leaving it early
-    by ``break`` ends the threads too. What the source raises, of any class, is raised in its turn.
+    by ``break`` ends the threads too. An error of the source, of any class, is raised in its turn.
 
-    Its ``get_state()`` is that of the batch last handed out, and ``set_state()`` restores it, if
-    the source has a state: a Grain dataset, a `grain.DataLoader`, or an iterator with these two
+    Its ``get_state()`` is the state of the batch last handed out, and ``set_state()`` restores it,
+    if the source has a state: a Grain dataset, a `grain.DataLoader`, or an iterator with these two
     methods. Otherwise both raise a `StateError`.
 
     Args:
-        data_iterator: Any iterable of batches. It may fill its buffers again: numpy arrays are
-            copied. A generator is closed at the end; an iterator with a state is left to its
-            owner. A `grain.MapDataset` is read by several threads, so its batches must not share
-            memory. Onto the devices of several processes only a `from_iterable` of
-            ``rows="global"`` is taken, since each has to yield the same whole batches.
+        data_iterator: Any iterable of batches, read by one thread. It may fill its buffers again:
+            numpy arrays are copied. A generator is closed at the end; an iterator with a state is
+            left to its owner. Elements that a filter of a `grain.MapDataset` dropped are skipped.
+            Onto the devices of several processes only a `from_iterable` of ``rows="global"`` is
+            taken, since each has to yield the same whole batches.
         size: Batches that may wait on the devices or be on their way there.
         device: A device, a `Sharding`, or a tree prefix of shardings, as for `distribute_batch`;
             None for this process's first device.
@@ -103,19 +109,66 @@ def prefetch_to_device(
         [0 0]
         [1 1]
     """
+    cpu_buffer_size = 2 * size if cpu_buffer_size is None else cpu_buffer_size
     require_int("size", size, 1)
-    return prefetch(
-        data_iterator,
-        ShardingTree.of(jax.local_devices()[0] if device is None else device),
+    require_int("cpu_buffer_size", cpu_buffer_size, 1)
+    target = ShardingTree.of(jax.local_devices()[0] if device is None else device)
+    require_local(target)
+    source: Any = data_iterator
+    if not all(sharding.is_fully_addressable for sharding in target.shardings()):
+        _require_global(source, target)
+    if isinstance(source, grain.MapDataset):
+        source = source.to_iter_dataset(_IN_TURN)
+    elif not isinstance(source, grain.IterDataset):
+        source = from_iterable(source, rows=GLOBAL)
+    return ShardedIterator(
+        Stream(StreamDataset.of(source).with_own_arrays(), buffer_size=cpu_buffer_size),
+        _Placer(target),
         device_buffer_size=size,
-        cpu_buffer_size=2 * size if cpu_buffer_size is None else cpu_buffer_size,
+        reshard=None,
+        across=None,
     )
 
 
-class DevicePlacement:
-    """The functions of this module, with a default device, and what the devices are.
+def _require_global(source: Any, target: ShardingTree) -> None:
+    """Refuses a source that may have other batches on another host.
 
-    What goes to no other device goes to the default one, and advice is for its chip.
+    Raises:
+        ShardingError: Nothing says that it yields the same whole batches everywhere.
+    """
+    is_dataset = isinstance(source, grain.MapDataset | grain.IterDataset)
+    rows = said_rows(source) if is_dataset else None
+    problem = "nothing says that it yields the same whole batches on each of them."
+    if rows == LOCAL:
+        problem = 'it says rows="local": what it yields is a part of each batch.'
+    if rows != GLOBAL:
+        raise ShardingError(
+            f"the devices are those of several hosts, the source is a {type(source).__name__}, and"
+            f" {problem}",
+            mesh_axes=target.mesh_axes,
+            remedy="end the dataset with .shard_to(sharding), which puts the rows of all hosts"
+            ' together (an iterable becomes one by from_iterable(source, rows="local")); or pass'
+            ' grain_shard.from_iterable(source, rows="global") if all yield the same batches.',
+        )
+
+
+class _Placer:
+    """Does what an `Assembler` does, for whole batches of any shape."""
+
+    def __init__(self, target: ShardingTree):
+        self._target, self.mesh_axes, self.digest = target, target.mesh_axes, ""
+
+    def __call__(self, batch: Batch) -> Batch:
+        return place_tree(batch, self._target, in_background=True)
+
+    def describe(self) -> dict[str, str]:
+        return {}  # each batch may be of another shape
+
+
+class DevicePlacement:
+    """The functions of this module, with a default device, and facts about the devices.
+
+    Data without another device goes to the default one, and advice is for its chip.
 
     Example:
         >>> placement = DevicePlacement()
@@ -160,9 +213,7 @@ class DevicePlacement:
         """`grain_shard.placement.place_on_device`."""
         return place_on_device(data, self.default_device if device is None else device)
 
-    def distribute_batch(self, data: Any, sharding: Any) -> Any:
-        """`grain_shard.placement.distribute_batch`."""
-        return distribute_batch(data, sharding)
+    distribute_batch = staticmethod(distribute_batch)
 
     def prefetch_to_device(
         self,
@@ -226,7 +277,7 @@ class DevicePlacement:
         return hardware.validate_batch_size(batch_size, self.hardware_type, warn_suboptimal)
 
     def get_device_info(self) -> dict[str, Any]:
-        """What there is to compute on, as plain JSON.
+        """Describes the devices, as plain JSON.
 
         Returns:
             A dict of ``num_devices``, ``platforms``, ``device_kinds`` and ``devices`` (the id,

@@ -1,4 +1,4 @@
-"""What a logical axis of a model means on a mesh: datarax's `MeshRules`.
+"""Logical axes of a model, and their mesh axes: datarax's `MeshRules`.
 
 flax has the same idea with axes of your own naming, and for these it is the one to use::
 
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshRules:
-    """Which mesh axis shards each logical axis of a model; None replicates it.
+    """The mesh axis that shards each logical axis of a model; None replicates it.
 
     Called with the logical axes of an array it gives what flax's `with_partitioning` takes.
 

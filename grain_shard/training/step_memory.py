@@ -1,4 +1,4 @@
-"""What a compiled step holds on one device, as XLA's compiler accounts for it."""
+"""The memory of a compiled step on one device, as XLA's compiler accounts for it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class StepMemory:
 
     Attributes:
         argument_bytes: State and batch.
-        output_bytes: What the step returns.
-        alias_bytes: The part of what it returns that is written over donated arguments, and so
-            needs no memory of its own.
+        output_bytes: The results.
+        alias_bytes: The part of the results that is written over donated arguments, and so needs
+            no memory of its own.
         temp_bytes: Intermediate values.
         code_bytes: The program.
     """
@@ -30,7 +30,7 @@ class StepMemory:
 
     @property
     def total_bytes(self) -> int:
-        """What one device holds at most while the step runs."""
+        """The bytes that one device holds at most while the step runs."""
         held = self.argument_bytes + self.output_bytes - self.alias_bytes
         return held + self.temp_bytes + self.code_bytes
 
@@ -47,7 +47,7 @@ def lower(step: Callable[..., Any], *args: Any) -> Any:
 
 
 def step_memory(lowered: Any) -> StepMemory:
-    """Compiles what `lower` returned, and says what it holds. Nothing is run or allocated.
+    """Compiles the result of `lower`, and returns its memory. Nothing is run or allocated.
 
     Raises:
         NotImplementedError: The backend's compiler does not account for memory.

@@ -64,7 +64,6 @@ class DevicePut(Stage):
         remainder: Whether a stream that ends before those of other hosts, or a feed that ends
             before others, goes on with padding ("pad") or ends them all.
         timeout_s: How long one host waits for another, in seconds.
-        reread_slow: Whether a source may be asked a second time for what comes late.
         fault_rules: What becomes of reads that fail.
     """
 
@@ -77,7 +76,6 @@ class DevicePut(Stage):
     rows: Rows | None = None
     remainder: Remainder = "pad"
     timeout_s: float = 60.0
-    reread_slow: bool = True
     fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
 
     def __post_init__(self) -> None:
@@ -86,11 +84,6 @@ class DevicePut(Stage):
         require_int("num_workers", self.num_workers, 0)
         if self.num_threads is not None:
             require_int("num_threads", self.num_threads, 1)
-        if not isinstance(self.reread_slow, bool):
-            raise ShardingError(
-                f"reread_slow={self.reread_slow!r} is neither True nor False.",
-                remedy="pass False for a source that must not be asked twice.",
-            )
         if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
             raise ShardingError(
                 f"timeout_s={self.timeout_s!r} is not a positive number of seconds.",
@@ -113,24 +106,20 @@ class DevicePut(Stage):
             _check_can_leave_out(ds)
             if self.shardings.layout().amplification > 1:
                 rules = read_by_several(rules)
+        batching = ds.batching
         host = RandomAccess(
-            ds,
-            ds.reader.fingerprint(),
+            batching,
             buffer_size=self.cpu_buffer_size,
             num_threads=self.num_threads,
             num_workers=self.num_workers,
-            reread_slow=self.reread_slow,
             fault_rules=rules,
-            fields_before=ds.reader.fields_before,
-            padding=ds.reader.padding,
         )
-        same_order = ds.num_epochs == 1 and nodes.is_shuffled(ds)
         return self._sharded(
             ds,
             host,
-            lambda: ds.reader.unpadded_batch_size,
-            same_order=same_order,
-            reads_other_rows=ds.reads_other_rows,
+            lambda: batching.unpadded_size_of(0),
+            same_order=batching.num_epochs == 1 and nodes.is_shuffled(ds),
+            reads_other_rows=batching.reads_other_rows,
         )
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
@@ -217,9 +206,9 @@ def _check_can_leave_out(ds: RowMapDataset) -> None:
     Raises:
         ShardingError: They are such.
     """
-    if ds.reader.can_leave_out:
+    if ds.batching.can_leave_out:
         return
-    if ds.reader.reads_whole_batches:
+    if not ds.batching.reads_rows_alone:
         raise ShardingError(
             'on_bad_record="mask" needs rows that can be had one by one: a custom batch_fn, or a'
             " .map after .batch, makes a batch as a whole.",

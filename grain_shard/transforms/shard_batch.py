@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.rows import take_rows, whole_batches
 from grain_shard.reading.stream_dataset import SeenBatches, StreamDataset
+from grain_shard.reading.whole_batching import take_rows
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.transforms.stage import Stage
 from grain_shard.trees import Batch, FlatBatch
@@ -47,10 +47,10 @@ class ShardBatch(Stage):
         Raises:
             ShardingError: The shards do not divide the batch size.
         """
-        ds = whole_batches(ds)
-        rows_by_size = {size: self.layout.rows(size) for size in ds.reader.global_batch_sizes}
-        rows = RowMapDataset(ds, ds.reader, self, rows_by_size)
-        if rows.reads_other_rows:
+        ds = ds.whole()
+        rows = {size: self.layout.rows(size) for size in ds.batching.global_batch_sizes}
+        batching = replace(ds.batching, rows=rows)
+        if batching.reads_other_rows:
             warnings.warn(
                 f"this host holds {len(self.layout.shards)} of {self.layout.divisor} shards and"
                 " still has to evaluate every row: with a custom batch_fn, or a .map after .batch,"
@@ -58,7 +58,7 @@ class ShardBatch(Stage):
                 " needs.",
                 stacklevel=2,
             )
-        return rows
+        return RowMapDataset(ds, batching, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
         """This host's rows of a stream of batches that is the same on every host."""

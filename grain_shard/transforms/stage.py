@@ -11,8 +11,7 @@ from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
 from grain_shard.iteration.sharded_dataset import sharded
-from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.rows import row_reader
+from grain_shard.reading.row_dataset import RowMapDataset, batching_of
 from grain_shard.reading.stream_dataset import StreamDataset
 
 
@@ -45,7 +44,7 @@ class Stage(ABC):
         if isinstance(ds, grain.MapDataset | grain.IterDataset):
             _refuse_after_batch(ds)
         if isinstance(ds, grain.MapDataset):
-            return self.of_random_access(RowMapDataset(ds, row_reader(ds)))
+            return self.of_random_access(RowMapDataset(ds, batching_of(ds)))
         if isinstance(ds, grain.IterDataset):
             size = nodes.iter_batch_size(ds)
             return self.of_stream(StreamDataset.of(ds, global_batch_size=size))
@@ -83,7 +82,7 @@ def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
             " given each row: return ds.map(...). Then .batch(B).shard_to(mesh), with nothing"
             " between them.",
         )
-    if any(isinstance(node, RowMapDataset) and node.has_several_sizes for node in below):
+    if any(isinstance(node, RowMapDataset) and node.batching.has_several_sizes for node in below):
         raise ShardingError(
             f"{ds} stands above batches whose size changes, so that nobody can tell which of them"
             " are full.",

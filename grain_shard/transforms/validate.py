@@ -10,7 +10,6 @@ from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.rows import whole_batches
 from grain_shard.reading.stream_dataset import SeenBatches, StreamDataset
 from grain_shard.sharding.layout import describe_parts, round_up
 from grain_shard.transforms.stage import Stage
@@ -59,7 +58,7 @@ class ValidateBatchSize(Stage):
         Raises:
             ShardingError: The dataset has no batch, or a batch size that cannot work.
         """
-        ds = whole_batches(ds)
+        ds = ds.whole()
         if len(ds) == 0:
             raise ShardingError(
                 "the dataset has no batch: it is empty, or has fewer records than one batch and"
@@ -68,9 +67,9 @@ class ValidateBatchSize(Stage):
                 remedy="check the source; keep a short batch with .batch(B, drop_remainder=False)"
                 ' and remainder="pad".',
             )
-        for global_batch_size in ds.reader.global_batch_sizes:
+        for global_batch_size in ds.batching.global_batch_sizes:
             self.check(global_batch_size)
-        return RowMapDataset(ds, ds.reader, self)
+        return RowMapDataset(ds, ds.batching, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
         """The dataset, whose batches are checked as they come, if not now.

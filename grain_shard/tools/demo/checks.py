@@ -1,4 +1,4 @@
-"""What the demo counts and prints, to check what the library promises."""
+"""Counts and prints for the demo, to check the promises of the library."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def count_compilations() -> Counter[str]:
 
 
 def digests(ds: Iterable[Batch]) -> list[str]:
-    """Of each batch, a digest of what this host's devices hold."""
+    """Returns a digest for each batch: of the shards on this host's devices."""
 
     def digest(batch: Batch) -> str:
         shards = [shard for leaf in jax.tree.leaves(batch) for shard in leaf.addressable_shards]

@@ -1,4 +1,4 @@
-"""``python -m grain_shard demo``: its options, and what has to be set before JAX starts."""
+"""``python -m grain_shard demo``: its options, and the settings that JAX needs before it starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The demo itself: from files to a trained model, with an interruption, checked.
 
-The pipelines in `run` and what is in `training` are what a project would copy. The rest
-checks what the library promises.
+A project would copy the pipelines in `run` and all of `training`. The rest checks the promises of
+the library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from grain_shard.checkpoint import CheckpointRestore
 from grain_shard.tools.demo import MIN_ACCURACY, VIRTUAL_DEVICES
 from grain_shard.tools.demo.checks import CountingSource, check, count_compilations, digests, say
 from grain_shard.tools.demo.digits import decode
-from grain_shard.tools.demo.heartbeat import heartbeat
 from grain_shard.tools.demo.training import create, evaluate, train
 from grain_shard.tools.rehearse.rehearsal import run_script
 from grain_shard.tools.rehearse.result import RehearsalError
@@ -54,30 +53,27 @@ def run(args: argparse.Namespace, directory: epath.Path) -> bool:
     test_ds = (
         grain.MapDataset.source(test_source).map(decode).batch(args.batch_size).shard_to(mesh)  # pyright: ignore[reportAttributeAccessIssue]
     )
-    silent = jax.process_index() > 0
-    if not silent:
+    if jax.process_index() == 0:
         show(test_ds)
 
     steps, steps_per_epoch = len(train_ds), len(train_ds) // args.epochs
     middle = args.epochs // 2 * steps_per_epoch + steps_per_epoch // 2
     with jax.set_mesh(mesh):
-        with heartbeat("compiling the training step, then training", silent):
-            train(train_ds, directory, args.seed, stop_at=middle)
+        say("compiling the training step, then training ...")
+        train(train_ds, directory, args.seed, stop_at=middle)
         say(f"stopped after batch {middle} of {steps}; going on from its checkpoint:")
-        with heartbeat("restoring, then training", silent):
-            model, seconds = train(train_ds, directory, args.seed)
-        with heartbeat("telling the test images", silent):
-            right, tested = evaluate(model, test_ds)
+        model, seconds = train(train_ds, directory, args.seed)
+        right, tested = evaluate(model, test_ds)
     records = args.epochs * len(train_source)
     say(f"trained on {records * (steps - middle) / steps / seconds:,.0f} examples per second")
 
+    say("comparing the batches after the restore with those of one run ...")
     train_source.reads = 0
-    with heartbeat("comparing the batches after the restore with those of one run", silent):
-        expected = digests(train_ds)[middle:]
-        reads = multihost_utils.process_allgather(np.array([train_source.reads])).ravel().tolist()
-        with ocp.CheckpointManager(directory) as checkpoints, iter(train_ds) as batches:
-            checkpoints.restore(middle, args=ocp.args.Composite(data=CheckpointRestore(batches)))
-            resumed = digests(batches)
+    expected = digests(train_ds)[middle:]
+    reads = multihost_utils.process_allgather(np.array([train_source.reads])).ravel().tolist()
+    with ocp.CheckpointManager(directory) as checkpoints, iter(train_ds) as batches:
+        checkpoints.restore(middle, args=ocp.args.Composite(data=CheckpointRestore(batches)))
+        resumed = digests(batches)
     # The last batch of an epoch is short, and the rows that it lacks are those of the last hosts.
     equal = max(reads) - min(reads) <= args.epochs * args.batch_size // len(reads)
     shares = ", ".join(f"host {i} {n:,} ({n / records:.0%})" for i, n in enumerate(reads))

@@ -1,4 +1,4 @@
-"""What the demo trains, and how: the part that a project would copy."""
+"""The demo's model and its training: the part that a project would copy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def train_step(model: Classifier, optimizer: nnx.Optimizer, batch: Batch) -> jax
 
 @nnx.jit
 def eval_step(model: Classifier, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """How many of the valid rows the model gets right, and how many there are."""
+    """Counts the valid rows that the model gets right, and the valid rows."""
     right = jnp.argmax(model(batch["image"]), axis=-1) == batch["label"]
     return jnp.sum(right & batch["valid_mask"]), jnp.sum(batch["valid_mask"])
 
@@ -72,7 +72,7 @@ def train(
     Args:
         ds: The global batches of all epochs.
         directory: Where the checkpoints are; on several hosts, a folder that they share.
-        seed: Of the parameters.
+        seed: The parameters' seed.
         stop_at: Save and give up after this step, as a job does that is preempted.
 
     Returns:
@@ -105,7 +105,7 @@ def train(
 
 
 def evaluate(model: Classifier, ds: Iterable[Batch]) -> tuple[int, int]:
-    """How many records of the dataset the model gets right, and how many there are."""
+    """Counts the records of the dataset that the model gets right, and all records."""
     counts = [eval_step(model, batch) for batch in ds]
     right, records = (int(sum(column)) for column in zip(*counts, strict=True))
     return right, records

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def ask(module: str, words: Sequence[str], *, timeout_s: float, if_late: str) -> Any:
-    """What a module, run as a program, prints as its last line: JSON.
+    """Runs a module as a program, and returns its last line, which is JSON.
 
     Args:
         module: The module.

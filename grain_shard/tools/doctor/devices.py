@@ -1,4 +1,4 @@
-"""What JAX finds: run as a program, since it may hang where another process holds the TPU."""
+"""The devices that JAX finds. A program, since JAX may hang if another process holds the TPU."""
 
 from __future__ import annotations
 

@@ -14,17 +14,7 @@ from typing import Any
 from grain_shard import __version__
 from grain_shard.tools.libtpu import tpu_is_here
 
-_PACKAGES = [
-    "jax",
-    "jaxlib",
-    "grain",
-    "numpy",
-    "array-record",
-    "orbax-checkpoint",
-    "flax",
-    "optax",
-    "rich",
-]
+_PACKAGES = "jax", "jaxlib", "grain", "numpy", "array-record", "orbax-checkpoint", "flax"
 _OF_JAX = ("JAX_", "XLA_", "LIBTPU_", "CUDA_VISIBLE_DEVICES", "PJRT_")
 _FEW_FILES = 4096
 # The optional parts of this package: the modules of each, and its use.

@@ -1,4 +1,4 @@
-"""What reading some files takes: run as a program, since a mount may hang."""
+"""The time that reads of some files take. A program, since a mount may hang."""
 
 from __future__ import annotations
 

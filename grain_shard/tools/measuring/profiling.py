@@ -1,4 +1,4 @@
-"""`profile`: how fast batches come, what a training loop waits for, and what to change."""
+"""`profile`: the speed of batches, the stage that a training loop waits for, and advice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Profile(Measurement):
 
     @property
     def bottleneck(self) -> str:
-        """What holds the loop up.
+        """Names the stage that holds the loop up.
 
         A stage ("read", "batch", "pad", "place"), the "step" itself, the "buffer" (too small for
         a few batches that take much longer than the others), the "workers" (processes, which are
@@ -40,7 +40,7 @@ class Profile(Measurement):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to change, in sentences."""
+        """Advice on the pipeline, in sentences."""
         return find_bottleneck(self).advice
 
     def plot(self) -> Figure:

@@ -1,1 +1,1 @@
-"""What a job will read, on hosts that need not be there."""
+"""Plans: the rows that a job will read, on hosts that need not be there."""

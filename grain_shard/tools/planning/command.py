@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     """Makes the plan and prints it.
 
     Raises:
-        UsageError: The options do not fit together, or name what is not there.
+        UsageError: The options do not fit together, or name a file that is missing.
         GrainShardError: An optional package is missing, or a picture cannot be written.
     """
     if (args.hosts is None) != (args.devices_per_host is None):
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     memory = None
     if args.compile is not None:
-        # What the script makes at its import is made here; it must not look for a TPU.
+        # The script makes its arrays on this machine, and must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
         try:
             step = load_step(args.compile)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from grain_shard.trees import MASK_KEY
 
 
 def memory_lines(memory: StepMemory) -> list[tuple[str, str]]:
-    """What a device holds during the step, and how much of it."""
+    """Lines of a table: the parts of a step's memory on one device, and their sizes."""
     return [
         ("state and batch", describe_bytes(memory.argument_bytes)),
         ("results, less donated memory", describe_bytes(memory.output_bytes - memory.alias_bytes)),
@@ -36,12 +35,9 @@ def load_step(reference: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
     """The function that ``script.py:name`` names; the script is run, but not as ``__main__``.
 
     Raises:
-        GrainShardError: There is no such script or name.
+        GrainShardError: The script defines no such name.
     """
     path, _, name = reference.rpartition(":")
-    if not Path(path).is_file():
-        problem = f"{path!r} is no file" if path else f"{reference!r} names no file"
-        raise GrainShardError(f"{problem}.\n  remedy: write script.py:name.")
     names = runpy.run_path(path)
     if name not in names:
         raise GrainShardError(

@@ -29,8 +29,8 @@ def draw_mesh(
         mesh: The mesh.
         spec: As for `shard_to`; of several specs, the one that cuts the batch most.
         num_rows: Rows of a batch, or of a microbatch, padding included.
-        path: The file; its suffix says what it becomes: ".png", ".svg", ".pdf".
-        rows_of: Which of the two, for the title.
+        path: The file; its suffix chooses the format: ".png", ".svg", ".pdf".
+        rows_of: The words "a batch" or "a microbatch", for the title.
 
     Raises:
         GrainShardError: matplotlib is not installed, knows no such suffix, or cannot write there.

@@ -7,7 +7,7 @@ the stages of the chain for the number and size of batches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import grain
@@ -39,7 +39,7 @@ def plan(
     read: Literal["auto", "needed", "once"] = "auto",
     hardware: HardwareType | None = None,
 ) -> Plan:
-    """What each host reads of a random-access pipeline that ends in `shard_to`, and what to mind.
+    """Plans the reads of each host, for a random-access pipeline that ends in `shard_to`.
 
     Nothing is read, and no JAX backend starts: the mesh may be of a slice that is not there.
 
@@ -93,12 +93,22 @@ def plan(
             # The rows of a batch that hold a record are its first ones.
             held = np.searchsorted(layout.rows(size), [global_batch_size, rest])
             of_full, of_last = held.tolist()
-            ranges, of_epoch = tuple(layout.ranges(size)), full * of_full + of_last
-            of_host = ranges, of_full, of_epoch, bytes_of(of_full)
-            hosts.append(HostReads(host, slice_of_host[host], *of_host))
-        return Reads(
-            mode, first.divisor, size, first.amplification, tuple(hosts), tuple(_by_slice(hosts))
-        )
+            hosts.append(
+                HostReads(
+                    host=host,
+                    slice=slice_of_host[host],
+                    rows=tuple(layout.ranges(size)),
+                    rows_per_step=of_full,
+                    rows_per_epoch=full * of_full + of_last,
+                    bytes_per_step=bytes_of(of_full),
+                )
+            )
+        slices = [
+            _together(number, [host for host in hosts if host.slice == number], bytes_of)
+            for number in sorted(set(slice_of_host.values()))
+        ]
+        amplification = first.amplification
+        return Reads(mode, first.divisor, size, amplification, tuple(hosts), tuple(slices))
 
     needed = reads("needed", target)
     try:
@@ -146,20 +156,18 @@ def plan(
     return dataclasses.replace(planned, warnings=tuple(find_warnings(planned)))
 
 
-def _by_slice(hosts: Iterable[HostReads]) -> Iterator[SliceReads]:
-    of_slices: dict[int, list[HostReads]] = {}
-    for host in hosts:
-        of_slices.setdefault(host.slice, []).append(host)
-    for number, found in sorted(of_slices.items()):
-        of_bytes = [host.bytes_per_step for host in found if host.bytes_per_step is not None]
-        yield SliceReads(
-            number,
-            tuple(host.host for host in found),
-            tuple(_united(rows for host in found for rows in host.rows)),
-            sum(host.rows_per_step for host in found),
-            sum(host.rows_per_epoch for host in found),
-            sum(of_bytes) if of_bytes else None,
-        )
+def _together(
+    number: int, hosts: Sequence[HostReads], bytes_of: Callable[[int], int | None]
+) -> SliceReads:
+    rows_per_step = sum(host.rows_per_step for host in hosts)
+    return SliceReads(
+        slice=number,
+        hosts=tuple(host.host for host in hosts),
+        rows=tuple(_united(rows for host in hosts for rows in host.rows)),
+        rows_per_step=rows_per_step,
+        rows_per_epoch=sum(host.rows_per_epoch for host in hosts),
+        bytes_per_step=bytes_of(rows_per_step),
+    )
 
 
 def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What a plan says: who reads which rows, in numbers, as tables and as JSON."""
+"""A plan: the hosts and the rows that they read, in numbers, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -27,52 +27,61 @@ from grain_shard.training.hardware import HardwareType
 _MAX_LINES = 16  # of hosts
 
 
-@dataclasses.dataclass(frozen=True)
-class HostReads:
-    """What one host reads.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RowReads:
+    """The rows that somebody reads.
+
+    Attributes:
+        slice: The slice.
+        rows: The rows of a padded batch that are asked for, as (start, stop), ascending.
+        rows_per_step: Rows that are read for a full batch, added up over hosts; padding is not
+            read.
+        rows_per_epoch: Rows that are read in an epoch.
+        bytes_per_step: Bytes that are read for a full batch; None if the bytes of a record
+            are unknown.
+    """
+
+    slice: int
+    rows: tuple[tuple[int, int], ...]
+    rows_per_step: int
+    rows_per_epoch: int
+    bytes_per_step: int | None
+
+    def cells(self) -> tuple[str, ...]:
+        """The same, but for the slice, as the cells of a table."""
+        return (
+            describe_ranges(self.rows),
+            f"{self.rows_per_step:,}",
+            describe_bytes(self.bytes_per_step),
+            f"{self.rows_per_epoch:,}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostReads(_RowReads):
+    """The rows that one host reads.
 
     Attributes:
         host: Its JAX process index.
-        slice: The slice that it is in.
-        rows: The rows of a padded batch that it asks for, as (start, stop), ascending.
-        rows_per_step: Rows that it reads for a full batch; padding is not read.
-        rows_per_epoch: Rows that it reads in an epoch.
-        bytes_per_step: Bytes that it reads for a full batch; None if those of a record are unknown.
     """
 
     host: int
-    slice: int
-    rows: tuple[tuple[int, int], ...]
-    rows_per_step: int
-    rows_per_epoch: int
-    bytes_per_step: int | None
 
 
-@dataclasses.dataclass(frozen=True)
-class SliceReads:
-    """What the hosts of one slice read together.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SliceReads(_RowReads):
+    """The rows that the hosts of one slice read together.
 
     Attributes:
-        slice: Its number.
-        hosts: Those of its hosts that have a device in the mesh, ascending.
-        rows: The rows of a padded batch that they ask for, as (start, stop), ascending.
-        rows_per_step: Rows that they read for a full batch, added up over the hosts.
-        rows_per_epoch: Rows that they read in an epoch.
-        bytes_per_step: Bytes that they read for a full batch; None if those of a record are
-            unknown.
+        hosts: The hosts of the slice that have a device in the mesh, ascending.
     """
 
-    slice: int
     hosts: tuple[int, ...]
-    rows: tuple[tuple[int, int], ...]
-    rows_per_step: int
-    rows_per_epoch: int
-    bytes_per_step: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """What all hosts read, with one setting of `read`.
+    """The rows that all hosts read, with one setting of `read`.
 
     Attributes:
         read: "needed" or "once".
@@ -101,7 +110,7 @@ class Reads:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(InNotebooks):
-    """What `plan` found. Printed, it is a table; in a notebook too.
+    """The result of `plan`. Printed, it is a table; in a notebook too.
 
     Example:
         >>> from grain_shard import hosts_mesh, plan
@@ -134,12 +143,12 @@ class Plan(InNotebooks):
         device_bytes: Bytes of a batch on one device, at most: where a spec cuts other dims than
             the rows too, there are fewer. None without `record_bytes`.
         read: What `shard_to` does.
-        needed: What hosts read with ``read="needed"``.
-        once: What they read with ``read="once"``. None if the devices do not divide the batch.
+        needed: The reads with ``read="needed"``.
+        once: The reads with ``read="once"``. None if the devices do not divide the batch.
         hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows.
         rows_read_again: Rows of a full batch that slices read although another slice reads them,
-            too, added up over the slices. So many would cross the data-centre network if each was
-            read in one slice only; as it is, none does.
+            too, added up over the slices. These rows would cross the data-centre network if each
+            was read in one slice only; now none crosses it.
         bytes_read_again: Their bytes; None without `record_bytes`.
         warnings: What to think over, in sentences.
     """
@@ -171,7 +180,7 @@ class Plan(InNotebooks):
 
     @property
     def reads(self) -> Reads:
-        """What hosts read as `shard_to` does it: `needed` or `once`."""
+        """The reads that `shard_to` chooses: `needed` or `once`."""
         reads = self.needed if self.read == "needed" else self.once
         assert reads is not None
         return reads
@@ -226,13 +235,11 @@ class Plan(InNotebooks):
                 map(self._reading_line, ways),
                 left=1,
             ),
-            *self._slices_table(),
-            table(
-                ["host", "rows of a batch", "read a step", "bytes a step", "read an epoch"],
-                self._host_lines(),
-                left=2,
-            ),
         ]
+        columns = ["rows of a batch", "read a step", "bytes a step", "read an epoch"]
+        if self.num_slices > 1:
+            parts.append(table(["slice", "hosts", *columns], self._slice_lines(), left=3))
+        parts.append(table(["host", *columns], self._host_lines(), left=2))
         for warning in self.warnings:
             text = Text.assemble(("warning: ", "bold yellow"), warning)
             parts.append(Padding(text, (0, 2)))
@@ -256,13 +263,10 @@ class Plan(InNotebooks):
         if self.dropped_records_per_epoch:
             ends += f", {self.dropped_records_per_epoch:,} records dropped"
         yield "epoch", f"{self.steps_per_epoch:,} steps for {self.num_records:,} records; {ends}"
-        if groups := self.hosts_with_the_same_rows:
-            yield (
-                "same rows",
-                f"{len(groups)} groups of hosts, the first: {describe_few(groups[0])}",
-            )
-        else:
-            yield "same rows", "on no two hosts"
+        groups, same = self.hosts_with_the_same_rows, "on no two hosts"
+        if groups:
+            same = f"{len(groups)} groups of hosts, the first: {describe_few(groups[0])}"
+        yield "same rows", same
         if self.num_slices > 1:
             yield "between slices", f"nothing is exchanged: {self._read_again()}"
 
@@ -273,24 +277,12 @@ class Plan(InNotebooks):
         size = "" if of_bytes is None else f" ({describe_bytes(of_bytes)})"
         return f"{self.rows_read_again:,} rows{size} a step are read again where they are needed"
 
-    def _slices_table(self) -> Iterator[Any]:
-        """Nothing where there is one slice."""
-        if self.num_slices > 1:
-            columns = ["slice", "hosts", "rows of a batch", "read a step", "bytes a step"]
-            lines = map(self._slice_line, self.reads.slices[:_MAX_LINES])
-            yield table([*columns, "read an epoch"], lines, left=3)
-
-    def _slice_line(self, of_slice: SliceReads) -> tuple[str, ...]:
-        first, last = of_slice.hosts[0], of_slice.hosts[-1]
-        in_a_row = last - first == len(of_slice.hosts) - 1 > 1
-        return (
-            str(of_slice.slice),
-            f"{first} to {last}" if in_a_row else describe_few(of_slice.hosts),
-            describe_ranges(of_slice.rows),
-            f"{of_slice.rows_per_step:,}",
-            describe_bytes(of_slice.bytes_per_step),
-            f"{of_slice.rows_per_epoch:,}",
-        )
+    def _slice_lines(self) -> Iterator[tuple[str, ...]]:
+        for of_slice in self.reads.slices[:_MAX_LINES]:
+            first, last = of_slice.hosts[0], of_slice.hosts[-1]
+            in_a_row = last - first == len(of_slice.hosts) - 1 > 1
+            hosts = f"{first} to {last}" if in_a_row else describe_few(of_slice.hosts)
+            yield str(of_slice.slice), hosts, *of_slice.cells()
 
     def _reading_line(self, reads: Reads) -> tuple[str, ...]:
         most = max(reads.hosts, key=lambda host: host.rows_per_step)
@@ -306,14 +298,7 @@ class Plan(InNotebooks):
         """One line for the hosts that read the same, as many as fit a screen."""
         lines = self.reads.groups()
         for hosts in lines[:_MAX_LINES]:
-            first = hosts[0]
-            yield (
-                describe_few([host.host for host in hosts]),
-                describe_ranges(first.rows),
-                f"{first.rows_per_step:,}",
-                describe_bytes(first.bytes_per_step),
-                f"{first.rows_per_epoch:,}",
-            )
+            yield describe_few([host.host for host in hosts]), *hosts[0].cells()
         if len(lines) > _MAX_LINES:
             rest = sum(len(hosts) for hosts in lines[_MAX_LINES:])
             yield f"{rest:,} more", "", "", "", ""

@@ -33,9 +33,10 @@ _NO_TPU_HERE = {
 def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) -> Mesh:
     """The mesh that `jax.make_mesh` builds on a TPU slice, without the slice; or on several.
 
-    On several slices it is that of `jax.experimental.mesh_utils.create_hybrid_device_mesh`, with
-    ``allow_split_physical_axes=True``. The slices lie along the first axis; if their number does
-    not divide it, along the next ones as well. `plan` takes any other mesh of its devices, too.
+    On several slices it is the mesh of `jax.experimental.mesh_utils.create_hybrid_device_mesh`,
+    with ``allow_split_physical_axes=True``. The slices lie along the first axis; if their number
+    does not divide it, along the next ones as well. `plan` takes any other mesh of its devices,
+    too.
 
     libtpu (``pip install "grain-shard[plan]"``, Linux on x86-64) knows the chips, the hosts and
     who is next to whom. It gives a host four chips; for one of eight use `hosts_mesh`. A chip is

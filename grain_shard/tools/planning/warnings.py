@@ -1,4 +1,4 @@
-"""What to mind in a plan, in sentences that end with what to change."""
+"""Warnings about a plan: sentences that end with the change to make."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def find_warnings(plan: Plan) -> Iterator[str]:
             f" do not divide {plan.global_batch_size}. Use"
             f" {_larger_batch(plan, plan.reads.divisor * microbatches)}."
         )
-    # Every batch has its own padding; what is beyond that is in the short last batch alone.
+    # Every batch has its own padding; the rest is in the short last batch alone.
     of_last = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
     share = of_last / (plan.steps_per_epoch * size)
     if plan.num_records < plan.global_batch_size:

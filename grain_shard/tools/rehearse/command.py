@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Rehearses a script from the command line, and returns the exit code.
 
-    That is 0; that of the first host to fail (128 + n if signal n killed it); 124 at a timeout; 1
-    if no host joined the others; or 128 + n if signal n ended the rehearsal.
+    The code is 0; or the code of the first host to fail (128 + n if signal n killed it); 124 at a
+    timeout; 1 if no host joined the others; or 128 + n if signal n ended the rehearsal.
 
     Raises:
         UsageError: There is no such script.

@@ -133,8 +133,9 @@ class HostProcess:
                 self._events.put((self._index, line))
 
     def _wait(self) -> None:
-        # With WNOWAIT the process stays a zombie until `reap`. So long the system gives its number,
-        # which is also that of its group, to no other process, and signals reach the right one.
+        # With WNOWAIT the process stays a zombie until `reap`. Until then the system gives its
+        # number, which is its group's number too, to no other process, and signals reach the
+        # right one.
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self._events.put((self._index, None))
 
@@ -151,7 +152,7 @@ class HostProcess:
         self._waiter.join(timeout_s)
 
     def reap(self) -> int:
-        """Ends what is left of the process and of its children; returns its return code."""
+        """Ends the process and its children, if they still run; returns its return code."""
         if self._process.returncode is None:
             os.kill(self._process.pid, signal.SIGKILL)
             self._waiter.join()
@@ -197,7 +198,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def host_environment(host: int, hosts: int, devices_per_host: int, port: int) -> dict[str, str]:
-    """This process's variables, and those that make a process one host of a SLURM job."""
+    """This process's variables, and the variables that make a process one host of a SLURM job."""
     # A real cluster may have set these, to values that contradict ours.
     foreign = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_LOCAL_DEVICE_IDS")
     variables = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}

@@ -63,8 +63,8 @@ def run(
     """Calls ``function(*args)`` on every host, after ``jax.distributed.initialize()``.
 
     Args:
-        function: Any function, closures and those of a test module too: cloudpickle sends it.
-            What it returns should be NumPy or plain Python: a `jax.Array` would start a JAX
+        function: Any function, closures and functions of a test module too: cloudpickle sends
+            it. Its result should be NumPy or plain Python: a `jax.Array` would start a JAX
             backend in this process.
         *args: Its arguments, the same on every host.
         hosts: The number of processes.
@@ -75,7 +75,7 @@ def run(
             end by themselves or time out: to test how they take it.
 
     Returns:
-        What the function returned on each host, in host order.
+        The results of the function, in host order.
 
     Raises:
         RehearsalError: A host failed, or the time was over.
@@ -119,7 +119,7 @@ def run_script(
     `argv` is what would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
     Each line that a host writes goes to `echo` as it arrives, prefixed with its host; the stack of
     C++ functions with which JAX ends a host that has lost another does not. What Gloo writes of
-    itself is left out everywhere. All other arguments are those of `run`.
+    itself is left out everywhere. All other arguments are as for `run`.
     """
     if hosts < 1 or devices_per_host < 1:
         raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")

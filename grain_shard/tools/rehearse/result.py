@@ -1,4 +1,4 @@
-"""How a rehearsal went, in figures and in words."""
+"""The result of a rehearsal, in figures and in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STACK = "Stack (most recent call first)"  # how Python begins it
 
 @dataclasses.dataclass(frozen=True)
 class RehearsalResult:
-    """How a rehearsal went; lists have an entry a host.
+    """The result of a rehearsal; lists have an entry a host.
 
     Attributes:
         returncodes: As in `subprocess.Popen.returncode`: -9 if signal 9 killed the host.
@@ -33,7 +33,7 @@ class RehearsalResult:
 
     @property
     def exit_code(self) -> int:
-        """That of the first host to fail (128 + n if signal n killed it), or 0.
+        """The exit code of the first host to fail (128 + n if signal n killed it), or 0.
 
         It is 124 at a timeout, and 1 if the hosts did not join.
         """
@@ -45,7 +45,7 @@ class RehearsalResult:
         return 1 if self.not_joined else 0
 
     def summary(self) -> str:
-        """Which host failed or which hosts hung, how, and their last lines."""
+        """Names the host that failed, or the hosts that hung, with their last lines."""
         hosts = self.timed_out_hosts if self.failed_host is None else [self.failed_host]
         tails = [
             f"[host {host}] {line}" for host in hosts for line in _last_lines(self.outputs[host])

@@ -1,4 +1,4 @@
-"""`show`: what a batch is, and where, in a terminal and in a notebook."""
+"""`show`: the leaves of a batch and their places, in a terminal and in a notebook."""
 
 from __future__ import annotations
 

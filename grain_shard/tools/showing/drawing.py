@@ -1,4 +1,4 @@
-"""Which device holds what of a batch: one small table for all leaves that are cut alike."""
+"""The devices that hold each part of a batch: one table for all leaves that are cut alike."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _drawing(paths: Sequence[str], leaf: Any) -> Any:
 
 
 def _column_head(column: tuple[_Range, ...]) -> str:
-    """Where a column lies in the dims after the rows, if these are sharded."""
+    """The place of a column in the dims after the rows, if these are sharded."""
     head = "; ".join(f"dim {dim}: {describe_ranges([r])}" for dim, r in enumerate(column, 1))
     return head or "held by"
 

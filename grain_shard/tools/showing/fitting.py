@@ -13,18 +13,18 @@ from rich.text import Text
 
 
 class FittingTable:
-    """Where there is no room for all columns side by side, each line is a small table of its own.
+    """Makes each line a small table of its own if there is no room for all columns.
 
-    (rich by itself takes what it needs from the widest column, and breaks the words in it.)
+    (rich by itself narrows the widest column, and breaks the words in it.)
 
     Attributes:
-        row_styles: Of the lines, in turn.
+        row_styles: The lines' styles, in turn.
 
     Args:
         columns: The heads.
         lines: A cell for each column.
-        left: So many columns hold words, which may be broken between two of them. The others hold
-            numbers, and their cells stay in one piece.
+        left: The number of first columns that hold words; lines break between two words. The
+            others hold numbers, and their cells stay in one piece.
     """
 
     def __init__(self, columns: Sequence[str], lines: Iterable[Sequence[str]], left: int):
@@ -57,7 +57,7 @@ class FittingTable:
         room -= sum(least)
         if room < 0:
             return None
-        # Those that want little get all of it; what is left is for the long ones.
+        # Columns that want little get all of it; the rest of the room is for the long ones.
         widths = list(least)
         for i in sorted(range(len(least)), key=lambda i: wanted[i] - least[i]):
             more = min(wanted[i] - least[i], room)
@@ -78,7 +78,7 @@ class FittingTable:
         return made
 
     def _around(self, console: Any, options: Any) -> int:
-        """What rich puts between and around the columns, in characters."""
+        """The characters that rich puts between and around the columns."""
         ones = self._table([1] * len(self._columns))
         wide = options.update(width=4 * len(self._columns) + 100)
         return Measurement.get(console, wide, ones).maximum - len(self._columns)

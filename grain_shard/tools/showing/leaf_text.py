@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 
 class LeafText(NamedTuple):
-    """What there is to say of one leaf; the numbers are None for what is on no device.
+    """One leaf in words; the numbers are None if it is on no device.
 
     Attributes:
         text: Dtype, global shape, and the mesh axes that shard each dim, as JAX writes them.

@@ -23,7 +23,7 @@ _HTML = (
 class InNotebooks:
     """For what rich can render: HTML in a notebook, and text where none is shown.
 
-    Text is what a terminal shows, a page of GitHub that has not loaded the notebook's HTML, and a
+    Text is shown by a terminal, by a page of GitHub that has not loaded the notebook's HTML, and a
     comparison of two versions of a notebook.
     """
 

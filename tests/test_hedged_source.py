@@ -1,0 +1,450 @@
+"""`HedgedSource`: what comes late is asked for again, and the first answer wins.
+
+Sources wait for what can come only of a second request. So nothing here depends on how fast
+anything is: without that request it would hang.
+"""
+
+import collections
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grain_shard
+from grain_shard import HedgedSource, ShardingError
+from grain_shard.reading import hedged_source
+from grain_shard.reading.hedged_source import Lateness
+from grain_shard.reading.origin import Origin
+from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
+from tests.counting_source import SOURCES, BatchedSource, Source
+from tests.test_reads import in_order
+
+MS = 1e-3
+
+
+SECOND = 5 * MS  # when the second read begins
+
+
+def learned(*, reads=100, ms=5, processor_ms=0.0):
+    """After so many reads, of which one begins every 5 ms."""
+    lateness = Lateness()
+    for i in range(reads):
+        lateness.took(i * SECOND, i * SECOND + ms * MS, processor_ms * MS)
+    return lateness
+
+
+class TestLateness:
+    """Of a read that began with the second of the others."""
+
+    @pytest.mark.parametrize(
+        ("lateness", "ms_later", "is_late"),
+        [
+            pytest.param(learned(), 12, False, id="twice as long is not many times"),
+            pytest.param(learned(), 20, True, id="four times as long is"),
+            pytest.param(learned(reads=2000, ms=1), 9, False, id="a moment is never late"),
+            pytest.param(learned(reads=0), 10_000, False, id="nothing is known yet"),
+            pytest.param(learned(reads=19), 10_000, False, id="one in twenty of 19 is none"),
+            pytest.param(learned(reads=21), 10_000, True, id="of 21 it is one"),
+            pytest.param(learned(processor_ms=1), 10_000, False, id="reads that compute"),
+            pytest.param(learned(processor_ms=0.1), 10_000, True, id="reads that hardly do"),
+        ],
+    )
+    def test_what_is_late(self, lateness, ms_later, is_late):
+        assert lateness.is_late(SECOND, SECOND + ms_later * MS) is is_late
+
+    def test_none_is_late_before_one_that_began_later_was_answered(self):
+        lateness, last = learned(), 99 * 5 * MS
+        assert lateness.is_late(last - 1 * MS, 10.0)
+        assert not lateness.is_late(last, 10.0)
+
+    def test_a_read_that_is_alone_has_none_to_be_compared_with(self):
+        lateness, last = learned(), 99 * 5 * MS
+        assert lateness.is_late(last, 10.0, alone=True)
+        assert not lateness.is_late(last, last + 12 * MS, alone=True)
+
+    def test_usual_is_what_nineteen_of_twenty_stay_below(self):
+        lateness = Lateness()
+        for i in range(2000):
+            lateness.took(0.0, (100 if i % 10 == 0 else 1) * MS, 0.0)
+        assert 290 * MS < lateness.patience_s < 400 * MS
+        for i in range(2000):
+            lateness.took(0.0, (100 if i % 50 == 0 else 4) * MS, 0.0)
+        assert 11 * MS < lateness.patience_s < 20 * MS
+
+    def test_one_read_in_twenty_is_asked_for_again_and_eight_in_a_row_at_most(self):
+        lateness, asked = learned(reads=101), []
+        for _ in range(5):
+            while lateness.is_late(SECOND, 10.0):
+                lateness.asks_again()
+            asked.append(lateness.asked_again)
+            for _ in range(40):
+                lateness.took(0.0, 5 * MS, 0.0)
+        assert asked == [5, 7, 9, 11, 13]
+        lateness = learned(reads=10_000)
+        while lateness.is_late(SECOND, 100.0):
+            lateness.asks_again()
+        assert lateness.asked_again == 8
+
+
+# What is late is late at once, and as much may be asked for again as is read.
+IMPATIENT = {"_LEAST_S": 0.0, "_COMPUTES": float("inf"), "_SHARE": 1.0}
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    for name, value in IMPATIENT.items():
+        monkeypatch.setattr(hedged_source, name, value)
+
+
+def record(i):
+    return {"id": np.int32(i)}
+
+
+def sharded(source, **options):
+    ds = grain.MapDataset.source(HedgedSource(source)).map(record).batch(8)
+    return ds.shard_to(data_mesh(2), num_threads=4, **options)
+
+
+@pytest.fixture(params=SOURCES.values(), ids=SOURCES)
+def kind(request):
+    return request.param
+
+
+class FirstWaitsForTheSecond:
+    """The first request for record 17 is answered once the second has come."""
+
+    def __init__(self):
+        self.second = threading.Event()
+
+    def __call__(self, index, number):
+        if index == 17:
+            wait(self.second) if number == 1 else self.second.set()
+
+    def __getstate__(self):
+        return {}
+
+    def __setstate__(self, state):  # in a worker process
+        vars(hedged_source).update(IMPATIENT)
+        self.__init__()
+
+
+READ_AHEAD = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
+
+
+def in_feeds(ds):
+    def make_feed(feed):
+        return ds[feed.shard_index :: feed.shard_count].map(record).to_iter_dataset(READ_AHEAD)
+
+    return grain_shard.feeds(make_feed, num_feeds=2).batch(8).shard_to(data_mesh(2))
+
+
+def of_a_mixture(ds):
+    others = grain.MapDataset.range(1000, 1000 + len(ds))
+    return grain_shard.mix([ds, others], {0: [1, 1]}).map(record).batch(8).shard_to(data_mesh(2))
+
+
+PIPELINES = {
+    "random access": lambda ds: ds.map(record).batch(8).shard_to(data_mesh(2)),
+    "one thread": lambda ds: ds.map(record).batch(8).shard_to(data_mesh(2), num_threads=1),
+    "whole batches": lambda ds: ds.map(record).batch(8).map(lambda b: b).shard_to(data_mesh(2)),
+    "a mixture": of_a_mixture,
+    "feeds": in_feeds,
+    "a stream": lambda ds: (
+        ds.map(record).to_iter_dataset(READ_AHEAD).filter(bool).batch(8).shard_to(data_mesh(2))
+    ),
+    "Grain alone": lambda ds: (
+        ds.map(lambda i: {"id": np.int32(i), "valid_mask": True})
+        .to_iter_dataset(READ_AHEAD)
+        .batch(8)
+    ),
+    "worker processes": pytest.param(
+        lambda ds: ds.map(record).batch(8).shard_to(data_mesh(2), num_workers=1),
+        marks=pytest.mark.slow,
+    ),
+}
+
+
+@pytest.mark.usefixtures("impatient")
+class TestTheFirstAnswerWins:
+    @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+    def test_in_every_kind_of_pipeline(self, pipeline, kind):
+        source = HedgedSource(kind(200, FirstWaitsForTheSecond()))
+        plain = grain.MapDataset.source(kind(200, lambda index, number: None))
+        assert ids(pipeline(grain.MapDataset.source(source))) == ids(pipeline(plain))
+        source.close()
+
+    def test_a_second_request_comes_while_the_first_is_under_way(self, kind):
+        source = kind(200, FirstWaitsForTheSecond())
+        hedged = HedgedSource(source)
+        ds = grain.MapDataset.source(hedged).map(record).batch(8)
+        assert ids(ds.shard_to(data_mesh(2), num_threads=4)) == in_order(200, 8)
+        assert source.requests[17] == 2
+        assert 1 <= hedged.asked_again < hedged.answered
+
+    @pytest.mark.parametrize("num_records", [24, 200], ids=["near the end", "in the middle"])
+    def test_nobody_waits_for_the_one_that_has_lost(self, kind, num_records):
+        release = threading.Event()
+
+        def first_waits(index, number):
+            if index == 9 and number == 1:
+                wait(release)
+
+        with iter(sharded(kind(num_records, first_waits))) as iterator:
+            assert ids(iterator) == in_order(num_records, 8)
+            threads = background_threads()  # among them the one that is inside the source
+            release.set()
+        del iterator
+        gc.collect()
+        for thread in threads:
+            thread.join(HANG_S)
+        assert not any(thread.is_alive() for thread in threads)
+
+    def test_no_more_than_one_more_request_is_made(self):
+        release, both = threading.Event(), threading.Barrier(3)
+
+        def all_wait(index, number):
+            if index == 9:
+                both.wait(HANG_S)
+                wait(release)
+
+        source = Source(800, all_wait)
+        with iter(sharded(source)) as iterator:
+            assert ids([next(iterator)]) == [list(range(8))]
+            both.wait(HANG_S)
+            release.set()
+            assert ids(iterator) == in_order(800, 8)[1:]
+        assert source.requests[9] == 2
+
+    def test_what_the_user_maps_is_mapped_once(self, kind):
+        mapped = collections.Counter()
+
+        def count(element):
+            mapped[int(element["id"])] += 1
+            return element
+
+        source = kind(200, FirstWaitsForTheSecond())
+        ds = grain.MapDataset.source(HedgedSource(source)).map(record).map(count).batch(8)
+        assert ids(ds.shard_to(data_mesh(2), num_threads=4)) == in_order(200, 8)
+        assert source.requests[17] == 2
+        assert mapped == collections.Counter(range(200))
+
+    def test_where_all_threads_are_taken_a_read_is_asked_for_once(self, kind, monkeypatch):
+        monkeypatch.setattr(hedged_source, "_MOST_THREADS", 1)
+        far_enough = threading.Event()
+
+        def wait_for_the_others(index, number):
+            if index == 9:
+                wait(far_enough)
+            elif index == 31:
+                far_enough.set()
+
+        source = HedgedSource(kind(400, wait_for_the_others))
+        ds = grain.MapDataset.source(source).map(record).batch(8)
+        assert ids(ds.shard_to(data_mesh(2), num_threads=31)) == in_order(400, 8)
+        assert source.asked_again == 0
+
+
+@pytest.mark.usefixtures("impatient")
+class TestErrors:
+    """Each outcome of two requests, whichever of them is back first."""
+
+    @pytest.mark.parametrize("failing", [1, 2])
+    def test_an_error_of_one_is_none_if_the_other_is_answered(self, kind, failing):
+        second = threading.Event()
+
+        def one_fails(index, number):
+            if index != 17:
+                return
+            wait(second) if number == 1 else second.set()
+            # What comes third is asked to find out which record of several has failed.
+            if number in (failing, 3):
+                raise OSError("seventeen")
+
+        source = kind(200, one_fails)
+        assert ids(sharded(source)) == in_order(200, 8)
+
+    def test_if_both_fail_it_is_one(self, kind):
+        second = threading.Event()
+
+        def both_fail(index, number):
+            if index == 17:
+                wait(second) if number == 1 else second.set()
+                raise OSError("seventeen")
+
+        seen = []
+        with (
+            iter(sharded(kind(200, both_fail), retries=0)) as iterator,
+            pytest.raises(OSError, match="seventeen") as caught,
+        ):
+            seen.extend(ids([batch])[0] for batch in iterator)
+        assert seen == in_order(16, 8)
+        assert "record 17 of the dataset" in caught.value.__notes__[0]
+
+    def test_what_has_failed_is_not_asked_for_again(self):
+        asked = []
+
+        def fail(index, number):
+            if index == 17:
+                asked.append(number)
+                raise OSError("seventeen")
+
+        with iter(sharded(Source(200, fail), retries=0)) as iterator:
+            for _ in range(2):
+                next(iterator)
+            with pytest.raises(OSError, match="seventeen"):
+                next(iterator)
+        assert asked == [1, 2]  # the second time to find out which record it was
+
+
+class InFiles(Source):
+    """Ten records a file."""
+
+    paths = ("file-0", "file-1")
+
+    def where(self, index):
+        return f"file-{index // 10}", index % 10
+
+
+def nothing(index, number):
+    pass
+
+
+class TestTheSameSource:
+    def test_its_records_come_from_where_those_of_the_wrapped_one_do(self):
+        ds = grain.MapDataset.source(HedgedSource(InFiles(20, nothing)))
+        assert Origin.of(ds, 17) == Origin(17, "InFiles", "file-1", 7)
+        assert str(ds) == "SourceMapDataset(source=InFiles)"
+        assert ds.paths == InFiles.paths
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_a_state_goes_on_with_it_and_without_it(self, first):
+        def build(is_hedged):
+            source = InFiles(20, nothing)
+            ds = grain.MapDataset.source(HedgedSource(source) if is_hedged else source)
+            return ds.map(record).batch(4).shard_to(data_mesh(2))
+
+        with iter(build(first)) as batches:
+            next(batches)
+            state = batches.get_state()
+        with iter(build(not first)) as batches:
+            batches.set_state(state)
+            assert ids(batches) == in_order(20, 4)[1:]
+
+    def test_it_has_batched_reads_if_the_wrapped_one_has(self, kind):
+        hedged = HedgedSource(kind(20, nothing))
+        assert hasattr(hedged, "__getitems__") is (kind is BatchedSource)
+        assert not hasattr(hedged, "_getitems")
+        if kind is BatchedSource:
+            assert hedged.__getitems__([3, 1]) == [3, 1]
+
+    def test_it_pickles_before_and_after_it_was_read(self):
+        hedged = HedgedSource(range(100, 200))
+        for _ in range(2):
+            copied = pickle.loads(pickle.dumps(hedged))
+            assert type(copied) is HedgedSource
+            assert (repr(copied), len(copied), copied[17]) == (repr(hedged), 100, 117)
+            assert hedged[0] == 100
+        assert repr(hedged) == "HedgedSource(range(100, 200))"
+
+    def test_what_has_no_items_is_refused(self):
+        with pytest.raises(ShardingError, match="a generator has no records by index"):
+            HedgedSource(i for i in range(3))
+
+
+class TestThreads:
+    @pytest.mark.parametrize("how", ["closed", "collected"])
+    def test_they_end_with_the_source(self, how):
+        before = background_threads()
+        hedged = HedgedSource(range(8))
+        assert [hedged[i] for i in range(8)] == list(range(8))
+        threads = background_threads() - before
+        assert len(threads) == 1
+        if how == "closed":
+            hedged.close()
+        else:
+            del hedged
+        for thread in threads:
+            thread.join(HANG_S)
+        assert not any(thread.is_alive() for thread in threads)
+
+    SCRIPT = """\
+import os, sys, threading, warnings
+warnings.simplefilter("ignore")
+from grain_shard import HedgedSource
+
+class Source:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 7:
+            began.set()
+            threading.Event().wait()
+        return index
+
+began, hedged = threading.Event(), HedgedSource(Source())
+print(hedged[3], flush=True)
+if sys.argv[1] == "fork":
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        print(hedged[5], hedged.answered, flush=True)
+        os._exit(0)
+else:
+    threading.Thread(target=lambda: hedged[7], daemon=True).start()
+    began.wait()
+"""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("how", "said"), [("fork", "3\n5 1\n"), ("exit", "3\n")])
+    def test_neither_a_fork_nor_a_read_that_never_ends_hangs(self, how, said, tmp_path):
+        (tmp_path / "script.py").write_text(self.SCRIPT)
+        done = subprocess.run(
+            [sys.executable, tmp_path / "script.py", how],
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        assert (done.stdout, done.returncode) == (said, 0), done.stderr
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_records=st.integers(1, 70),
+    global_batch_size=st.integers(1, 17),
+    num_threads=st.sampled_from([2, 3, 8]),
+    buffer_size=st.integers(1, 5),
+    many=st.booleans(),
+)
+def test_the_batches_are_the_same_whatever_is_asked_for_again(
+    num_records, global_batch_size, num_threads, buffer_size, many
+):
+    with pytest.MonkeyPatch.context() as patch:
+        # Whatever is under way is late, in no time.
+        patch.setattr(Lateness, "is_late", lambda self, start, now, alone: True)
+        patch.setattr(Lateness, "patience_s", 0.0)
+        kind = BatchedSource if many else Source
+        # Inside a read others get their turn, to ask for the same.
+        source = HedgedSource(kind(num_records, lambda index, number: time.sleep(1e-4)))
+        ds = (
+            grain.MapDataset.source(source)
+            .seed(3)
+            .shuffle()
+            .map(record)
+            .random_map(lambda r, rng: {**r, "noise": rng.random(dtype=np.float32)})
+            .batch(global_batch_size)
+        )
+        got = list(ds.shard_to(data_mesh(1), cpu_buffer_size=buffer_size, num_threads=num_threads))
+        for batch, expected in zip(got, ds, strict=True):
+            for key, leaf in expected.items():
+                np.testing.assert_array_equal(np.asarray(batch[key])[: len(leaf)], leaf)
