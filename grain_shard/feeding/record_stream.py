@@ -15,7 +15,8 @@ import numpy as np
 from grain_shard.grain_inside.recovery import AT_ONCE, Recovery, Unreadable
 from grain_shard.grain_inside.routes import route
 from grain_shard.reading.faults import Skipped
-from grain_shard.reading.origin import Origin, record_namefrom grain_shard.tasks import Raised
+from grain_shard.reading.origin import Origin, record_name
+from grain_shard.tasks import Raised
 
 # How many records are found in one go, at first and at most. To find them takes microseconds. But a
 # source that reads many in a call reads them all at once, and the first rows must not wait for it.
