@@ -13,7 +13,7 @@ PACKAGE = ROOT / "grain_shard"
 
 # From the ground up. A room imports rooms of lower floors only.
 FLOORS = [
-    ["errors", "pace", "digest", "spans", "tasks", "host_arrays", "grain_inside"],
+    ["errors", "pace", "digest", "spans", "tasks", "host_arrays", "grain_inside", "public_names"],
     ["trees", "background", "collectives"],
     ["worker_processes"],
     ["sharding"],
@@ -41,6 +41,7 @@ WORDS = {
     "background": "threads that work ahead",
     "worker_processes": "Grain's processes",
     "pace": "how many side by side",
+    "public_names": "one list of names",
     "grain_inside": "Grain's private parts",
     "collectives": "in one order",
     "trees": "batches as trees",

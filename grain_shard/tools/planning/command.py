@@ -18,7 +18,8 @@ from grain_shard.tools.planning.picture import draw_mesh
 from grain_shard.tools.planning.plan import plan
 from grain_shard.tools.planning.result import Plan
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
-from grain_shard.tools.showing.tables import table, to_screen
+from grain_shard.tools.showing.fitting import FittingTable
+from grain_shard.tools.showing.tables import to_screen
 from grain_shard.training.hardware import HardwareType
 
 
@@ -111,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
         to_screen(planned)
         if memory is not None:
             columns = ["the compiled step", "on a device"]
-            to_screen(table(columns, memory_lines(memory), left=1))
+            to_screen(FittingTable(columns, memory_lines(memory), left=1))
     return 0
 
 

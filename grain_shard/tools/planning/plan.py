@@ -6,8 +6,9 @@ the stages of the chain for the number and size of batches.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import grain
@@ -16,10 +17,11 @@ from jax.sharding import NamedSharding
 
 from grain_shard.errors import ShardingError, describe_spec, require_choice, require_int
 from grain_shard.reading.pad_batch import Remainder
+from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import Read, ShardingTree
 from grain_shard.sharding.slices import slice_of
 from grain_shard.sharding.specs import num_shards
-from grain_shard.tools.planning.result import HostReads, Plan, Reads, SliceReads
+from grain_shard.tools.planning.result import Plan, Reads, RowReads
 from grain_shard.tools.planning.warnings import find_warnings
 from grain_shard.training.hardware import HardwareType, detect_hardware
 from grain_shard.transforms.pad import PadToDivisible
@@ -35,7 +37,7 @@ def plan(
     record_bytes: int | None = None,
     remainder: Remainder = "pad",
     microbatches: int | None = None,
-    read: Literal["auto", "needed", "once"] = "auto",
+    read: Read = "auto",
     hardware: HardwareType | None = None,
 ) -> Plan:
     """Plans the reads of each host, for a random-access pipeline that ends in `shard_to`.
@@ -73,51 +75,55 @@ def plan(
     require_choice("read", read, get_args(Read))
     target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
     read = target.way_to_read(read, global_batch_size)
-    size = next(iter(target.layouts().values())).padded(global_batch_size)  # the same for any host
-    steps = _num_batches(num_records, global_batch_size, target, remainder)
+    layout = next(iter(target.layouts().values()))  # the sizes are the same for any host
+    size = layout.padded(global_batch_size)
+    steps = _num_batches(num_records, global_batch_size, layout, remainder)
     held_records = min(num_records, steps * global_batch_size)
-
-    devices = set[Any]().union(*(s.device_set for s in target.shardings()))
+    full, rest = divmod(held_records, global_batch_size)
+    devices = target.devices()
     slice_of_host = {device.process_index: slice_of(device) for device in devices}
 
     def bytes_of(rows: int) -> int | None:
         return None if record_bytes is None else rows * record_bytes
 
-    def reads(mode: Literal["needed", "once"], shardings: ShardingTree) -> Reads:
-        layouts = shardings.layouts()
-        first = next(iter(layouts.values()))
-        full, rest = divmod(held_records, global_batch_size)
-        hosts = []
-        for host, layout in layouts.items():
+    def reads(mode: Literal["needed", "once"], layouts: dict[int, BatchLayout]) -> Reads:
+        def reads_of(hosts: Sequence[int]) -> RowReads:
+            shards = sorted({shard for host in hosts for shard in layouts[host].shards})
+            together = dataclasses.replace(layouts[hosts[0]], shards=tuple(shards))
             # The rows of a batch that hold a record are its first ones.
-            held = np.searchsorted(layout.rows(size), [global_batch_size, rest])
-            of_full, of_last = held.tolist()
-            hosts.append(
-                HostReads(
-                    host=host,
-                    slice=slice_of_host[host],
-                    rows=tuple(layout.ranges(size)),
-                    rows_per_step=of_full,
-                    rows_per_epoch=full * of_full + of_last,
-                    bytes_per_step=bytes_of(of_full),
-                )
+            held = [
+                np.searchsorted(layouts[host].rows(size), [global_batch_size, rest])
+                for host in hosts
+            ]
+            of_full, of_last = np.sum(held, axis=0).tolist()
+            return RowReads(
+                hosts=tuple(hosts),
+                slice=slice_of_host[hosts[0]],
+                rows=tuple(together.ranges(size)),
+                rows_per_step=of_full,
+                rows_per_epoch=full * of_full + of_last,
+                bytes_per_step=bytes_of(of_full),
             )
-        slices = [
-            _together(number, [host for host in hosts if host.slice == number], bytes_of)
-            for number in sorted(set(slice_of_host.values()))
-        ]
-        amplification = first.amplification
-        return Reads(mode, first.divisor, size, amplification, tuple(hosts), tuple(slices))
 
-    needed = reads("needed", target)
-    try:
+        of_slices: dict[int, list[int]] = {}
+        for host in layouts:
+            of_slices.setdefault(slice_of_host[host], []).append(host)
+        first = next(iter(layouts.values()))
+        return Reads(
+            read=mode,
+            divisor=first.divisor,
+            padded_batch_size=size,
+            amplification=first.amplification,
+            hosts=tuple(reads_of([host]) for host in layouts),
+            slices=tuple(reads_of(of_slices[number]) for number in sorted(of_slices)),
+        )
+
+    needed, once = reads("needed", target.layouts()), None
+    with contextlib.suppress(ShardingError):  # the devices need not divide the batch
         target.way_to_read("once", global_batch_size)
-        once = reads("once", target.spread())
-    except ShardingError:
-        once = None
+        once = reads("once", target.spread().layouts())
     named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
     blocks = [num_shards(sharding) for sharding in named] or [1]
-    device = next(iter(devices))
     as_it_is = needed if once is None or read == "needed" else once
     read_again = sum(
         min(stop, global_batch_size) - min(start, global_batch_size)
@@ -126,8 +132,8 @@ def plan(
     )
     read_again -= global_batch_size  # each row is read in one slice at least
     planned = Plan(
-        device_kind=device.device_kind,
-        hardware=hardware or detect_hardware(device),
+        device_kind=devices[0].device_kind,
+        hardware=hardware or detect_hardware(devices[0]),
         num_devices=len(devices),
         num_hosts=len(needed.hosts),
         num_slices=len(needed.slices),
@@ -147,7 +153,7 @@ def plan(
         needed=needed,
         once=once,
         hosts_with_the_same_rows=tuple(
-            tuple(host.host for host in hosts) for hosts in needed.groups() if len(hosts) > 1
+            hosts for hosts in needed.hosts_by_rows().values() if len(hosts) > 1
         ),
         rows_read_again=read_again,
         bytes_read_again=bytes_of(read_again),
@@ -155,40 +161,14 @@ def plan(
     return dataclasses.replace(planned, warnings=tuple(find_warnings(planned)))
 
 
-def _together(
-    number: int, hosts: Sequence[HostReads], bytes_of: Callable[[int], int | None]
-) -> SliceReads:
-    rows_per_step = sum(host.rows_per_step for host in hosts)
-    return SliceReads(
-        slice=number,
-        hosts=tuple(host.host for host in hosts),
-        rows=tuple(_united(rows for host in hosts for rows in host.rows)),
-        rows_per_step=rows_per_step,
-        rows_per_epoch=sum(host.rows_per_epoch for host in hosts),
-        bytes_per_step=bytes_of(rows_per_step),
-    )
-
-
-def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same rows as ranges that are ascending and do not touch each other."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return found
-
-
 def _num_batches(
-    num_records: int, global_batch_size: int, target: ShardingTree, remainder: Remainder
+    num_records: int, global_batch_size: int, layout: BatchLayout, remainder: Remainder
 ) -> int:
-    """The number of batches, which the stages of `shard_to` tell.
+    """The number of batches, by the stages of `shard_to`.
 
     Raises:
         ShardingError: There is none, or the shards do not divide it and have to.
     """
-    layout = next(iter(target.layouts().values()))
     divide = ValidateBatchSize(
         layout.divisor, must_divide=remainder != "pad", microbatches=layout.microbatches
     )
@@ -196,4 +176,4 @@ def _num_batches(
     try:
         return len(ds.pipe(divide).pipe(PadToDivisible(layout.multiple, remainder=remainder)))
     except ShardingError as error:
-        raise error.with_mesh(target.mesh_axes) from None
+        raise error.with_mesh(layout.mesh_axes) from None

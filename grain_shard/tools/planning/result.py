@@ -14,12 +14,12 @@ from rich.text import Text
 
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.reading.pad_batch import Remainder
+from grain_shard.tools.showing.fitting import FittingTable
 from grain_shard.tools.showing.tables import (
     InNotebooks,
     describe_bytes,
     describe_few,
     describe_ranges,
-    table,
     to_text,
 )
 from grain_shard.training.hardware import HardwareType
@@ -28,10 +28,12 @@ _MAX_LINES = 16  # of hosts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _RowReads:
-    """The rows that somebody reads.
+class RowReads:
+    """The rows that one host reads, or that the hosts of a slice read together.
 
     Attributes:
+        hosts: The host, by its JAX process index; or the hosts of the slice that have a device in
+            the mesh, ascending.
         slice: The slice.
         rows: The rows of a padded batch that are asked for, as (start, stop), ascending.
         rows_per_step: Rows that are read for a full batch, added up over hosts; padding is not
@@ -41,14 +43,20 @@ class _RowReads:
             are unknown.
     """
 
+    hosts: tuple[int, ...]
     slice: int
     rows: tuple[tuple[int, int], ...]
     rows_per_step: int
     rows_per_epoch: int
     bytes_per_step: int | None
 
+    @property
+    def host(self) -> int:
+        """The first of the hosts."""
+        return self.hosts[0]
+
     def cells(self) -> tuple[str, ...]:
-        """The same, but for the slice, as the cells of a table."""
+        """The figures as the cells of a table, without the hosts and the slice."""
         return (
             describe_ranges(self.rows),
             f"{self.rows_per_step:,}",
@@ -58,28 +66,6 @@ class _RowReads:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostReads(_RowReads):
-    """The rows that one host reads.
-
-    Attributes:
-        host: Its JAX process index.
-    """
-
-    host: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SliceReads(_RowReads):
-    """The rows that the hosts of one slice read together.
-
-    Attributes:
-        hosts: The hosts of the slice that have a device in the mesh, ascending.
-    """
-
-    hosts: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Reads:
     """The rows that all hosts read, with one setting of `read`.
 
@@ -97,15 +83,15 @@ class Reads:
     divisor: int
     padded_batch_size: int
     amplification: float
-    hosts: tuple[HostReads, ...] = dataclasses.field(repr=False)
-    slices: tuple[SliceReads, ...] = dataclasses.field(repr=False)
+    hosts: tuple[RowReads, ...] = dataclasses.field(repr=False)
+    slices: tuple[RowReads, ...] = dataclasses.field(repr=False)
 
-    def groups(self) -> list[list[HostReads]]:
-        """The hosts, those together that ask for the same rows; by their first hosts, ascending."""
-        found: dict[Any, list[HostReads]] = {}
+    def hosts_by_rows(self) -> dict[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """The hosts that ask for the same rows, by these rows; first hosts ascending."""
+        found: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
         for host in self.hosts:
-            found.setdefault(host.rows, []).append(host)
-        return list(found.values())
+            found[host.rows] = (*found.get(host.rows, ()), host.host)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -229,8 +215,8 @@ class Plan(InNotebooks):
         """All that it says, the hosts shortened to a screen."""
         ways = [reads for reads in (self.needed, self.once) if reads is not None]
         parts: list[Any] = [
-            table(["the job", ""], self._job_lines(), left=2),
-            table(
+            FittingTable(["the job", ""], self._job_lines(), left=2),
+            FittingTable(
                 ["reading", "times each row is read", "rows a host reads a step", "bytes", ""],
                 map(self._reading_line, ways),
                 left=1,
@@ -238,8 +224,8 @@ class Plan(InNotebooks):
         ]
         columns = ["rows of a batch", "read a step", "bytes a step", "read an epoch"]
         if self.num_slices > 1:
-            parts.append(table(["slice", "hosts", *columns], self._slice_lines(), left=3))
-        parts.append(table(["host", *columns], self._host_lines(), left=2))
+            parts.append(FittingTable(["slice", "hosts", *columns], self._slice_lines(), left=3))
+        parts.append(FittingTable(["host", *columns], self._host_lines(), left=2))
         for warning in self.warnings:
             text = Text.assemble(("warning: ", "bold yellow"), warning)
             parts.append(Padding(text, (0, 2)))
@@ -296,9 +282,9 @@ class Plan(InNotebooks):
 
     def _host_lines(self) -> Iterator[tuple[str, ...]]:
         """One line for the hosts that read the same, as many as fit a screen."""
-        lines = self.reads.groups()
+        cells = {reads.host: reads.cells() for reads in self.reads.hosts}
+        lines = list(self.reads.hosts_by_rows().values())
         for hosts in lines[:_MAX_LINES]:
-            yield describe_few([host.host for host in hosts]), *hosts[0].cells()
-        if len(lines) > _MAX_LINES:
-            rest = sum(len(hosts) for hosts in lines[_MAX_LINES:])
+            yield describe_few(hosts), *cells[hosts[0]]
+        if rest := sum(map(len, lines[_MAX_LINES:])):
             yield f"{rest:,} more", "", "", "", ""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group
 from rich.filesize import decimal
-
-from grain_shard.tools.showing.fitting import FittingTable
 
 _TEXT_WIDTH = 100
 
@@ -33,11 +31,6 @@ class InNotebooks:
 
 class _Page(InNotebooks, Group):
     """Several renderables, one below the other."""
-
-
-def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) -> FittingTable:
-    """A table whose first `left` columns are words, and whose others are numbers."""
-    return FittingTable(columns, lines, left)
 
 
 def to_screen(renderable: Any) -> None:
