@@ -18,8 +18,8 @@ import jax
 
 STAGES = READ, BATCH, PAD, PLACE = "read", "batch", "pad", "place"
 LOOP = WAIT, STEP = "wait", "step"
-# Only `ShardedIterator.stats` shows these. The first is the part of "read" that the user's functions
-# take, if it can be told apart. In the second a stage waits for the votes of other hosts.
+# Only `ShardedIterator.stats` shows these. The first is the part of "read" that the user's
+# functions take, if it can be told apart. In the second a stage waits for the votes of other hosts.
 MAP, AGREE = "map", "agree"
 # The threads of a stage rest in this one: they may not begin another result, as the buffer is full.
 ROOM = "room"
