@@ -19,8 +19,7 @@ from grain_shard.tools.planning.compile_step import compile_step, load_step, mem
 from grain_shard.tools.planning.picture import draw_mesh
 from grain_shard.tools.planning.plan import plan
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
-from grain_shard.tools.showing.fitting import FittingTable
-from grain_shard.tools.showing.tables import to_screen
+from grain_shard.tools.showing.tables import FittingTable, to_screen
 from grain_shard.training.hardware import HardwareType
 
 
