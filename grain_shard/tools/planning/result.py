@@ -14,8 +14,8 @@ from rich.text import Text
 
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.reading.pad_batch import Remainder
-from grain_shard.tools.showing.fitting import FittingTable
 from grain_shard.tools.showing.tables import (
+    FittingTable,
     InNotebooks,
     describe_bytes,
     describe_few,

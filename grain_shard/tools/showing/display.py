@@ -15,9 +15,9 @@ from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
 from grain_shard.tools.showing.drawing import draw_batch
-from grain_shard.tools.showing.fitting import FittingTable
 from grain_shard.tools.showing.leaf_text import LeafText
 from grain_shard.tools.showing.tables import (
+    FittingTable,
     describe_bytes,
     describe_ranges,
     to_screen,

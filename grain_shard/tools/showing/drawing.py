@@ -12,8 +12,7 @@ from rich.text import Text
 
 from grain_shard.sharding.specs import spec_rank
 from grain_shard.tools.palette import FILLS
-from grain_shard.tools.showing.fitting import FittingTable
-from grain_shard.tools.showing.tables import describe_few, describe_ranges
+from grain_shard.tools.showing.tables import FittingTable, describe_few, describe_ranges
 from grain_shard.trees import flatten
 
 _MAX_LINES = 16
