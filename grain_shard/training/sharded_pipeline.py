@@ -7,10 +7,10 @@ from typing import Any
 import grain
 from jax.sharding import Mesh
 
-from grain_shard.chain import shard_to
 from grain_shard.errors import require_int
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.transforms.chain import shard_to
 
 
 def create_sharded_pipeline(
