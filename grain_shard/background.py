@@ -408,7 +408,7 @@ class _Shared(Generic[T]):
             with self._lock:
                 while not self._over() and self._room() < self._tasks.room_wanted:
                     with span(ROOM):
-                        self._room_came.wait(self._tasks.look_again_s)
+                        self._room_came.wait()
                 if self._over():
                     return False
                 if rank >= self._pace.threads:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import grain
 
-from grain_shard.errors import ShardingError
+from grain_shard.errors import ShardingError, require_choice
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.grain_inside import nodes
 from grain_shard.iteration.sharded_dataset import ShardedDataset
@@ -125,11 +125,9 @@ def shard_to(
         raise ShardingError(
             f"mask_key={mask_key!r} is not a string.", remedy="pass a name, or None for no mask."
         )
-    if rows not in (None, "global", "local"):
-        raise ShardingError(
-            f"rows={rows!r} is not one of global, local.", remedy="choose one of them."
-        )
-    check_read(read)
+    if rows is not None:
+        require_choice("rows", rows, get_args(Rows))
+    require_choice("read", read, get_args(Read))
     if rows != "local" and isinstance(ds, grain.MapDataset | grain.IterDataset):
         ds, read_options = _random_access(ds)
         if read_options is not None:
@@ -243,18 +241,6 @@ class _Chain(Stage):
                 mask_key=self.mask_key,
                 pad_value=self.pad_value,
             )
-        )
-
-
-def check_read(read: str) -> None:
-    """Refuses what is no way to read.
-
-    Raises:
-        ShardingError: It is none of "auto", "needed", "once".
-    """
-    if read not in get_args(Read):
-        raise ShardingError(
-            f"read={read!r} is not one of auto, needed, once.", remedy="choose one of them."
         )
 
 

@@ -17,7 +17,7 @@ error, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -189,4 +189,16 @@ def require_int(name: str, value: Any, minimum: int) -> None:
         raise ShardingError(
             f"{name}={value!r} is not an integer of at least {minimum}.",
             remedy=f"pass {name} as a whole number, {minimum} or more.",
+        )
+
+
+def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuses an option that is none of some words.
+
+    Raises:
+        ShardingError: `value` is none of `choices`.
+    """
+    if value not in choices:
+        raise ShardingError(
+            f"{name}={value!r} is not one of {', '.join(choices)}.", remedy="choose one of them."
         )

@@ -1,4 +1,4 @@
-"""How many threads of a stage work side by side, found while they work.
+"""The number of threads of a stage that work side by side, found while they work.
 
 Threads that wait for a read cost nothing, and threads that compute in Python get in each other's
 way. Which of the two it is, nobody has to say: `Pace` measures, window after window, how many
@@ -39,7 +39,7 @@ _REST, _LONGEST_REST = 3, 64
 
 
 class Window(NamedTuple):
-    """What was measured for a while.
+    """A measurement that was taken for a while.
 
     Attributes:
         rate: Records per second that the threads got through.
@@ -64,8 +64,8 @@ class ThreadCount:
     nothing while the consumer has what it needs.
 
     Args:
-        most: How many threads there can be.
-        cores: How many processors there are.
+        most: Number of threads there can be.
+        cores: Number of processors.
 
     Attributes:
         threads: The decision.
@@ -151,12 +151,12 @@ class ThreadCount:
 
 
 class Pace(ABC):
-    """How many threads of a stage work side by side. Called under the stage's lock."""
+    """Says how many threads of a stage work side by side. Called under the stage's lock."""
 
     @property
     @abstractmethod
     def threads(self) -> int:
-        """How many are to work."""
+        """The number of threads that are to work."""
 
     def limit(self, most: int) -> None:  # noqa: B027
         """There cannot be more threads than this."""
@@ -280,7 +280,7 @@ class ReadPace(Pace):
         return _Sums(now, self._process_time())
 
     def _pass(self, now: float) -> None:
-        """Adds up what has been the case until now."""
+        """Adds up the time until now."""
         if self._window is not None:
             self._window.until(now, self._active, self._waiting > 0)
 
@@ -303,7 +303,7 @@ class ReadPace(Pace):
 
 
 class _Sums:
-    """What is added up in a window."""
+    """Sums of a window."""
 
     def __init__(self, start: float, process_start: float):
         self.start, self.process_start = start, process_start

@@ -1,8 +1,8 @@
-"""What the stages of a pipeline spend their time on, as they say themselves.
+"""Spans: the only events from which times are counted.
 
-A stage wraps its work in ``with span("read")``. That names it in JAX's profiler, counts it for the
-iterator that it works for, and records it where somebody listens; that takes some microseconds. A
-loop that is measured does so, too: it waits for a batch, and then it is in the step.
+A stage wraps its work in ``with span("read")``. The span names the work in JAX's profiler, is
+counted for the stage's iterator, and is recorded if a profile listens. That takes some
+microseconds. A measured loop has spans, too: it waits for a batch, and then it is in the step.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import jax
 
 STAGES = READ, BATCH, PAD, PLACE = "read", "batch", "pad", "place"
 LOOP = WAIT, STEP = "wait", "step"
-# Told by `ShardedIterator.stats` alone. The first is a part of "read": what the user's functions
-# take, where that can be told apart. In the second a stage waits for what other hosts say.
+# Only `ShardedIterator.stats` shows these. The first is the part of "read" that the user's
+# functions take, if it can be told apart. In the second a stage waits for the votes of other hosts.
 MAP, AGREE = "map", "agree"
-# What the threads of a stage do when they may not begin another result, as the buffer is full.
+# The threads of a stage rest in this one: they may not begin another result, as the buffer is full.
 ROOM = "room"
 
 
 class Span(NamedTuple):
-    """What one stage, or the loop, did for one batch; times by `time.perf_counter`, in seconds.
+    """Work of one stage, or of the loop, for one batch; times by `time.perf_counter`, in seconds.
 
     Attributes:
-        stage: Which.
+        stage: The name of the stage.
         thread: The name of the thread that did it.
-        start: When it began.
-        end: When it was done.
-        processor_s: For how much of that a processor was busy with it. For the rest it waited: for
-            a source, for the interpreter's lock, or for a processor.
-        part: Which part of the stage's work it was, if that is told apart.
+        start: Its beginning.
+        end: Its end.
+        processor_s: Seconds for which a processor was busy with it. In the other seconds it waited
+            for a source, for the interpreter's lock, or for a processor.
+        part: The part of the stage's work, if it can be told apart.
     """
 
     stage: str
@@ -47,22 +47,22 @@ class Span(NamedTuple):
 
 
 class Counter(Protocol):
-    """What adds up the time that the stages of one iterator spend."""
+    """An account that adds up the spans of one iterator's stages."""
 
     def tally(self) -> dict[str, float]:
-        """Seconds by stage, to which the calling thread, and no other, adds."""
+        """Returns the seconds by stage to which the calling thread, and no other, adds."""
         ...
 
 
 _listeners: list[list[Span]] = []
-# Of each thread: its counter, and its tally there.
+# Each thread has its counter, and its tally there.
 _counting: ContextVar[tuple[Counter, dict[str, float]] | None] = ContextVar(
     "grain_shard_counting", default=None
 )
 
 
 def counter() -> Counter | None:
-    """What counts the spans of the calling thread."""
+    """Returns the account that counts the spans of the calling thread."""
     counting = _counting.get()
     return None if counting is None else counting[0]
 
@@ -71,7 +71,7 @@ def counter() -> Counter | None:
 def counted_by(counter: Counter | None) -> Iterator[None]:
     """Has a counter count the spans of the calling thread.
 
-    So it does with the spans of the background threads of stages that are made meanwhile.
+    It also counts those of the background threads of stages that are made meanwhile.
     """
     token = _counting.set(None if counter is None else (counter, counter.tally()))
     try:
@@ -81,11 +81,11 @@ def counted_by(counter: Counter | None) -> Iterator[None]:
 
 
 class span:  # used as a function; written as a generator it would take half as long again
-    """Marks the work of a stage. What runs in a worker process is recorded there, for nobody.
+    """Marks the work of a stage. Spans of a worker process stay there and are not counted.
 
     Args:
-        stage: Which.
-        part: Which part of its work this is, if that is counted by itself, too.
+        stage: The name of the stage.
+        part: The part of its work, if it is counted by itself, too.
     """
 
     __slots__ = ("_annotation", "_part", "_processor_start", "_stage", "_start")
@@ -119,7 +119,7 @@ class span:  # used as a function; written as a generator it would take half as 
 
 @contextmanager
 def recorded() -> Iterator[list[Span]]:
-    """The spans of all pipelines of this process that begin and end within the context."""
+    """Lists the spans of all pipelines of this process that begin and end within the context."""
     spans: list[Span] = []
     _listeners.append(spans)
     try:

@@ -108,14 +108,6 @@ class Tasks(ABC, Generic[T]):
         """
         return 1
 
-    @property
-    def look_again_s(self) -> float | None:
-        """For how long `room_wanted` stays what it is if neither room comes nor a task is done.
-
-        None for ever.
-        """
-        return None
-
     @abstractmethod
     def draw(self, room: int) -> Task[T]:
         """The next task, which begins no more than `room` results.

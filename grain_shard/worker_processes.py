@@ -4,8 +4,8 @@ Grain's ``.mp_prefetch`` starts the processes, hands their arrays over in shared
 both. Three things are added here:
 
 * An error reaches the loop whatever its class. One that cannot be pickled (its class stands in the
-  program itself, say, or it holds a lock) would be lost on the way, and the loop would hang. Of one
-  that is no Exception the worker would die, and only its log would say why.
+  program itself, say, or it holds a lock) would be lost on the way, and the loop would hang. An
+  error that is no Exception would end the worker, and only its log would have it.
 * Ctrl-C is the loop's alone. A terminal sends it to the workers, too, each of which would die with
   a traceback of its own, although the loop may catch it and go on.
 * A worker ends with the process that started it, also if that is killed.
@@ -79,7 +79,7 @@ class WorkerProcesses(Producer[tuple[Any, Any]]):
         return arrays, None if note is None else pickle.loads(note.tobytes())
 
     def close(self) -> None:
-        """Ends the processes as soon as what they are in returns; after 25 seconds in any case."""
+        """Ends the processes once the user's code returns; after 25 seconds in any case."""
         elements, self._elements = self._elements, None
         if elements is not None:
             with naming_closed("the worker processes"):

@@ -1,6 +1,7 @@
 """What the tests share; and no background thread outlives its test."""
 
 import gc
+import math
 import threading
 import time
 
@@ -92,3 +93,41 @@ def ids(batches, key="id", mask_key="valid_mask"):
 
 def to_numpy(batch):
     return jax.tree.map(np.asarray, batch)
+
+
+class Made(grain.IterDataset):
+    """A user's own stream of ``make(0)``, ``make(1)``, ...; its state counts them.
+
+    Args:
+        make: Makes an element.
+        count: The number of elements.
+        on_close: Called with an iterator that is closed; Grain closes it again when it collects it.
+    """
+
+    def __init__(self, make, count=math.inf, on_close=lambda iterator: None):
+        super().__init__()
+        self.make, self.count, self.on_close = make, count, on_close
+
+    def __iter__(self):
+        return MadeIterator(self)
+
+
+class MadeIterator(grain.DatasetIterator):
+    def __init__(self, ds):
+        super().__init__()
+        self.ds, self.given = ds, 0
+
+    def __next__(self):
+        if self.given == self.ds.count:
+            raise StopIteration
+        self.given += 1
+        return self.ds.make(self.given - 1)
+
+    def get_state(self):
+        return {"given": self.given}
+
+    def set_state(self, state):
+        self.given = state["given"]
+
+    def close(self):
+        self.ds.on_close(self)

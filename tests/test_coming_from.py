@@ -345,7 +345,7 @@ def read_options(mesh):
         ds = batches.to_iter_dataset(grain.ReadOptions(*read_options)).shard_to(mesh, **options)
         with iter(ds) as iterator:
             next(iterator)
-            return iterator.read_threads.split()[0], ds.settings.cpu_buffer_size
+            return str(iterator.stats().read_threads), ds.settings.cpu_buffer_size
 
     assert threads_and_buffer((8, 32)) == ("8", 32)
     assert threads_and_buffer((8, 32), num_threads=2) == ("2", 32)

@@ -157,8 +157,8 @@ class TestRetries:
         with contextlib.closing(iter(pipeline(kind(60, first_time)))) as iterator:
             rows = all_of(iterator)
             assert sorted(rows) == list(range(60))
-            assert iterator.faults.retries > 0
-            assert iterator.faults.bad_records == 0
+            assert iterator.stats().faults.retries > 0
+            assert iterator.stats().faults.bad_records == 0
 
     @pytest.mark.parametrize("times", [0, 2])
     def test_a_number_says_how_often(self, times):
@@ -166,7 +166,7 @@ class TestRetries:
         with iter(batches(source).shard_to(data_mesh(2), retries=times, num_threads=1)) as iterator:
             with pytest.raises(OSError, match="record 5") as caught:
                 next(iterator)
-            assert iterator.faults.retries == times
+            assert iterator.stats().faults.retries == times
         # Once more at the end, to find out which record of several it was.
         assert source.requests[5] == 1 + times + 1
         notes = [n for n in caught.value.__notes__ if n.startswith("grain_shard")]
@@ -191,7 +191,7 @@ class TestRetries:
         ):
             next(iterator)
         assert caught.value is raised
-        assert iterator.faults.retries == 0
+        assert iterator.stats().faults.retries == 0
 
     def test_what_a_function_raises_is_not_tried_again(self):
         calls = collections.Counter()
@@ -208,7 +208,7 @@ class TestRetries:
             pytest.raises(OSError, match="no network"),
         ):
             next(iterator)
-        assert iterator.faults.retries == 0
+        assert iterator.stats().faults.retries == 0
         assert calls[5] == 2  # the second time to find out which record it was
 
     def test_unless_its_class_is_named(self):
@@ -224,7 +224,7 @@ class TestRetries:
         retries = Retries(3, on=LookupError)
         with iter(ds.shard_to(data_mesh(2), num_threads=1, retries=retries)) as iterator:
             assert all_of(iterator) == list(range(16))
-            assert iterator.faults.retries == 12  # two for each of 0, 3, 6, 9, 12, 15
+            assert iterator.stats().faults.retries == 12  # two for each of 0, 3, 6, 9, 12, 15
 
     def test_a_function_that_changes_what_it_gets_is_given_it_anew(self):
         def load(row):
@@ -253,6 +253,17 @@ class TestRetries:
         np.testing.assert_allclose(pauses, [0.1, 0.3, 0.9, 2.7, 8.1, 10, 10])
 
 
+def test_a_stop_iteration_of_a_record_is_no_end_of_its_stream():
+    def load(i):
+        return next(iter([])) if i == 13 else record(i)
+
+    records = grain.MapDataset.range(64).map(load)
+    with iter(records.to_iter_dataset().batch(8).shard_to(data_mesh(2))) as iterator:
+        assert ids([next(iterator)]) == [list(range(8))]
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            next(iterator)
+
+
 class TestThePauseEnds:
     """Pauses would take ten minutes here."""
 
@@ -263,7 +274,7 @@ class TestThePauseEnds:
         monkeypatch.setattr(faults, "_LONGEST_PAUSE_S", 600.0)
         iterator = iter(PIPELINES[name](kind(64, bad(3, error=OSError))))
         iterator.start_prefetch()
-        eventually(lambda iterator=iterator: iterator.faults.retries)
+        eventually(lambda iterator=iterator: iterator.stats().faults.retries)
         threads = background_threads()
         if how == "close":
             iterator.close()
@@ -335,7 +346,7 @@ class TestMask:
         )
         with iter(ds) as iterator:
             got = [to_numpy(batch) for batch in iterator]
-            counts = iterator.faults
+            counts = iterator.stats().faults
         expected = list(pipeline(np.arange(num_records), lambda i: decode(i, False)))
         missing = corrupt | undecodable
         expected_ids = np.concatenate([batch["id"] for batch in expected])
@@ -384,7 +395,7 @@ class TestMask:
         )
         with iter(ds) as iterator:
             rows = ids(iterator)
-            counts = iterator.faults
+            counts = iterator.stats().faults
         assert rows == [
             [i for i in range(k, k + 8) if i not in (0, 17, 39)] for k in range(0, 40, 8)
         ]
@@ -401,7 +412,7 @@ class TestMask:
         ds = batches(Source(40, bad())).shard_to(data_mesh(2), on_bad_record=on_bad_record)
         with iter(ds) as iterator:
             list(iterator)
-            assert iterator.faults.records == records
+            assert iterator.stats().faults.records == records
             assert iterator.stats().total.records == 40
 
     def test_a_batch_may_be_all_bad_and_the_first_one(self, kind):
@@ -440,7 +451,7 @@ class TestMask:
         with iter(ds) as iterator:
             iterator.seek(2)
             assert ids(iterator) == by_step[2:]
-            assert [one.record for one in iterator.faults.listed] == [13]
+            assert [one.record for one in iterator.stats().faults.listed] == [13]
 
     def test_the_state_knows_nothing_of_it(self):
         states = []
@@ -466,7 +477,7 @@ class TestMask:
             pytest.raises(KeyboardInterrupt),
         ):
             next(iterator)
-        assert iterator.faults.bad_records == 0
+        assert iterator.stats().faults.bad_records == 0
 
     def test_nor_is_want_of_memory(self):
         source = Source(40, bad(3, error=MemoryError))
@@ -552,7 +563,7 @@ class TestTooMany:
         ):
             list(iterator)
         # Four for each of 6, and for those that were read beside them; not for each of 3,000.
-        assert iterator.faults.retries < 600
+        assert iterator.stats().faults.retries < 600
 
     def test_a_share_of_what_was_read(self):
         ds = batches(BatchedSource(10_000, bad(*range(0, 10_000, 50))), 100)
@@ -571,7 +582,7 @@ class TestFeeds:
         )
         with iter(ds) as iterator:
             rows = [np.asarray(b["id"])[np.asarray(b["valid_mask"])] for b in iterator]
-            counts = iterator.faults
+            counts = iterator.stats().faults
         even = [i for i in range(0, 40, 2) if i not in (0, 6)]
         odd = [i for i in range(1, 40, 2) if i != 17]
         expected = [even[k : k + 4] + odd[k : k + 4] for k in range(0, 20, 4)]
@@ -648,7 +659,7 @@ class TestOrigins:
         options = {"on_bad_record": "mask", "num_workers": num_workers}
         with iter(ds.shard_to(data_mesh(2), **options)) as iterator:
             list(iterator)
-            (listed,) = iterator.faults.listed
+            (listed,) = iterator.stats().faults.listed
         assert (listed.record, listed.origin) == (above, Origin(17, "InFiles", "file-1", 7))
         with pytest.raises(BadRecordsError) as caught:
             list(ds.shard_to(data_mesh(2), max_bad_records=0, **options))

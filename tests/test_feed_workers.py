@@ -30,7 +30,7 @@ from grain_shard.reading.faults import FAIL_AT_ONCE, FaultCounts, Faults
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import background_threads, data_mesh, eventually, ids, to_numpy
-from tests.test_feeds import OPTIONS, Odd, Unclosable, numbers, valid
+from tests.test_feeds import OPTIONS, Odd, numbers, unclosable, valid
 from tests.test_lifecycle import start
 from tests.test_workers import Locked, assert_no_child_is_left, children, raising
 
@@ -402,7 +402,7 @@ def test_no_more_batches_are_made_ahead_than_the_documentation_says(tmp_path):
 def test_in_a_worker_a_feed_that_cannot_be_closed_keeps_no_other_from_being_closed(tmp_path):
     def make_feed(feed):
         number = feed.shard_index
-        return Unclosable(number < 2, (tmp_path / str(number)).touch)
+        return unclosable(number < 2, (tmp_path / str(number)).touch)
 
     ds = grain_shard.feeds(make_feed, num_feeds=6).batch(6)
     with iter(ds.shard_to(data_mesh(2), num_workers=2)) as batches:

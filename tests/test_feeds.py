@@ -20,7 +20,7 @@ from grain_shard.feeding.feed_streams import FeedReader
 from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids
+from tests.conftest import HANG_S, Made, background_threads, data_mesh, eventually, ids
 
 OPTIONS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 Feed = grain.sharding.ShardOptions
@@ -478,38 +478,18 @@ def test_a_readers_pipeline_is_closed_when_its_feed_ends_and_when_the_iterator_i
 
     opened = []  # kept, as Grain closes what is collected
 
-    class Closing(grain.IterDataset):
-        def __init__(self, feed, rows):
-            super().__init__()
-            self.feed, self.rows = feed, rows
-
+    class Kept(Made):
         def __iter__(self):
-            opened.append(ClosingIterator(self))
+            opened.append(super().__iter__())
             return opened[-1]
 
-    class ClosingIterator(grain.DatasetIterator):
-        def __init__(self, ds):
-            super().__init__()
-            self.ds, self.given = ds, 0
+    def make_feed(feed):
+        number = feed.shard_index
+        return Kept(
+            lambda i: {"id": np.int32(i)}, [2, 1000][number], lambda _: closed.append(number)
+        )
 
-        def __next__(self):
-            if self.given == self.ds.rows:
-                raise StopIteration
-            self.given += 1
-            return {"id": np.int32(self.given)}
-
-        def get_state(self):
-            return {"given": self.given}
-
-        def set_state(self, state):
-            self.given = state["given"]
-
-        def close(self):
-            closed.append(self.ds.feed)
-
-    feeds = grain_shard.feeds(
-        lambda feed: Closing(feed.shard_index, [2, 1000][feed.shard_index]), num_feeds=2
-    )
+    feeds = grain_shard.feeds(make_feed, num_feeds=2)
     with iter(feeds.batch(2).shard_to(data_mesh(2))) as batches:
         for _ in range(5):
             next(batches)
@@ -517,37 +497,16 @@ def test_a_readers_pipeline_is_closed_when_its_feed_ends_and_when_the_iterator_i
     assert set(closed) == {0, 1}
 
 
-class Unclosable(grain.IterDataset):
+def unclosable(fails, on_close):
     """Numbers without end; says that it is closed, which may fail."""
+    errors = [OSError("cannot close")] if fails else []
 
-    def __init__(self, fails, on_close):
-        super().__init__()
-        self.fails, self.on_close = fails, on_close
+    def close(iterator):
+        on_close()
+        if errors:
+            raise errors.pop()
 
-    def __iter__(self):
-        return UnclosableIterator(self)
-
-
-class UnclosableIterator(grain.DatasetIterator):
-    def __init__(self, ds):
-        super().__init__()
-        self.ds, self.given = ds, 0
-
-    def __next__(self):
-        self.given += 1
-        return {"id": np.int32(self.given - 1)}
-
-    def get_state(self):
-        return {"given": self.given}
-
-    def set_state(self, state):
-        self.given = state["given"]
-
-    def close(self):
-        self.ds.on_close()
-        if self.ds.fails:
-            self.ds.fails = False  # Grain closes it again when it is collected
-            raise OSError("cannot close")
+    return Made(lambda i: {"id": np.int32(i)}, on_close=close)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -556,7 +515,7 @@ def test_a_feed_that_cannot_be_closed_is_told_when_every_other_is_closed(num_thr
 
     def make_feed(feed):
         number = feed.shard_index
-        return Unclosable(number == 1, lambda: closed.append(number))
+        return unclosable(number == 1, lambda: closed.append(number))
 
     batches = grain_shard.feeds(make_feed, num_feeds=3).batch(3).iterate(FeedRun(num_threads))
     next(batches)
@@ -567,7 +526,7 @@ def test_a_feed_that_cannot_be_closed_is_told_when_every_other_is_closed(num_thr
 
 
 def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
-    ds = grain_shard.feeds(lambda feed: Unclosable(True, lambda: None), num_feeds=2).batch(2)
+    ds = grain_shard.feeds(lambda feed: unclosable(True, lambda: None), num_feeds=2).batch(2)
     batches = ds.iterate()
     for _ in range(3):
         next(batches)

@@ -89,7 +89,7 @@ def run_job(job, several, directory):
                 manager.save(0, args=ocp.args.Composite(data=CheckpointSave(iterator)))
                 manager.wait_until_finished()
                 break
-        counts = iterator.faults
+        counts = iterator.stats().faults
     report = {
         "batches": [{name: leaf.tolist() for name, leaf in batch.items()} for batch in rows],
         "retries": counts.retries,

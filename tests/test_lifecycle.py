@@ -17,7 +17,16 @@ import pytest
 import grain_shard
 from grain_shard import DevicePut, ShardingTree, background, tasks
 from grain_shard.grain_inside import nodes
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, numbered, wait
+from tests.conftest import (
+    HANG_S,
+    Made,
+    background_threads,
+    data_mesh,
+    eventually,
+    ids,
+    numbered,
+    wait,
+)
 
 
 def assert_all_ended(threads):
@@ -162,63 +171,28 @@ class TestEnd:
     def test_it_closes_the_users_iterator_when_it_is_not_in_use(self, mesh):
         closed = []
 
-        class Closing(grain.IterDataset):
-            def __iter__(self):
-                return ClosingIterator()
+        def make(i):
+            assert not closed
+            return {"x": np.zeros(8)}
 
-        class ClosingIterator(grain.DatasetIterator):
-            def __next__(self):
-                assert not closed
-                return {"x": np.zeros(8)}
-
-            def get_state(self):
-                return {}
-
-            def set_state(self, state):
-                pass
-
-            def close(self):
-                closed.append(1)
-
-        ds = Closing().shard_to(mesh)
+        ds = Made(make, on_close=closed.append).shard_to(mesh)
         with iter(ds) as iterator:
             next(iterator)
         eventually(lambda: closed)
 
 
-class Unclosable(grain.IterDataset):
+class Unclosable(Made):
     """Batches whose iterator cannot be closed. Each says that it is, and fails the first time."""
 
     def __init__(self, num_batches=100, wait_for=None):
-        super().__init__()
-        self.num_batches, self.wait_for, self.closed = num_batches, wait_for, []
+        super().__init__(lambda i: {"x": np.full(8, i + 1, np.int32)}, num_batches, self.close)
+        self.wait_for, self.closed = wait_for, []
 
-    def __iter__(self):
-        return UnclosableIterator(self)
-
-
-class UnclosableIterator(grain.DatasetIterator):
-    def __init__(self, ds):
-        super().__init__()
-        self.ds, self.given = ds, 0
-
-    def __next__(self):
-        if self.given == self.ds.num_batches:
-            raise StopIteration
-        self.given += 1
-        return {"x": np.full(8, self.given, np.int32)}
-
-    def get_state(self):
-        return {"given": self.given}
-
-    def set_state(self, state):
-        self.given = state["given"]
-
-    def close(self):
-        if self not in self.ds.closed:  # Grain closes it again when it collects it
-            self.ds.closed.append(self)
-            if self.ds.wait_for is not None:
-                wait(self.ds.wait_for)
+    def close(self, iterator):
+        if iterator not in self.closed:  # Grain closes it again when it collects it
+            self.closed.append(iterator)
+            if self.wait_for is not None:
+                wait(self.wait_for)
             raise OSError("cannot close")
 
 

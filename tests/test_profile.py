@@ -21,10 +21,10 @@ from grain_shard import BatchLayout, GrainShardError, ShardBatch, ShardingError,
 from grain_shard.iteration.sharded_dataset import Settings
 from grain_shard.measuring import Profile
 from grain_shard.placement import prefetch_to_device
+from grain_shard.reading import batch_builder
 from grain_shard.spans import Span
 from grain_shard.tools.measuring.bottleneck import find_bottleneck
 from grain_shard.tools.measuring.measurement import Measurement
-from grain_shard.transforms import pad
 from tests.conftest import data_mesh, numbered
 
 SLOW_S = 0.02
@@ -76,7 +76,7 @@ class Uneven:
         (lambda: sharded(batches(Uneven()), cpu_buffer_size=20), True, "step"),
         (lambda: sharded().map(slow(lambda b: b)), False, "handover"),
         (lambda: sharded(batches(slow(record)), num_workers=1), False, "workers"),
-        (lambda: prefetch_to_device(batches(slow(record))), False, "unseen"),
+        (lambda: prefetch_to_device(batches(slow(record))), False, "read"),
         (lambda: batches(slow(record)), False, "unseen"),
     ],
     ids=[
@@ -101,7 +101,7 @@ def test_the_verdict_is_what_the_pipeline_was_built_to_wait_for(made, slow_step,
 def test_a_stage_that_is_slow_itself(stage, monkeypatch):
     owner, name = {
         "batch": ("grain_shard.reading.stack.Stack", "write"),
-        "pad": (pad, "pad_batch"),
+        "pad": (batch_builder, "pad_batch"),
         "place": ("grain_shard.sharding.assemble.Assembler", "__call__"),
     }[stage]
     if isinstance(owner, str):
@@ -304,8 +304,8 @@ def test_a_host_that_makes_whole_batches_for_some_of_their_rows():
     one_of_four = ShardBatch(BatchLayout(divisor=4, shards=(1,)))
     with pytest.warns(UserWarning, match="has to evaluate every row"):
         mapped = numbered(16, 8).map(dict).pipe(one_of_four)
-    assert mapped.reads_other_rows
-    assert not numbered(16, 8).pipe(one_of_four).reads_other_rows
+    assert mapped.batching.reads_other_rows
+    assert not numbered(16, 8).pipe(one_of_four).batching.reads_other_rows
 
 
 class TestProfile:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from grain_shard import background
 from grain_shard.pace import Pace, ReadPace
-from grain_shard.reading import reads
+from grain_shard.reading import read, reads
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
 
 
@@ -68,7 +68,7 @@ def in_order(num_records, global_batch_size):
 @pytest.fixture
 def one_record_at_a_time(monkeypatch):
     """Records that are read one by one are not read several by one thread, fast as they are."""
-    monkeypatch.setattr(reads, "_READ_S", 0.0)
+    monkeypatch.setattr(read, "_READ_S", 0.0)
 
 
 @pytest.mark.usefixtures("one_record_at_a_time")
@@ -190,13 +190,13 @@ class TestTimeIsOver:
 
     @pytest.fixture(autouse=True)
     def no_time(self, monkeypatch):
-        monkeypatch.setattr(reads, "_READ_S", -1.0)
+        monkeypatch.setattr(read, "_READ_S", -1.0)
 
     @pytest.mark.parametrize("num_threads", [1, 3])
     @pytest.mark.parametrize("remainder", ["pad", "drop"])
     def test_the_batches_are_the_same(self, source, num_threads, remainder, monkeypatch):
         # Each read wants as many records as it may take, and is through after one.
-        monkeypatch.setattr(reads.Reads, "_records_in_time", lambda self: 100)
+        monkeypatch.setattr(reads, "records_in_time", lambda seconds: 100)
         ds = batches(source(45)).shard_to(
             data_mesh(2), num_threads=num_threads, remainder=remainder
         )
@@ -206,7 +206,7 @@ class TestTimeIsOver:
     def test_what_was_left_of_batches_before_an_error_is_read(
         self, source, num_threads, monkeypatch
     ):
-        monkeypatch.setattr(reads.Reads, "_records_in_time", lambda self: 100)
+        monkeypatch.setattr(reads, "records_in_time", lambda seconds: 100)
 
         def fail(indices):
             if 21 in indices:

@@ -108,7 +108,7 @@ def test_a_bad_record_is_named_by_its_file(paths):
     ds = grain.MapDataset.source(ArrayRecordSource(paths)).shuffle(seed=3).map(decode_all_but_11)
     with iter(ds.batch(4).shard_to(data_mesh(2), on_bad_record="mask")) as batches:
         list(batches)
-        (bad,) = batches.faults.listed
+        (bad,) = batches.stats().faults.listed
     assert bad.origin == (11, "ArrayRecordSource", paths[2], 3)
 
 
@@ -377,7 +377,7 @@ def test_what_a_second_read_may_heal_is_tried_again(paths, error, heals, monkeyp
     with iter(ds.shard_to(data_mesh(2), num_threads=1)) as batches:
         if heals:
             assert ids(batches) == [list(range(k, k + 4)) for k in range(0, 32, 4)]
-            assert batches.faults.retries >= 1
+            assert batches.stats().faults.retries >= 1
         else:
             with pytest.raises(type(error), match=re.escape(str(error))):
                 next(batches)

@@ -13,9 +13,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 import grain_shard
 from grain_shard.hosts import slowest as slowest_module
 from grain_shard.hosts.slowest import SlowestHost, SlowestOf, Waits, slowest
+from grain_shard.reading.faults import BadRecord, FaultCounts
 from grain_shard.spans import MAP, READ, counted_by, span
 from grain_shard.stats import meter as meter_module
-from grain_shard.stats.counts import Counts, ReadCounts, Size
+from grain_shard.stats.counts import Counts, ReadThreads
 from grain_shard.stats.figures import Figures, Stats, waits
 from grain_shard.stats.meter import Meter
 from grain_shard.tools import prometheus
@@ -42,7 +43,7 @@ def meter(clock):
     return Meter(clock=clock)
 
 
-NOTHING = Size(0, 0)
+NOTHING = {"records": 0, "bytes": 0}
 
 
 def take(meter, clock, *, wait_s=0.0, step_s=0.0, size=NOTHING, stages=()):
@@ -62,8 +63,8 @@ def take(meter, clock, *, wait_s=0.0, step_s=0.0, size=NOTHING, stages=()):
 
 def test_shares_and_times_follow_from_the_clock(meter, clock):
     for _ in range(10):
-        take(meter, clock, wait_s=1.0, step_s=3.0, size=Size(8, 100))
-    total = Figures.of(meter.total())
+        take(meter, clock, wait_s=1.0, step_s=3.0, size={"records": 8, "bytes": 100})
+    total = Figures(meter.total())
     # Until the tenth batch was handed out: its step is not over.
     assert (total.seconds, total.batches, total.records, total.bytes) == (37.0, 10, 80, 1000)
     assert (total.wait_share, total.wait_s, total.step_s) == (10 / 37, 1.0, 2.7)
@@ -74,11 +75,11 @@ def test_a_wait_that_goes_on_counts(meter, clock):
     take(meter, clock, wait_s=1.0, step_s=4.0)
     with meter:
         clock.now += 5.0
-        assert (meter.total().seconds, meter.total().wait_s) == (10.0, 6.0)
+        assert (meter.total()["seconds"], meter.total()["wait"]) == (10.0, 6.0)
 
 
 def test_before_the_first_batch_there_is_nothing(meter):
-    figures = Figures.of(meter.total())
+    figures = Figures(meter.total())
     assert (figures.seconds, figures.batches, figures.wait_share, figures.wait_s) == (0, 0, 0, 0)
     assert figures.read_s is figures.place_s is figures.busiest is None
     assert "not seen" in str(figures)
@@ -87,14 +88,14 @@ def test_before_the_first_batch_there_is_nothing(meter):
 def test_of_late_is_without_the_first_batch_and_what_was_long_ago(meter, clock):
     take(meter, clock, wait_s=60.0)
     take(meter, clock, wait_s=1.0, step_s=1.0)
-    assert Figures.of(meter.recent()).wait_share == 1.0
-    assert (meter.recent().seconds, meter.recent().batches) == (1.0, 1)
+    assert Figures(meter.recent()).wait_share == 1.0
+    assert (meter.recent()["seconds"], meter.recent()["batches"]) == (1.0, 1)
     for wait_s in [1.0] * 100 + [0.0] * 100:
         take(meter, clock, wait_s=wait_s, step_s=1.0)
     recent = meter.recent()
-    assert meter_module.RECENT_S <= recent.seconds <= meter_module.RECENT_S + 6.0
-    assert recent.wait_s == 0.0
-    assert meter.total().wait_s == 161.0
+    assert meter_module.RECENT_S <= recent["seconds"] <= meter_module.RECENT_S + 6.0
+    assert recent["wait"] == 0.0
+    assert meter.total()["wait"] == 161.0
     assert len(meter._kept) < 10
 
 
@@ -115,22 +116,21 @@ STAGES = [
 @pytest.mark.parametrize(("stages", "busiest"), STAGES)
 def test_the_busiest_stage(meter, clock, stages, busiest):
     take(meter, clock, wait_s=10.0, stages=stages)
-    assert Figures.of(meter.total()).busiest == busiest
+    assert Figures(meter.total()).busiest == busiest
 
 
 def test_the_busiest_stage_is_that_of_threads_that_are_to_work_now():
     # 80 threads were seen, one after the other; 8 read now.
     reading = {(thread, "read"): 1.0 for thread in range(80)}
-    counts = Counts(
-        seconds=10.0, stages_s={**reading, (80, "place"): 2.0}, reads=ReadCounts(threads=8)
-    )
-    assert Figures.of(counts).busiest == "read"
+    stages_s = {**reading, (80, "place"): 2.0}
+    counts = Counts({"seconds": 10.0}, stages_s, ReadThreads(8))
+    assert Figures(counts).busiest == "read"
 
 
 def test_seconds_of_a_stage_are_those_a_batch_of_all_threads(meter, clock):
     for _ in range(4):
         take(meter, clock, wait_s=1.0, stages=[("read", 3.0), ("read", 1.0), ("place", 0.5)])
-    figures = Figures.of(meter.total())
+    figures = Figures(meter.total())
     assert (figures.read_s, figures.place_s, figures.batch_s, figures.map_s) == (4, 0.5, None, None)
 
 
@@ -151,7 +151,7 @@ def test_a_span_counts_for_the_iterator_of_its_thread_alone(meter, clock):
 def test_a_stage_that_rests_is_seen_all_the_same(meter, clock):
     take(meter, clock, wait_s=1.0, stages=[("read", 1.0), ("place", 1.0)])
     take(meter, clock, wait_s=1.0, stages=[("place", 0.75)])
-    recent = Figures.of(meter.recent())
+    recent = Figures(meter.recent())
     assert (recent.read_s, recent.place_s, recent.batch_s) == (0.0, 0.75, None)
     assert recent.busiest == "place"
 
@@ -160,14 +160,16 @@ def test_a_stage_that_rests_is_seen_all_the_same(meter, clock):
 
 
 def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(meter):
-    meter.opens(lambda: ReadCounts(4, "reads wait", 100, 7, 2, 1))
-    assert meter.total().reads == ReadCounts(4, "reads wait", 100, 7, 2, 1)
-    meter.opens(lambda: ReadCounts(2, "as asked for", 10, 1, 0, 1))
-    assert meter.total().reads == ReadCounts(2, "as asked for", 110, 8, 2, 2)
-    figures = Figures.of(meter.total())
-    assert (figures.rereads, figures.retries, figures.bad_records) == (8, 2, 2)
-    text = "8 late reads asked for again, 2 reads tried again, 2 records masked as bad"
-    assert text in str(figures)
+    bad = [BadRecord(i, "ValueError: corrupt") for i in range(2)]
+    meter.opens(lambda: ReadThreads(4, "reads wait"), lambda: FaultCounts(2, 1, (bad[0],)))
+    assert meter.total().reads == (4, "reads wait")
+    assert meter.faults() == (2, 1, (bad[0],), 0)
+    meter.opens(lambda: ReadThreads(2, "as asked for"), lambda: FaultCounts(0, 1, (bad[1],)))
+    assert meter.total().reads == (2, "as asked for")
+    assert meter.faults() == (2, 2, tuple(bad), 0)
+    figures = Figures(meter.total())
+    assert (figures.retries, figures.bad_records) == (2, 2)
+    assert "2 reads tried again, 2 records masked as bad" in str(figures)
 
 
 # Pipelines.
@@ -273,7 +275,7 @@ def test_two_iterators_at_once_are_counted_apart(mesh):
         list(one)
         # Each has read for itself alone.
         assert one.stats().total.place_s
-        assert other._meter.total().placed <= 1 + 3
+        assert other._meter.total()["placed"] <= 1 + 3
 
 
 def test_stats_can_be_had_before_the_first_batch_and_after_the_end(mesh):
@@ -303,7 +305,7 @@ def test_as_dict_is_flat_and_has_numbers_alone(mesh):
 
 def test_the_slowest_host_is_in_it():
     host = SlowestHost(host=3, stage="read", wait_s=0.5, others_wait_s=0.25, share=0.5)
-    flat = Stats.of(Counts(), Counts(), host).as_dict()
+    flat = Stats(Figures(Counts()), Figures(Counts()), slowest_host=host).as_dict()
     assert flat["data/slowest_host"] == 3
     assert flat["data/slowest_host_behind_s"] == 0.25
     assert flat["data/slowest_host_share"] == 0.5
@@ -532,7 +534,7 @@ class TestPrometheus:
             slowest = None
 
             def stats(self):
-                return Stats.of(Counts(), Counts(), self.slowest)
+                return Stats(Figures(Counts()), Figures(Counts()), slowest_host=self.slowest)
 
         batches = Iterator()
         prometheus.export(batches, "train", registry)

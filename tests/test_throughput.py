@@ -78,7 +78,7 @@ def sources(num_records):
     return {
         "random access": (ds.shard_to(mesh), ["read", "batch", "pad", "place"]),
         "stream": (stream.shard_to(mesh), ["read", "pad", "place"]),
-        "prefetched": (prefetch_to_device(ds), ["place"]),
+        "prefetched": (prefetch_to_device(ds), ["read", "place"]),
         "Grain alone": (stream, []),
     }
 

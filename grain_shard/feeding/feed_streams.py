@@ -144,7 +144,7 @@ class FeedStreams:
 
     @property
     def begin_with_records(self) -> bool:
-        """Whether feeds begin with random access, as feed 0 does."""
+        """True if feed 0, which stands for all, begins with random access."""
         return begins_with_records(self.make(0))
 
     def make(self, feed: int) -> grain.IterDataset:

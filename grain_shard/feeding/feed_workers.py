@@ -74,7 +74,7 @@ class FeedWorkers:
         return sorted(turns, key=lambda turn: turn.feed)
 
     def stop(self) -> None:
-        """Does nothing: a worker ends once what it is in returns, in ``close``."""
+        """Does nothing: a worker ends in ``close``, once the user's code that it runs returns."""
 
     def close(self) -> None:
         """Ends the processes."""
@@ -98,7 +98,7 @@ def _turns(stacked: Batch | None, shares: Sequence[tuple[int, int, bytes]]) -> I
 
     Args:
         stacked: The rows, one feed after the other; None if there is none.
-        shares: Of each feed: its number, how many of the rows it gave, and its state after them.
+        shares: Each feed's number, its number of rows, and its state after them.
     """
     leaves, structure = jax.tree.flatten(stacked)
     columns = [np.asarray(leaf) for leaf in leaves]

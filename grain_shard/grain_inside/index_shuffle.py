@@ -22,12 +22,12 @@ _FEW = 2**_MIN_BLOCK_BITS // 4
 
 
 def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
-    """Where a permutation of ``range(length)`` takes each index.
+    """Returns the index to which a permutation of ``range(length)`` takes each index.
 
     Args:
         indices: int64[n], each in ``range(length)``.
-        length: How many there are to permute.
-        seed: Of the permutation, 32 bits.
+        length: Number of indices to permute.
+        seed: Seed of the permutation, 32 bits.
 
     Returns:
         int64[n].
@@ -57,7 +57,7 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
 # would take a third of the time of packing text.
 @functools.lru_cache(maxsize=64)  # of 32 KB at most
 def _permutation(length: int, seed: int) -> np.ndarray:
-    """Where every index goes, if there are few of them.
+    """Returns the place of every index, if there are few of them.
 
     The cipher permutes at least 2**16 numbers. If only some of these are indices, an index is taken
     on from number to number until it meets an index again, which takes long where there are few:
@@ -93,7 +93,7 @@ def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.
 
 @functools.lru_cache(maxsize=64)  # each epoch has one seed
 def _round_keys(seed: int) -> tuple[int, ...]:
-    """What ``std::seed_seq{seed}.generate`` gives for 4 words (ISO C++, [rand.util.seedseq])."""
+    """The 4 words of ``std::seed_seq{seed}.generate`` (ISO C++, [rand.util.seedseq])."""
     n, low = _ROUNDS, 0xFFFFFFFF
     t = (n - 1) // 2  # for n < 7
     p = (n - t) // 2

@@ -1,4 +1,4 @@
-"""What the nodes of a Grain pipeline are: batch sizes, seeds, index maps.
+"""Facts of the nodes of a Grain pipeline: batch sizes, seeds, index maps.
 
 Grain has no public way to ask a dataset for its batch size or its seed. Every function here may
 answer "unknown"; its caller then takes a public path that is slower and gives the same batches. The
@@ -45,11 +45,11 @@ _ELEMENTWISE = (SEED, MAP, RANDOM_MAP, MAP_WITH_INDEX)
 
 @dataclass(frozen=True)
 class BatchNode:
-    """What is known of the ``.batch(B)`` below a dataset of batches.
+    """Facts of the ``.batch(B)`` below a dataset of batches.
 
     Attributes:
         batches: The node itself.
-        above: What stands above it, from the top down; no ``.repeat`` that only adds epochs.
+        above: The nodes above it, from the top down; no ``.repeat`` that only adds epochs.
         records: The dataset that is batched.
         global_batch_size: B.
         drop_remainder: Whether Grain drops the short batch.
@@ -140,7 +140,7 @@ def batch_sizes(ds: grain.MapDataset | grain.IterDataset) -> list[int]:
 
 
 def may_make_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Whether elements may be batches: not where random access begins and nothing batches.
+    """Returns whether elements may be batches: not where random access begins and nothing batches.
 
     An `IterDataset` that has none below it, as one of the user's own, may give anything. What
     batches without being a ``.batch`` says so by an attribute ``makes_batches``.
@@ -154,7 +154,7 @@ def may_make_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
 
 
 def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Whether the last ``.batch`` of a pipeline has Grain's `batch_and_pad` for its function.
+    """Returns whether the last ``.batch`` of a pipeline pads by Grain's `batch_and_pad`.
 
     Grain has no public way to ask for that. Where it hides it, the answer is no.
     """
@@ -199,17 +199,17 @@ def read_ahead(
 
 
 def keeps_indices(ds: grain.MapDataset) -> bool:
-    """Whether element i is made of element i of the dataset below."""
+    """Returns whether element i is made of element i of the dataset below."""
     return type(ds) in _ELEMENTWISE
 
 
 def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Whether a filter stands anywhere in a random-access pipeline: some indices hold nothing."""
+    """Returns whether a filter stands anywhere in a pipeline, so that some indices are empty."""
     return type(ds) is _FILTER or any(map(is_filtered, ds.parents))
 
 
 def is_shuffled(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Whether a shuffle stands anywhere, and nothing is repeated: each pass has the same order."""
+    """Returns whether a shuffle, and no repeat, stands anywhere: each pass has the same order."""
     found = {type(node) for node in walk(ds)}
     return bool(found & _SHUFFLES) and REPEAT not in found
 
@@ -231,7 +231,7 @@ def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:
 
 
 def source_fingerprint(ds: grain.MapDataset | grain.IterDataset) -> str | None:
-    """What the source of a node says of its records and their order, if it does.
+    """The fingerprint of a source of its records and their order, if it has one.
 
     A Hugging Face dataset does, by a hash: another one after ``.shuffle(seed=2)`` than after
     ``.shuffle(seed=1)``. It is the same in each run and on each host, if the functions that it
@@ -242,7 +242,7 @@ def source_fingerprint(ds: grain.MapDataset | grain.IterDataset) -> str | None:
 
 
 def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
-    """What a node was given that changes the order of records, and that its text leaves out."""
+    """The arguments of a node that change the order of records and that its text leaves out."""
     names = ("_reseed_each_epoch", "_num_epochs", "_window_size", "_proportions")
     values = [getattr(ds, name, None) for name in names]
     selection = getattr(ds, "_selection_map", None)

@@ -39,7 +39,8 @@ from grain_shard.grain_inside.source_reads import (
     single_read_of,
 )
 
-Apply = Callable[[Any, int], Any]
+Apply = Callable[..., Any]
+Step = tuple[Apply, np.ndarray | None]
 
 NEVER = float("inf")
 
@@ -47,7 +48,7 @@ _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
 
 # From an element, and the index that it has at the node, to another element.
 _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
-    MAP: lambda node: _of_element(node._map_element),
+    MAP: lambda node: node._map_element,  # takes no index
     RANDOM_MAP: lambda node: node._random_map_element,
     MAP_WITH_INDEX: lambda node: _of_index_first(node._map_with_index_fn),
 }
@@ -61,10 +62,6 @@ _INDICES: dict[type | None, Callable[[Any, np.ndarray], np.ndarray]] = {
         indices if node._reseed_each_epoch else indices % len(node.parents[0])
     ),
 }
-
-
-def _of_element(one: Callable[[Any], Any]) -> Apply:
-    return lambda element, index: one(element)
 
 
 def _of_index_first(one: Callable[[int, Any], Any]) -> Apply:
@@ -100,16 +97,20 @@ class Route:
     Attributes:
         ds: The dataset to read. The way below it is not known.
         indices: int64[n], the elements to read there.
-        steps: From the bottom up, functions to apply to the elements, and their indices there.
+        steps: From the bottom up, functions to apply to the elements, and the indices there for
+            those that take them.
     """
 
     ds: grain.MapDataset
     indices: np.ndarray
-    steps: tuple[tuple[Apply, np.ndarray], ...] = ()
+    steps: tuple[Step, ...] = ()
 
     def part(self, start: int, stop: int) -> Route:
         """Returns the way of some of the elements."""
-        steps = tuple((apply, indices[start:stop]) for apply, indices in self.steps)
+        steps = tuple(
+            (apply, None if indices is None else indices[start:stop])
+            for apply, indices in self.steps
+        )
         return Route(self.ds, self.indices[start:stop], steps)
 
     @property
@@ -163,14 +164,14 @@ class Route:
         yield from self._up(_let_go(elements), recovery)
 
     def _up(self, elements: Iterable[Any], recovery: Recovery) -> Iterator[Any]:
-        steps = [(apply, indices.tolist()) for apply, indices in self.steps]
+        steps = [(apply, None if i is None else i.tolist()) for apply, i in self.steps]
         for i, element in enumerate(elements):
             if type(element) is Unreadable:
                 yield element
                 continue
             try:
                 for apply, indices in steps:
-                    element = apply(element, indices[i])
+                    element = apply(element) if indices is None else apply(element, indices[i])
             except Exception as error:
                 failure = error
             else:
@@ -186,7 +187,7 @@ class Route:
         (element,) = way.read(NEVER, recovery)
         if type(element) is not Unreadable:
             for apply, indices in way.steps:
-                element = apply(element, indices.item())
+                element = apply(element) if indices is None else apply(element, indices.item())
         return element
 
     def _of_parents(self, ds: ElementsOfParents, recovery: Recovery) -> list[Any]:
@@ -296,12 +297,12 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
         ds: Any dataset.
         indices: int64[n]; as in Grain, those past the end are in later epochs.
     """
-    steps = []
+    steps: list[Step] = []
     try:
         while True:
             kind = type(ds)
             if kind in _ELEMENTS:
-                steps.append((_ELEMENTS[kind](ds), indices))
+                steps.append((_ELEMENTS[kind](ds), None if kind is MAP else indices))
             elif kind in _INDICES:
                 indices = _INDICES[kind](ds, indices)
             else:

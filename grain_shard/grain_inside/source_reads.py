@@ -1,4 +1,4 @@
-"""How a source is asked: for one record, or for many in one call.
+"""The two reads of a source: of one record, or of many in one call.
 
 Directly, where Grain lets us: its node measures each record that passes, for 2 us and more.
 """
@@ -17,7 +17,7 @@ RANGE = type(grain.MapDataset.range(1))
 
 
 def single_read_of(ds: grain.MapDataset) -> Callable[[int], Any]:
-    """How one element of any dataset is read."""
+    """Returns the read of one element of any dataset."""
     if type(ds) is SOURCE and (source := getattr(ds, "_source", None)) is not None:
         length = len(ds)
         return lambda index: source[index % length]
@@ -25,7 +25,7 @@ def single_read_of(ds: grain.MapDataset) -> Callable[[int], Any]:
 
 
 def batched_read_of(ds: grain.MapDataset) -> BatchedRead | None:
-    """How a source reads many records in one call, under Grain's name for that or Python's."""
+    """Returns the read of many records in one call, under Grain's name for that or Python's."""
     if type(ds) is not SOURCE:
         return None
     source = getattr(ds, "_source", None)

@@ -1,1 +1,1 @@
-"""What hosts tell each other, and leave each other in a checkpoint."""
+"""The words between hosts, and the files that they leave each other in a checkpoint."""

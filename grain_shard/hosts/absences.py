@@ -1,6 +1,6 @@
-"""Which hosts will not vote: each says so itself, for the others that would wait in vain.
+"""The hosts that will not vote: each says so itself, for the others that would wait in vain.
 
-The time counts for which a training loop waits, so a loop that is busy disturbs nobody. A host
+The time counts for which a training loop waits, so a loop that is busy disturbs no wait. A host
 without data, or without an iterator, is waited for as long as `timeout_s`. One whose loop is busy
 with something else, so that its buffers stay full, is waited for ten times as long: the others
 would wait for it in the collectives of the training step just as well. The first host that gives up

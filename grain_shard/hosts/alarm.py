@@ -83,7 +83,7 @@ class Alarm:
     def raised(self, error: BaseException) -> None:
         """The iterator raises an error of which the other hosts know.
 
-        If nobody handles it, this process does not wait for the others when it ends.
+        If it is not handled, this process does not wait for the others when it ends.
         """
         self._over.put(None)
         with contextlib.suppress(AttributeError):  # it has slots; then the process waits
@@ -166,7 +166,7 @@ class Listener:
         alarms: Whom to tell, by the names of the series.
         asked: How often an iterator of this process was asked for a batch.
         left_last: The series and the hosts of the last iterator that was closed before its end.
-        client: Of the runtime.
+        client: The client of the runtime.
         take_turn: Called by the thread, every `TURN_S`.
     """
 
@@ -234,7 +234,7 @@ class Listener:
                 logging.exception("grain_shard: failures of other hosts are still listened for")
 
     def _at_exit(self) -> None:
-        for error in _chain(getattr(sys, "last_value", None)):  # what nobody has handled
+        for error in _chain(getattr(sys, "last_value", None)):  # those that were not handled
             if (failed := getattr(error, _ENDS_ALL, None)) is not None:
                 if jax.process_index() == 0:
                     self._wait_for_others(*failed)
@@ -245,7 +245,7 @@ class Listener:
         self._thread.join(_JOIN_S)
 
     def _tell_of_the_loop(self) -> None:
-        """Tells the others of an error that nobody has handled and that has ended the loop here."""
+        """Tells the others of an error that was not handled and has ended the loop here."""
         unhandled = getattr(sys, "last_value", None)
         if unhandled is None:
             return
@@ -277,7 +277,7 @@ def listener_of(client: Any) -> Listener:
 
 
 def _nothing() -> None:
-    """What there is to be done in a turn if nobody has asked for anything."""
+    """Does nothing, as long as no other module has asked for a turn."""
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

@@ -1,4 +1,4 @@
-"""What hosts say of themselves, compared: the same everywhere, or which host and which field."""
+"""The comparison of the hosts' descriptions of themselves, which names hosts and fields."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _DIVIDED = (
     " If it is the same, the pipeline is most likely divided by jax.process_index(), as by a slice"
     " or by files of each host: leave that out, since .shard_to gives each host its rows."
 )
-# What a host's pipeline yields: the same whole batches as everywhere, rows of its own, or the rows
-# of feeds. In the last two cases hosts compare a field with their shards and a digest of their rows
-# of the first batch. Two feeds may well yield the same rows, so only the same feeds are compared.
+# The rows that a host's pipeline yields: the same whole batches as everywhere, rows of its own, or
+# the rows of feeds. In the last two cases hosts compare a field with their shards and a digest of
+# their rows of the first batch. Two feeds may well yield the same rows, so only the same feeds are
+# compared.
 GLOBAL: Final = "global"
 LOCAL: Final = "local"
 OF_FEEDS: Final = "feeds"

@@ -38,13 +38,13 @@ _OR_LOCAL = 'or shard the source by grain_shard.ShardByMesh and pass rows="local
 
 
 def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str, str]:
-    """What follows from the votes of all hosts.
+    """Returns the verdict on the votes of all hosts.
 
     Args:
         remainder: Whether a host whose stream has ended goes on with batches of padding until the
             last one ends ("pad"), ends the others ("drop"), or is an error ("error").
         same_rows: Whether every host produces the same batches, so that all have to end at once.
-        answers: Of each host ``[batches, digest]``: how many batches it has ready, 0 if its stream
+        answers: By host ``[batches, digest]``: how many batches it has ready, 0 if its stream
             has ended, and a digest of its first whole batch ("" if it gives none). Or
             ``{"failed": text}``.
 
@@ -131,13 +131,13 @@ class _Votes(Tasks[None]):
 
     @property
     def handed_out(self) -> int:
-        """How many batches the training loop has got."""
+        """The number of batches that the training loop has got."""
         return self._placed.taken + self.padded
 
     def known(self) -> Known:
         """Returns how many batches this host has by now, and the error or end behind them."""
         placed = self._placed.known()
-        # A batch may well be there and not fit the devices; the end is known from what is read.
+        # A batch may well be there and not fit the devices. The reads know the end first.
         failed = placed.end is not None and not isinstance(placed.end, StopIteration)
         return placed if failed else self._read.known()
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from grain_shard.errors import StateError
-from grain_shard.hosts.json_file import damaged, read_object
 
 # The keys of a state of feeds under which each feed has its entry, and how many there are.
 FEED_ENTRIES, NUM_FEEDS = "feeds", "num_feeds"
@@ -35,7 +34,7 @@ class OwnFeeds(NamedTuple):
 
     Attributes:
         run: Those whose rows it holds, and whose entries it needs.
-        saved: Of these, those whose entries it writes.
+        saved: The feeds among them whose entries it writes.
     """
 
     run: Sequence[int] = ()
@@ -161,3 +160,25 @@ def _runs(feeds: Iterable[int]) -> list[list[int]]:
 def _described(feeds: Iterable[int]) -> str:
     runs = _runs(feeds)
     return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
+
+
+def read_object(path: epath.Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        StateError: It holds something else.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:  # of JSON, or of the encoding
+        raise damaged(path, str(error)) from error
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise damaged(path, f"a {type(found).__name__} in place of an object")
+    return found
+
+
+def damaged(path: epath.Path, how: str) -> StateError:
+    """Returns the error for a file that holds something else than it should."""
+    return StateError(f"{path} is damaged: {how}.\n  remedy: restore another step.")

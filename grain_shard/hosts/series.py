@@ -1,4 +1,4 @@
-"""Which iterators of several hosts belong together.
+"""The iterators of several hosts that belong together.
 
 All hosts run the same program, so iterators belong together that come from the same dataset, as the
 first, second, third one opened of it. A dataset is known by the place in the program where it was

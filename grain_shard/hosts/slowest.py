@@ -1,4 +1,4 @@
-"""Which host holds the others up, as all of them learn while they run.
+"""The host that holds the others up, as all of them learn while they run.
 
 All hosts wait for each other in the collectives of every step. So the one whose loop waits longest
 for its *data* is the slow one, and the others wait for it in the step. Every host says now and then
@@ -35,7 +35,7 @@ _MUCH = 0.1
 
 
 class Waits(NamedTuple):
-    """How the loop of one host has waited of late.
+    """The waits of one host's loop of late.
 
     Attributes:
         share: For which part of the time it has waited for this host's data, 0 to 1.
@@ -78,7 +78,7 @@ class SlowestHost:
 
     @property
     def holds_others_up(self) -> bool:
-        """Whether that is so much, a tenth of the time, that the others surely wait for it."""
+        """True if it is a tenth of the time or more, so that the others surely wait for it."""
         return self.share >= _MUCH
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class SlowestOf:
     Attributes:
         hosts: As given.
         waits: As given.
-        found: What the hosts have last found; None as long as they have not.
+        found: The last verdict of the hosts; None before the first.
     """
 
     def __init__(self, series: str, hosts: Sequence[int], waits: Callable[[float], Waits]):
@@ -134,7 +134,7 @@ class SlowestOf:
         self._exchange.iterators.pop(self._series, None)
 
     def hear(self, found: SlowestHost, this_host: int) -> None:
-        """What the hosts have found; a line in the log if one holds the others up anew.
+        """Takes the verdict of the hosts; logs a line if one holds the others up anew.
 
         A host is named there once it was found twice in a row: where each time it is another one,
         nothing is wrong with any of them.
@@ -153,10 +153,10 @@ def _to_be_named(found: SlowestHost | None) -> int | None:
 
 
 class _Exchange:
-    """What the iterators of this process tell those of others.
+    """The words between the iterators of this process and those of others.
 
     Attributes:
-        iterators: By the names of their series.
+        iterators: The iterators, by the names of their series.
     """
 
     def __init__(self, client: Any):
@@ -189,7 +189,7 @@ class _Exchange:
                 for host in one.hosts
                 if series in of_all.get(host, ())
             }
-            # What the others say comes with their next turn.
+            # The other hosts answer with their next turn.
             if len(waits) == len(one.hosts) and (found := slowest(waits)) is not None:
                 verdicts[series] = asdict(found)
         key = _SLOWEST.format(self._host) + _VERDICTS

@@ -1,4 +1,4 @@
-"""Where a state lies in a checkpoint: one file for all hosts, one for each, or a file a few feeds.
+"""The files of a state in a checkpoint: one for all hosts, one for each, or one for a few feeds.
 
 A state that is the same on every host, that of a random-access pipeline, goes into ``state.json``,
 written by the first host. One that is this host's own goes into ``state-<host>-of-<hosts>.json``.
@@ -14,10 +14,15 @@ import jax
 from etils import epath
 
 from grain_shard.errors import StateError
-from grain_shard.hosts.feed_files import FeedFile, OwnFeeds, read_feeds, write_feeds
-from grain_shard.hosts.json_file import read_object
+from grain_shard.hosts.feed_files import (
+    FeedFile,
+    OwnFeeds,
+    read_feeds,
+    read_object,
+    write_feeds,
+)
 
-# The key of a state that says what kind of pipeline it is of, and the kinds.
+# The key under which a state names the kind of its pipeline, and the kinds.
 KIND = "kind"
 RANDOM_ACCESS, STREAM, FEEDS = "random access", "stream", "feeds"
 
@@ -69,7 +74,7 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
 
 
 def is_shared(state: dict[str, Any]) -> bool:
-    """Whether the state is that of the whole program rather than of one host."""
+    """Returns whether the state belongs to the whole program rather than to one host."""
     return state.get(KIND) == RANDOM_ACCESS
 
 

@@ -1,4 +1,8 @@
-"""`Together`: all that an iterator has to do with its likes on other hosts."""
+"""`Together`: an iterator among its likes on other hosts, the one object by which it knows of them.
+
+The hosts compare their pipelines at the first batch. They vote on the end of streams, tell each
+other of failures, and learn which of them is the slowest.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from grain_shard.tasks import Raised
 
 T = TypeVar("T")
 
-# The round in which the hosts compare what they run.
+# The round in which the hosts compare their pipelines.
 _START = "start"
 
 
@@ -44,7 +48,7 @@ class AcrossHosts:
 
 
 class Alone:
-    """An iterator that runs among no other hosts: it compares nothing and listens to nobody.
+    """An iterator that runs among no other hosts, and so has nothing to do for any of these.
 
     Attributes:
         has_compared: Whether it needs no `compare` any more.

@@ -98,7 +98,7 @@ class EpochBatches(Iterator[Batch]):
         self._num_batches = self._left = num_batches
 
     def __len__(self) -> int:
-        """How many batches it hands out, those that it already has included."""
+        """The number of batches that it hands out, including those before now."""
         return self._num_batches
 
     def __repr__(self) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from grain_shard.background import Background, TaskStage
@@ -21,7 +20,7 @@ from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.stream_dataset import BatchIterator
-from grain_shard.stats.counts import ReadCounts
+from grain_shard.stats.counts import ReadThreads
 from grain_shard.tasks import Producer, naming_closed
 from grain_shard.trees import Batch
 
@@ -38,25 +37,15 @@ class Opened(NamedTuple):
         batches: (batch, position after it), made in the background.
         first_digest: Returns the digest of the first whole batch once it was read, if every host
             reads the same whole batches; "" otherwise.
-        reads: Returns the counts of reads: side by side, asked for again.
-        faults: Returns the counts of reads that failed.
+        reads: Returns the threads that read side by side. It does not refer to the reads.
+        faults: Returns the counts of reads that failed. It does not refer to the reads either.
     """
 
     position: Position
     batches: TaskStage[tuple[Batch, Position]]
     first_digest: Callable[[], str] = str
-    reads: Callable[[], ReadCounts] = ReadCounts
+    reads: Callable[[], ReadThreads] = ReadThreads
     faults: Callable[[], FaultCounts] = FaultCounts
-
-    def read_counts(self) -> Callable[[], ReadCounts]:
-        """Returns a function that counts the reads; it refers to nothing of the reads."""
-        reads, faults = self.reads, self.faults
-
-        def counts() -> ReadCounts:
-            failed = faults()
-            return replace(reads(), retries=failed.retries, bad_records=failed.bad_records)
-
-        return counts
 
 
 class _WithPositions(Producer[tuple[Batch, Position]]):

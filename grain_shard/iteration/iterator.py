@@ -31,10 +31,9 @@ from grain_shard.hosts.together import AcrossHosts, Alone, Together
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.iteration.second_pass import SecondPass
-from grain_shard.reading.faults import FaultCounts
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
-from grain_shard.stats.figures import Stats
+from grain_shard.stats.figures import Figures, Stats
 from grain_shard.stats.meter import Meter
 from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
@@ -53,13 +52,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     Args:
         host: Where this host's batches come from.
-        placer: What puts them on the devices.
+        placer: Puts them on the devices.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
             contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
         second_pass: Is told where passes begin and end.
-        dataset: What it iterates over, if `shard_to` made that.
+        dataset: The dataset, if `shard_to` made it.
 
     Example:
         >>> import jax
@@ -103,9 +102,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _open(self, position: Position | None) -> None:
         host, meter = self._host, self._meter
-        self._opened = opened = host.open(position)
+        opened = host.open(position)
         self._position, batches = opened.position, opened.batches
-        meter.opens(opened.read_counts())
+        meter.opens(opened.reads, opened.faults)
         self._phase = _NOT_BEGUN
         self._together.opens()
         # The threads must refer to this and not to self, which could never be collected then.
@@ -134,7 +133,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             try:
                 placed = next(self._stage, None)
             except ShardingError as error:
-                # What stands before placement knows no mesh, and may run where there is none.
+                # The stages before placement know no mesh, and may run where there is none.
                 together.failed(error)
                 raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
@@ -265,29 +264,11 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
         return done()
 
-    @property
-    def read_threads(self) -> str:
-        """How many threads read side by side now, and why, as ``64 (reads wait)``.
-
-        Also how many reads came late and were asked for again, if any were. Empty where that is not
-        found while it runs: of streams, feeds and worker processes.
-        """
-        return str(self._opened.read_counts()())
-
     def stats(self) -> Stats:
-        """What it has done so far, and what the training loop has waited for; at any time."""
-        one = self._together.slowest
+        """Returns the figures of its work so far, and of the training loop's waiting; any time."""
+        meter, one = self._meter, self._together.slowest
         slowest = None if one is None else one.found
-        return Stats.of(self._meter.total(), self._meter.recent(), slowest)
-
-    @property
-    def faults(self) -> FaultCounts:
-        """How often a source was asked again, and which records were left out, on this host.
-
-        They are counted since the iterator was made, or was moved by `set_state` or `seek`, and
-        include what was read ahead of the loop.
-        """
-        return self._opened.faults()
+        return Stats(Figures(meter.total()), Figures(meter.recent()), meter.faults(), slowest)
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""
@@ -301,8 +282,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """Stops the background threads and waits for them; a second call does nothing.
 
         Raises:
-            BaseException: What the pipeline raised in closing something of the user's; a note says
-                what. Everything else is closed by then. Where nobody calls this, or a thread is
+            BaseException: The pipeline raised it in closing something of the user's, which a note
+                names. Everything else is closed by then. Where nobody calls this, or a thread is
                 inside the user's code for more than 5 seconds, such an error is logged instead.
         """
         if self._phase != _CLOSED:

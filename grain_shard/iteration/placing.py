@@ -1,12 +1,12 @@
-"""How this host's batches are put on the devices, ahead of the training loop."""
+"""`Placing`: puts this host's batches on the devices, ahead of the training loop."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.spans import PLACE, span
-from grain_shard.stats.counts import Size
 from grain_shard.stats.meter import Meter
 from grain_shard.trees import Batch
 
@@ -16,11 +16,11 @@ class Placed(NamedTuple):
 
     batch: Batch
     position: Position
-    size: Size
+    size: Mapping[str, int]
 
 
 class Placer(Protocol):
-    """What puts a host's batch on the devices; `Assembler` is one."""
+    """Puts a host's batch on the devices; `Assembler` is one."""
 
     mesh_axes: tuple[tuple[str, int], ...]
     digest: str

@@ -26,7 +26,7 @@ from grain_shard.reading.fingerprint import (
     fingerprint_at,
 )
 from grain_shard.reading.reads import Reads
-from grain_shard.stats.counts import ReadCounts
+from grain_shard.stats.counts import ReadThreads
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import WithNote, WorkerProcesses
 
@@ -146,10 +146,10 @@ class RandomAccess(HostBatches):
         )
         batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=THREAD)
 
-        def counts() -> ReadCounts:  # refers to nothing of the reads themselves
-            return ReadCounts(pace.threads, pace.count.why)
+        def threads() -> ReadThreads:  # does not refer to the reads
+            return ReadThreads(pace.threads, pace.count.why)
 
-        return Opened(start, batches, reads=counts, faults=faults.counts)
+        return Opened(start, batches, reads=threads, faults=faults.counts)
 
     def _from_workers(
         self, batching: Batching, start: int, faults: Faults

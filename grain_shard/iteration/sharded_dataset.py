@@ -1,4 +1,4 @@
-"""`ShardedDataset`: what a pipeline becomes that ends in ``.shard_to(mesh)``."""
+"""`ShardedDataset`: a pipeline that ends in ``.shard_to(mesh)``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grain_shard.trees import Batch
 
 @dataclass(frozen=True)
 class Settings:
-    """How a pipeline is run, as far as one may want to change it; see `shard_to`.
+    """The settings with which a pipeline is run; see `shard_to`.
 
     Attributes:
         cpu_buffer_size: The most batches on the host, those that are being made included.
@@ -56,8 +56,8 @@ class ShardedDataset(grain.IterDataset):
         host: The same, as an iterator asks for them.
         shardings: By which the batches are read and put on the devices.
         final_shardings: To which the devices move each batch as it is handed out; None for none.
-        settings: How the pipeline is run.
-        remainder: What a stream does that ends before those of other hosts.
+        settings: The settings with which the pipeline is run.
+        remainder: The end of a stream that ends before those of other hosts.
         timeout_s: How long one host waits for another, in seconds.
         records_per_batch: See the method.
         same_order: Whether it is known to be shuffled, and to have the same order in each pass.
@@ -93,17 +93,17 @@ class ShardedDataset(grain.IterDataset):
 
     @property
     def settings(self) -> Settings:
-        """How the pipeline is run."""
+        """The settings with which the pipeline is run."""
         return self._settings
 
     @property
     def shardings(self) -> ShardingTree:
-        """Of the batches that are handed out."""
+        """The shardings of the batches that are handed out."""
         return self._final or self._read_by
 
     @property
     def row_dims(self) -> int:
-        """How many dims of a leaf count rows. Two where there are microbatches, otherwise one."""
+        """The number of dims of a leaf that count rows: two with microbatches, otherwise one."""
         return 1 if self.shardings.microbatches is None else 2
 
     @property
@@ -176,13 +176,13 @@ class ShardedDataset(grain.IterDataset):
         }
 
     def abstract_batch(self) -> Batch:
-        """What every batch looks like, without one: `jax.ShapeDtypeStruct`s with their shardings.
+        """Describes every batch, without one: `jax.ShapeDtypeStruct`s with their shardings.
 
         This host's rows of the first batch are read for it, in the calling thread, and no other
         host is asked. Good for compiling a step ahead of time: ``jax.jit(step).lower(state,
         ds.abstract_batch())``.
 
-        Of a `BatchSchedule` it is a batch of the first size.
+        With a `BatchSchedule` it is a batch of the first size.
 
         Returns:
             The tree of a batch; text is that of this host's rows.

@@ -113,7 +113,7 @@ class BatchBuilder:
         self._num_rows, self._padding = num_rows, padding
         self.size: int = len(records)
         self.number, self.position = 0, cast(Any, None)
-        self._missing, self._is_finished = self.size, False
+        self._missing = self.size
         self._bad_rows: list[int] = []
         self._stack: Stacked | None = None
         self._lock = threading.Lock()
@@ -163,9 +163,9 @@ class BatchBuilder:
         """Counts records that were written; after the last, gives the batch and its position."""
         with self._lock:
             self._missing -= count
-            if self._missing or self._is_finished:
+            if self._missing:
                 return []
-            self._is_finished = True
+            self._missing = -1  # finished: it is so once
         return [(self.number, (self.finish(), self.position))]
 
     def finish(self) -> Batch:

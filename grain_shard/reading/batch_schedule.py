@@ -62,11 +62,11 @@ class BatchSchedule:
             ds: The records.
 
         Raises:
-            ShardingError: They cannot be had by index, or there are none.
+            ShardingError: They cannot be read by index, or there are none.
         """
         if not isinstance(ds, grain.MapDataset):
             raise ShardingError(
-                f"a BatchSchedule cuts records that can be had by index, and this is a"
+                f"a BatchSchedule cuts records that can be read by index, and this is a"
                 f" {type(ds).__name__}.",
                 remedy="keep a grain.MapDataset up to it. Streams and feeds have one size; to"
                 " change that of feeds, restore their state with another .batch(B).",

@@ -9,7 +9,7 @@ import numbers
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,7 +17,13 @@ import grain
 import tenacity
 from absl import logging
 
-from grain_shard.errors import BadRecordsError, ShardingError, describe_error, require_int
+from grain_shard.errors import (
+    BadRecordsError,
+    ShardingError,
+    describe_error,
+    require_choice,
+    require_int,
+)
 from grain_shard.grain_inside.recovery import Recovery, Unreadable
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.transient import is_transient
@@ -88,11 +94,7 @@ class FaultRules:
     def __post_init__(self):
         if not isinstance(self.retries, Retries):
             object.__setattr__(self, "retries", Retries(self.retries))
-        if self.on_bad_record not in get_args(OnBadRecord):
-            raise ShardingError(
-                f"on_bad_record={self.on_bad_record!r} is not one of error, mask.",
-                remedy="choose one of them.",
-            )
+        require_choice("on_bad_record", self.on_bad_record, get_args(OnBadRecord))
         most = self.max_bad_records
         if isinstance(most, numbers.Integral) and not isinstance(most, bool):
             most = int(most)  # it may be one of NumPy's
@@ -140,7 +142,7 @@ class BadRecord(NamedTuple):
 
 
 class FaultCounts(NamedTuple):
-    """Counts of one host, since its iterator was made or moved.
+    """Counts of one host.
 
     Attributes:
         retries: Times that the source was asked again after an error.
@@ -151,8 +153,17 @@ class FaultCounts(NamedTuple):
 
     retries: int = 0
     bad_records: int = 0
-    listed: Sequence[BadRecord] = ()
+    listed: tuple[BadRecord, ...] = ()
     records: int = 0
+
+    def after(self, before: FaultCounts) -> FaultCounts:
+        """Returns the counts of before and these, together."""
+        return FaultCounts(
+            retries=before.retries + self.retries,
+            bad_records=before.bad_records + self.bad_records,
+            listed=(*before.listed, *self.listed)[:_MOST_LISTED],
+            records=before.records + self.records,
+        )
 
 
 class Faults(Recovery):

@@ -34,7 +34,7 @@ def find_files(path: str) -> list[str]:
     Args:
         path: A file, a pattern (``*``, ``?``, ``[0-9]``, and ``**`` for any folders), or a folder,
             which stands for the files right in it with "array_record" or "arrayrecord" in their
-            names. Of a URL, nothing is looked up.
+            names. A URL is not looked up.
 
     Returns:
         One file at least. That a path without a pattern exists is left to who opens it.

@@ -1,4 +1,4 @@
-"""What must not change between saving a state and restoring it, in a few short words.
+"""The facts that must not change between saving a state and restoring it, in a few digests.
 
 The walk down a pipeline uses what Grain shows of it: each node's text, its length, the paths or the
 own fingerprint of a source. Seeds and weights have no public place; where they can't be seen, a
@@ -39,7 +39,7 @@ def fingerprint(ds: grain.MapDataset) -> Fingerprint:
     """The fingerprint of a random-access dataset of batches: the same on every host.
 
     Args:
-        ds: What stands above the stages of this package.
+        ds: The dataset below the stages of this package.
 
     Returns:
         Records above ``.batch``, the batch size (both None if they can't be seen), and a digest
@@ -60,9 +60,9 @@ def records_fingerprint(
     """The fingerprint of records that are batched, however many make a batch.
 
     Args:
-        records: What is batched.
-        above: What follows the batching.
-        drop_remainder: Whether what does not fill a batch is left out.
+        records: The dataset that is batched.
+        above: The nodes above the batching.
+        drop_remainder: Whether records that do not fill a batch are left out.
     """
     mixture = _mixture_in_order(records, above)
     described = [(_text(node), nodes.parameters(node)) for node in above]
@@ -83,7 +83,7 @@ def records_fingerprint(
 def _mixture_in_order(
     records: grain.MapDataset, above: Sequence[grain.MapDataset]
 ) -> MixedByRecord | None:
-    """The mixture whose record i is record i of what is batched; None if there is none."""
+    """The mixture whose record i is record i of the dataset that is batched, if it has one."""
     if any(type(node) in (nodes.SLICE, nodes.REINDEX) for node in above):
         return None  # the records of a batch are not known by its number
     while nodes.keeps_indices(records):
@@ -130,9 +130,9 @@ def check_fingerprint(
 
     Args:
         state: The state.
-        current: The fingerprint of what is to go on from it.
-        kind: What that is, for messages.
-        keys: What the state has besides the fingerprint.
+        current: The fingerprint of the pipeline that is to continue from it.
+        kind: A name of that pipeline, for messages.
+        keys: Keys of the state besides the fingerprint.
 
     Raises:
         StateError: A field of the fingerprint is missing or differs; the message names each.

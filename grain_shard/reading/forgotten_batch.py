@@ -12,14 +12,14 @@ from grain_shard.trees import FlatBatch
 
 
 def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
-    """Refuses what tells that it is a record and no batch: a value without a dim beside arrays.
+    """Refuses an element that is surely a record: it has a value without a dim beside arrays.
 
     Nothing does where a ``.batch`` stands anywhere in the pipeline, or where it begins with an
     `grain.IterDataset`, as `from_iterable` makes one: that may give batches itself.
 
     Args:
         ds: The pipeline.
-        element: What it has given.
+        element: An element of it.
 
     Raises:
         ShardingError: It is a record.
@@ -39,11 +39,11 @@ def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch)
 
 
 def warn_of_records(ds: grain.MapDataset, element: FlatBatch) -> None:
-    """Warns of what may be a record or a batch, as nothing tells which.
+    """Warns of an element that may be a record or a batch.
 
     Args:
         ds: The pipeline.
-        element: What it has given, of which every leaf has a leading axis.
+        element: An element of it, of which every leaf has a leading axis.
     """
     if not nodes.may_make_batches(ds):
         path, array = element.paths[0], element.arrays[0]

@@ -43,13 +43,13 @@ def from_iterable(
             pass asks a loader for a new iterator, and the function for a new iterable. An iterator
             or generator is taken as it stands, so there is one pass in all. Arrays are copied, so
             their maker may fill them again.
-        rows: What is yielded on each of several hosts. "local": the rows of the host's own devices,
+        rows: The rows of each of several hosts. "local": the rows of the host's own devices,
             as a loader with a sampler for each process does. "global": every host the same whole
             batches. On one host these are the same.
 
     Returns:
-        A `grain.IterDataset`. Its iterators have a state if those of the source have ``get_state``
-        and ``set_state``, as a `grain.DataLoader`'s do.
+        A `grain.IterDataset`. Its iterators have a state if the source's have ``get_state`` and
+        ``set_state``, as a `grain.DataLoader`'s do.
 
     Raises:
         ShardingError: `rows` is neither of the two, or the source is a Grain dataset.
@@ -89,7 +89,7 @@ class IterableBatches(grain.IterDataset):
 
     @property
     def has_one_pass(self) -> bool:
-        """Whether what is taken of one iterator is gone for the others."""
+        """True if an element that one iterator took is gone for the others."""
         return isinstance(self._source, Iterator)
 
     def __repr__(self) -> str:
@@ -153,25 +153,25 @@ def _as_numpy(leaf: Any) -> Any:
 
 
 def is_from_iterable(ds: Any) -> bool:
-    """Whether `from_iterable` made a dataset."""
+    """Returns whether `from_iterable` made a dataset."""
     return isinstance(ds, IterableBatches)
 
 
 def _sources_of(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
-    """What a pipeline begins with: its datasets that have no other below them."""
+    """Returns the datasets that a pipeline begins with, which have no other below them."""
     if not ds.parents:
         return [ds]
     return [source for parent in ds.parents for source in _sources_of(parent)]
 
 
 def said_rows(ds: grain.MapDataset | grain.IterDataset) -> Rows | None:
-    """What a pipeline says that it yields on each host; None if not all of its sources say it."""
+    """Returns the rows that all sources of a pipeline declare; None if they do not agree on any."""
     said = {source.rows if is_from_iterable(source) else None for source in _sources_of(ds)}
     return said.pop() if len(said) == 1 else None
 
 
 def agreed_rows(ds: grain.MapDataset | grain.IterDataset, rows: Rows | None) -> Rows | None:
-    """What a pipeline yields on each host, by what it says itself and by what the user says.
+    """Returns the rows of a pipeline on each host, by its sources and by the user's argument.
 
     Raises:
         ShardingError: They contradict each other.

@@ -30,7 +30,7 @@ def mix(
         [0, 1, 100, 2, 3, 4, 101, 5, 6, 102, 7, 103]
 
     Args:
-        datasets: What to mix.
+        datasets: The datasets to mix.
         weights: From a record of the mixture to the weight of each dataset from there on; the
             first record is 0. Only the proportions matter; a dataset of weight 0 pauses. They are
             kept exactly (0.7 is 7/10), or if their lowest terms have a sum above 65,536, to about
@@ -68,8 +68,8 @@ class MixedByRecord(ElementsOfParents):
     """The dataset that `mix` makes.
 
     Args:
-        datasets: What is mixed.
-        schedule: Which record comes from which of them.
+        datasets: The datasets to mix.
+        schedule: The dataset from which each record comes.
     """
 
     def __init__(self, datasets: Sequence[grain.MapDataset], schedule: WeightSchedule):

@@ -1,4 +1,4 @@
-"""Where a record comes from: its index in the source, and the file that holds it, if that is known.
+"""The origin of a record: its index in the source, and the file that holds it, if that is known.
 
 Looked for once a record has failed, and not before.
 """
@@ -15,7 +15,7 @@ from grain_shard.grain_inside.routes import source_of
 
 
 class Origin(NamedTuple):
-    """Where a record comes from.
+    """The place in a source from which a record comes.
 
     Attributes:
         record: Its index in the source.
@@ -35,7 +35,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, records: grain.MapDataset, record: int) -> Origin | None:
-        """Where a record of a dataset comes from; None if the way to its source is not known."""
+        """Finds the origin of a record of a dataset; None if the way to its source is not known."""
         with contextlib.suppress(Exception):  # it explains another error, and must not hide it
             found = source_of(records, record)
             if found is not None:

@@ -42,7 +42,7 @@ _MAY_HEAL = re.compile(
 
 
 class RecordPlace(NamedTuple):
-    """Where a record lies.
+    """The place of a record.
 
     Attributes:
         path: The file.
@@ -79,11 +79,11 @@ class ArrayRecordSource:
         [b'a', b'b', b'c']
 
     Args:
-        paths: What to read, one or several of: a file; a pattern, as ``"data/**/img-*"``; a folder,
+        paths: The files, as one or several of: a path; a pattern, as ``"data/**/img-*"``; a folder,
             for the files in it with "array_record" in their names; a file and a range of its
             records, as ``"data/img-0[100:200]"``; a `FileInstruction` of TensorFlow Datasets. The
             files of a pattern or a folder come sorted, several of these in the order given. ``~``
-            is the home folder. Of URLs, that of one object of a Google bucket will do, as
+            is the home folder. The URL of one object of a Google bucket will do, too, as
             ``"gs://bucket/img-0"``: array_record asks the bucket for it itself, with the
             credentials of this host. While that takes long, the log says so. Any other bucket has
             to be mounted.

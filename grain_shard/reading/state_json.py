@@ -24,7 +24,7 @@ class NoState:
     """Stands in a state for an iterator that has none.
 
     Attributes:
-        name: What the iterator is, in a word.
+        name: A word for the iterator.
     """
 
     name: str
@@ -62,7 +62,7 @@ def to_json(state: Any) -> Any:
 
 
 def from_json(state: Any) -> Any:
-    """What `to_json` was given, up to numpy's scalars.
+    """Undoes `to_json`, but for numpy's scalars.
 
     Example:
         >>> from_json({"slice": {"__tuple__": [0, 7]}})

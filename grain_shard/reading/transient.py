@@ -1,4 +1,4 @@
-"""Which errors of a source a second try may heal."""
+"""The errors of a source after which a second try may succeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which component of a mixture a record comes from, where the weights change at given records.
+"""Finds the component from which each record of a mixture comes, with weights that change.
 
 For one stage of constant weights a pattern is computed, in which no component is ever a whole
 record away from its share, and which then repeats. So a record is found by a division and a look
@@ -38,7 +38,7 @@ class WeightSchedule:
     Args:
         weights: From the record at which they begin to hold, of the mixture, to the weight of each
             component. The first record is 0.
-        num_components: How many components there are.
+        num_components: Number of components.
 
     Raises:
         ShardingError: The records or the weights cannot be.
@@ -79,11 +79,11 @@ class WeightSchedule:
         return components, records
 
     def uses(self, component: int) -> bool:
-        """Whether any record comes from a component."""
+        """Returns whether any record comes from a component."""
         return any(stage.parts[component] for stage in self._stages)
 
     def length(self, lengths: Sequence[int]) -> int:
-        """How many records there are before a component would have to give one that it lacks.
+        """Returns how many records come before a component would have to give one that it lacks.
 
         Args:
             lengths: The number of records of each component.
@@ -146,8 +146,7 @@ def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
     That is the "chairman assignment problem", and this is Tijdeman's solution of it (Discrete
     Mathematics 32, 1980): of n components each is at most 1 - 1 / (2n - 2) records away, which is
     the best there can be. A component may take its next turn once it is at least 1 / (2n - 2)
-    behind. Of those that may, the next one is the one that would be the first to fall too far
-    behind.
+    behind. The next turn goes to the one among them that would be the first to fall too far behind.
 
     Returns:
         int64[period], the component of each turn; and int64[period], the number of turns that it

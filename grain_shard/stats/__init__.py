@@ -1,1 +1,1 @@
-"""What an iterator says of itself while it runs."""
+"""One account of an iterator: counts while it runs, and the figures that follow from them."""

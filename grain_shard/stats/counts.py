@@ -1,115 +1,114 @@
-"""What is counted of an iterator: sums, of which the difference of two is what came between."""
+"""The account of an iterator: sums, of which the difference of two is the time between them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from grain_shard.spans import BATCH, PAD, READ
+import jax
+import numpy as np
 
-MAKING = READ, BATCH, PAD  # by the threads that make a host's batches
+from grain_shard.spans import BATCH, PAD, PLACE, READ
+
+MAKING = READ, BATCH, PAD  # one after the other, by the threads that make a host's batches
+BUSY = 0.5  # share of the time; a stage that is at work for less mostly waits for something itself
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 
-@dataclass(frozen=True)
-class ReadCounts:
-    """What is known of the reads of a source.
+class ReadThreads(NamedTuple):
+    """The threads that read a source side by side.
 
     Attributes:
-        threads: How many go side by side now; None where that is not found while it runs: of
-            streams, feeds and worker processes.
-        why: Why so many, in words.
-        answered: How many were answered.
-        rereads: How many came late, and were asked for again.
-        retries: How many failed, and were tried again.
-        bad_records: Records that could not be had, and whose rows are masked.
+        number: None if it is not found while the pipeline runs, as in streams, feeds and worker
+            processes.
+        why: The reason for this number, in words.
     """
 
-    threads: int | None = None
+    number: int | None = None
     why: str = ""
-    answered: int = 0
-    rereads: int = 0
-    retries: int = 0
-    bad_records: int = 0
-
-    def after(self, before: ReadCounts) -> ReadCounts:
-        """The same, with what was counted before."""
-        return replace(
-            self,
-            answered=self.answered + before.answered,
-            rereads=self.rereads + before.rereads,
-            retries=self.retries + before.retries,
-            bad_records=self.bad_records + before.bad_records,
-        )
-
-    def since(self, before: ReadCounts) -> ReadCounts:
-        """What was counted since then."""
-        return replace(
-            self,
-            answered=self.answered - before.answered,
-            rereads=self.rereads - before.rereads,
-            retries=self.retries - before.retries,
-            bad_records=self.bad_records - before.bad_records,
-        )
 
     def __str__(self) -> str:
-        if self.threads is None:
-            return ""
-        late = f"{self.rereads:,} of {self.answered:,} reads were late and asked for again"
-        return f"{self.threads} ({self.why})" + (f"; {late}" if self.rereads else "")
-
-
-class Size(NamedTuple):
-    """Of this host's part of a batch: its rows that are records, and its bytes."""
-
-    records: int
-    num_bytes: int
+        return "" if self.number is None else f"{self.number} ({self.why})"
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Sums, from the first call of ``next`` on.
+    """Sums over the life of an iterator or over a part of it.
 
     Attributes:
-        seconds: Until the last batch was handed out; until now, if the loop waits for one.
-        wait_s: For which of that the loop waited.
-        batches: Handed out.
-        records: Of these, the rows of this host that are records.
-        num_bytes: Of these, the bytes of this host.
-        placed: Batches that were put on the devices.
-        stages_s: Seconds of each stage, by (thread, stage).
-        reads: Of the source.
+        sums: By name. "seconds" end when the last batch was handed out, or now if the loop waits
+            for one; the loop spent "wait" and "step" seconds of them. "batches" were handed out,
+            with this host's "records" and "bytes". "placed" batches are on the devices. "retries"
+            and "bad_records" are those of `FaultCounts`. A missing sum is 0.
+        stages_s: Seconds of each stage, by (thread, stage); a thread is its number or its name.
+        reads: The threads that read now.
     """
 
-    seconds: float = 0.0
-    wait_s: float = 0.0
-    batches: int = 0
-    records: int = 0
-    num_bytes: int = 0
-    placed: int = 0
-    stages_s: Mapping[tuple[int, str], float] = field(default_factory=dict)
-    reads: ReadCounts = field(default_factory=ReadCounts)
+    sums: Mapping[str, float] = field(default_factory=dict)
+    stages_s: Mapping[tuple[int | str, str], float] = field(default_factory=dict)
+    reads: ReadThreads = field(default_factory=ReadThreads)
+
+    def __getitem__(self, name: str) -> float:
+        return self.sums.get(name, 0)
 
     def since(self, before: Counts) -> Counts:
-        """What was counted since then."""
-        return Counts(
-            seconds=self.seconds - before.seconds,
-            wait_s=self.wait_s - before.wait_s,
-            batches=self.batches - before.batches,
-            records=self.records - before.records,
-            num_bytes=self.num_bytes - before.num_bytes,
-            placed=self.placed - before.placed,
-            stages_s={key: s - before.stages_s.get(key, 0.0) for key, s in self.stages_s.items()},
-            reads=self.reads.since(before.reads),
+        """Returns the sums over the time since then."""
+        return replace(
+            self,
+            sums=_difference(self.sums, before.sums),
+            stages_s=_difference(self.stages_s, before.stages_s),
         )
 
-    def stage_s(self, stage: str) -> float | None:
-        """Seconds of a stage, of all its threads together; None if it was not seen."""
-        found = [seconds for (_, name), seconds in self.stages_s.items() if name == stage]
-        return sum(found) if found else None
+    def stage_s(self, *stages: str) -> float:
+        """Returns the seconds of these stages, of all their threads together."""
+        return sum((s for (_, stage), s in self.stages_s.items() if stage in stages), 0.0)
 
-    @property
-    def making_threads(self) -> int:
-        """Threads that were at work in making batches."""
-        at_work = {key for key, seconds in self.stages_s.items() if seconds > 0}
-        return len({thread for thread, stage in at_work if stage in MAKING})
+    def has_seen(self, stage: str) -> bool:
+        """Returns whether a stage was ever at work in this process."""
+        return any(name == stage for _, name in self.stages_s)
+
+    def threads(self, *stages: str) -> int:
+        """Returns the number of threads that were at work in these stages."""
+        return len({at for (at, stage), s in self.stages_s.items() if stage in stages and s > 0})
+
+
+def _difference(now: Mapping[_Key, float], before: Mapping[_Key, float]) -> dict[_Key, float]:
+    return {key: value - before.get(key, 0) for key, value in now.items()}
+
+
+def size_of(batch: Any, row_dims: int = 1) -> dict[str, int]:
+    """Returns the rows of a batch, as "records", and its "bytes".
+
+    Args:
+        batch: A tree of arrays.
+        row_dims: Number of leading dimensions that count rows.
+    """
+    leaves = jax.tree.leaves(batch)
+    return {
+        "records": next((math.prod(np.shape(x)[:row_dims]) for x in leaves if np.ndim(x)), 1),
+        "bytes": sum(getattr(leaf, "nbytes", 0) for leaf in leaves),
+    }
+
+
+def mask_of(batch: Any, mask_key: str | None) -> Any:
+    """Returns the mask of a batch; None if it has none."""
+    return batch.get(mask_key) if isinstance(batch, Mapping) else None
+
+
+def busiest(
+    making: float, placing: float, stage_s: Callable[[str], float], least: float
+) -> str | None:
+    """Returns the stage whose threads are busiest; of stages that share threads, the longest.
+
+    Args:
+        making: Share of the time, 0 to 1, in which the threads that make batches are busy.
+        placing: The same share for the thread that puts them on the devices.
+        stage_s: Returns the seconds of a stage that makes batches.
+        least: None is busiest if both shares are below this one.
+    """
+    if max(making, placing) < least:
+        return None
+    return PLACE if placing > making else max(MAKING, key=stage_s)

@@ -1,178 +1,208 @@
-"""`Stats`: what `ShardedIterator.stats` says, in figures and in words."""
+"""The views of an account: `Figures` are computed from `Counts`, and `Stats` are two of them.
+
+Each figure is one entry in `Figures`: a function of the sums, with the words for its result.
+`Stats.as_dict`, the text and Prometheus follow from the entries.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from grain_shard.hosts.slowest import SlowestHost, Waits
-from grain_shard.spans import AGREE, BATCH, MAP, PAD, PLACE, READ, STAGES
-from grain_shard.stats.counts import MAKING, Counts
+from grain_shard.reading.faults import FaultCounts
+from grain_shard.spans import AGREE, BATCH, MAP, PAD, PLACE, READ, STEP, WAIT
+from grain_shard.stats.counts import BUSY, MAKING, Counts, ReadThreads, busiest
 
-_BUSY = 0.5  # of its time: with less, a stage is not what holds a loop up
+_T = TypeVar("_T")
+_MS, _MB = 1e3, 1e-6
+# The lines of the text begin with these words.
+DONE, RATES, LOOP, THREADS = "done", "on this host", "a batch", "its making, of all threads"
+
+
+class Figure(property, Generic[_T]):
+    """One figure: a property of `Figures`, with the words for it.
+
+    Args:
+        compute: Returns the figure; None if it cannot be seen.
+        line: First words of the line on which it is printed.
+        words: Its text on this line, with a place for the figure.
+        scale: Factor from the figure to the unit of the text.
+        is_sum: Whether it only grows. `Stats.as_dict` has a sum since the beginning, and any other
+            figure of late.
+    """
+
+    def __init__(
+        self, compute: Callable[[Any], _T], line: str, words: str, scale: float, is_sum: bool
+    ):
+        super().__init__(compute)
+        self.line, self.words, self.scale, self.is_sum = line, words, scale, is_sum
+
+    def __get__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, figures: Any, owner: type | None = None
+    ) -> _T:
+        return super().__get__(figures, owner)
+
+
+def _figure(
+    line: str, words: str, scale: float = 1, *, is_sum: bool = False
+) -> Callable[[Callable[[Any], _T]], Figure[_T]]:
+    return lambda compute: Figure(compute, line, words, scale, is_sum)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What an iterator did for a while. Seconds of stages are those of all threads together.
+    """The figures of an iterator over some time, each an attribute.
+
+    Seconds of stages are those of all threads together. A figure that cannot be seen is None, as
+    the stages of worker processes.
 
     Example:
-        >>> of_late = Figures.of(Counts(seconds=2.0, wait_s=0.5, batches=100, records=25_600))
+        >>> sums = {"seconds": 2.0, "wait": 0.5, "step": 1.5, "batches": 100, "records": 25_600}
+        >>> of_late = Figures(Counts(sums))
         >>> of_late.wait_share, of_late.wait_s, of_late.step_s, of_late.records_per_s
         (0.25, 0.005, 0.015, 12800.0)
 
     Attributes:
-        seconds: How long that was: until the last batch was handed out, or until now if the loop
-            waits for one.
-        batches: Batches that were handed out.
-        records: Of these, the rows on this host that are no padding.
-        bytes: Of these, the bytes of this host's rows, padding included.
-        wait_share: The part of the time, 0 to 1, for which the loop waited for a batch.
-        wait_s: The same in seconds a batch.
-        step_s: What the loop did between two batches, in seconds a batch.
-        read_s: To read and decode the records of a batch, or to take it from its stream, in
-            seconds; None where that is not seen, as in worker processes.
-        map_s: What the user's functions took of that, in seconds a batch; None where that cannot be
-            told apart: it can where a `MapDataset` is read record by record.
-        batch_s: To stack the records of a batch, in seconds; None where that is not seen.
-        pad_s: To pad a batch, in seconds; None where that is not seen.
-        place_s: To put a batch on the devices, in seconds; None as long as there was none.
-        agree_s: For which the pipeline waited until all hosts knew whether there is another batch,
-            in seconds a batch; None where they need not ask each other.
-        rereads: Reads that came late and were asked for again.
-        retries: Reads that failed and were tried again.
-        bad_records: Records that could not be had, and whose rows are masked.
-        busiest: The stage whose threads were busiest: "read", "batch", "pad" or "place"; None if
-            that is not seen.
+        counts: The sums from which all figures follow.
     """
 
-    seconds: float
-    batches: int
-    records: int
-    bytes: int
-    wait_share: float
-    wait_s: float
-    step_s: float
-    read_s: float | None
-    map_s: float | None
-    batch_s: float | None
-    pad_s: float | None
-    place_s: float | None
-    agree_s: float | None
-    rereads: int
-    retries: int
-    bad_records: int
-    busiest: str | None
+    counts: Counts
 
-    @classmethod
-    def of(cls, counts: Counts) -> Figures:
-        """The figures that follow from sums."""
-        # A loop that has had no batch yet has waited for the first one.
-        batches, placed = max(1, counts.batches), max(1, counts.placed)
-        wait_s = min(counts.wait_s, counts.seconds)  # both are sums of the same differences
+    @_figure(DONE, "{:,} batches", is_sum=True)
+    def batches(self) -> int:
+        """Batches that were handed out."""
+        return int(self.counts["batches"])
 
-        def a_batch(stage: str) -> float | None:
-            seconds = counts.stage_s(stage)
-            return None if seconds is None else seconds / placed
+    @_figure(DONE, "{:,} records", is_sum=True)
+    def records(self) -> int:
+        """Rows of these batches on this host that are no padding."""
+        return int(self.counts["records"])
 
-        return cls(
-            seconds=counts.seconds,
-            batches=counts.batches,
-            records=counts.records,
-            bytes=counts.num_bytes,
-            wait_share=wait_s / counts.seconds if counts.seconds else 0.0,
-            wait_s=wait_s / batches,
-            step_s=(counts.seconds - wait_s) / batches,
-            read_s=a_batch(READ),
-            map_s=a_batch(MAP),
-            batch_s=a_batch(BATCH),
-            pad_s=a_batch(PAD),
-            place_s=a_batch(PLACE),
-            agree_s=a_batch(AGREE),
-            rereads=counts.reads.rereads,
-            retries=counts.reads.retries,
-            bad_records=counts.reads.bad_records,
-            busiest=_busiest(counts),
-        )
+    @_figure(DONE, "{:,.1f} MB", _MB, is_sum=True)
+    def bytes(self) -> int:
+        """Bytes of these batches on this host, padding included."""
+        return int(self.counts["bytes"])
 
-    @property
+    @_figure(DONE, "{:,.1f} s", is_sum=True)
+    def seconds(self) -> float:
+        """Time until the last batch was handed out, or until now if the loop waits for one."""
+        return self.counts["seconds"]
+
+    @_figure(DONE, "of which the loop waited {:.0f} %", 100)
+    def wait_share(self) -> float:
+        """Share of the time, 0 to 1, in which the loop waited for a batch."""
+        # A difference of sums may be below 0 by a rounding error.
+        return self.counts[WAIT] / ((self.counts[WAIT] + max(0.0, self.counts[STEP])) or 1)
+
+    @_figure(DONE, "busiest: {}")
+    def busiest(self) -> str | None:
+        """The stage whose threads were busiest: "read", "batch", "pad" or "place"."""
+        counts, seen = self.counts, self.counts.threads(*MAKING)
+        # More threads may have been seen than are to work now.
+        threads = max(1, min(seen, counts.reads.number or seen))
+        making = counts.stage_s(*MAKING) / threads / (self.seconds or 1)
+        placing = counts.stage_s(PLACE) / (self.seconds or 1)
+        return busiest(making, placing, counts.stage_s, least=0 if making else BUSY)
+
+    @_figure(DONE, "{:,} reads tried again", is_sum=True)
+    def retries(self) -> int:
+        """Reads that failed and were tried again."""
+        return int(self.counts["retries"])
+
+    @_figure(DONE, "{:,} records masked as bad", is_sum=True)
+    def bad_records(self) -> int:
+        """Unreadable records, whose rows are masked."""
+        return int(self.counts["bad_records"])
+
+    @_figure(RATES, "{:,.0f} records/s")
     def records_per_s(self) -> float:
-        """Records of this host, a second."""
-        return self.records / self.seconds if self.seconds else 0.0
+        """Records of this host a second."""
+        return self.records / (self.seconds or 1)
 
-    @property
+    @_figure(RATES, "{:,.1f} MB/s", _MB)
     def bytes_per_s(self) -> float:
-        """Bytes of this host, a second."""
-        return self.bytes / self.seconds if self.seconds else 0.0
+        """Bytes of this host a second."""
+        return self.bytes / (self.seconds or 1)
+
+    @_figure(LOOP, "wait {:,.2f} ms", _MS)
+    def wait_s(self) -> float:
+        """Seconds a batch for which the loop waited; a loop without one waits for the first."""
+        return self.counts[WAIT] / max(1, self.batches)
+
+    @_figure(LOOP, "step {:,.2f} ms", _MS)
+    def step_s(self) -> float:
+        """Seconds of the loop between two batches."""
+        return max(0.0, self.counts[STEP]) / max(1, self.batches)
+
+    @_figure(THREADS, "read {:,.2f} ms", _MS)
+    def read_s(self) -> float | None:
+        """Seconds to read and decode the records of a batch, or to take it from its stream."""
+        return self._a_batch(READ)
+
+    @_figure(THREADS, "of which your functions {:,.2f} ms", _MS)
+    def map_s(self) -> float | None:
+        """Seconds of these that the user's functions took, if a `MapDataset` is read by record."""
+        return self._a_batch(MAP)
+
+    @_figure(THREADS, "batch {:,.2f} ms", _MS)
+    def batch_s(self) -> float | None:
+        """Seconds to stack the records of a batch."""
+        return self._a_batch(BATCH)
+
+    @_figure(THREADS, "pad {:,.2f} ms", _MS)
+    def pad_s(self) -> float | None:
+        """Seconds to pad a batch."""
+        return self._a_batch(PAD)
+
+    @_figure(THREADS, "place {:,.2f} ms", _MS)
+    def place_s(self) -> float | None:
+        """Seconds to put a batch on the devices."""
+        return self._a_batch(PLACE)
+
+    @_figure(THREADS, "agree {:,.2f} ms", _MS)
+    def agree_s(self) -> float | None:
+        """Seconds a batch until all hosts knew whether there is another; None if they need not."""
+        return self._a_batch(AGREE)
+
+    def _a_batch(self, stage: str) -> float | None:
+        counts = self.counts
+        return counts.stage_s(stage) / max(1, counts["placed"]) if counts.has_seen(stage) else None
+
+    def line(self, line: str) -> str:
+        """Returns one line of the text, without its first words; None and 0 are left out."""
+        found = [(one, one.__get__(self)) for one in FIGURES.values() if one.line == line]
+        texts = [
+            one.words.format(value if isinstance(value, str) else value * one.scale)
+            for one, value in found
+            if value
+        ]
+        return ", ".join(texts) or "not seen"
 
     def __str__(self) -> str:
-        waited = f"the loop waited {self.wait_share * 100:.0f} % of the time"
-        if self.busiest is not None:
-            waited += f"; busiest: {self.busiest}"
-        times = {stage: getattr(self, f"{stage}_s") for stage in (*STAGES, AGREE)}
-        seen = ", ".join(f"{stage} {_ms(s)}" for stage, s in times.items() if s is not None)
-        functions = "" if self.map_s is None else f" (your functions: {_ms(self.map_s)} of read)"
-        lines = [
-            f"{self.batches:,} batches in {self.seconds:,.1f} s: {waited}",
-            f"{self.records_per_s:,.0f} records/s, {self.bytes_per_s / 1e6:,.1f} MB/s on this host",
-            f"a batch: wait {_ms(self.wait_s)}, step {_ms(self.step_s)}",
-            f"its making, of all threads: {seen or 'not seen'}{functions}",
-        ]
-        faults = [
-            f"{count:,} {what}"
-            for count, what in (
-                (self.rereads, "late reads asked for again"),
-                (self.retries, "reads tried again"),
-                (self.bad_records, "records masked as bad"),
-            )
-            if count
-        ]
-        return "\n".join([*lines, *([", ".join(faults)] if faults else [])])
+        return "\n".join(f"{line}: {self.line(line)}" for line in (DONE, RATES, LOOP, THREADS))
+
+
+FIGURES = {name: one for name, one in vars(Figures).items() if isinstance(one, Figure)}
 
 
 def waits(counts: Counts, least_s: float) -> Waits:
-    """How the loop waited for this host's data; not what it waited for other hosts' votes.
+    """Returns how the loop waited for this host's data, without its wait for other hosts' votes.
 
     Args:
-        counts: Of a while.
-        least_s: How long that was at least, in seconds: a loop that has only begun, or rests most
-            of the time, holds nobody up for long.
+        counts: Sums over some time.
+        least_s: Least length of this time in seconds: a loop that has only begun, or rests most of
+            the time, holds nobody up for long.
     """
-    agree_s = counts.stage_s(AGREE) or 0.0
-    wait_s = max(0.0, min(counts.wait_s, counts.seconds) - agree_s)
-    seconds = max(counts.seconds, least_s)
-    share = wait_s / seconds if seconds else 0.0
-    return Waits(share, wait_s / max(1, counts.batches), _busiest(counts))
-
-
-def _busiest(counts: Counts) -> str | None:
-    """The stage whose threads were busy for most of their time; of those that share them, one."""
-    if not counts.seconds:
-        return None
-    made = {stage: counts.stage_s(stage) or 0.0 for stage in MAKING}
-    # More threads may have been seen than are to work now.
-    threads = min(counts.making_threads, counts.reads.threads or counts.making_threads)
-    making = sum(made.values()) / (max(1, threads) * counts.seconds)
-    placing = (counts.stage_s(PLACE) or 0.0) / counts.seconds
-    if making:
-        return PLACE if placing > making else max(MAKING, key=lambda stage: made[stage])
-    return PLACE if placing > _BUSY else None
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f} ms"
-
-
-# Of `Stats.as_dict`: what is told as it is of late, and what as the sum since the beginning.
-_OF_LATE = (
-    *("wait_share", "wait_s", "step_s", "read_s", "map_s", "batch_s", "pad_s", "place_s"),
-    *("agree_s", "records_per_s", "bytes_per_s"),
-)
-_SUMS = "seconds", "batches", "records", "bytes", "rereads", "retries", "bad_records"
+    wait_s = max(0.0, counts[WAIT] - counts.stage_s(AGREE))
+    share = wait_s / (max(counts["seconds"], least_s) or 1)
+    return Waits(share, wait_s / max(1, counts["batches"]), Figures(counts).busiest)
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What an iterator says of itself; `ShardedIterator.stats` gives it.
+    """The figures of an iterator, which `ShardedIterator.stats` returns.
 
     Example:
         >>> import grain, jax
@@ -189,41 +219,47 @@ class Stats:
         ['train/bad_records', 'train/batch_s', 'train/batches']
 
     Attributes:
-        total: Since the iterator's first ``next``. What is handed out again after ``set_state`` or
-            ``seek`` counts again.
-        recent: Of the last 30 seconds or a little more; without the first batch, for which
-            everything begins.
-        read_threads: How many threads read side by side now; None where that is not found while
-            it runs: of streams, feeds and worker processes.
-        read_threads_why: Why so many, in words.
-        slowest_host: Which host's loop waits longest for its data, by how much, and in which stage;
-            None on a single host, and for the first minute.
+        total: Figures since the iterator's first ``next``. A batch that is handed out again after
+            ``set_state`` or ``seek`` counts again.
+        recent: Figures of the last 30 seconds or a little more, without the first batch, which has
+            the time of all beginnings.
+        faults: Reads that failed on this host, with the first 1,000 bad records as ``listed``. It
+            includes those that were read ahead of the loop.
+        slowest_host: The host whose loop waits longest for its data, by how much, and in which
+            stage; None on a single host, and for the first minute.
     """
 
     total: Figures
     recent: Figures
-    read_threads: int | None = None
-    read_threads_why: str = ""
+    faults: FaultCounts = field(default_factory=FaultCounts)
     slowest_host: SlowestHost | None = None
 
-    @classmethod
-    def of(cls, total: Counts, recent: Counts, slowest_host: SlowestHost | None) -> Stats:
-        """What follows from the sums of an iterator."""
-        threads, why = total.reads.threads, total.reads.why
-        return cls(Figures.of(total), Figures.of(recent), threads, why, slowest_host)
+    @property
+    def reads(self) -> ReadThreads:
+        """The threads that read now; its text is empty if their number is not known."""
+        return self.total.counts.reads
+
+    @property
+    def read_threads(self) -> int | None:
+        """Threads that read side by side now; None in streams, feeds and worker processes."""
+        return self.reads.number
+
+    @property
+    def read_threads_why(self) -> str:
+        """The reason for this number, in words."""
+        return self.reads.why
 
     def as_dict(self, prefix: str = "data") -> dict[str, float]:
-        """The same for wandb or TensorBoard, flat: ``{"data/wait_share": 0.02, ...}``.
+        """Returns the figures for wandb or TensorBoard, flat: ``{"data/wait_share": 0.02, ...}``.
 
-        Shares, times and rates are those of late; what is counted is counted since the beginning.
-        What is not known is left out.
+        Shares, times and rates are those of late; counts are those since the beginning. Unknown
+        figures are left out.
 
         Args:
-            prefix: What the names begin with, to tell an evaluation from the training, say.
+            prefix: The beginning of all names, to tell an evaluation from the training, say.
         """
         found = {
-            **{name: getattr(self.recent, name) for name in _OF_LATE},
-            **{name: getattr(self.total, name) for name in _SUMS},
+            **{n: getattr(self.total if f.is_sum else self.recent, n) for n, f in FIGURES.items()},
             "read_threads": self.read_threads,
         }
         if (slowest := self.slowest_host) is not None:
@@ -232,18 +268,12 @@ class Stats:
                 "slowest_host_behind_s": slowest.behind_s,
                 "slowest_host_share": slowest.share,
             }
-        return {f"{prefix}/{name}": value for name, value in found.items() if value is not None}
+        return {f"{prefix}/{n}": v for n, v in found.items() if isinstance(v, int | float)}
 
     def __str__(self) -> str:
         lines = [str(self.recent)]
         if self.read_threads is not None:
-            lines.append(f"threads that read: {self.read_threads} ({self.read_threads_why})")
+            lines.append(f"threads that read: {self.reads}")
         if self.slowest_host is not None:
             lines.append(str(self.slowest_host))
-        total = self.total
-        lines.append(
-            f"since the beginning: {total.batches:,} batches, {total.records:,} records,"
-            f" {total.bytes / 1e6:,.1f} MB in {total.seconds:,.1f} s, of which the loop waited"
-            f" {total.wait_share * 100:.0f} %"
-        )
-        return "\n".join(lines)
+        return "\n".join([*lines, f"since the beginning: {self.total.line(DONE)}"])

@@ -1,6 +1,6 @@
-"""`Meter`: counts what one iterator does, always.
+"""`Meter`: counts one iterator's work, always.
 
-Nothing here takes a lock: each figure is written by one thread alone, and read by any.
+No method takes a lock: each sum is written by one thread alone, and read by any.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from grain_shard.hosts.slowest import Waits
-from grain_shard.stats.counts import Counts, ReadCounts, Size
+from grain_shard.reading.faults import FaultCounts
+from grain_shard.spans import STEP, WAIT
+from grain_shard.stats.counts import Counts, ReadThreads, mask_of, size_of
 from grain_shard.stats.figures import waits
 
-# What was "of late" began so long ago; the sums are kept so often.
+# Length of "of late", and the pause between two sums that are kept.
 RECENT_S, _KEEP_S = 30.0, 5.0
 
 
 class _Loop(NamedTuple):
-    """The training loop, in one value, so that no other thread sees the half of a change.
+    """The training loop, in one value, so that no other thread sees half of a change.
 
     Times are those of the clock, in seconds.
     """
@@ -32,9 +33,7 @@ class _Loop(NamedTuple):
     until: float = 0.0  # when the last call returned
     since: float | None = None  # when the call began that it waits in now
     wait_s: float = 0.0
-    batches: int = 0
-    records: int = 0
-    num_bytes: int = 0
+    sums: Mapping[str, int] = {"batches": 0}  # of batches that were handed out; never changed
 
 
 class Meter:
@@ -42,7 +41,7 @@ class Meter:
 
     Args:
         clock: In seconds.
-        mask_key: Where batches say which of their rows are records; None if they do not.
+        mask_key: Leaf of a batch that marks its rows that are records; None if there is none.
     """
 
     def __init__(
@@ -55,18 +54,26 @@ class Meter:
         self._loop = _Loop()
         self._placed = 0
         self._tallies: dict[int, dict[str, float]] = {}  # by thread
-        self._reads: Callable[[], ReadCounts] = ReadCounts
-        self._reads_before = ReadCounts()
-        self._kept: deque[tuple[float, Counts]] = deque()  # the sums, and when they were so
+        self._reads: Callable[[], ReadThreads] = ReadThreads
+        self._faults: Callable[[], FaultCounts] = FaultCounts
+        self._faults_before = FaultCounts()
+        self._kept: deque[tuple[float, Counts]] = deque()  # sums, each with its time
         self._reported = Counts()
 
     def tally(self) -> dict[str, float]:
-        """Seconds by stage, to which the calling thread, and no other, adds."""
+        """Returns the seconds by stage to which the calling thread, and no other, adds."""
         return self._tallies.setdefault(threading.get_ident(), {})
 
-    def opens(self, reads: Callable[[], ReadCounts]) -> None:
-        """The iterator goes on elsewhere, where these reads are counted from 0 on."""
-        self._reads_before, self._reads = self._reads().after(self._reads_before), reads
+    def opens(
+        self, reads: Callable[[], ReadThreads], faults: Callable[[], FaultCounts] = FaultCounts
+    ) -> None:
+        """Goes on at another position of the iterator, from which faults are counted anew."""
+        self._faults_before = self.faults()
+        self._reads, self._faults = reads, faults
+
+    def faults(self) -> FaultCounts:
+        """Returns the reads that failed since the iterator was made."""
+        return self._faults().after(self._faults_before)
 
     def __enter__(self) -> None:
         now, loop = self._clock(), self._loop
@@ -77,64 +84,63 @@ class Meter:
         wait_s = loop.wait_s + now - (now if loop.since is None else loop.since)
         self._loop = loop._replace(since=None, until=now, wait_s=wait_s)
 
-    def placed(self, batch: Any) -> Size:
-        """This host's part of a batch, of NumPy arrays, goes to the devices; the size of it."""
+    def placed(self, batch: Any) -> Mapping[str, int]:
+        """Counts this host's NumPy part of a batch as placed; returns its sums."""
         self._placed += 1
-        leaves = jax.tree.leaves(batch)
-        num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
-        mask = batch.get(self._mask_key) if isinstance(batch, Mapping) else None
-        if mask is not None:
-            return Size(int(np.count_nonzero(mask)), num_bytes)
-        return Size(next((len(leaf) for leaf in leaves if np.ndim(leaf)), 1), num_bytes)
+        size, mask = size_of(batch), mask_of(batch, self._mask_key)
+        return size if mask is None else size | {"records": int(np.count_nonzero(mask))}
 
-    def handed_out(self, size: Size) -> None:
-        """The loop has got a batch."""
-        loop = self._loop._replace(until=self._clock())
-        self._loop = loop._replace(
-            batches=loop.batches + 1,
-            records=loop.records + size.records,
-            num_bytes=loop.num_bytes + size.num_bytes,
+    def handed_out(self, size: Mapping[str, int]) -> None:
+        """Counts a batch that the loop has got, with the sums that `placed` returned."""
+        sums, now = self._loop.sums, self._clock()
+        more = {name: sums.get(name, 0) + number for name, number in size.items()}
+        self._loop = self._loop._replace(
+            until=now, sums={**sums, **more, "batches": sums["batches"] + 1}
         )
-        # The first batch is no part of what is of late: all that takes place once comes before it.
-        if not self._kept or loop.until - self._kept[-1][0] >= _KEEP_S:
-            self._kept.append((loop.until, self.total()))
-            while len(self._kept) > 1 and self._kept[1][0] <= loop.until - RECENT_S:
+        # The first batch is no part of "of late": it has the time of all that is done only once.
+        if not self._kept or now - self._kept[-1][0] >= _KEEP_S:
+            self._kept.append((now, self.total()))
+            while len(self._kept) > 1 and self._kept[1][0] <= now - RECENT_S:
                 self._kept.popleft()
 
     def total(self) -> Counts:
-        """All since the iterator began."""
-        loop = self._loop
+        """Returns the sums since the iterator began."""
+        loop, faults = self._loop, self.faults()
         until = loop.until if loop.since is None else self._clock()
-        waiting_s = 0.0 if loop.since is None else until - loop.since
-        return Counts(
-            seconds=until - loop.began,
-            wait_s=loop.wait_s + waiting_s,
-            batches=loop.batches,
-            records=loop.records,
-            num_bytes=loop.num_bytes,
-            placed=self._placed,
-            # Copied at once, as the threads go on to write.
-            stages_s={
-                (thread, stage): seconds
-                for thread, tally in self._tallies.copy().items()
-                for stage, seconds in tally.copy().items()
-            },
-            reads=self._reads().after(self._reads_before),
-        )
+        wait_s = loop.wait_s + (0.0 if loop.since is None else until - loop.since)
+        sums = {
+            **loop.sums,
+            "seconds": until - loop.began,
+            WAIT: wait_s,
+            STEP: until - loop.began - wait_s,
+            "placed": self._placed,
+            "retries": faults.retries,
+            "bad_records": faults.bad_records,
+        }
+        # Copied at once, because the threads go on to write.
+        stages_s: dict[tuple[int | str, str], float] = {
+            (thread, stage): seconds
+            for thread, tally in self._tallies.copy().items()
+            for stage, seconds in tally.copy().items()
+        }
+        return Counts(sums, stages_s, self._reads())
 
     def recent(self) -> Counts:
-        """Of the last `RECENT_S`, up to `_KEEP_S` more; all, as long as there is but one batch."""
+        """Returns the sums of the last `RECENT_S` to `RECENT_S + _KEEP_S`.
+
+        They are all sums as long as there are fewer than two batches.
+        """
         total = self.total()
-        return total if total.batches < 2 else total.since(self._kept[0][1])
+        return total if total["batches"] < 2 else total.since(self._kept[0][1])
 
     def waits_of_late(self, least_s: float) -> Waits:
-        """How the loop has waited since the last call; at first, since the first batch.
+        """Returns how the loop has waited since the last call, at first since the first batch.
 
         Args:
-            least_s: How long ago that is at least, in seconds.
+            least_s: Least number of seconds since then.
         """
         total, before = self.total(), self._reported
-        if not before.batches and self._kept:
+        if not before["batches"] and self._kept:
             before = self._kept[0][1]
         self._reported = total
         return waits(total.since(before), least_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable
@@ -11,7 +10,8 @@ from typing import Any, Protocol
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from grain_shard.stats.figures import Stats
+from grain_shard.spans import WAIT
+from grain_shard.stats.figures import FIGURES, Stats
 
 
 class HasStats(Protocol):
@@ -77,8 +77,10 @@ class _Collector:
         families: dict[str, Any] = {}
         for dataset, batches in list(self.exported.items()):
             stats = batches.stats()
-            sums = _sums(stats)
             figures = {name.partition("/")[2]: value for name, value in stats.as_dict().items()}
+            sums = {name: figures[name] for name, one in FIGURES.items() if one.is_sum}
+            sums["loop_seconds"] = stats.total.seconds
+            sums["wait_seconds"] = stats.total.counts[WAIT]
             for name, value in (figures | sums).items():
                 kind = CounterMetricFamily if name in sums else GaugeMetricFamily
                 if name not in families:
@@ -86,11 +88,3 @@ class _Collector:
                     families[name] = kind(f"grain_shard_{name}", meaning, labels=["dataset"])
                 families[name].add_metric([dataset], value)
         return families.values()
-
-
-def _sums(stats: Stats) -> dict[str, float]:
-    """Returns the figures that only grow: seconds of the loop, and all counts."""
-    total = stats.total
-    counts = {k: v for k, v in dataclasses.asdict(total).items() if isinstance(v, int)}
-    seconds, wait_s = total.seconds, total.wait_share * total.seconds
-    return counts | {"loop_seconds": seconds, "wait_seconds": wait_s}

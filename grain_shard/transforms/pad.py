@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grain_shard.errors import ShardingError, require_int
+from grain_shard.errors import require_choice, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.pad_batch import REMAINDERS, Padding, Remainder, pad_batch
 from grain_shard.reading.pad_rows import PadRows
@@ -50,11 +50,7 @@ class PadToDivisible(Stage):
         self.padding  # noqa: B018 (refuses what is no value)
         if self.global_batch_size is not None:
             require_int("global_batch_size", self.global_batch_size, 1)
-        if self.remainder not in REMAINDERS:
-            raise ShardingError(
-                f"remainder={self.remainder!r} is not one of {', '.join(REMAINDERS)}.",
-                remedy="choose one of them.",
-            )
+        require_choice("remainder", self.remainder, REMAINDERS)
 
     @property
     def padding(self) -> Padding:

@@ -19,8 +19,8 @@ from grain_shard.trees import Batch, FlatBatch
 class ShardBatch(Stage):
     """Keeps the rows of each batch that this host's devices hold.
 
-    Over a `MapDataset` it reaches below ``.batch`` and evaluates those rows alone. What it hands
-    out is in fresh arrays that nothing else refers to.
+    Over a `MapDataset` it reaches below ``.batch`` and evaluates those rows alone. Its batches are
+    in fresh arrays that nothing else refers to.
 
     Example:
         >>> import grain

@@ -1,4 +1,4 @@
-"""What every stage of the chain has in common: what it makes of each kind of pipeline."""
+"""The common class of the chain's stages, with a method for each kind of pipeline."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ class Stage(ABC):
 
     @abstractmethod
     def of_random_access(self, ds: RowMapDataset) -> grain.MapDataset | grain.IterDataset:
-        """What comes of batches that can be had by index, row by row."""
+        """Returns the dataset after this stage, of batches with random access to rows."""
 
     @abstractmethod
     def of_stream(self, ds: StreamDataset) -> grain.IterDataset:
-        """What comes of batches that can be had in order only."""
+        """Returns the dataset after this stage, of batches that come in order only."""
 
     @abstractmethod
     def of_feeds(self, ds: FeedBatches) -> grain.IterDataset:
-        """What comes of batches of feeds."""
+        """Returns the dataset after this stage, of batches of feeds."""
 
 
 def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from grain_shard.errors import GrainShardError
-from grain_shard.tools.measuring.bottleneck import find_bottleneck
+from grain_shard.errors import GrainShardError, require_int
+from grain_shard.iteration.sharded_dataset import sharded
+from grain_shard.spans import STEP, WAIT
+from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
+from grain_shard.tools.measuring.loop import Loop
 from grain_shard.tools.measuring.measurement import Measurement
 
 if TYPE_CHECKING:
@@ -27,21 +32,26 @@ class Profile(Measurement):
         (0.75, 'read')
     """
 
+    @functools.cached_property
+    def found(self) -> Bottleneck:
+        """The stage that holds the loop up, with the reason and the advice."""
+        return find_bottleneck(self)
+
     @property
     def bottleneck(self) -> str:
-        """Names the stage that holds the loop up.
+        """The name of the stage that holds the loop up.
 
         A stage ("read", "batch", "pad", "place"), the "step" itself, the "buffer" (too small for
         a few batches that take much longer than the others), the "workers" (processes, which are
-        not seen), the "handover" (whatever comes between the devices and the loop), or "unseen" (a
-        dataset whose stages tell nothing, time that is not theirs, or too few batches to tell).
+        not seen), the "handover" (anything between the devices and the loop), or "unseen" (a
+        dataset without stages that are seen, time outside of them, or too few batches to tell).
         """
-        return find_bottleneck(self).name
+        return self.found.name
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Advice on the pipeline, in sentences."""
-        return find_bottleneck(self).advice
+        """The changes to make, in sentences."""
+        return self.found.advice
 
     def plot(self) -> Figure:
         """Draws the lanes over time, as a matplotlib figure.
@@ -61,35 +71,36 @@ class Profile(Measurement):
         return draw(self, self.bottleneck)
 
     def __str__(self) -> str:
-        found = find_bottleneck(self)
         ended = self.num_batches < self.num_batches_asked
         asked = f" of {self.num_batches_asked}, then the dataset ended" if ended else ""
         lines = [
             f"batches measured: {self.num_batches}{asked} (after {self.warmup} of warm-up)",
             f"{self.examples_per_second:,.0f} examples/s, {self.bytes_per_second / 1e6:,.1f} MB/s,"
-            f" {_milliseconds(self.seconds / self.num_batches)} a batch;"
+            f" {self._a_batch(self.seconds)} a batch;"
             f" the loop waits {self.wait_share:.1%} of the time",
             "",
             f"{'lane':<8}{'threads':>7}{'total':>14}{'a batch':>14}{'busy':>8}",
         ]
         for lane, total_s in self.lanes_s.items():
-            threads, busy = self.threads(lane), f"{self.busy(lane):.0%}"
-            a_batch = _milliseconds(total_s / self.num_batches)
-            lines.append(f"{lane:<8}{threads:>7}{f'{total_s:.3f} s':>14}{a_batch:>14}{busy:>8}")
+            threads, a_batch = f"{self.threads(lane):>7}", f"{self._a_batch(total_s):>14}"
+            lines.append(f"{lane:<8}{threads}{total_s:>12.3f} s{a_batch}{self.busy(lane):>8.0%}")
         if self.read_threads:
             lines += [
                 "",
                 f"reads side by side, as found while it ran: {self.read_threads}",
                 "(threads come and go until then; the table counts all that were seen)",
             ]
-        lines += ["", _broken(f"bottleneck: {found.name}; {found.reason}")]
-        lines += [_broken(f"  - {advice}") for advice in found.advice]
+        lines += ["", _broken(f"bottleneck: {self.bottleneck}; {self.found.reason}")]
+        lines += [_broken(f"  - {advice}") for advice in self.advice]
         if self.pipeline is not None and self.pipeline.num_workers:
             unseen = "not seen: reading, stacking and padding in the worker processes"
             lines.append(_broken(f"{unseen} (num_workers={self.pipeline.num_workers})."))
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _a_batch(self, seconds: float) -> str:
+        return f"{seconds / self.num_batches * 1e3:.3f} ms"
 
     def _ipython_display_(self) -> None:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
@@ -105,10 +116,6 @@ def _broken(sentence: str) -> str:
     """In lines that fit a page, as a notebook breaks none; later ones are indented further."""
     indent = " " * (4 if sentence.startswith("  - ") else 2)
     return textwrap.fill(sentence, 80, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
 
 
 def profile(
@@ -163,7 +170,30 @@ def profile(
         ValueError: The dataset has no batch, or the step returns nothing.
         ShardingError: A number of batches is no whole number, or too small.
     """
-    return Profile.of_loop(ds, num_batches, warmup, step)
+    require_int("num_batches", num_batches, 1)
+    require_int("warmup", warmup, 0)
+    loop = Loop(ds, warmup + num_batches, step)
+    if not loop.sizes:
+        raise ValueError("the dataset has no batch to measure.")
+    warmup = min(warmup, len(loop.sizes) - 1)
+    sizes = loop.sizes[warmup:]
+    start = [s.start for s in loop.spans if s.stage == WAIT][warmup]
+    end = max(s.end for s in loop.spans if s.stage == (WAIT if step is None else STEP))
+    pipeline = sharded(ds)
+    return Profile(
+        num_batches=len(sizes),
+        num_batches_asked=num_batches,
+        warmup=warmup,
+        # Clocks have a smallest step, and no figure may be one over nothing.
+        seconds=max(end - start, time.get_clock_info("perf_counter").resolution),
+        recorded_spans=tuple(
+            s._replace(start=s.start - start, end=s.end - start) for s in loop.spans
+        ),
+        pipeline=None if pipeline is None else pipeline.settings,
+        num_examples=sum(size["records"] for size in sizes),
+        num_bytes=sum(size["bytes"] for size in sizes),
+        read_threads=loop.read_threads,
+    )
 
 
 def measure_throughput(

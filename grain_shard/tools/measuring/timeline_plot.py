@@ -31,7 +31,7 @@ class _Picture(Figure):
 
 
 def draw(measured: Measurement, bottleneck: str) -> Figure:
-    """The lanes over time; one of several threads is divided among them."""
+    """Draws the lanes over time; a lane of several threads is divided among them."""
     lanes = measured.lanes_s
     figure = _Picture(figsize=(11, 1.6 + 0.5 * len(lanes)), layout="constrained", facecolor="white")
     axes = figure.add_subplot()

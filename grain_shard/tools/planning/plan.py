@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import grain
 import numpy as np
 from jax.sharding import NamedSharding
 
-from grain_shard.chain import check_read
-from grain_shard.errors import ShardingError, describe_spec, require_int
+from grain_shard.errors import ShardingError, describe_spec, require_choice, require_int
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import BatchLayout
-from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.sharding.sharding_tree import Read, ShardingTree
 from grain_shard.sharding.slices import slice_of
 from grain_shard.sharding.specs import num_shards
 from grain_shard.tools.planning.result import Plan, Reads, RowReads
@@ -38,7 +37,7 @@ def plan(
     record_bytes: int | None = None,
     remainder: Remainder = "pad",
     microbatches: int | None = None,
-    read: Literal["auto", "needed", "once"] = "auto",
+    read: Read = "auto",
     hardware: HardwareType | None = None,
 ) -> Plan:
     """Plans the reads of each host, for a random-access pipeline that ends in `shard_to`.
@@ -73,7 +72,7 @@ def plan(
     require_int("num_records", num_records, 0)
     if record_bytes is not None:
         require_int("record_bytes", record_bytes, 1)
-    check_read(read)
+    require_choice("read", read, get_args(Read))
     target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
     read = target.way_to_read(read, global_batch_size)
     layout = next(iter(target.layouts().values()))  # the sizes are the same for any host

@@ -69,8 +69,9 @@ def show(batch_or_dataset: Any) -> None:
     if (ds := sharded(batch_or_dataset)) is not None:
         batch, row_dims = ds.abstract_batch(), ds.row_dims
         facts = list(_facts(ds, _global_batch_size(batch, row_dims)))
-        if isinstance(batch_or_dataset, ShardedIterator) and batch_or_dataset.read_threads:
-            facts.append(("reads side by side", batch_or_dataset.read_threads))
+        is_iterator = isinstance(batch_or_dataset, ShardedIterator)
+        if is_iterator and (reads := str(batch_or_dataset.stats().reads)):
+            facts.append(("reads side by side", reads))
         tables.append(FittingTable(["dataset", ""], facts, left=2))
     elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
         raise ShardingError(

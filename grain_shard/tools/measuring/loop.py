@@ -1,0 +1,93 @@
+"""A loop over batches that records its spans, and arithmetic with spans."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.sharded_dataset import sharded
+from grain_shard.spans import STEP, WAIT, Span, recorded, span
+from grain_shard.stats.counts import mask_of, size_of
+from grain_shard.trees import MASK_KEY
+
+
+class Loop:
+    """A loop that takes batches and does a step with each.
+
+    Args:
+        ds: The dataset, or an iterator, which is not closed.
+        num_batches: Number of batches to take; fewer if the dataset ends.
+        step: Called with each batch; None for no step.
+
+    Attributes:
+        spans: All spans meanwhile, by the time of their start.
+        sizes: Rows and bytes of each batch, by name.
+        read_threads: The threads that read in the end, in words; "" if not known.
+    """
+
+    def __init__(self, ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | None):
+        self.sizes: list[dict[str, int]] = []
+        masks: list[Any] = []
+        row_dims = 1 if (pipeline := sharded(ds)) is None else pipeline.row_dims
+        with recorded() as spans, _opened(ds) as iterator:
+            while len(masks) < num_batches:
+                try:
+                    with span(WAIT):
+                        batch = jax.block_until_ready(next(iterator))
+                except StopIteration:
+                    break
+                self.sizes.append(size_of(batch, row_dims))
+                # A mask is summed after the loop: the pipeline would get ahead meanwhile.
+                masks.append(mask_of(batch, MASK_KEY))
+                if step is not None:
+                    _take(step, batch)
+                del batch  # not to hold one more on the devices than the pipeline means to
+            is_ours = isinstance(iterator, ShardedIterator)
+            self.read_threads = str(iterator.stats().reads) if is_ours else ""
+        self.spans = sorted(spans, key=lambda s: s.start)
+        for size, mask in zip(self.sizes, masks, strict=True):
+            # A step that donates its batch deletes the mask.
+            if mask is not None and not (isinstance(mask, jax.Array) and mask.is_deleted()):
+                size["records"] = int(mask.sum())
+
+
+def _take(step: Callable[[Any], Any], batch: Any) -> None:
+    with span(STEP):
+        result = jax.block_until_ready(step(batch))
+    if not jax.tree.leaves(result):
+        raise ValueError(
+            "the step returned nothing, so nothing tells when the devices are done with it.\n"
+            "  remedy: return what it computes, such as the loss."
+        )
+
+
+@contextlib.contextmanager
+def _opened(ds: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    """Opens an iterator, and closes it at the end unless it is the caller's own."""
+    iterator = iter(ds)
+    try:
+        yield iterator
+    finally:
+        if iterator is not ds and (close := getattr(iterator, "close", None)) is not None:
+            close()
+
+
+def covered_s(spans: Sequence[Span]) -> float:
+    """Returns the seconds during which at least one of the spans was going on."""
+    seconds, reached = 0.0, float("-inf")
+    for one in sorted(spans, key=lambda s: s.start):
+        seconds += max(0.0, one.end - max(one.start, reached))
+        reached = max(reached, one.end)
+    return seconds
+
+
+def cut(whole: Span, start: float, end: float) -> Span:
+    """Returns the part of a span between two times, with the same part of its processor time."""
+    start, end = max(whole.start, start), min(whole.end, end)
+    length = whole.end - whole.start
+    part = (end - start) / length if length else 1.0
+    return whole._replace(start=start, end=end, processor_s=whole.processor_s * part)
