@@ -37,16 +37,16 @@ def place_model_state_on_shards(
               none. The axis is the mesh's "fsdp" if it has one, else the one for data.
             - A dict from paths to `PartitionSpec`; leaves that it does not name are replicated. A
               path is the leaf's keys joined by "/" (``"params/Dense_0/kernel"``) or their end, so
-              ``"Dense_0/kernel"`` also takes in the optimizer's moments for that kernel. Of
-              several that match, the longest counts. A spec longer than a leaf's rank is cut.
+              ``"Dense_0/kernel"`` also takes in the optimizer's moments for that kernel. If
+              several match, the longest counts. A spec longer than a leaf's rank is cut.
 
     Returns:
         The state with each leaf a global array; text stays as it is.
 
     Raises:
-        ShardingError: An unknown word; a path that matches no leaf, with those that exist; an axis
-            that the mesh does not have or that does not divide its dim; a leaf that no device can
-            hold.
+        ShardingError: An unknown word; a path that matches no leaf, with a list of the paths; an
+            axis that the mesh does not have or that does not divide its dim; a leaf that no device
+            can hold.
 
     Example:
         >>> mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])

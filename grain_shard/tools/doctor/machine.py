@@ -22,7 +22,7 @@ _FEW_FILES = 4096
 
 
 def versions() -> dict[str, str | None]:
-    """Returns Python's version and those of the packages; None for one that is not installed."""
+    """Returns the versions of Python and the packages; None for one that is not installed."""
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     ours = {"python": platform.python_version(), "system": system}
     return ours | {package: _version(package) for package in _PACKAGES}

@@ -23,10 +23,10 @@ from grain_shard.tools.rehearse.host_process import (
 )
 from grain_shard.tools.rehearse.result import RehearsalError, RehearsalResult
 
-# What Gloo, the library by which CPUs of several hosts compute together, says of itself on stdout.
+# A line of Gloo, the library by which CPUs of several hosts compute together, on stdout.
 _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
-# How JAX says that a host ends as another one has gone, and the lines that come after: the error of
-# the connection, and a stack of C++ functions. Other lines of the host may stand between them.
+# JAX prints this when a host ends because another one has gone, and these lines after it: the error
+# of the connection, and a stack of C++ functions. Other lines of the host may stand between them.
 _LOST_ANOTHER = "Terminating process because the JAX distributed service detected fatal errors"
 _STACK_OF_LOSS = re.compile(
     r"\*\*\* Check failure stack trace: \*\*\*"
@@ -118,8 +118,8 @@ def run_script(
 
     `argv` is what would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
     Each line that a host writes goes to `echo` as it arrives, prefixed with its host; the stack of
-    C++ functions with which JAX ends a host that has lost another does not. What Gloo writes of
-    itself is left out everywhere. All other arguments are as for `run`.
+    C++ functions with which JAX ends a host that has lost another does not. The lines of
+    Gloo are left out everywhere. All other arguments are as for `run`.
     """
     if hosts < 1 or devices_per_host < 1:
         raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")

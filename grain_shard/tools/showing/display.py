@@ -35,8 +35,8 @@ def show(batch_or_dataset: Any) -> None:
     Args:
         batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.
             Or what `shard_to` returns, or its iterator; this host's rows of its first batch are
-            then read, to learn the shapes, and its batches, buffers and rows are shown as well. Of
-            an iterator also how many threads read side by side now, and why.
+            then read, to learn the shapes, and its batches, buffers and rows are shown as well. An
+            iterator adds how many threads read side by side now, and why.
 
     Raises:
         ShardingError: The dataset has no batch, or one that does not fit its shardings; or it is no
@@ -94,7 +94,7 @@ def _of_one_microbatch(leaf: Any) -> Any:
 
 
 def _global_batch_size(batch: Any, row_dims: int) -> int | None:
-    """The rows of a global batch. Text does not tell: a host has only its own rows of it."""
+    """The rows of a global batch; None if all of it is text, of which a host has its own rows."""
     structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
     return next((math.prod(s.shape[:row_dims]) for s in structs if s.shape), None)
 
