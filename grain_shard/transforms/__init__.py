@@ -1,1 +1,1 @@
-"""The stages of the chain, one a file, in the order in which `shard_to` puts them."""
+"""The stages of the chain, one per file, applied by `shard_to` one after the other."""
