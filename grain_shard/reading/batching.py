@@ -98,25 +98,19 @@ class Batching(ABC):
         """Returns the number of batches in one pass."""
         return min(sys.maxsize, self.cuts.steps_before(self.num_epochs))
 
-    def unpadded_size_of(self, index: int) -> int:
-        """Returns the rows of a full batch at this index, without padding."""
-        return self.unpadded_sizes[0]
-
     @property
     def global_batch_sizes(self) -> tuple[int, ...]:
         """Rows of full batches with padding, each size once."""
         return tuple(dict.fromkeys(map(self._padded_size, self.unpadded_sizes)))
 
-    def host_batch_size_of(self, index: int) -> int:
-        """Returns the rows of a full batch at this index that are kept, with padding."""
-        size = self._padded_size(self.unpadded_size_of(index))
-        return size if self.rows is None else len(self.rows[size])
+    def rows_of(self, unpadded_size: int) -> np.ndarray | None:
+        """Returns the rows of a full batch to keep, int64[n], including padding; None for all."""
+        return None if self.rows is None else self.rows[self._padded_size(unpadded_size)]
 
-    def rows_of(self, index: int) -> np.ndarray | None:
-        """Returns the rows of a batch to keep, int64[n], including padding; None for all."""
-        if self.rows is None:
-            return None
-        return self.rows[self._padded_size(self.unpadded_size_of(index))]
+    def host_batch_size_of(self, unpadded_size: int) -> int:
+        """Returns the number of rows of a full batch that are kept, including padding."""
+        rows = self.rows_of(unpadded_size)
+        return self._padded_size(unpadded_size) if rows is None else len(rows)
 
     def _padded_size(self, size: int) -> int:
         return size if self.padding is None else self.padding.size(size)

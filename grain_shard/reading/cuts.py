@@ -136,6 +136,8 @@ class Cuts:
         return False
 
     def _stretch_at(self, step: int) -> _Stretch:
+        if len(self._stretches) == 1:
+            return self._stretches[0]
         return self._stretches[bisect_right(self._stretches, step, key=lambda s: s.start.step) - 1]
 
 

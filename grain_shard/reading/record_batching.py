@@ -98,9 +98,6 @@ class RecordBatching(Batching):
     def unpadded_sizes(self) -> tuple[int, ...]:
         return self.by_record.sizes
 
-    def unpadded_size_of(self, index: int) -> int:
-        return self.cut(index).size
-
     def cut(self, index: int) -> Cut:
         """Returns the records of a batch."""
         if self.sliced is None:
@@ -121,7 +118,8 @@ class RecordBatching(Batching):
         return {**found, "global_batch_size": global_batch_size}
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        of_batches = [self._records_of(index) for index in indices]
+        cuts = [self.cut(index) for index in indices]
+        of_batches = [self._records_of(cut) for cut in cuts]
         stops = itertools.accumulate(map(len, of_batches))
         way = route(self.template.records, np.concatenate(of_batches))
         return [
@@ -131,18 +129,18 @@ class RecordBatching(Batching):
                 way.part(stop - len(records), stop),
                 self.template,
                 faults,
-                self.host_batch_size_of(index),
+                self.host_batch_size_of(cut.size),
                 self.padding,
             )
-            for index, records, stop in zip(indices, of_batches, stops, strict=True)
+            for index, cut, records, stop in zip(indices, cuts, of_batches, stops, strict=True)
         ]
 
-    def _records_of(self, index: int) -> np.ndarray:
+    def _records_of(self, cut: Cut) -> np.ndarray:
         """Returns the existing records of the rows to keep, in their order: int64[n]."""
-        epoch, record, existing, _ = self.cut(index)
+        epoch, record, existing, size = cut
         if self.epoch_below is not None and self.sliced is None:
             epoch = self.epoch_below(epoch)
-        start, rows = epoch * self.by_record.records + record, self.rows_of(index)
+        start, rows = epoch * self.by_record.records + record, self.rows_of(size)
         return start + (np.arange(existing) if rows is None else rows[rows < existing])
 
 

@@ -33,13 +33,10 @@ class RowStacker:
         self.structure: Any = jax.tree.structure(row)
         # Copies: a row may be a view of a much larger array, which it would keep in memory.
         self.likes: list[np.ndarray] = [np.array(like) for like in as_arrays(self.paths, leaves)]
-        self._of_many: dict[int, Any] = {}  # by number of rows, the structure of a tuple of rows
-
-    @property
-    def rows_at_a_time(self) -> int:
-        """Number of rows to make before they are written."""
         row_bytes = sum(like.nbytes for like in self.likes)
-        return max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
+        # The number of rows to make before they are written.
+        self.rows_at_a_time: int = max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
+        self._of_many: dict[int, Any] = {}  # by number of rows, the structure of a tuple of rows
 
     @property
     def like(self) -> Any:

@@ -89,7 +89,7 @@ class WholeBatching(Batching):
                 Route(ds, below),
                 _Whole(self, index),
                 faults,
-                0 if self.padding is None else self.host_batch_size_of(index),
+                0 if self.padding is None else self.host_batch_size_of(self.batches.size),
                 self.padding,
             )
             for index, below in zip(indices, found, strict=True)
@@ -106,7 +106,8 @@ class WholeBatching(Batching):
         Raises:
             ShardingError: The batch has an unexpected number of rows.
         """
-        flat, rows = FlatBatch.of(batch), self.rows_of(index)
+        flat = FlatBatch.of(batch)
+        rows = None if self.rows is None else self.rows_of(self.batches.size)
         if self.made_of is not None:
             sliced = self.made_of.sliced is not None
             existing = (self.made_of if sliced else self.cuts).cut(index).num_records

@@ -131,16 +131,13 @@ class Assembler:
     def _place(self, array: np.ndarray, leaf: _Leaf) -> jax.Array | np.ndarray:
         if leaf.sharding is None:
             return array
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            return array[self._host_index(index, leaf.global_shape)]
-
-        return jax.make_array_from_callback(leaf.global_shape, leaf.sharding, shard)
+        global_shape, shard = leaf.global_shape, array.__getitem__
+        if global_shape and not self._layout.holds_all:
+            shard = lambda index: array[self._host_index(index, global_shape)]  # noqa: E731
+        return jax.make_array_from_callback(global_shape, leaf.sharding, shard)
 
     def _host_index(self, index: Any, global_shape: tuple[int, ...]) -> Any:
         """Returns the index, in this host's array, of a shard of the global array."""
-        if self._layout.holds_all or not global_shape:
-            return index
         dim = 0 if self._shardings.microbatches is None else 1  # the dim of the rows
         first, stop, _ = index[dim].indices(global_shape[dim])
         start = self._layout.host_row(first, global_shape[dim])

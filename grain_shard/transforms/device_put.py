@@ -117,7 +117,7 @@ class DevicePut(Stage):
         return self._sharded(
             ds,
             host,
-            lambda: batching.unpadded_size_of(0),
+            lambda: batching.unpadded_sizes[0],
             same_order=batching.num_epochs == 1 and nodes.is_shuffled(ds),
             reads_other_rows=batching.reads_other_rows,
         )
