@@ -76,6 +76,12 @@ class ShardingError(GrainShardError, ValueError):
             self.args = (self._text(),)
         return self
 
+    def with_remedy(self, remedy: str) -> ShardingError:
+        """This error with another remedy, where the raiser did not know what it was asked for."""
+        self.remedy = remedy
+        self.args = (self._text(),)
+        return self
+
     def _text(self) -> str:
         head = f"{self.path}: {self.problem}" if self.path else self.problem
         spec = None if self.spec is None else describe_spec(self.spec)

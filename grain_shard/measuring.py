@@ -3,8 +3,8 @@
 `profile` measures a loop: examples per second, when each stage was at work, which one holds the
 loop up, and what to change. `measure_throughput` is the same under the name that peers use.
 
-`Stats` is what `ShardedIterator.stats` says while a run goes on: its `Figures`, since the beginning
-and of late, and the `SlowestHost`.
+`ShardedIterator.stats` returns `Stats` at any time: the `Figures` of the run since the beginning
+and of late, the reads that failed, and the `SlowestHost`.
 """
 
 from grain_shard.hosts.slowest import SlowestHost

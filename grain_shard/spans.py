@@ -1,4 +1,4 @@
-"""Spans: the time that each stage of a pipeline spends, marked by the stage itself.
+"""Spans: the only events from which times are counted, marked by each stage itself.
 
 A stage wraps its work in ``with span("read")``. The span names the work in JAX's profiler, adds its
 time to the counter of the stage's iterator, and is recorded if a recording is active. A span costs

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from grain_shard.tools import extras
 from grain_shard.tools.command import main
 from grain_shard.tools.doctor import child, machine
 from grain_shard.tools.libtpu import keep_libtpu_quiet, tpu_is_here
@@ -196,7 +197,7 @@ def test_a_low_limit_of_open_files_comes_with_advice(soft, advice, monkeypatch):
 
 
 def test_what_an_extra_lacks_is_named(monkeypatch):
-    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "tqdm" else name)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "tqdm" else name)
     found = machine.extras()
     assert found["demo"] == {"for": "python -m grain_shard demo", "missing": ["tqdm"]}
     assert found["plan"]["missing"] == []

@@ -364,9 +364,9 @@ def test_a_scalar_stays_what_it_is_in_padding():
 
     rows = {"x": np.ones(4), "valid_mask": np.ones(4, bool), "temperature": np.float32(0.7)}
     place = Placing(lambda batch: batch, Meter(mask_key="valid_mask"), 0, keeps_last=True)
-    assert place((rows, 1)).size.records == 4
+    assert place((rows, 1)).size["records"] == 4
     padding, position, size = place.padding(Padded())
-    assert (position, size.records) == (2, 0)
+    assert (position, size["records"]) == (2, 0)
     assert not padding["x"].any()
     assert not padding["valid_mask"].any()
     assert padding["temperature"] == np.float32(0.7)

@@ -253,6 +253,17 @@ class TestRetries:
         np.testing.assert_allclose(pauses, [0.1, 0.3, 0.9, 2.7, 8.1, 10, 10])
 
 
+def test_a_stop_iteration_of_a_record_is_no_end_of_its_stream():
+    def load(i):
+        return next(iter([])) if i == 13 else record(i)
+
+    records = grain.MapDataset.range(64).map(load)
+    with iter(records.to_iter_dataset().batch(8).shard_to(data_mesh(2))) as iterator:
+        assert ids([next(iterator)]) == [list(range(8))]
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            next(iterator)
+
+
 class TestThePauseEnds:
     """Pauses would take ten minutes here."""
 

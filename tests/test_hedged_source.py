@@ -289,7 +289,8 @@ class TestErrors:
         assert seen == in_order(16, 8)
         assert "record 17 of the dataset" in caught.value.__notes__[0]
 
-    def test_what_has_failed_is_not_asked_for_again(self):
+    def test_what_has_failed_is_not_asked_for_again(self, monkeypatch):
+        monkeypatch.setattr(Lateness, "patience_s", None)  # before it has failed, either
         asked = []
 
         def fail(index, number):

@@ -330,7 +330,7 @@ def tuple_spec(axes):
 
 
 def test_without_libtpu_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("grain_shard.tools.planning.topology.find_spec", lambda name: None)
+    monkeypatch.setattr("grain_shard.tools.extras.find_spec", lambda name: None)
     with pytest.raises(GrainShardError, match=r'pip install "grain-shard\[plan\]"'):
         topology_mesh("v5e:4x4", {"data": 16})
 

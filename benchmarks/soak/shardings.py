@@ -80,7 +80,6 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
         "cpu_buffer_size": [1, 2, 7],
         "device_buffer_size": [1, 3],
         "num_threads": [1, 2, 5],
-        "reread_slow": [False],
         "read": ["needed", "once"],
     }
     return {name: rng.choice(of) for name, of in choices.items() if rng.random() < 0.25}

@@ -16,6 +16,7 @@ from grain_shard.grain_inside.recovery import AT_ONCE, Recovery, Unreadable
 from grain_shard.grain_inside.routes import route
 from grain_shard.reading.faults import Skipped
 from grain_shard.reading.origin import Origin, record_name
+from grain_shard.tasks import Raised
 
 # How many records are found in one go, at first and at most. To find them takes microseconds. But a
 # source that reads many in a call reads them all at once, and the first rows must not wait for it.
@@ -84,7 +85,7 @@ class RecordIterator(grain.DatasetIterator):
                 if type(element) is Unreadable and (
                     skipped is None or not skipped.may_skip(element)
                 ):
-                    raise element.error
+                    Raised.of(element.error).throw()  # a StopIteration would pass for the end
             except BaseException as error:
                 self._next_elements = None  # whoever asks again gets the same record again
                 error.add_note(f"grain_shard: while evaluating {self._name(element)}")

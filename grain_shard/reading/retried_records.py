@@ -8,6 +8,7 @@ import numpy as np
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.reading.faults import Faults
+from grain_shard.tasks import Raised
 
 
 class RetriedRecords(grain.MapDataset):
@@ -34,11 +35,13 @@ class RetriedRecords(grain.MapDataset):
         try:
             return self._records[index]
         except Exception as error:
+            if isinstance(error, StopIteration):  # which would pass for the end of the stream
+                Raised.of(error).throw()
             if not self._faults.reads_again(error):
                 raise
         # Step by step, because the rules differ for errors of functions and of the source.
         way = route(self._records, np.array([index]))
         (element,) = way.finish(way.read(NEVER, self._faults), NEVER, self._faults)
         if type(element) is Unreadable:
-            raise element.error
+            Raised.of(element.error).throw()
         return element

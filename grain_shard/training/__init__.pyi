@@ -1,4 +1,3 @@
-from .batch_size import estimate_max_batch_size as estimate_max_batch_size
 from .data_parallel import data_parallel_train_step as data_parallel_train_step
 from .data_parallel import place_batch_on_shards as place_batch_on_shards
 from .data_parallel import spmd_train_step as spmd_train_step
@@ -22,3 +21,4 @@ from .rules import data_parallel_rules as data_parallel_rules
 from .rules import fsdp_rules as fsdp_rules
 from .rules import partition_spec_for_names as partition_spec_for_names
 from .sharded_pipeline import create_sharded_pipeline as create_sharded_pipeline
+from .step_memory import estimate_max_batch_size as estimate_max_batch_size

@@ -174,28 +174,26 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
     if mesh.empty:
         mesh = create_1d_mesh()
 
-    def placed(root: str, tree: Any, spec: PartitionSpec) -> Any:
-        def place(path: KeyPath, leaf: Any) -> Any:
-            if _is_on_mesh(leaf):
-                return leaf
-            array = place_leaf(root + keystr(path), leaf, NamedSharding(mesh, spec))
-            if is_text(array):
-                raise ShardingError(
-                    "a compiled step takes no text.",
-                    path=root + keystr(path),
-                    leaf=describe_leaf(array),
-                    mesh_axes=mesh.shape.items(),
-                    remedy="drop this leaf from the batch before the step, or make numbers of it.",
-                )
-            return array
+    specs = {"state": PartitionSpec(), ROOT: default_spec(mesh), "rngs": PartitionSpec()}
 
-        return tree_map_with_path(place, tree)
+    def place(keys: KeyPath, leaf: Any) -> Any:
+        if _is_on_mesh(leaf):
+            return leaf
+        root = keys[0].key
+        path = root + keystr(keys[1:])
+        array = place_leaf(path, leaf, NamedSharding(mesh, specs[root]))
+        if is_text(array):
+            raise ShardingError(
+                "a compiled step takes no text.",
+                path=path,
+                leaf=describe_leaf(array),
+                mesh_axes=mesh.shape.items(),
+                remedy="drop this leaf from the batch before the step, or make numbers of it.",
+            )
+        return array
 
-    return (
-        placed("state", state, PartitionSpec()),
-        placed(ROOT, batch, default_spec(mesh)),
-        placed("rngs", rngs, PartitionSpec()),
-    )
+    placed = tree_map_with_path(place, {"state": state, ROOT: batch, "rngs": rngs})
+    return placed["state"], placed[ROOT], placed["rngs"]
 
 
 def _is_on_mesh(leaf: Any) -> bool:

@@ -116,7 +116,7 @@ class BatchSizeRecommendation:
         optimal_batch_size: From here on throughput is at its best, with some room above critical.
         critical_batch_size: Where matrix multiplications stop waiting for their weights.
         max_memory_batch_size: What fits in memory. It depends on the model, so it is None here;
-            `grain_shard.training.batch_size.estimate_max_batch_size` finds it for a training step.
+            `grain_shard.training.step_memory.estimate_max_batch_size` finds it for a training step.
         notes: Where the numbers come from.
 
     Example:

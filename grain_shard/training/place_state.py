@@ -190,14 +190,7 @@ def _place(name: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray:
             remedy = "make the leaf an array of numbers that JAX has, or take it out of the state."
         else:
             remedy = "shard another dim of this leaf, or replicate it with PartitionSpec()."
-        raise ShardingError(
-            error.problem,
-            path=error.path,
-            leaf=error.leaf,
-            spec=error.spec,
-            mesh_axes=error.mesh_axes,
-            remedy=remedy,
-        ) from None
+        raise error.with_remedy(remedy) from None
 
 
 def _matches_nothing(what: str, names: list[str], mesh: Mesh) -> ShardingError:

@@ -1,7 +1,8 @@
-"""The memory of a compiled step on one device, as XLA's compiler accounts for it."""
+"""The memory of a compiled step on one device, by XLA's own account; the batch that fits it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,3 +63,95 @@ def step_memory(lowered: Any) -> StepMemory:
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
     )
+
+
+def estimate_max_batch_size(
+    step: Callable[..., Any],
+    make_batch: Callable[[int], Any],
+    *args: Any,
+    memory_limit_bytes: int | None = None,
+    multiple_of: int = 8,
+) -> int:
+    """The largest batch with which ``step(*args, make_batch(batch_size))`` fits on a device.
+
+    The step is compiled, never run, and nothing is allocated for it. XLA says what the compiled
+    step holds on one device: arguments, results, temporaries and code. That is close to a fixed
+    part plus a part per example, so two sizes determine the line and the limit picks the batch.
+
+    Small batches hide the slope behind tile padding and on-chip scratch. So the size grows by
+    four until the step holds a quarter of the limit. Memory grows at most in proportion to the
+    batch, so the last size tried still fits. The result is what fits as the step is written:
+    close to the limit XLA may recompute activations and make room for more, in a slower step.
+
+    Args:
+        step: The training step, e.g. ``step(state, batch)``. One that is compiled already
+            (`jax.jit`, `nnx.jit`) is used as it is, with its donated arguments.
+        make_batch: Makes the step's last argument for a batch size. Best made of
+            `jax.ShapeDtypeStruct`, which takes no memory. With sharded leaves the batch size is
+            the global one, and the memory is one device's memory.
+        *args: The step's other arguments; arrays or `jax.ShapeDtypeStruct`.
+        memory_limit_bytes: What one device can hold. None asks the first local device. Batches
+            that wait in a prefetch buffer are not part of the step: subtract their bytes.
+        multiple_of: The result is a multiple of this, which is also the smallest size tried. With
+            a sharded batch it must be a multiple of the number of shards.
+
+    Returns:
+        The global batch size in examples.
+
+    Raises:
+        ValueError: The device does not tell its limit and none is given; the smallest batch does
+            not fit; `make_batch` ignores its argument, or the step its batch.
+        NotImplementedError: The backend's compiler does not account for memory.
+
+    Example:
+        >>> step = lambda weights, batch: (batch @ weights).sum()
+        >>> estimate_max_batch_size(
+        ...     step,
+        ...     lambda batch_size: jax.ShapeDtypeStruct((batch_size, 1024), "float32"),
+        ...     jax.ShapeDtypeStruct((1024, 1024), "float32"),
+        ...     memory_limit_bytes=2**30,
+        ... )
+        261112
+    """
+    limit = _device_memory_limit() if memory_limit_bytes is None else memory_limit_bytes
+
+    def held_bytes(batch_size: int) -> int:
+        return step_memory(lower(step, *args, make_batch(batch_size))).total_bytes
+
+    small, large = multiple_of, 2 * multiple_of
+    if _num_elements(make_batch(small)) == _num_elements(make_batch(large)):
+        raise ValueError(f"make_batch({small}) and make_batch({large}) are of the same size.")
+    small_bytes, large_bytes = held_bytes(small), held_bytes(large)
+    if small_bytes > limit:
+        raise ValueError(
+            f"A batch of {small} takes {small_bytes:,} bytes on a device that holds {limit:,}: "
+            "use a smaller multiple_of, shard the state, or rematerialize activations."
+        )
+    # A batch of more elements than all devices have bytes cannot be part of what is held.
+    while large_bytes < limit / 4 and _num_elements(make_batch(large)) < limit * jax.device_count():
+        small, small_bytes = large, large_bytes
+        large *= 4
+        large_bytes = held_bytes(large)
+    if large_bytes == small_bytes:
+        raise ValueError(
+            f"The step takes {large_bytes:,} bytes for a batch of {small} and of {large} alike: it"
+            " does not use the batch."
+        )
+    bytes_per_example = (large_bytes - small_bytes) / (large - small)
+    batch_size = small + (limit - small_bytes) / bytes_per_example
+    return multiple_of * math.floor(batch_size / multiple_of)
+
+
+def _device_memory_limit() -> int:
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        raise ValueError(
+            f"A device of kind {device.device_kind!r} does not tell how much memory it has: "
+            "pass memory_limit_bytes=, e.g. 16 * 2**30."
+        )
+    return limit
+
+
+def _num_elements(batch: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(batch))

@@ -7,12 +7,13 @@ import contextlib
 import os
 import sys
 import tempfile
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 
 from grain_shard.errors import GrainShardError
 from grain_shard.tools.arguments import UsageError, positive_integer, whole_number
 from grain_shard.tools.demo import MIN_ACCURACY, VIRTUAL_DEVICES
+from grain_shard.tools.extras import EXTRAS, missing, not_installed
 from grain_shard.tools.libtpu import keep_libtpu_quiet
 
 _LARGEST_BATCH = 750  # of 1,500 images: with two batches an epoch has a middle to stop at
@@ -28,43 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" {MIN_ACCURACY:.0%} of held-out images are told right, each step compiles once, and"
         " the batches after an interruption are, bit for bit, those that would have come."
     )
-    add = parser.add_argument
-    add("--epochs", metavar="N", type=positive_integer, default=10, help="default: %(default)s")
-    add(
-        "--batch-size",
-        metavar="N",
-        type=_batch_size,
-        default=128,
-        help="of all hosts together; default: %(default)s",
+    number = partial(parser.add_argument, metavar="N")
+    number("--epochs", type=positive_integer, default=10, help="default: %(default)s")
+    batch_size = "rows of a batch, on all hosts together; default: %(default)s"
+    number("--batch-size", type=_batch_size, default=128, help=batch_size)
+    seed = "seed of the parameters and the shuffling; default: %(default)s"
+    number("--seed", type=whole_number, default=0, help=seed)
+    data_dir = f"folder of the images, written if they are missing; default: {digits}"
+    default = digits.expanduser()
+    parser.add_argument("--data-dir", type=Path, default=default, metavar="DIR", help=data_dir)
+    either = parser.add_mutually_exclusive_group()
+    hosts = "train on one host, then on this many (processes on this machine), and compare"
+    either.add_argument("--hosts", type=int, choices=(1, 2, 4, 8), default=1, help=hosts)
+    distributed = (
+        "be one host of several, as jax.distributed.initialize() finds them on a TPU slice,"
+        " under SLURM or in a rehearsal; checkpoints go to this new folder, which all share"
     )
-    add(
-        "--seed",
-        metavar="N",
-        type=whole_number,
-        default=0,
-        help="of the parameters and the shuffling; default: %(default)s",
-    )
-    add(
-        "--data-dir",
-        type=Path,
-        default=digits.expanduser(),
-        metavar="DIR",
-        help=f"where the images are, or will be; default: {digits}",
-    )
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument(
-        "--hosts",
-        type=int,
-        choices=(1, 2, 4, 8),
-        default=1,
-        help="train on one host, then on so many (processes on this machine), and compare",
-    )
-    hosts.add_argument(
-        "--distributed",
-        metavar="DIR",
-        help="be one host of several, as jax.distributed.initialize() finds them on a TPU slice,"
-        " under SLURM or in a rehearsal; checkpoints go to this new folder, which all share",
-    )
+    either.add_argument("--distributed", metavar="DIR", help=distributed)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -74,12 +55,8 @@ def main(args: argparse.Namespace) -> int:
         UsageError: The folder for the checkpoints is not empty.
         GrainShardError: The demo cannot run here; the message says why.
     """
-    extra = {"sklearn": "scikit-learn", "tqdm": "tqdm"}
-    if missing := [name for module, name in extra.items() if find_spec(module) is None]:
-        raise GrainShardError(
-            f"the demo needs {' and '.join(missing)}, which is not installed.\n"
-            '  remedy: pip install "grain-shard[demo]"'
-        )
+    if lacking := missing(EXTRAS["demo"][0]):
+        raise not_installed("the demo", "demo", lacking)
     if args.distributed and any(Path(args.distributed).glob("*")):
         raise UsageError(f"{args.distributed} is not empty.\n  remedy: name a new folder.")
     if not args.distributed:
@@ -89,7 +66,13 @@ def main(args: argparse.Namespace) -> int:
     import jax
 
     if args.distributed:
-        _join_the_others()
+        try:
+            jax.distributed.initialize()
+        except (RuntimeError, ValueError) as error:
+            raise GrainShardError(
+                f"this process finds no other hosts to join: {error}\n  remedy: start it on every"
+                " host of a TPU slice, under SLURM, or by python -m grain_shard rehearse."
+            ) from None
     else:
         jax.config.update("jax_num_cpu_devices", VIRTUAL_DEVICES)
         # By default a machine with few cores has one thread a device, and the collectives of one
@@ -114,18 +97,6 @@ def main(args: argparse.Namespace) -> int:
             print(f"demo: {error}", file=sys.stderr)
             return 1
     return 0 if kept else 1
-
-
-def _join_the_others() -> None:
-    import jax
-
-    try:
-        jax.distributed.initialize()
-    except (RuntimeError, ValueError) as error:
-        raise GrainShardError(
-            f"this process finds no other hosts to join: {error}\n  remedy: start it on every host"
-            " of a TPU slice, under SLURM, or by python -m grain_shard rehearse."
-        ) from None
 
 
 def _batch_size(text: str) -> int:

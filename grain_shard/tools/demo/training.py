@@ -15,6 +15,7 @@ from flax import nnx
 
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.iteration.sharded_dataset import ShardedDataset
+from grain_shard.training import spmd_train_step
 from grain_shard.trees import Batch
 
 
@@ -47,14 +48,12 @@ def create(seed: int) -> tuple[Classifier, nnx.Optimizer]:
 def train_step(model: Classifier, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
     """One update by the mean loss of the valid rows, which it returns."""
 
-    def mean_loss(model: Classifier) -> jax.Array:
+    def mean_loss(model: Classifier, batch: Batch) -> jax.Array:
         logits, mask = model(batch["image"]), batch["valid_mask"]
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return jnp.sum(loss * mask) / jnp.sum(mask)
 
-    loss, gradients = nnx.value_and_grad(mean_loss)(model)
-    optimizer.update(model, gradients)
-    return loss
+    return spmd_train_step(model, optimizer, mean_loss, batch)
 
 
 @nnx.jit

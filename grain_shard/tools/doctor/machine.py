@@ -7,23 +7,16 @@ import platform
 import resource
 import shutil
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from grain_shard import __version__
+from grain_shard.tools.extras import EXTRAS, missing
 from grain_shard.tools.libtpu import tpu_is_here
 
 _PACKAGES = "jax", "jaxlib", "grain", "numpy", "array-record", "orbax-checkpoint", "flax"
 _OF_JAX = ("JAX_", "XLA_", "LIBTPU_", "CUDA_VISIBLE_DEVICES", "PJRT_")
 _FEW_FILES = 4096
-# The optional parts of this package: the modules of each, and its use.
-_EXTRAS = {
-    "demo": (("sklearn", "tqdm"), "python -m grain_shard demo"),
-    "plot": (("matplotlib",), "profile(...).plot(), plan --picture"),
-    "plan": (("matplotlib", "libtpu"), "plan --topology: the topologies of TPUs"),
-    "notebooks": (("jupyterlab", "ipywidgets", "nbclient"), "the notebooks"),
-}
 
 
 def versions() -> dict[str, str | None]:
@@ -82,8 +75,7 @@ def accelerators() -> dict[str, Any]:
 def extras() -> dict[str, Any]:
     """Returns the optional parts of this package: the use of each, and the modules it lacks."""
     return {
-        name: {"for": use, "missing": [module for module in modules if find_spec(module) is None]}
-        for name, (modules, use) in _EXTRAS.items()
+        name: {"for": use, "missing": missing(modules)} for name, (modules, use) in EXTRAS.items()
     }
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 
-from grain_shard.errors import GrainShardError, ShardingError
+from grain_shard.errors import ShardingError
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.tools.arguments import UsageError
 from grain_shard.tools.showing.tables import describe_bytes
 from grain_shard.training.step_memory import StepMemory, lower, step_memory
 from grain_shard.trees import MASK_KEY
@@ -35,12 +36,12 @@ def load_step(reference: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
     """The function that ``script.py:name`` names; the script is run, but not as ``__main__``.
 
     Raises:
-        GrainShardError: The script defines no such name.
+        UsageError: The script defines no such name.
     """
     path, _, name = reference.rpartition(":")
     names = runpy.run_path(path)
     if name not in names:
-        raise GrainShardError(
+        raise UsageError(
             f"{path} defines no {name!r}.\n  remedy: write script.py:name, a name that is in it."
         )
     return names[name]

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from grain_shard.errors import GrainShardError, describe_mesh
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
+from grain_shard.tools.extras import not_installed
 from grain_shard.tools.palette import FILLS
 
 _MAX_LINES = 32  # shards of the rows
@@ -39,10 +40,7 @@ def draw_mesh(
         from matplotlib.figure import Figure
         from matplotlib.patches import Rectangle
     except ImportError:
-        raise GrainShardError(
-            'the picture needs matplotlib, which is not installed.\n  remedy: pip install "grain-'
-            'shard[plot]"'
-        ) from None
+        raise not_installed("the picture", "plot", ["matplotlib"]) from None
     named = [s for s in ShardingTree.of(mesh, spec).shardings() if isinstance(s, NamedSharding)]
     rows_spec = PartitionSpec(*max(named, key=num_shards).spec[:1])
     indices = NamedSharding(mesh, rows_spec).devices_indices_map((num_rows,))

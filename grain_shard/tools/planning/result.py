@@ -15,11 +15,11 @@ from rich.text import Text
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.tools.showing.tables import (
+    FittingTable,
     InNotebooks,
     describe_bytes,
     describe_few,
     describe_ranges,
-    table,
     to_text,
 )
 from grain_shard.training.hardware import HardwareType
@@ -215,8 +215,8 @@ class Plan(InNotebooks):
         """All that it says, the hosts shortened to a screen."""
         ways = [reads for reads in (self.needed, self.once) if reads is not None]
         parts: list[Any] = [
-            table(["the job", ""], self._job_lines(), left=2),
-            table(
+            FittingTable(["the job", ""], self._job_lines(), left=2),
+            FittingTable(
                 ["reading", "times each row is read", "rows a host reads a step", "bytes", ""],
                 map(self._reading_line, ways),
                 left=1,
@@ -224,8 +224,8 @@ class Plan(InNotebooks):
         ]
         columns = ["rows of a batch", "read a step", "bytes a step", "read an epoch"]
         if self.num_slices > 1:
-            parts.append(table(["slice", "hosts", *columns], self._slice_lines(), left=3))
-        parts.append(table(["host", *columns], self._host_lines(), left=2))
+            parts.append(FittingTable(["slice", "hosts", *columns], self._slice_lines(), left=3))
+        parts.append(FittingTable(["host", *columns], self._host_lines(), left=2))
         for warning in self.warnings:
             text = Text.assemble(("warning: ", "bold yellow"), warning)
             parts.append(Padding(text, (0, 2)))

@@ -10,14 +10,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import jax
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import Mesh
 
-from grain_shard.errors import GrainShardError, ShardingError, require_int
+from grain_shard.errors import ShardingError, require_int
+from grain_shard.tools.extras import missing, not_installed
 
 # Without these libtpu asks the metadata server of a TPU VM for them, and complains that there is
 # none. Which values they have does not matter, as the topology is given by its name.
@@ -61,12 +61,9 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
         >>> mesh.devices.shape, mesh.devices.flat[0].device_kind  # doctest: +SKIP
         ((32, 8), 'TPU v5 lite')
     """
-    if find_spec("libtpu") is None:
-        raise GrainShardError(
-            "the topologies of TPUs come with libtpu, which is not installed.\n"
-            '  remedy: pip install "grain-shard[plan]" (Linux on x86-64), or give the number of'
-            " hosts and devices instead."
-        )
+    if missing(("libtpu",)):
+        instead = " (Linux on x86-64), or give the number of hosts and devices instead."
+        raise not_installed("the topology of a TPU slice", "plan", ["libtpu"], instead)
     from jax.experimental import topologies
 
     require_int("slices", slices, 1)

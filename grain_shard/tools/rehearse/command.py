@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 from grain_shard.tools.arguments import UsageError, positive_integer, positive_seconds
@@ -19,21 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "jax.distributed.initialize() needs no arguments, and collectives cross the processes."
     )
     add = parser.add_argument
-    add("--hosts", type=positive_integer, metavar="N", required=True, help="number of hosts")
-    add(
-        "--devices-per-host",
-        type=positive_integer,
-        metavar="N",
-        default=1,
-        help="CPU devices of each (default: 1)",
-    )
-    add(
-        "--timeout",
-        type=positive_seconds,
-        metavar="SECONDS",
-        default=600.0,
-        help="seconds until all are ended (default: 600)",
-    )
+    number = partial(add, type=positive_integer, metavar="N")
+    number("--hosts", required=True, help="number of hosts")
+    number("--devices-per-host", default=1, help="CPU devices of each (default: 1)")
+    timeout = "seconds until all are ended (default: 600)"
+    add("--timeout", type=positive_seconds, metavar="SECONDS", default=600.0, help=timeout)
     add("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     add("script", help="the training script")
     add("args", nargs=argparse.REMAINDER, help="all that follows is the script's")
@@ -70,9 +61,10 @@ def main(args: argparse.Namespace) -> int:
             echo=sys.stdout,
         )
     except _Stopped as stopped:
-        name = "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name
+        (number,) = stopped.args
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         print(f"rehearse: stopped by {name}; no host runs any more", file=sys.stderr)
-        return 128 + stopped.number
+        return 128 + number
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -82,8 +74,4 @@ def main(args: argparse.Namespace) -> int:
 
 
 class _Stopped(BaseException):
-    """A signal that ends the rehearsal."""
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.number = number
+    """A signal that ends the rehearsal; its argument is the number of the signal."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 # Seconds that a host has between SIGTERM and SIGKILL. A host that is blocked uses all of them:
@@ -139,14 +139,10 @@ class HostProcess:
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self._events.put((self._index, None))
 
-    def send_signal(self, number: int) -> None:
-        """To the process alone, if it still runs."""
+    def send_signal(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
+        """Sends a signal to the process alone, or by `os.killpg` with its children, if it runs."""
         if self._process.returncode is None:
-            os.kill(self._process.pid, number)
-
-    def terminate(self) -> None:
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
+            send(self._process.pid, number)
 
     def join(self, timeout_s: float) -> None:
         self._waiter.join(timeout_s)
@@ -178,7 +174,7 @@ def end(processes: Sequence[HostProcess]) -> None:
     """Ends the hosts that still run: by SIGTERM and, after `_GRACE_S`, by SIGKILL."""
     try:
         for process in processes:
-            process.terminate()
+            process.send_signal(signal.SIGTERM, os.killpg)
         deadline = time.monotonic() + _GRACE_S
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -17,9 +17,9 @@ from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
 from grain_shard.tools.showing.drawing import draw_batch
 from grain_shard.tools.showing.leaf_text import LeafText
 from grain_shard.tools.showing.tables import (
+    FittingTable,
     describe_bytes,
     describe_ranges,
-    table,
     to_screen,
 )
 from grain_shard.trees import flatten
@@ -72,14 +72,14 @@ def show(batch_or_dataset: Any) -> None:
         is_iterator = isinstance(batch_or_dataset, ShardedIterator)
         if is_iterator and (reads := str(batch_or_dataset.stats().reads)):
             facts.append(("reads side by side", reads))
-        tables.append(table(["dataset", ""], facts, left=2))
+        tables.append(FittingTable(["dataset", ""], facts, left=2))
     elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
         raise ShardingError(
             f"nothing tells what a {type(batch_or_dataset).__name__} holds, and where.",
             remedy="show one of its batches, or the dataset that .shard_to(mesh) returned.",
         )
     columns = ["leaf", "global array", "rows a device", "bytes a device"]
-    tables.append(table(columns, _lines(batch, row_dims), left=2))
+    tables.append(FittingTable(columns, _lines(batch, row_dims), left=2))
     drawn = jax.tree.map(_of_one_microbatch, batch) if row_dims > 1 else batch
     to_screen(Group(*tables, *draw_batch(drawn)))
 

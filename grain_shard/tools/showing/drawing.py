@@ -12,7 +12,7 @@ from rich.text import Text
 
 from grain_shard.sharding.specs import spec_rank
 from grain_shard.tools.palette import FILLS
-from grain_shard.tools.showing.tables import describe_few, describe_ranges, table
+from grain_shard.tools.showing.tables import FittingTable, describe_few, describe_ranges
 from grain_shard.trees import flatten
 
 _MAX_LINES = 16
@@ -58,7 +58,7 @@ def _drawing(paths: Sequence[str], leaf: Any) -> Any:
         title += f"; the first {_MAX_LINES} of {len(lines)} shards of the rows"
     if len(columns) > _MAX_COLUMNS:
         title += f"; the first {_MAX_COLUMNS} of {len(columns)} shards across"
-    drawing = table(
+    drawing = FittingTable(
         ["rows", *map(_column_head, columns[:_MAX_COLUMNS])],
         (
             [
@@ -68,8 +68,8 @@ def _drawing(paths: Sequence[str], leaf: Any) -> Any:
             for rows in lines[:_MAX_LINES]
         ),
         left=1 + _MAX_COLUMNS,
+        row_styles=[f"black on {color}" for color in FILLS],
     )
-    drawing.row_styles = [f"black on {color}" for color in FILLS]
     return Group(Padding(Text(title), (0, 2)), drawing)
 
 

@@ -1,0 +1,37 @@
+"""The optional parts of this package: what each is for, and the modules that it needs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from grain_shard.errors import GrainShardError
+
+# The modules of each, and its use.
+EXTRAS = {
+    "demo": (("sklearn", "tqdm"), "python -m grain_shard demo"),
+    "plot": (("matplotlib",), "profile(...).plot(), plan --picture"),
+    "plan": (("matplotlib", "libtpu"), "plan --topology: the topologies of TPUs"),
+    "notebooks": (("jupyterlab", "ipywidgets", "nbclient"), "the notebooks"),
+}
+_PACKAGES = {"sklearn": "scikit-learn"}  # whose modules have another name
+
+
+def missing(modules: tuple[str, ...]) -> list[str]:
+    """The modules that are not installed."""
+    return [module for module in modules if find_spec(module) is None]
+
+
+def not_installed(use: str, extra: str, modules: list[str], instead: str = "") -> GrainShardError:
+    """Returns the error of a use whose modules are not installed.
+
+    Args:
+        use: The use, as the subject of a sentence.
+        extra: The optional part that installs the modules.
+        modules: The modules.
+        instead: The end of the remedy, if there is another one.
+    """
+    packages = " and ".join(_PACKAGES.get(module, module) for module in modules)
+    return GrainShardError(
+        f"{use} needs {packages}, which is not installed.\n"
+        f'  remedy: pip install "grain-shard[{extra}]"{instead}'
+    )
