@@ -28,7 +28,7 @@ _IDLE_CORES = 0.25
 # Below this the reads surely wait. Between this and half a processor they may also be waiting for
 # one that other processes use.
 _SURELY_WAITS = 0.1
-# The largest step: what was measured of one read may not be true of a hundred.
+# The largest step up: a rate measured with few reads may not hold for many.
 _LARGEST_STEP = 16
 # More threads are kept if they bring so much more, fewer if they lose no more than that.
 _GAIN, _LOSS = 1.05, 0.98

@@ -32,9 +32,9 @@ class Span(NamedTuple):
     Attributes:
         stage: The stage's name.
         thread: Name of the thread that did the work.
-        start: Begin of the work.
+        start: Start of the work.
         end: End of the work.
-        processor_s: The part of that time in which a processor was busy with the work. The rest is
+        processor_s: Seconds of that time in which a processor was busy with the work. The rest is
             waiting: for a source, for the interpreter's lock, or for a processor.
         part: The part of the stage's work, if it is counted separately.
     """

@@ -65,12 +65,13 @@ class Rounds:
         self.name, self.has_failed = "", False
 
     def begin(self, kind: str) -> None:
-        """Gives the series its name. All hosts open the iterators of a dataset in the same order.
+        """Opens the series, and names it by its number, which is the same on all hosts.
 
-        The training loop's thread calls this, because its order is that of the program.
+        The training loop's thread calls this, because all hosts open iterators in the program's
+        order.
 
         Args:
-            kind: The kind of pipeline, which an error names where hosts wait in different rounds.
+            kind: The kind of pipeline, which an error names if hosts wait in different rounds.
         """
         name, number = self._series.open(self.hosts)
         self.name = f"grain_shard/{name}"
@@ -90,7 +91,7 @@ class Rounds:
         try:
             self._client.key_value_set(key, text, allow_overwrite=True)
         except jax.errors.JaxRuntimeError as error:
-            # A store that is flooded with calls drops some. To put the same again is harmless.
+            # A store that gets too many calls drops some. A second put of the same value is harmless.
             if "CANCELLED" not in str(error):
                 raise
             self._client.key_value_set(key, text, allow_overwrite=True)

@@ -59,7 +59,7 @@ class Alone:
     slowest: SlowestOf | None = None
 
     def opens(self) -> None:
-        """The iterator begins anew, at any position."""
+        """Notes that the iterator starts over, at any position."""
 
     def until_agreed_end(
         self, placed: TaskStage[T], read: TaskStage[Any], **how: Any

@@ -44,9 +44,9 @@ class Epochs(ShardedIterator):
     """
 
     def __init__(self, host: RandomAccess, *, num_epochs: int, **how: Any):
-        # The epoch under way, and how often another was begun or sought. Not its `EpochBatches`:
-        # with a reference each way, only the garbage collector would end the threads of a run that
-        # nobody refers to any more.
+        # The current epoch, and the number of times that one was begun or sought. The current
+        # `EpochBatches` is not kept: in a reference cycle, only the garbage collector would end the
+        # threads of an abandoned run.
         self._under_way: int | None = None
         self._begun, self._num_epochs = 0, num_epochs
         super().__init__(host, **how)

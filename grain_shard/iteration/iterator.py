@@ -256,7 +256,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     async def load(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: restores what `save` wrote."""
-        # Here and not in what is returned, whose errors Orbax reports as another handler's.
+        # Not inside `done`, because Orbax reports its errors as errors of another handler.
         self.read_state(directory)
 
         async def done() -> None:

@@ -37,8 +37,8 @@ def place_model_state_on_shards(
               none. The axis is the mesh's "fsdp" if it has one, else the one for data.
             - A dict from paths to `PartitionSpec`; leaves that it does not name are replicated. A
               path is the leaf's keys joined by "/" (``"params/Dense_0/kernel"``) or their end, so
-              ``"Dense_0/kernel"`` also takes in the optimizer's moments for that kernel. Of
-              several that match, the longest counts. A spec longer than a leaf's rank is cut.
+              ``"Dense_0/kernel"`` also takes in the optimizer's moments for that kernel. If
+              several match, the longest counts. A spec longer than a leaf's rank is cut.
 
     Returns:
         The state with each leaf a global array; text stays as it is.

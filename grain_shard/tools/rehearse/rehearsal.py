@@ -35,8 +35,8 @@ _STACK_OF_LOSS = re.compile(
     r"|:UNKNOWN:Error received from peer "
 )
 
-# The script that `run` gives to its hosts. It asks for __main__, since multiprocessing imports it
-# again in the worker processes that a host starts.
+# The script of each host of `run`. It checks for __main__, because multiprocessing imports the
+# script again in a host's worker processes.
 _CALL_SCRIPT = """
 import os, pickle, sys
 if __name__ == "__main__":
