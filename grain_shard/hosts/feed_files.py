@@ -77,13 +77,13 @@ def write_feeds(directory: epath.Path, state: dict[str, Any], saved: Sequence[in
 def read_feeds(
     directory: epath.Path, files: Sequence[FeedFile], run: Iterable[int]
 ) -> dict[str, Any]:
-    """One state with the feeds of some files: those in which a host's feeds are.
+    """Reads the files that hold a host's feeds, and joins them to one state.
 
     Args:
-        directory: Where they are.
-        files: All of them.
-        run: The host's feeds. If the files hold none of them, they are of another pipeline; of
-            that, one file tells enough.
+        directory: The folder of the files.
+        files: All files of the checkpoint.
+        run: The host's feeds. If no file holds any of them, the checkpoint belongs to another
+            pipeline, and one file is read to report that.
 
     Raises:
         StateError: A feed is in no file, or in two; or the files that were read are of different

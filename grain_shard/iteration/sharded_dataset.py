@@ -216,11 +216,11 @@ class ShardedDataset(grain.IterDataset):
         return f"{self._host.kind}, mesh ({self._mesh_text()}){count}"
 
     def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: workers come before the batches are put on devices."""
+        """Refuses Grain's workers, which must run before the batches are put on devices."""
         self._refuse_workers()
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
-        """Refused; Grain calls it to divide a dataset among its workers."""
+        """Refuses a slice, which Grain takes to divide a dataset among its workers."""
         self._refuse_workers()
 
     def __reduce__(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The account of an iterator: sums, of which the difference of two is the time between them."""
+"""The account of an iterator: running sums. Differences of two give the time between them."""
 
 from __future__ import annotations
 

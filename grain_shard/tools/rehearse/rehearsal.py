@@ -116,10 +116,10 @@ def run_script(
 ) -> RehearsalResult:
     """Runs a script on every host. A host's failure is in the result; it raises nothing.
 
-    `argv` is what would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
-    Each line that a host writes goes to `echo` as it arrives, prefixed with its host; the stack of
-    C++ functions with which JAX ends a host that has lost another does not. What Gloo writes of
-    itself is left out everywhere. All other arguments are as for `run`.
+    `argv` holds Python's arguments: ``["train.py", "--steps", "20"]`` or ``["-m", "train"]``. Each
+    line that a host writes goes to `echo` as it arrives, prefixed with its host. Lines of Gloo are
+    left out everywhere. If a host loses another, JAX ends it with a stack of C++ functions, which
+    is left out of `echo`. All other arguments are as for `run`.
     """
     if hosts < 1 or devices_per_host < 1:
         raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")

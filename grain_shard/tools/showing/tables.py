@@ -92,7 +92,7 @@ class InNotebooks:
 
 
 class _Page(InNotebooks, Group):
-    """Several renderables, one below the other."""
+    """A group of tables and texts, printed one below the other."""
 
 
 def to_screen(renderable: Any) -> None:
