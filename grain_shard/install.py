@@ -17,7 +17,7 @@ class _OnUse:
     """Imports the chain when a dataset is asked for the method, not with the package."""
 
     def __get__(self, ds: Any, cls: type) -> Any:
-        from grain_shard.chain import shard_to
+        from grain_shard.transforms.chain import shard_to
 
         return shard_to if ds is None else types.MethodType(shard_to, ds)
 

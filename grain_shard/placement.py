@@ -2,7 +2,7 @@
 
 `place_on_device` and `distribute_batch` place a tree of arrays; `prefetch_to_device` does so for
 batch after batch, ahead of the loop; `DevicePlacement` has these and a few more as the methods of
-one object, which knows its device and chip. For training, end the pipeline with `.shard_to`, which
+one object, with a device and its chip. For training, end the pipeline with `.shard_to`, which
 reads only this host's rows: everything here takes whole batches.
 
 The trees hold numpy arrays, `jax.Array`s (typed PRNG keys too) and Python scalars, and come back

@@ -44,7 +44,7 @@ def spmd_train_step(
 
     Args:
         model: Updated in place, as is the optimizer.
-        optimizer: That of the model.
+        optimizer: The optimizer of the model.
         loss_fn: ``loss_fn(model, batch)``, a scalar: the mean over the global batch. For padded
             batches that is ``sum(loss * valid_mask) / sum(valid_mask)``.
         batch: A global batch, placed by `.shard_to` or `distribute_batch`.
@@ -76,8 +76,8 @@ def data_parallel_train_step(
 
     Leaves that are on no mesh yet are placed first: the batch split over the mesh's data axis,
     all else replicated. The mesh is the mesh of the arrays that are placed, or the one in use
-    (`jax.set_mesh`), or a new one over all devices. On Explicit axes the compiler shards what is
-    inside the step, as on Auto ones, and the new state keeps the old one's sharding.
+    (`jax.set_mesh`), or a new one over all devices. On Explicit axes the compiler shards the
+    values inside the step, as on Auto ones, and the new state keeps the old one's sharding.
 
     The compiled step is kept for each pair (`loss_fn`, `optimizer`), the last 32 of them. So
     define both once: a lambda made anew for each call is compiled anew.

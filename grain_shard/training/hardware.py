@@ -70,7 +70,7 @@ class ChipSpec:
     Attributes:
         flops_per_second: Dense bf16 matrix rate in FLOP/s, without structured sparsity.
         bytes_per_second: Bandwidth of the chip's main memory in bytes/s.
-        source: Where both figures are published.
+        source: The publication of both figures.
         sizes_of_datarax: The minimum, optimal and critical batch size that datarax has for the
             chip, if it knows it. They are kept, so that its users get the same here.
     """
@@ -114,10 +114,10 @@ class BatchSizeRecommendation:
     Attributes:
         min_batch_size: Below this the chip is mostly idle.
         optimal_batch_size: From here on throughput is at its best, with some room above critical.
-        critical_batch_size: Where matrix multiplications stop waiting for their weights.
-        max_memory_batch_size: What fits in memory. It depends on the model, so it is None here;
-            `grain_shard.training.step_memory.estimate_max_batch_size` finds it for a training step.
-        notes: Where the numbers come from.
+        critical_batch_size: From here on matrix multiplications do not wait for their weights.
+        max_memory_batch_size: The largest that fits in memory. None, since it depends on the model;
+            `grain_shard.training.estimate_max_batch_size` finds it for a training step.
+        notes: The source of the numbers.
 
     Example:
         >>> sizes = get_batch_size_recommendation(HardwareType.TPU_V6E)
@@ -252,7 +252,7 @@ def validate_batch_size(
     Args:
         batch_size: Rows or tokens of one chip, not of the global batch.
         hardware_type: The chip.
-        warn_suboptimal: Whether a size between the minimum and the critical batch is called out.
+        warn_suboptimal: True to call out a size between the minimum and the critical batch.
 
     Returns:
         (valid, message). Only a size below the chip's minimum is not valid.

@@ -44,9 +44,9 @@ def place_model_state_on_shards(
         The state with each leaf a global array; text stays as it is.
 
     Raises:
-        ShardingError: An unknown word; a path that matches no leaf, with those that exist; an axis
-            that the mesh does not have or that does not divide its dim; a leaf that no device can
-            hold.
+        ShardingError: An unknown word; a path that matches no leaf, with a list of the paths; an
+            axis that the mesh does not have or that does not divide its dim; a leaf that no device
+            can hold.
 
     Example:
         >>> mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])

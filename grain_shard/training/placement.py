@@ -233,7 +233,7 @@ class DevicePlacement:
         Args:
             data: Such as parameters with their optimizer state.
             devices: Where to, e.g. ``list(mesh.devices.flat)``; JAX computes with arrays together
-                only if their devices come in one order. None: those of the mesh in use
+                only if their devices come in one order. None: the devices of the mesh in use
                 (`jax.set_mesh`), or else all devices of all processes, as `jax.make_mesh` orders
                 them. To go with a batch on a mesh of Explicit axes, that mesh has to be in use;
                 ``distribute_batch(data, NamedSharding(mesh, PartitionSpec()))`` is the same.

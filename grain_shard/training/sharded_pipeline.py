@@ -7,16 +7,16 @@ from typing import Any
 import grain
 from jax.sharding import Mesh
 
-from grain_shard.chain import shard_to
 from grain_shard.errors import require_int
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.sharding.sharding_tree import ShardingTree
+from grain_shard.transforms.chain import shard_to
 
 
 def create_sharded_pipeline(
     source: Any, mesh: Mesh, batch_size_per_device: int = 64
 ) -> ShardedDataset:
-    """A pipeline of global batches that gives every shard so many rows, on any mesh.
+    """A pipeline of global batches that gives every shard the same number of rows, on any mesh.
 
     On a mesh of one device it is an ordinary loader, so a program needs no second path for it.
 
@@ -36,11 +36,11 @@ def create_sharded_pipeline(
             the same rows.
 
     Returns:
-        What `shard_to` returns. The last batch is padded, and each has a ``valid_mask``.
+        The result of `shard_to`. The last batch is padded, and each has a ``valid_mask``.
 
     Raises:
         ShardingError: The mesh has several axes, none of them "data"; there is no record; or a
-            stream does not say what it yields on each of several hosts (call `shard_to` then).
+            stream does not name its rows on each of several hosts (call `shard_to` then).
     """
     require_int("batch_size_per_device", batch_size_per_device, 1)
     if not isinstance(source, grain.MapDataset | grain.IterDataset):

@@ -74,9 +74,10 @@ def estimate_max_batch_size(
 ) -> int:
     """The largest batch with which ``step(*args, make_batch(batch_size))`` fits on a device.
 
-    The step is compiled, never run, and nothing is allocated for it. XLA says what the compiled
-    step holds on one device: arguments, results, temporaries and code. That is close to a fixed
-    part plus a part per example, so two sizes determine the line and the limit picks the batch.
+    The step is compiled, never run, and nothing is allocated for it. XLA says how much the
+    compiled step holds on one device: arguments, results, temporaries and code. That is close to a
+    fixed part plus a part per example, so two sizes determine the line and the limit picks the
+    batch.
 
     Small batches hide the slope behind tile padding and on-chip scratch. So the size grows by
     four until the step holds a quarter of the limit. Memory grows at most in proportion to the
@@ -127,7 +128,7 @@ def estimate_max_batch_size(
             f"A batch of {small} takes {small_bytes:,} bytes on a device that holds {limit:,}: "
             "use a smaller multiple_of, shard the state, or rematerialize activations."
         )
-    # A batch of more elements than all devices have bytes cannot be part of what is held.
+    # A batch of more elements than all devices have bytes cannot be part of the memory held.
     while large_bytes < limit / 4 and _num_elements(make_batch(large)) < limit * jax.device_count():
         small, small_bytes = large, large_bytes
         large *= 4

@@ -1,1 +1,1 @@
-"""The stages of the chain, one per file, applied by `shard_to` one after the other."""
+"""`shard_to`, and the four stages of its chain, one a file."""

@@ -1,1 +1,1 @@
-"""``python -m grain_shard doctor``: what is on this machine, for whoever is to help from afar."""
+"""``python -m grain_shard doctor``: a report on this machine, to be read by others."""

@@ -16,8 +16,8 @@ def ask(module: str, words: Sequence[str], *, timeout_s: float, if_late: str) ->
     Args:
         module: The module.
         words: Its arguments.
-        timeout_s: Kill it after so many seconds.
-        if_late: What that most likely means, and what to do.
+        timeout_s: Seconds until it is killed.
+        if_late: The likely reason of no answer, and the remedy.
 
     Raises:
         TimeoutError: It was late.

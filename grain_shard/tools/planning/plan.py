@@ -1,4 +1,4 @@
-"""`plan`: what every host of a job will read, without the job.
+"""`plan`: the rows that every host of a job will read, without the job.
 
 It asks what `shard_to` asks: `ShardingTree` for who holds which rows and whether to read them once,
 the stages of the chain for the number and size of batches.

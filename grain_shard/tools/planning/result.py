@@ -128,7 +128,7 @@ class Plan(InNotebooks):
             cuts the rows most. With microbatches, of one of them.
         device_bytes: Bytes of a batch on one device, at most: where a spec cuts other dims than
             the rows too, there are fewer. None without `record_bytes`.
-        read: What `shard_to` does.
+        read: The choice of `shard_to`.
         needed: The reads with ``read="needed"``.
         once: The reads with ``read="once"``. None if the devices do not divide the batch.
         hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows.
@@ -136,7 +136,7 @@ class Plan(InNotebooks):
             too, added up over the slices. These rows would cross the data-centre network if each
             was read in one slice only; now none crosses it.
         bytes_read_again: Their bytes; None without `record_bytes`.
-        warnings: What to think over, in sentences.
+        warnings: Sentences that end with the change to make.
     """
 
     device_kind: str
@@ -212,7 +212,7 @@ class Plan(InNotebooks):
         return to_text(self)
 
     def __rich__(self) -> Any:
-        """All that it says, the hosts shortened to a screen."""
+        """All of its tables, the hosts shortened to a screen."""
         ways = [reads for reads in (self.needed, self.once) if reads is not None]
         parts: list[Any] = [
             FittingTable(["the job", ""], self._job_lines(), left=2),

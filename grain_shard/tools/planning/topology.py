@@ -1,4 +1,4 @@
-"""Meshes of slices that are not there: of real TPU topologies, or of so many hosts.
+"""Meshes of slices that are not there: of real TPU topologies, or of a number of hosts.
 
 Their devices can be looked at, not computed with. Nothing here starts a JAX backend.
 """
@@ -47,7 +47,7 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
     Args:
         topology: Kind and shape: "v4:4x4x4", "v5e:16x16", "v5p:4x4x8", "v6e:8x8", "tpu7x:4x4x4".
         axes: Name and size of each mesh axis, in order; of all slices together.
-        slices: How many slices of that shape the data-centre network joins.
+        slices: Number of slices of that shape, joined by the data-centre network.
 
     Returns:
         A mesh of devices to look at, and to compile for (`jax.jit(...).lower(...).compile()`).
@@ -87,7 +87,7 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
 
 
 def hosts_mesh(axes: Mapping[str, int], *, hosts: int, devices_per_host: int) -> Mesh:
-    """The mesh that `jax.make_mesh` builds on so many hosts with GPUs or CPUs, without the hosts.
+    """The mesh that `jax.make_mesh` builds on hosts with GPUs or CPUs, without the hosts.
 
     Args:
         axes: Name and size of each mesh axis, in order.

@@ -1,4 +1,4 @@
-"""The process of one host: what runs in it, with which variables, and how it ends."""
+"""The process of one host: its program, its variables, and its end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import IO
 # program to ask for, and does not end the process.
 _GRACE_S = 2.0
 
-# What each process runs: the script or module, as `python` would run it. It differs in three ways.
+# Each process runs this: the script or module, as `python` would run it. It differs in three ways.
 #
-# * A signal has it say where it stands.
+# * A signal makes it print the stack of its main thread.
 # * As soon as the script has imported JAX, each computation is told to end before the next begins.
-#   A CPU that is the only one of its process would else begin with any of those that it was given,
-#   and mix up collectives that an accelerator keeps in order.
+#   A CPU that is the only one of its process would else begin with any of its computations, and mix
+#   up collectives that an accelerator keeps in order.
 # * A script that fails does not end as usual: in an ordinary exit JAX's atexit handler waits up to
 #   5 minutes for the other hosts, which in turn wait for this one; so the process leaves by _exit.
 #   It does so half a second late. For the others fail as soon as its connections break, and that
@@ -34,7 +34,7 @@ _GRACE_S = 2.0
 #
 # This program imports neither JAX nor this package, since the script may set variables that have to
 # be there before JAX is imported. A script that used JAX and ran to its end, or failed, without
-# having joined the other hosts leaves a file that says so.
+# having joined the other hosts leaves an empty file as a note.
 _HOST_PROGRAM = """
 import faulthandler, importlib.util, os, runpy, signal, sys, time
 
@@ -92,7 +92,7 @@ finally:
         time.sleep(late_s)
         os._exit(code)
 """
-# How long a host has to say where it stands.
+# Seconds that a host has to print its stack.
 _SAY_S = 0.5
 
 

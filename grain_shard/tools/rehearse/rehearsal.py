@@ -23,10 +23,10 @@ from grain_shard.tools.rehearse.host_process import (
 )
 from grain_shard.tools.rehearse.result import RehearsalError, RehearsalResult
 
-# What Gloo, the library by which CPUs of several hosts compute together, says of itself on stdout.
+# A line of Gloo, the library by which CPUs of several hosts compute together, on stdout.
 _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
-# How JAX says that a host ends as another one has gone, and the lines that come after: the error of
-# the connection, and a stack of C++ functions. Other lines of the host may stand between them.
+# JAX prints this when a host ends because another one has gone, and these lines after it: the error
+# of the connection, and a stack of C++ functions. Other lines of the host may stand between them.
 _LOST_ANOTHER = "Terminating process because the JAX distributed service detected fatal errors"
 _STACK_OF_LOSS = re.compile(
     r"\*\*\* Check failure stack trace: \*\*\*"

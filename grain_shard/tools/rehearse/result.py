@@ -20,7 +20,7 @@ class RehearsalResult:
         outputs: What each host wrote to stdout and stderr.
         failed_host: The host that failed first, if any did.
         timed_out_hosts: The hosts that still ran when the time was over.
-        not_joined: Whether several hosts used JAX, each as if it were the only one, since they had
+        not_joined: True if several hosts used JAX, each as if it were the only one, since they had
             not called ``jax.distributed.initialize()``: all of them, which ran to their ends, or
             the one that failed first.
     """
@@ -96,7 +96,7 @@ def _last_lines(output: str) -> list[str]:
 
 
 class RehearsalError(GrainShardError, RuntimeError):
-    """A host failed, or the time was over: `result` is how the rehearsal went."""
+    """A host failed, or the time was over: `result` has the codes and the outputs."""
 
     def __init__(self, result: RehearsalResult):
         super().__init__(result)

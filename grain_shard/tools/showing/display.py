@@ -94,7 +94,7 @@ def _of_one_microbatch(leaf: Any) -> Any:
 
 
 def _global_batch_size(batch: Any, row_dims: int) -> int | None:
-    """The rows of a global batch. Text does not tell: a host has only its own rows of it."""
+    """The rows of a global batch; None if all of it is text, of which a host has its own rows."""
     structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
     return next((math.prod(s.shape[:row_dims]) for s in structs if s.shape), None)
 
