@@ -1,7 +1,7 @@
 """The number of threads of a stage that work side by side, found while they work.
 
 Threads that wait for a read cost nothing, and threads that compute in Python get in each other's
-way. Which of the two it is, nobody has to say: `Pace` measures, window after window, how many
+way. The user need not say which of the two it is: `Pace` measures, window after window, how many
 records a second come out and how many processors that takes, and `ThreadCount` decides by it.
 """
 
@@ -86,7 +86,7 @@ class ThreadCount:
         """Takes the measurement of `threads` threads, and sets how many there are to be."""
         first, self._is_first = self._is_first, False
         if first and window.process_cores >= 0.5:
-            self._rest = _REST  # its rate is that of a cold start, so there is no hurry
+            self._rest = _REST  # its rate is a cold start's, so there is no hurry
             self.why = "the first read computed"
         elif window.starved < _FED:
             self._before, self._rate = None, 0.0  # what was measured is the consumer's rate
@@ -263,7 +263,7 @@ class ReadPace(Pace):
         threads = self.threads
         self._window_s = min(max(_FIRST_WINDOW_S, 2 * self._window_s), _WINDOW_S)
         self.count.decide(self._measured(window, seconds))
-        # Where there are fewer now, those that rest may still be inside a read.
+        # If there are fewer now, threads that should rest may still be inside a read.
         self._window = None if self.threads < threads else self._new_window(now)
         if self.threads != threads:
             self._changed = now

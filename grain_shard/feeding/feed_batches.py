@@ -77,7 +77,7 @@ class Feeds(FeedStreams):
     """
 
     def batch(self, global_batch_size: int) -> FeedBatches:
-        """Returns batches of equally many rows of each feed: those of feed 0, then of feed 1, ...
+        """Returns batches with equally many rows of each feed: rows of feed 0, then of feed 1, ...
 
         Args:
             global_batch_size: Rows of a batch, of all hosts together.

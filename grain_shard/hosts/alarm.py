@@ -177,7 +177,7 @@ class Listener:
         self.take_turn: Callable[[], None] = _nothing
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
         self._thread.start()
-        # Hooks run last in, first out: before that of JAX, which waits for all hosts.
+        # Hooks run last in, first out: this one runs before JAX's, which waits for all hosts.
         atexit.register(self._at_exit)
 
     def tell(self, series: str, hosts: Sequence[int], text: str) -> None:

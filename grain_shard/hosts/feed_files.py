@@ -1,9 +1,9 @@
 """The files of a checkpoint that hold feeds, each of which is named by the feeds in it.
 
 Hosts that hold the same shards run the same feeds, so each feed is saved by one host only: the
-first of those that run it. It writes a file for each run of consecutive feeds, and no two hosts
-write one file. Whoever restores lists the folder, and reads the files in which feeds of its own
-are and no others, however many hosts there were and are::
+first host that runs it. It writes a file for each run of consecutive feeds, and no two hosts
+write one file. A host that restores lists the folder, and reads only the files that
+hold its own feeds, whatever the number of hosts before and now::
 
     feeds-00000-00015-of-00064.json     feeds 0 to 15 of 64
     feeds-00016-00031-of-00064.json

@@ -153,7 +153,7 @@ def _to_be_named(found: SlowestHost | None) -> int | None:
 
 
 class _Exchange:
-    """The words between the iterators of this process and those of others.
+    """The messages between this process's iterators and the iterators of other processes.
 
     Attributes:
         iterators: The iterators, by the names of their series.

@@ -36,7 +36,7 @@ class AcrossHosts:
         timeout_s: How long one may wait for another, in seconds.
         fields: All that must be the same on all of them, besides the batches' shapes.
         shards: The shards of the batch axis that this host holds.
-        remainder: The end of a stream that ends before those of other hosts; see `decide`.
+        remainder: The treatment of a stream that ends before other hosts' streams; see `decide`.
     """
 
     hosts: Sequence[int]

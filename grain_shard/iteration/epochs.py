@@ -16,7 +16,7 @@ class Epochs(ShardedIterator):
 
     It is one iterator over all of them, which hands out its batches in groups. So the first batches
     of an epoch are made while the last of the one before are in use. There is one state, which
-    Orbax takes as it does that of any iterator of this package: by
+    Orbax takes like the state of any iterator of this package: by
     `grain_shard.checkpoint.CheckpointSave`, or its v1 API.
 
     Whoever asks for the next epoch gets it from its beginning: the rest of the one before, if the

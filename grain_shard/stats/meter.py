@@ -26,7 +26,7 @@ RECENT_S, _KEEP_S = 30.0, 5.0
 class _Loop(NamedTuple):
     """The training loop, in one value, so that no other thread sees half of a change.
 
-    Times are those of the clock, in seconds.
+    Times are clock times, in seconds.
     """
 
     began: float = 0.0  # with the first call of next
