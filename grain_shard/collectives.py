@@ -1,4 +1,4 @@
-"""The order between the loop's collectives and this package's only one, that of ``read="once"``.
+"""The order of the loop's collectives and this package's only collective, of ``read="once"``.
 
 Every host must run all collectives in the same order. An accelerator runs computations in the order
 in which the loop's thread dispatched them. A process's only CPU device may start the latest one

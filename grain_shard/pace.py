@@ -1,7 +1,7 @@
 """The number of threads of a stage that work side by side, found while they work.
 
 Threads that wait for a read cost nothing, and threads that compute in Python get in each other's
-way. Which of the two it is, nobody has to say: `Pace` measures, window after window, how many
+way. The user need not say which of the two it is: `Pace` measures, window after window, how many
 records a second come out and how many processors that takes, and `ThreadCount` decides by it.
 """
 
@@ -13,26 +13,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
-# More threads than these never helped, and a process may be allowed only so many.
+# More threads never helped, and the system may limit the threads of a process.
 MOST_THREADS = 128
 
-# A window lasts at least so long, and for so many tasks: fewer say little on a busy machine. The
-# first one is short, since a wrong attempt costs little beside a wrong start, and each of the next
-# lasts twice as long as the one before.
+# A window lasts at least this many seconds and tasks: fewer say little on a busy machine. The first
+# window is short, because a wrong attempt costs less than a wrong start. Each of the next lasts
+# twice as long as the one before.
 _WINDOW_S, _WINDOW_TASKS = 0.1, 8
 _FIRST_WINDOW_S = _WINDOW_S / 8
 # The loop is fed well enough if it waits for less than this share of the time.
 _FED = 0.1
-# As long as fewer processors than this are busy, nothing is computed: everybody waits.
+# If fewer processors than this are busy, no thread computes: all threads wait.
 _IDLE_CORES = 0.25
-# Below this the reads surely wait. Between this and half a processor they may also be waiting for
-# one that other processes use.
+# If reads use less of a processor than this, they surely wait for the source. Up to half a
+# processor, they may also wait for processors that other processes use.
 _SURELY_WAITS = 0.1
-# The largest step: what was measured of one read may not be true of a hundred.
+# The largest factor by which threads are added: facts about few reads may not hold for many.
 _LARGEST_STEP = 16
-# More threads are kept if they bring so much more, fewer if they lose no more than that.
+# Factors of the rate: more threads are kept from _GAIN on, fewer threads from _LOSS on.
 _GAIN, _LOSS = 1.05, 0.98
-# A rate that has changed so much without our doing means that the source has changed.
+# If the rate changes by this factor with the same threads, the source has changed.
 _CHANGED = 2.0
 # How many windows to rest after the first attempt that did not help, and after many.
 _REST, _LONGEST_REST = 3, 64
@@ -86,7 +86,7 @@ class ThreadCount:
         """Takes the measurement of `threads` threads, and sets how many there are to be."""
         first, self._is_first = self._is_first, False
         if first and window.process_cores >= 0.5:
-            self._rest = _REST  # its rate is that of a cold start, so there is no hurry
+            self._rest = _REST  # its rate is a cold start's, so there is no hurry
             self.why = "the first read computed"
         elif window.starved < _FED:
             self._before, self._rate = None, 0.0  # what was measured is the consumer's rate
@@ -263,7 +263,7 @@ class ReadPace(Pace):
         threads = self.threads
         self._window_s = min(max(_FIRST_WINDOW_S, 2 * self._window_s), _WINDOW_S)
         self.count.decide(self._measured(window, seconds))
-        # Where there are fewer now, those that rest may still be inside a read.
+        # If there are fewer now, threads that should rest may still be inside a read.
         self._window = None if self.threads < threads else self._new_window(now)
         if self.threads != threads:
             self._changed = now

@@ -1,4 +1,4 @@
-"""Spans: the time that each stage of a pipeline spends, marked by the stage itself.
+"""Spans: the only events from which times are counted, marked by each stage itself.
 
 A stage wraps its work in ``with span("read")``. The span names the work in JAX's profiler, adds its
 time to the counter of the stage's iterator, and is recorded if a recording is active. A span costs
@@ -32,9 +32,9 @@ class Span(NamedTuple):
     Attributes:
         stage: The stage's name.
         thread: Name of the thread that did the work.
-        start: Begin of the work.
+        start: Start of the work.
         end: End of the work.
-        processor_s: The part of that time in which a processor was busy with the work. The rest is
+        processor_s: Seconds of that time in which a processor was busy with the work. The rest is
             waiting: for a source, for the interpreter's lock, or for a processor.
         part: The part of the stage's work, if it is counted separately.
     """

@@ -77,7 +77,7 @@ class Feeds(FeedStreams):
     """
 
     def batch(self, global_batch_size: int) -> FeedBatches:
-        """Returns batches of equally many rows of each feed: those of feed 0, then of feed 1, ...
+        """Returns batches with equally many rows of each feed: rows of feed 0, then of feed 1, ...
 
         Args:
             global_batch_size: Rows of a batch, of all hosts together.
@@ -229,7 +229,7 @@ class FeedIterator(BatchIterator):
                 raise StopIteration
             batch = self._joined(turns)
         except Exception as error:
-            # The feeds have given their rows already: a next batch would lack them.
+            # The feeds have handed over this batch's rows, so a further ``next`` would skip them.
             self._end = Raised(error, error.__traceback__)
             raise
         states = {turn.feed: turn.feed_state for turn in turns}

@@ -1,7 +1,7 @@
 """The rows of a batch that each feed gives, and the batch that they make.
 
-Each feed has fixed rows of every batch, as many as any other: those of feed 0, of feed 1, and so
-on. A host that holds some rows runs the feeds that they belong to, and no others.
+Each feed has fixed rows of every batch, the same number as any other: first the rows of feed 0,
+then of feed 1, and so on. A host runs only the feeds of the rows that it holds.
 """
 
 from __future__ import annotations

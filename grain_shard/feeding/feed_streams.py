@@ -133,7 +133,7 @@ class FeedStreams:
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """The fields that a state must agree with; of the pipeline, those that feed 0 shows.
+        """The fields that a state must agree with; feed 0 stands for the pipeline.
 
         The batch size is not among them: each feed goes on at its own next row, however many rows
         a batch takes.

@@ -93,7 +93,7 @@ def _take(num_feeds: int, rows_per_feed: int, turn: tuple[int, FeedReader]) -> F
 
 
 class _AskedTurns(Producer[tuple[int, FeedReader]]):
-    """The feeds in order, once for each batch that was asked for.
+    """A queue of turns: each requested batch adds one turn of every feed, in order.
 
     Attributes:
         readers: Each feed's reader.
@@ -101,7 +101,7 @@ class _AskedTurns(Producer[tuple[int, FeedReader]]):
 
     def __init__(self, readers: Mapping[int, FeedReader]):
         self.readers = readers
-        # A queue that the garbage collector may put to while its thread does: `stop` runs anywhere.
+        # A SimpleQueue, because the garbage collector may call `stop` in a thread inside `put`.
         self._asked: queue.SimpleQueue[tuple[int, FeedReader] | None] = queue.SimpleQueue()
 
     def ask(self) -> None:
@@ -119,7 +119,7 @@ class _AskedTurns(Producer[tuple[int, FeedReader]]):
         self._asked.put(None)
 
     def close(self) -> None:
-        # Every feed is closed, also if closing one of them fails.
+        # An ExitStack closes the other feeds even if closing one of them fails.
         with contextlib.ExitStack() as closing:
             for feed, reader in self.readers.items():
                 closing.callback(_close, feed, reader)

@@ -1,4 +1,4 @@
-"""All access to Grain's private parts; each hint has a public path that gives the same batches.
+"""All access to Grain's private parts. Without it, public paths give the same batches, slower.
 
 No file outside this folder reads an attribute of Grain that begins with an underscore; a test
 checks that.

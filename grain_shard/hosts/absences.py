@@ -22,8 +22,8 @@ from grain_shard.hosts.rounds import Rounds
 # key a host and keeps the last few, because the store keeps all keys.
 _NO_DATA, _LEFT, _MOST_LEFT = "no data", "left", 16
 _left_here: list[str] = []
-# How long the training loop of another host may be busy, and after what time a host that waits
-# looks again, in terms of its patience.
+# In multiples of a host's timeout: the time that another host's training loop may be busy, and the
+# interval at which a waiting host asks again.
 _LOOPS_MAY_TAKE, _LOOK_AGAIN = 10, 0.1
 
 
@@ -45,7 +45,7 @@ class Absences:
         self._looks, self._says_no_data = 0, False
 
     def without_data(self, round_: str) -> None:
-        """This host waits for data of its own; says so once that takes too long.
+        """Notes that this host waits for its own data; tells the others once that takes too long.
 
         Raises:
             HostTimeoutError: Others have waited in vain for this host.
@@ -56,7 +56,7 @@ class Absences:
             self._rounds.check(round_)
 
     def with_data(self) -> None:
-        """The data of this host have come."""
+        """Notes that this host's data have come."""
         if self._says_no_data:
             self._rounds.delete(_NO_DATA)
             self._says_no_data = False

@@ -35,15 +35,15 @@ from grain_shard.hosts.rounds import exists_already, is_timeout, runtime_client
 
 _MESSAGE = "grain_shard/messages/{}/{}"  # the host that it is for, and its number
 _HEARD = "grain_shard/heard/{}/{}"  # the series that has failed, and a host that knows
-# The store answers a thread that listens as soon as there is something. This often, in seconds, it
-# asks anew, and does whatever else a thread of this process does in the runtime.
+# The longest time, in seconds, that the listening thread waits for a message in one call. Between
+# two calls it takes its turn at the other work that this process does in the runtime.
 TURN_S = 10.0
-# How long the training loop may stand still once another host has failed, and how often to look.
+# Seconds that the training loop may stand still after another host failed, and between two checks.
 _STILL_S, _LOOK_S = 10.0, 0.5
-# How long the first process stays until the others have heard, and how often it looks. The store is
-# in that process, and ends with it.
+# Seconds that the first process waits for the others to receive an error, and between two checks.
+# The store is in the first process, and ends with it.
 _HEARD_S, _LOOK_AGAIN_S = 5.0, 0.05
-# How long a process waits at its end for the thread that listens, which it has woken.
+# Seconds that a process waits at its end for the listening thread, which it has woken.
 _JOIN_S = 30.0
 # An environment variable: where it is "0", a process whose loop stands still does not end.
 _END_PROCESS = "GRAIN_SHARD_END_PROCESS"
@@ -177,7 +177,7 @@ class Listener:
         self.take_turn: Callable[[], None] = _nothing
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
         self._thread.start()
-        # Hooks run last in, first out: before that of JAX, which waits for all hosts.
+        # Hooks run last in, first out: this one runs before JAX's, which waits for all hosts.
         atexit.register(self._at_exit)
 
     def tell(self, series: str, hosts: Sequence[int], text: str) -> None:
@@ -260,7 +260,7 @@ class Listener:
             _end()
 
     def _wait_for_others(self, series: str, hosts: Sequence[int]) -> None:
-        """Waits until all hosts but the one that failed have heard, and not for long."""
+        """Waits some seconds at most until all hosts, except the failed one, received the error."""
         until = time.monotonic() + _HEARD_S
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             while time.monotonic() < until:
@@ -272,16 +272,16 @@ class Listener:
 
 @functools.lru_cache(maxsize=1)  # the runtime may be shut down and begun anew
 def listener_of(client: Any) -> Listener:
-    """The listener of this process, which begins with the first call."""
+    """Returns the listener of this process; the first call starts it."""
     return Listener(client)
 
 
 def _nothing() -> None:
-    """Does nothing, as long as no other module has asked for a turn."""
+    """Does nothing: the turn of a process in which no other module has asked for one."""
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """An error, and those that it was raised from or while they were handled."""
+    """Returns an error and its chain of causes and contexts."""
     chain = []
     while error is not None and error not in chain:
         chain.append(error)

@@ -30,7 +30,7 @@ from grain_shard.tasks import Known, Producer, Raised, Task, Tasks
 
 T = TypeVar("T")
 
-# How often a thread that waits for batches to vote about looks up, in seconds.
+# The longest sleep, in seconds, of a thread that waits for batches to vote about.
 _SLICE_S = 0.5
 
 _READ_THE_SAME = "read the same files with the same seed on every host"
@@ -96,9 +96,9 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
 
 
 class _Votes(Tasks[None]):
-    """The votes of this host, one after the other, as the tasks of a thread that makes no results.
+    """This host's votes, which a thread runs as tasks without results, one after the other.
 
-    The thread alone changes the attributes, but for `padded`, which the training loop changes.
+    Only that thread changes the attributes, except `padded`, which the training loop changes.
 
     Args:
         placed: As for `AgreedEnd`.

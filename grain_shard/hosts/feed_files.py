@@ -1,9 +1,9 @@
 """The files of a checkpoint that hold feeds, each of which is named by the feeds in it.
 
 Hosts that hold the same shards run the same feeds, so each feed is saved by one host only: the
-first of those that run it. It writes a file for each run of consecutive feeds, and no two hosts
-write one file. Whoever restores lists the folder, and reads the files in which feeds of its own
-are and no others, however many hosts there were and are::
+first host that runs it. It writes a file for each run of consecutive feeds, and no two hosts
+write one file. A host that restores lists the folder, and reads only the files that
+hold its own feeds, whatever the number of hosts before and now::
 
     feeds-00000-00015-of-00064.json     feeds 0 to 15 of 64
     feeds-00016-00031-of-00064.json
@@ -77,13 +77,13 @@ def write_feeds(directory: epath.Path, state: dict[str, Any], saved: Sequence[in
 def read_feeds(
     directory: epath.Path, files: Sequence[FeedFile], run: Iterable[int]
 ) -> dict[str, Any]:
-    """One state with the feeds of some files: those in which a host's feeds are.
+    """Reads the files that hold a host's feeds, and joins them to one state.
 
     Args:
-        directory: Where they are.
-        files: All of them.
-        run: The host's feeds. If the files hold none of them, they are of another pipeline; of
-            that, one file tells enough.
+        directory: The folder of the files.
+        files: All files of the checkpoint.
+        run: The host's feeds. If no file holds any of them, the checkpoint belongs to another
+            pipeline, and one file is read to report that.
 
     Raises:
         StateError: A feed is in no file, or in two; or the files that were read are of different

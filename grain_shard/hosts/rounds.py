@@ -65,12 +65,13 @@ class Rounds:
         self.name, self.has_failed = "", False
 
     def begin(self, kind: str) -> None:
-        """Gives the series its name. All hosts open the iterators of a dataset in the same order.
+        """Opens the series, and names it by its number, which is the same on all hosts.
 
-        The training loop's thread calls this, because its order is that of the program.
+        The training loop's thread calls this, because all hosts open iterators in the program's
+        order.
 
         Args:
-            kind: The kind of pipeline, which an error names where hosts wait in different rounds.
+            kind: The kind of pipeline, which an error names if hosts wait in different rounds.
         """
         name, number = self._series.open(self.hosts)
         self.name = f"grain_shard/{name}"
@@ -90,7 +91,7 @@ class Rounds:
         try:
             self._client.key_value_set(key, text, allow_overwrite=True)
         except jax.errors.JaxRuntimeError as error:
-            # A store that is flooded with calls drops some. To put the same again is harmless.
+            # A store drops some of too many calls. A second put of the same value is harmless.
             if "CANCELLED" not in str(error):
                 raise
             self._client.key_value_set(key, text, allow_overwrite=True)
@@ -174,14 +175,14 @@ class Rounds:
         return absent
 
     def _try_verdict(self, round_: str, decide: Callable[[Answers], Any]) -> Any:
-        """Returns the verdict if it comes soon, otherwise None. The first host makes it."""
+        """Waits briefly for the verdict, which the first host makes; None if there is none yet."""
         if self._host != self._leader:
             text = self._soon(self._verdict_key(round_))
             return None if text is None else json.loads(text)
         answers = self.get_all(round_)
         missing = [host for host in self.hosts if host not in answers]
         if missing and not any(isinstance(a, dict) and "failed" in a for a in answers.values()):
-            # When the last one has come, most likely many others have, too.
+            # Wait for one missing answer: once it is there, most others are likely there, too.
             self._soon(f"{self._folder(round_)}{missing[-1]}")
             return None
         verdict = self._settle(round_, decide(answers))

@@ -29,8 +29,8 @@ from grain_shard.hosts.rounds import runtime_client
 _WAITS = "grain_shard/waits/"  # and a host
 _SLOWEST = "grain_shard/slowest/{}/"  # the host that has compared
 _VERDICTS = "verdicts"
-# A host that waits for its data for so much more of the time than the others holds them up. Less is
-# neither sure, nor would a remedy gain more than that.
+# A host holds the others up if it waits for data for at least this larger share of the time. A
+# smaller difference may be chance, and a remedy would gain little.
 _MUCH = 0.1
 
 
@@ -73,12 +73,12 @@ class SlowestHost:
 
     @property
     def behind_s(self) -> float:
-        """By how much it waited longer than the others, in seconds a batch."""
+        """Seconds per batch that the host waited longer than the others."""
         return self.wait_s - self.others_wait_s
 
     @property
     def holds_others_up(self) -> bool:
-        """True if it is a tenth of the time or more, so that the others surely wait for it."""
+        """True if `share` is at least a tenth, so that the others surely wait for this host."""
         return self.share >= _MUCH
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ def _to_be_named(found: SlowestHost | None) -> int | None:
 
 
 class _Exchange:
-    """The words between the iterators of this process and those of others.
+    """The messages between this process's iterators and the iterators of other processes.
 
     Attributes:
         iterators: The iterators, by the names of their series.

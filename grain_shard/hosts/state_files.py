@@ -1,7 +1,7 @@
 """The files of a state in a checkpoint: one for all hosts, one for each, or one for a few feeds.
 
-A state that is the same on every host, that of a random-access pipeline, goes into ``state.json``,
-written by the first host. One that is this host's own goes into ``state-<host>-of-<hosts>.json``.
+The state of a random-access pipeline, which is the same on every host, goes into ``state.json``,
+written by the first host. A host's own state goes into ``state-<host>-of-<hosts>.json``.
 Those of feeds are read by any number of hosts; their files are in `feed_files`.
 """
 

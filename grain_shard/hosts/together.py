@@ -36,7 +36,7 @@ class AcrossHosts:
         timeout_s: How long one may wait for another, in seconds.
         fields: All that must be the same on all of them, besides the batches' shapes.
         shards: The shards of the batch axis that this host holds.
-        remainder: The end of a stream that ends before those of other hosts; see `decide`.
+        remainder: The treatment of a stream that ends before other hosts' streams; see `decide`.
     """
 
     hosts: Sequence[int]
@@ -59,7 +59,7 @@ class Alone:
     slowest: SlowestOf | None = None
 
     def opens(self) -> None:
-        """The iterator begins anew, at any position."""
+        """Notes that the iterator starts over, at any position."""
 
     def until_agreed_end(
         self, placed: TaskStage[T], read: TaskStage[Any], **how: Any

@@ -16,7 +16,7 @@ class Epochs(ShardedIterator):
 
     It is one iterator over all of them, which hands out its batches in groups. So the first batches
     of an epoch are made while the last of the one before are in use. There is one state, which
-    Orbax takes as it does that of any iterator of this package: by
+    Orbax takes like the state of any iterator of this package: by
     `grain_shard.checkpoint.CheckpointSave`, or its v1 API.
 
     Whoever asks for the next epoch gets it from its beginning: the rest of the one before, if the
@@ -44,9 +44,9 @@ class Epochs(ShardedIterator):
     """
 
     def __init__(self, host: RandomAccess, *, num_epochs: int, **how: Any):
-        # The epoch under way, and how often another was begun or sought. Not its `EpochBatches`:
-        # with a reference each way, only the garbage collector would end the threads of a run that
-        # nobody refers to any more.
+        # The current epoch, and the number of times that one was begun or sought. The current
+        # `EpochBatches` is not kept: in a reference cycle, only the garbage collector would end the
+        # threads of an abandoned run.
         self._under_way: int | None = None
         self._begun, self._num_epochs = 0, num_epochs
         super().__init__(host, **how)

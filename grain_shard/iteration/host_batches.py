@@ -112,7 +112,7 @@ class HostBatches(ABC):
     host_batch_sizes: tuple[int, ...] = ()
 
     def num_batches(self) -> int | None:
-        """Returns the length of one pass; None if only its end tells it."""
+        """Returns the length of one pass; None if it is unknown before the end."""
         return None
 
     @abstractmethod

@@ -6,7 +6,7 @@ The words, as they are used everywhere in this package:
 - **global batch**: the rows of one training step, of all hosts together.
 - **host batch**: the rows of a global batch that one host holds.
 - **row**: one element of a batch along its leading axis: a record, or padding.
-- **shard**: an equal part of the rows, which one device holds. A host holds those of its devices.
+- **shard**: an equal part of the rows, which one device holds. A host holds its devices' shards.
 - **position**: where an iterator stands, in whatever form is quick to copy.
 - **state**: a position as plain JSON, as the user saves it.
 - **round**: every host posts an answer, and all read one verdict on them.
@@ -46,7 +46,7 @@ _NOT_BEGUN, _UNDER_WAY, _CLOSED = "not begun", "under way", "closed"
 
 
 class ShardedIterator(grain.DatasetIterator[Batch]):
-    """Hands out global batches. A context manager; its state is that of the last batch handed out.
+    """Hands out global batches. A context manager; its state belongs to the last batch handed out.
 
     After the end ``next`` keeps raising StopIteration; after an error, that error.
 
@@ -91,7 +91,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._second_pass = second_pass
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
-            self._enter_context = jax_context()  # all its life that of the thread that made it
+            self._enter_context = jax_context()  # of the thread that made it, for all its life
             self._open(None)
         self._beginning = self._position
 
@@ -140,8 +140,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 together.failed(error)
                 raise
             if placed is None:
-                # No exception is being handled here: that of another host, if it is why there is
-                # no batch, comes without one.
+                # Outside the except block, so that another host's failure, if it is the cause, is
+                # not chained to an exception of this host.
                 together.ended(self._host.next_batch(self._position))
                 self._at_end()
                 raise StopIteration
@@ -207,8 +207,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Args:
             step: How many batches come before the next one, in a run of this pipeline from its
                 beginning; whatever was restored before plays no part.
-            record: How many records come before the next one, those of earlier epochs included.
-                A batch begins with it. The step is that of the batch that it is in otherwise.
+            record: Number of records before the next one, earlier epochs included. A batch begins
+                with the next one. The step is the number of the batch that it is in otherwise.
 
         Raises:
             ShardingError: There is no such step or record; not just one of both is given; or the
@@ -256,7 +256,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     async def load(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: restores what `save` wrote."""
-        # Here and not in what is returned, whose errors Orbax reports as another handler's.
+        # Not inside `done`, because Orbax reports its errors as errors of another handler.
         self.read_state(directory)
 
         async def done() -> None:

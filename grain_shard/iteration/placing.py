@@ -57,6 +57,6 @@ class Placing:
             return Placed(self._placer(batch), self._position, self._meter.placed(batch))
 
     def padding(self, host: HostBatches) -> Placed:
-        """After the last batch: one of padding, that looks like those of this host."""
+        """Makes a batch of padding after the last batch, with the shapes of this host's batches."""
         like = host.first() if self._last is None else self._last
         return self((host.padding.like(like), host.past_end(self._position)))

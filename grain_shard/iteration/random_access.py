@@ -97,7 +97,7 @@ class RandomAccess(HostBatches):
         return number, 0
 
     def next_pass(self, position: Progress) -> Progress:
-        """Returns the beginning of the pass after the next batch's pass."""
+        """Returns the position at which the pass after the current one begins."""
         number, left = self.pass_of(position)
         return Progress(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
 

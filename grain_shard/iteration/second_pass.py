@@ -1,4 +1,4 @@
-"""A second pass over a shuffled dataset whose order is that of the first: a word about it, once."""
+"""A warning, once, of a second pass over a shuffled dataset in the same order as the first."""
 
 from __future__ import annotations
 

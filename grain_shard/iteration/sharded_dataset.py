@@ -30,7 +30,7 @@ class Settings:
     """The settings with which a pipeline is run; see `shard_to`.
 
     Attributes:
-        cpu_buffer_size: The most batches on the host, those that are being made included.
+        cpu_buffer_size: Most batches on the host, including unfinished ones.
         device_buffer_size: Batches that may wait on the devices or be on their way there.
         num_workers: Worker processes that make the batches; 0 if threads do.
         is_stream: Whether batches come in order only.
@@ -57,7 +57,7 @@ class ShardedDataset(grain.IterDataset):
         shardings: By which the batches are read and put on the devices.
         final_shardings: To which the devices move each batch as it is handed out; None for none.
         settings: The settings with which the pipeline is run.
-        remainder: The end of a stream that ends before those of other hosts.
+        remainder: The treatment of a stream that ends before other hosts' streams.
         timeout_s: How long one host waits for another, in seconds.
         records_per_batch: See the method.
         same_order: Whether it is known to be shuffled, and to have the same order in each pass.
@@ -145,7 +145,7 @@ class ShardedDataset(grain.IterDataset):
     def epochs(self, n: int) -> Epochs:
         """The batches of several epochs, each in another order and with other augmentations.
 
-        They are those of ``.batch(B).repeat(n)``, with the epochs kept apart::
+        The batches are the same as with ``.batch(B).repeat(n)``, grouped by epoch::
 
             with ds.epochs(30) as epochs:
                 for epoch, batches in enumerate(epochs):
@@ -157,7 +157,7 @@ class ShardedDataset(grain.IterDataset):
 
         Raises:
             ShardingError: `n` is no positive integer, or the pipeline is a stream or feeds, whose
-                end nobody knows before it comes.
+                end is unknown before it is reached.
         """
         require_int("n", n, 1)
         host = self._host.repeated(n)
@@ -185,7 +185,7 @@ class ShardedDataset(grain.IterDataset):
         With a `BatchSchedule` it is a batch of the first size.
 
         Returns:
-            The tree of a batch; text is that of this host's rows.
+            The tree of a batch; text has only this host's rows.
 
         Raises:
             ShardingError: The batch does not fit its shardings, or the stream has none.
@@ -216,11 +216,11 @@ class ShardedDataset(grain.IterDataset):
         return f"{self._host.kind}, mesh ({self._mesh_text()}){count}"
 
     def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: workers come before the batches are put on devices."""
+        """Refuses Grain's workers, which must run before the batches are put on devices."""
         self._refuse_workers()
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
-        """Refused; Grain calls it to divide a dataset among its workers."""
+        """Refuses a slice, which Grain takes to divide a dataset among its workers."""
         self._refuse_workers()
 
     def __reduce__(self) -> NoReturn:
@@ -274,6 +274,6 @@ class ShardedDataset(grain.IterDataset):
 
 
 def sharded(ds: Any) -> ShardedDataset | None:
-    """The dataset, or that of an iterator, if `shard_to` made it."""
+    """Returns the dataset, or an iterator's dataset, if `shard_to` made it."""
     ds = ds.dataset if isinstance(ds, ShardedIterator) else ds
     return ds if isinstance(ds, ShardedDataset) else None

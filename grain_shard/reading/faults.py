@@ -121,7 +121,7 @@ class BadRecord(NamedTuple):
 
     Attributes:
         record: Its index in the dataset above ``.batch``, or in a feed above ``.to_iter_dataset``.
-            Indices of a second epoch follow those of the first epoch.
+            Indices of a second epoch follow the first epoch's.
         error: The reason.
         feed: The record's feed; None without feeds.
         origin: Its index in the source, and its file if the source gives one. None if the route

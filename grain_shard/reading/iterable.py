@@ -50,7 +50,7 @@ def from_iterable(
 
     Returns:
         A `grain.IterDataset`. Its iterators have a state if the source's iterators have
-        ``get_state`` and ``set_state``, such as those of a `grain.DataLoader`.
+        ``get_state`` and ``set_state``, as the iterators of a `grain.DataLoader` do.
 
     Raises:
         ShardingError: `rows` is neither "local" nor "global", or the source is a Grain dataset.

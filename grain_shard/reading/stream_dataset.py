@@ -40,7 +40,7 @@ class SeenBatches:
 
 # Returned by a step that drops the batch.
 DROPPED: Any = object()
-# Returns the next form of a batch, or DROPPED.
+# A step takes a batch and returns its next form, or DROPPED.
 Step = Callable[[Batch, SeenBatches], Batch]
 
 

@@ -63,7 +63,7 @@ class WeightSchedule:
         return [(stage.start, stage.parts) for stage in self._stages]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the components of many records, and the records' indices in them.
+        """Returns the component of each of many records, and the record's index in it.
 
         Args:
             indices: int64[n], records of the mixture.
@@ -116,7 +116,7 @@ class _Stage:
     offsets: tuple[int, ...]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the components of records of the mixture, and the indices in them."""
+        """Returns the component of each record of the mixture, and the record's index in it."""
         pattern, ranks = _pattern(self.parts)
         rounds, places = divmod(indices - self.start, len(pattern))
         components = pattern[places]

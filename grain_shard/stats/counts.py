@@ -1,4 +1,4 @@
-"""The account of an iterator: sums, of which the difference of two is the time between them."""
+"""The account of an iterator: running sums. Differences of two give the time between them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Counts:
         sums: By name. "seconds" end when the last batch was handed out, or now if the loop waits
             for one; the loop spent "wait" and "step" seconds of them. "batches" were handed out,
             with this host's "records" and "bytes". "placed" batches are on the devices. "retries"
-            and "bad_records" are those of `FaultCounts`. A missing sum is 0.
+            and "bad_records" are as in `FaultCounts`. A missing sum is 0.
         stages_s: Seconds of each stage, by (thread, stage); a thread is its number or its name.
         reads: The threads that read now.
     """

@@ -55,7 +55,7 @@ def _figure(
 class Figures:
     """The figures of an iterator over some time, each an attribute.
 
-    Seconds of stages are those of all threads together. A figure that cannot be seen is None, as
+    Seconds of stages are summed over all threads. A figure that cannot be measured is None, such as
     the stages of worker processes.
 
     Example:
@@ -224,7 +224,7 @@ class Stats:
         recent: Figures of the last 30 seconds or a little more, without the first batch, which has
             the time of all beginnings.
         faults: Reads that failed on this host, with the first 1,000 bad records as ``listed``. It
-            includes those that were read ahead of the loop.
+            includes reads ahead of the loop.
         slowest_host: The host whose loop waits longest for its data, by how much, and in which
             stage; None on a single host, and for the first minute.
     """
@@ -252,7 +252,7 @@ class Stats:
     def as_dict(self, prefix: str = "data") -> dict[str, float]:
         """Returns the figures for wandb or TensorBoard, flat: ``{"data/wait_share": 0.02, ...}``.
 
-        Shares, times and rates are those of late; counts are those since the beginning. Unknown
+        Shares, times and rates are recent; counts are since the beginning. Unknown
         figures are left out.
 
         Args:

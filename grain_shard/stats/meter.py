@@ -19,14 +19,14 @@ from grain_shard.spans import STEP, WAIT
 from grain_shard.stats.counts import Counts, ReadThreads, mask_of, size_of
 from grain_shard.stats.figures import waits
 
-# Length of "of late", and the pause between two sums that are kept.
+# Seconds that recent figures cover, and seconds between two kept sums.
 RECENT_S, _KEEP_S = 30.0, 5.0
 
 
 class _Loop(NamedTuple):
     """The training loop, in one value, so that no other thread sees half of a change.
 
-    Times are those of the clock, in seconds.
+    Times are clock times, in seconds.
     """
 
     began: float = 0.0  # with the first call of next
@@ -117,7 +117,7 @@ class Meter:
             "retries": faults.retries,
             "bad_records": faults.bad_records,
         }
-        # Copied at once, because the threads go on to write.
+        # Copied at once, because the threads continue to write.
         stages_s: dict[tuple[int | str, str], float] = {
             (thread, stage): seconds
             for thread, tally in self._tallies.copy().items()

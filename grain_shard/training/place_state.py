@@ -176,7 +176,7 @@ def _ends_with(name: str, path: str) -> bool:
 
 
 def _name(path: KeyPath) -> str:
-    # An nnx variable is a node with one child, "value", which is no part of the user's model.
+    # An nnx variable is a node with one child, "value", which the user does not write in paths.
     keys = path[:-1] if path and path[-1] == GetAttrKey("value") else path
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 

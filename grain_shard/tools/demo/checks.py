@@ -56,7 +56,7 @@ def digests(ds: Iterable[Batch]) -> list[str]:
 
 
 def check(kept: bool, promise: str) -> bool:
-    """Prints a promise if it was kept; on every host if it was not."""
+    """Prints a kept promise on the first host, and a broken one on every host that sees it."""
     if kept:
         say(f"  ok: {promise}")
     else:

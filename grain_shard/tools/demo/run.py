@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, directory: epath.Path) -> bool:
     with ocp.CheckpointManager(directory) as checkpoints, iter(train_ds) as batches:
         checkpoints.restore(middle, args=ocp.args.Composite(data=CheckpointRestore(batches)))
         resumed = digests(batches)
-    # The last batch of an epoch is short, and the last hosts lack rows of it.
+    # The last batch of an epoch is short, so the last hosts read fewer rows of it.
     equal = max(reads) - min(reads) <= args.epochs * args.batch_size // len(reads)
     shares = ", ".join(f"host {i} {n:,} ({n / records:.0%})" for i, n in enumerate(reads))
     accuracy = right / tested

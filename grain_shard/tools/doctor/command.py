@@ -129,5 +129,5 @@ def _reads(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "that help", f"{part['side_by_side_that_help']} (.shard_to finds this out by itself)"
 
 
-# The parts whose facts are put together in fewer lines.
+# The report's parts with a formatter of their own, which puts several facts in a line.
 _TEXTS = {"extras": _extras, "devices": _devices, "reads": _reads}

@@ -50,7 +50,7 @@ def reads(paths: list[str]) -> dict[str, Any]:
         "slowest_read_ms": _ms(max(seconds)),
         "reads": len(singles),
         "records_per_s_side_by_side": per_second,
-        # The fewest that come close to the best; the rest is noise, and more threads.
+        # The fewest threads within a tenth of the best rate: smaller differences are noise.
         "side_by_side_that_help": next(
             n for n, rate in per_second.items() if rate >= 0.9 * max(per_second.values())
         ),

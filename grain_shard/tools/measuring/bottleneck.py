@@ -29,7 +29,7 @@ _LITTLE_REST = 0.1  # of the time: if the buffer is full for no longer, a larger
 _FEW = 0.25  # of the batches: if so few make up most of the waiting, batches come unevenly
 # With more processors busy than this, the threads compute. With fewer they wait.
 _COMPUTES = 0.5
-# With less of the threads' time on processors they surely don't wait for one.
+# If threads compute for less than this share of their time, they do not wait for a processor.
 _SURELY_WAITS = 0.05
 # With more processors busy than this, the work leaves the interpreter's lock: threads compute side
 # by side.

@@ -50,7 +50,7 @@ class Loop:
             self.read_threads = str(iterator.stats().reads) if is_ours else ""
         self.spans = sorted(spans, key=lambda s: s.start)
         for size, mask in zip(self.sizes, masks, strict=True):
-            # A step that donates its batch deletes the mask.
+            # A step that donates its batch deletes the mask, so its records cannot be counted.
             if mask is not None and not (isinstance(mask, jax.Array) and mask.is_deleted()):
                 size["records"] = int(mask.sum())
 

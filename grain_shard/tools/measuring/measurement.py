@@ -18,7 +18,7 @@ from grain_shard.tools.measuring.loop import covered_s, cut
 class Measurement:
     """A loop that took batches, waited for each until it was on the devices, and did its step.
 
-    Its figures are those of `stats()`, computed from its own spans.
+    Its figures are named as in `stats()`, and computed from its own spans.
 
     Attributes:
         num_batches: Batches that were measured.
@@ -28,7 +28,7 @@ class Measurement:
         recorded_spans: The work of each lane for a batch, from the start of the warm-up on:
             `Span`s, in seconds after the start of the measured loop. The lanes are "read" (read and
             decode the records of a batch, or take it from its stream), "batch" (stack them), "pad",
-            "place" (hand it to the devices); and those of the loop: "wait" (for a batch that is on
+            "place" (hand it to the devices); and of the loop: "wait" (for a batch that is on
             the devices), "step" (until its result is). In a span of "room" a thread rests, because
             a buffer is full.
         pipeline: Settings of the pipeline; None if `shard_to` did not make it.

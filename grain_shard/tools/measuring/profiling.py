@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Profile(Measurement):
     """A measured loop. Its text says what to change; in Jupyter it is a picture, too.
 
-    Its figures are those of `Measurement`.
+    Its figures come from `Measurement`.
 
     Example:
         >>> from grain_shard.spans import Span

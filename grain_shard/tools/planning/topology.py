@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.tools.extras import missing, not_installed
 
-# Without these libtpu asks the metadata server of a TPU VM for them, and complains that there is
-# none. Which values they have does not matter, as the topology is given by its name.
+# Without these variables libtpu asks the metadata server of a TPU VM, and logs errors if there is
+# none. Their values do not matter, because the topology is given by its name.
 _NO_TPU_HERE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",

@@ -49,7 +49,7 @@ def find_warnings(plan: Plan) -> Iterator[str]:
             f" do not divide {plan.global_batch_size}. Use"
             f" {_larger_batch(plan, plan.reads.divisor * microbatches)}."
         )
-    # Every batch has its own padding; the rest is in the short last batch alone.
+    # Subtract the padding that every batch has; the rest belongs to the short last batch.
     of_last = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
     share = of_last / (plan.steps_per_epoch * size)
     if plan.num_records < plan.global_batch_size:

@@ -47,8 +47,8 @@ def main(args: argparse.Namespace) -> int:
 
     previous = {
         number: signal.signal(number, stop)
-        # SIGHUP among them: it reaches this process when its terminal is closed, but not the hosts,
-        # which are in sessions of their own.
+        # With SIGHUP: a closing terminal sends it to this process, but not to the hosts, which run
+        # in sessions of their own.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN  # nohup(1) asks for that
     }

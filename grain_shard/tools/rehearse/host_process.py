@@ -185,9 +185,9 @@ def end(processes: Sequence[HostProcess]) -> None:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that the system gives to nobody else, and on which JAX's coordinator can listen."""
+    """Reserves a port on which JAX's coordinator can listen, and no other program."""
     with socket.socket() as reservation:
-        # With this option, which JAX's coordinator sets too, both can have the port at once.
+        # JAX's coordinator sets this option, too, so both sockets can bind the port at once.
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reservation.bind(("127.0.0.1", 0))
         yield reservation.getsockname()[1]
@@ -195,7 +195,7 @@ def reserved_port() -> Iterator[int]:
 
 def host_environment(host: int, hosts: int, devices_per_host: int, port: int) -> dict[str, str]:
     """This process's variables, and the variables that make a process one host of a SLURM job."""
-    # A real cluster may have set these, to values that contradict ours.
+    # A real cluster may have set these variables, to values that contradict the rehearsal's.
     foreign = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_LOCAL_DEVICE_IDS")
     variables = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     if any(name.lower().endswith("_proxy") for name in variables):

@@ -35,8 +35,8 @@ _STACK_OF_LOSS = re.compile(
     r"|:UNKNOWN:Error received from peer "
 )
 
-# The script that `run` gives to its hosts. It asks for __main__, since multiprocessing imports it
-# again in the worker processes that a host starts.
+# The script of each host of `run`. It checks for __main__, because multiprocessing imports the
+# script again in a host's worker processes.
 _CALL_SCRIPT = """
 import os, pickle, sys
 if __name__ == "__main__":
@@ -116,10 +116,10 @@ def run_script(
 ) -> RehearsalResult:
     """Runs a script on every host. A host's failure is in the result; it raises nothing.
 
-    `argv` is what would follow ``python``: ``["train.py", "--steps", "20"]``, ``["-m", "train"]``.
-    Each line that a host writes goes to `echo` as it arrives, prefixed with its host; the stack of
-    C++ functions with which JAX ends a host that has lost another does not. The lines of
-    Gloo are left out everywhere. All other arguments are as for `run`.
+    `argv` holds Python's arguments: ``["train.py", "--steps", "20"]`` or ``["-m", "train"]``. Each
+    line that a host writes goes to `echo` as it arrives, prefixed with its host. Lines of Gloo are
+    left out everywhere. If a host loses another, JAX ends it with a stack of C++ functions, which
+    is left out of `echo`. All other arguments are as for `run`.
     """
     if hosts < 1 or devices_per_host < 1:
         raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")

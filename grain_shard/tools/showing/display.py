@@ -35,8 +35,8 @@ def show(batch_or_dataset: Any) -> None:
     Args:
         batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.
             Or what `shard_to` returns, or its iterator; this host's rows of its first batch are
-            then read, to learn the shapes, and its batches, buffers and rows are shown as well. An
-            iterator adds how many threads read side by side now, and why.
+            then read, to learn the shapes, and its batches, buffers and rows are shown as well. For
+            an iterator, the current number of reading threads is shown, too, and its reason.
 
     Raises:
         ShardingError: The dataset has no batch, or one that does not fit its shardings; or it is no

@@ -92,11 +92,11 @@ class InNotebooks:
 
 
 class _Page(InNotebooks, Group):
-    """Several renderables, one below the other."""
+    """A group of tables and texts, printed one below the other."""
 
 
 def to_screen(renderable: Any) -> None:
-    """Prints it: in colors where stdout is a terminal, and as HTML in a notebook."""
+    """Prints a table: in colors if stdout is a terminal, and as HTML in a notebook."""
     console = Console()
     if console.is_jupyter:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
@@ -109,13 +109,13 @@ def to_screen(renderable: Any) -> None:
 
 
 def to_text(renderable: Any) -> str:
-    """It as plain text, without a newline at its end."""
+    """Renders a table as plain text, without a newline at its end."""
     text = _rendered(renderable).export_text()
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
 
 
 def to_html(renderable: Any) -> str:
-    """It as one element of HTML, with its colors."""
+    """Renders a table as one HTML element, with its colors."""
     return _rendered(renderable).export_html(code_format=_HTML, inline_styles=True)
 
 
