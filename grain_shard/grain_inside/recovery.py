@@ -15,7 +15,7 @@ class Unreadable:
             a source failed in a call for many and then read each of them alone.
     """
 
-    def __init__(self, error: Exception, among: int = 1):
+    def __init__(self, error: BaseException, among: int = 1):
         self.error, self.among = error, among
 
 

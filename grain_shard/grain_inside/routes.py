@@ -264,13 +264,18 @@ class Route:
 
 def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[Any]:
     """Returns the first elements, at least one: those made in time, up to the first failed one."""
-    taken = []
-    for element in elements:
-        taken.append(element)
-        if type(element) is Unreadable and not recovery.masks:
-            break
-        if time.perf_counter() > until:
-            break
+    taken: list[Any] = []
+    try:
+        for element in elements:
+            taken.append(element)
+            if type(element) is Unreadable and not recovery.masks:
+                break
+            if time.perf_counter() > until:
+                break
+    except BaseException as error:  # it belongs to the element after those taken
+        if not taken:
+            raise
+        taken.append(Unreadable(error))
     return taken
 
 

@@ -213,14 +213,14 @@ class BatchBuilder:
             self._bad_rows.append(start + i)
             rows[i] = empty
 
-    def _named(self, bad: Unreadable, start: int) -> Exception:
+    def _named(self, bad: Unreadable, start: int) -> BaseException:
         """Returns the error of a record, with a note that names the record.
 
         The record is evaluated once more, because the note should say if a second try succeeds.
         After a failed call for many records, this also finds the record at fault.
         """
         error = bad.error
-        if isinstance(error, BadRecordsError):
+        if isinstance(error, BadRecordsError) or not isinstance(error, Exception):
             return error
         records = self._records[start : start + bad.among].tolist()
         for record in records:

@@ -290,9 +290,11 @@ class Faults(Recovery):
         while not self._is_stopped and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _SLICE_S))
 
-    def may_leave_out(self, error: Exception) -> bool:
+    def may_leave_out(self, error: BaseException) -> bool:
         """Returns whether a row of padding may take the place of a record with this error."""
-        if not self.masks or self._is_stopped or isinstance(error, MemoryError):
+        if not self.masks or self._is_stopped:
+            return False
+        if isinstance(error, MemoryError | BadRecordsError) or not isinstance(error, Exception):
             return False
         if self._rules.is_read_once:
             return True
@@ -350,7 +352,7 @@ class Faults(Recovery):
         for bad in counts.listed:
             self._leave_out(bad, None)
 
-    def _leave_out(self, bad: BadRecord, error: Exception | None) -> None:
+    def _leave_out(self, bad: BadRecord, error: BaseException | None) -> None:
         _, count, _, records = self.count(bad_records=1)
         with self._lock:
             if len(self._listed) < _MOST_LISTED:

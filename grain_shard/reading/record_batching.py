@@ -178,7 +178,7 @@ class RowTemplate(Rows):
 
     def _first(self, faults: Faults) -> Any:
         """Returns the first readable record."""
-        error: Exception = LookupError("there is no record")
+        error: BaseException = LookupError("there is no record")
         for record in range(min(len(self.records), _MOST_LOOKED_AT)):
             way = route(self.records, np.array([record]))
             (row,) = way.finish(way.read(NEVER, faults), NEVER, faults)
