@@ -15,21 +15,18 @@ PACKAGE = ROOT / "grain_shard"
 FLOORS = [
     ["errors", "pace", "digest", "spans", "tasks", "host_arrays", "grain_inside", "public_names"],
     ["trees", "background", "collectives"],
-    ["worker_processes"],
-    ["sharding"],
+    ["worker_processes", "sharding"],
     ["reading", "hosts"],
     ["stats"],
     ["iteration"],
     ["feeding", "checkpoint"],
     ["transforms"],
-    ["chain"],
     ["install", "training"],
-    ["the face", "placement"],
     ["tools"],
-    ["measuring", "rehearse", "__main__"],
+    ["the face", "placement", "measuring", "rehearse", "__main__"],
 ]
 # All that a pipeline needs; it runs without the rooms above.
-CORE = {"install"}.union(*FLOORS[: FLOORS.index(["chain"]) + 1])
+CORE = {"install"}.union(*FLOORS[: FLOORS.index(["transforms"]) + 1])
 
 # What a room is for, in a few words.
 WORDS = {
@@ -54,8 +51,7 @@ WORDS = {
     "checkpoint": "Orbax",
     "placement": "its public names",
     "measuring": "its public names",
-    "transforms": "the four stages",
-    "chain": "shard_to",
+    "transforms": "shard_to, four stages",
     "training": "around the training step",
     "tools": "plan, profile, show, ...",
     "install": ".shard_to on Grain",

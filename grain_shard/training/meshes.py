@@ -14,11 +14,11 @@ import grain
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from grain_shard.chain import shard_to
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import named_sharding, num_shards
+from grain_shard.transforms.chain import shard_to
 
 
 def create_1d_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:

@@ -1,1 +1,1 @@
-"""The stages of the chain, one a file, in the order in which `shard_to` puts them."""
+"""`shard_to`, and the four stages of its chain, one a file."""

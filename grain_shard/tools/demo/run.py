@@ -18,14 +18,15 @@ from etils import epath
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from grain_shard import ArrayRecordSource, show
 from grain_shard.checkpoint import CheckpointRestore
+from grain_shard.reading.sources import ArrayRecordSource
 from grain_shard.tools.demo import MIN_ACCURACY, VIRTUAL_DEVICES
 from grain_shard.tools.demo.checks import CountingSource, check, count_compilations, digests, say
 from grain_shard.tools.demo.digits import decode
 from grain_shard.tools.demo.training import create, evaluate, train
 from grain_shard.tools.rehearse.rehearsal import run_script
 from grain_shard.tools.rehearse.result import RehearsalError
+from grain_shard.tools.showing.display import show
 
 # Several hosts add up the gradients in another order, which changes the last bits: 5e-7 at most,
 # in trials with seeds 0 to 4.

@@ -10,11 +10,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from grain_shard import __version__
 from grain_shard.tools.extras import EXTRAS, missing
 from grain_shard.tools.libtpu import tpu_is_here
 
-_PACKAGES = "jax", "jaxlib", "grain", "numpy", "array-record", "orbax-checkpoint", "flax"
+_PACKAGES = (
+    *("grain-shard", "jax", "jaxlib", "grain", "numpy", "array-record", "orbax-checkpoint"),
+    "flax",
+)
 _OF_JAX = ("JAX_", "XLA_", "LIBTPU_", "CUDA_VISIBLE_DEVICES", "PJRT_")
 _FEW_FILES = 4096
 
@@ -22,7 +24,7 @@ _FEW_FILES = 4096
 def versions() -> dict[str, str | None]:
     """Returns the versions of Python and the packages; None for one that is not installed."""
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    ours = {"python": platform.python_version(), "system": system, "grain-shard": __version__}
+    ours = {"python": platform.python_version(), "system": system}
     return ours | {package: _version(package) for package in _PACKAGES}
 
 

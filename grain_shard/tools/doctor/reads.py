@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from grain_shard import ArrayRecordSource
+from grain_shard.reading.sources import ArrayRecordSource
 
 _SINGLE_READS = 200
 _SIDE_BY_SIDE = 1, 4, 16, 64
