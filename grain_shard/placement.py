@@ -12,24 +12,6 @@ several processes each passes the same whole data and keeps what its own devices
 host is placed without a collective.
 """
 
-from grain_shard.training.hardware import (
-    BatchSizeRecommendation,
-    HardwareType,
-    get_batch_size_recommendation,
-)
-from grain_shard.training.placement import (
-    DevicePlacement,
-    distribute_batch,
-    place_on_device,
-    prefetch_to_device,
-)
+from grain_shard.public_names import public_names
 
-__all__ = [
-    "BatchSizeRecommendation",
-    "DevicePlacement",
-    "HardwareType",
-    "distribute_batch",
-    "get_batch_size_recommendation",
-    "place_on_device",
-    "prefetch_to_device",
-]
+__getattr__, __dir__, __all__ = public_names("grain_shard", __file__)  # pyright: ignore[reportUnsupportedDunderAll]

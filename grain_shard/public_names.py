@@ -1,4 +1,4 @@
-"""The public names of a package, listed once: in its stub, which type checkers read as well."""
+"""Public names, listed once: in a stub, which type checkers read as well."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 def public_names(
     package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns ``__getattr__``, ``__dir__`` and ``__all__`` for the ``__init__`` of a package.
+    """Returns ``__getattr__``, ``__dir__`` and ``__all__`` for a module that has such a stub.
 
     Each name is imported when it is used: the package alone takes some milliseconds, and flax or
     Orbax take a second.
 
     Args:
-        package: The ``__name__`` of the package.
-        file: Its ``__file__``. The stub beside it imports each name relative to the package.
+        package: The package to which the imports of the stub are relative.
+        file: The ``__file__`` of the module; the stub is beside it.
     """
     module_of = {
         alias.name: node.module

@@ -16,8 +16,8 @@ from tqdm import tqdm
 import grain_shard
 from grain_shard import BatchLayout, ShardingError, ShardingTree, rehearse
 from grain_shard.tools.planning.topology import hosts_mesh
+from grain_shard.tools.showing.display import LeafText
 from grain_shard.tools.showing.drawing import draw_batch
-from grain_shard.tools.showing.leaf_text import LeafText
 from grain_shard.tools.showing.tables import to_text
 from tests.conftest import background_threads, data_mesh
 

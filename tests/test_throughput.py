@@ -14,7 +14,7 @@ import pytest
 from grain_shard import ShardingError
 from grain_shard.measuring import measure_throughput
 from grain_shard.placement import prefetch_to_device
-from grain_shard.training.sharded_pipeline import create_sharded_pipeline
+from grain_shard.training.meshes import create_sharded_pipeline
 from tests.conftest import data_mesh, ids, numbered
 
 DEVICE_COUNTS = [1, 2, 4, 8]

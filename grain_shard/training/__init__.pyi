@@ -1,8 +1,8 @@
 from .data_parallel import data_parallel_train_step as data_parallel_train_step
 from .data_parallel import place_batch_on_shards as place_batch_on_shards
+from .data_parallel import reduce_gradient_tree as reduce_gradient_tree
+from .data_parallel import reduce_gradients_across_devices as reduce_gradients_across_devices
 from .data_parallel import spmd_train_step as spmd_train_step
-from .gradients import reduce_gradient_tree as reduce_gradient_tree
-from .gradients import reduce_gradients_across_devices as reduce_gradients_across_devices
 from .hardware import BatchSizeRecommendation as BatchSizeRecommendation
 from .hardware import HardwareType as HardwareType
 from .hardware import detect_hardware as detect_hardware
@@ -13,6 +13,7 @@ from .meshes import create_1d_mesh as create_1d_mesh
 from .meshes import create_2d_mesh as create_2d_mesh
 from .meshes import create_data_parallel_sharding as create_data_parallel_sharding
 from .meshes import create_named_sharding as create_named_sharding
+from .meshes import create_sharded_pipeline as create_sharded_pipeline
 from .meshes import global_batch_size as global_batch_size
 from .place_state import place_model_state_on_shards as place_model_state_on_shards
 from .place_state import place_nnx_state_on_shards as place_nnx_state_on_shards
@@ -20,5 +21,4 @@ from .rules import MeshRules as MeshRules
 from .rules import data_parallel_rules as data_parallel_rules
 from .rules import fsdp_rules as fsdp_rules
 from .rules import partition_spec_for_names as partition_spec_for_names
-from .sharded_pipeline import create_sharded_pipeline as create_sharded_pipeline
 from .step_memory import estimate_max_batch_size as estimate_max_batch_size

@@ -1,4 +1,4 @@
-"""Meshes for any number of devices, and what lies on them.
+"""Meshes for any number of devices, and the shardings and pipelines of their batches.
 
 The axes of the meshes made here are of type Auto: the compiler chooses how intermediate values are
 sharded, so any model runs on them. For Explicit axes call `jax.make_mesh`; everything in this
@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import grain
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from grain_shard.errors import ShardingError
+from grain_shard.errors import ShardingError, require_int
+from grain_shard.iteration.sharded_dataset import ShardedDataset
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import named_sharding, num_shards
+from grain_shard.transforms.chain import shard_to
 
 
 def create_1d_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
@@ -102,3 +106,38 @@ def global_batch_size(
         256
     """
     return batch_size_per_device * num_shards(create_data_parallel_sharding(mesh, data_axis))
+
+
+def create_sharded_pipeline(
+    source: Any, mesh: Mesh, batch_size_per_device: int = 64
+) -> ShardedDataset:
+    """A pipeline of global batches that gives every shard the same number of rows, on any mesh.
+
+    On a mesh of one device it is an ordinary loader, so a program needs no second path for it.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        >>> for batch in create_sharded_pipeline([{"x": 1}, {"x": 2}, {"x": 3}], mesh, 2):
+        ...     print(batch["x"], batch["valid_mask"])
+        [1 2] [ True  True]
+        [3 0] [ True False]
+
+    Args:
+        source: Records by index: a sequence, a Grain source, or a `grain.MapDataset` that shuffles
+            and decodes them. Or a stream of them, a `grain.IterDataset`, on one host.
+        mesh: The mesh of all processes. Its axis "data", or its only axis, shards the rows.
+        batch_size_per_device: Rows of one shard; devices that differ only along other axes hold
+            the same rows.
+
+    Returns:
+        The result of `shard_to`. The last batch is padded, and each has a ``valid_mask``.
+
+    Raises:
+        ShardingError: The mesh has several axes, none of them "data"; there is no record; or a
+            stream does not name its rows on each of several hosts (call `shard_to` then).
+    """
+    require_int("batch_size_per_device", batch_size_per_device, 1)
+    if not isinstance(source, grain.MapDataset | grain.IterDataset):
+        source = grain.MapDataset.source(source)
+    shards = ShardingTree.of(mesh).layout().divisor
+    return shard_to(source.batch(batch_size_per_device * shards), mesh)

@@ -13,6 +13,7 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import num_shards
 from grain_shard.tools.extras import not_installed
 from grain_shard.tools.palette import FILLS
+from grain_shard.tools.showing.drawing import holders
 
 _MAX_LINES = 32  # shards of the rows
 _MAX_DEVICES = 32  # in a line
@@ -43,12 +44,9 @@ def draw_mesh(
         raise not_installed("the picture", "plot", ["matplotlib"]) from None
     named = [s for s in ShardingTree.of(mesh, spec).shardings() if isinstance(s, NamedSharding)]
     rows_spec = PartitionSpec(*max(named, key=num_shards).spec[:1])
-    indices = NamedSharding(mesh, rows_spec).devices_indices_map((num_rows,))
-    held: dict[tuple[int, int], list[int]] = {}  # by rows, the host of each device
-    for device, (rows,) in indices.items():
-        start, stop, _ = rows.indices(num_rows)
-        held.setdefault((start, stop), []).append(device.process_index)
-    lines = sorted(held.items())[:_MAX_LINES]
+    held = holders(NamedSharding(mesh, rows_spec), (num_rows,), 1)
+    lines = [(rows, [device.process_index for device in held[rows]]) for rows in sorted(held)]
+    del lines[_MAX_LINES:]
     width = min(len(lines[0][1]), _MAX_DEVICES)
 
     inches = max(4.5, 1.5 + 0.6 * width), 1 + 0.32 * len(lines)
@@ -67,7 +65,7 @@ def draw_mesh(
     axes.set_ylim(len(lines), 0)
     axes.set_xticks([])
     axes.set_yticks(
-        [y + 0.5 for y in range(len(lines))], [f"{start}:{stop}" for (start, stop), _ in lines]
+        [y + 0.5 for y in range(len(lines))], [f"{start}:{stop}" for ((start, stop),), _ in lines]
     )
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)

@@ -18,7 +18,7 @@ from grain_shard.trees import flatten
 _MAX_LINES = 16
 _MAX_COLUMNS = 4
 
-_Range = tuple[int, int]
+Range = tuple[int, int]
 
 
 def draw_batch(batch: Any) -> Iterator[Any]:
@@ -38,19 +38,26 @@ def draw_batch(batch: Any) -> Iterator[Any]:
         yield _drawing([path for path, _ in leaves], leaves[0][1])
 
 
+def holders(
+    sharding: NamedSharding, shape: tuple[int, ...], dims: int
+) -> dict[tuple[Range, ...], list[Any]]:
+    """The devices that hold each piece of an array: by (start, stop) along its first dims."""
+    found: dict[tuple[Range, ...], list[Any]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        piece = tuple(index[dim].indices(shape[dim])[:2] for dim in range(dims))
+        found.setdefault(piece, []).append(device)
+    return found
+
+
 def _dims_drawn(sharding: NamedSharding) -> int:
     """The rows, and all dims down to the last one that is sharded."""
     return max(1, spec_rank(sharding))
 
 
 def _drawing(paths: Sequence[str], leaf: Any) -> Any:
-    dims = _dims_drawn(leaf.sharding)
-    holders: dict[tuple[_Range, ...], list[Any]] = {}
-    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        piece = tuple(index[dim].indices(leaf.shape[dim])[:2] for dim in range(dims))
-        holders.setdefault(piece, []).append(device)
-    lines = sorted({piece[0] for piece in holders})
-    columns = sorted({piece[1:] for piece in holders})
+    held = holders(leaf.sharding, leaf.shape, _dims_drawn(leaf.sharding))
+    lines = sorted({piece[0] for piece in held})
+    columns = sorted({piece[1:] for piece in held})
     several_hosts = len({device.process_index for device in leaf.sharding.device_set}) > 1
 
     title = describe_few(paths)
@@ -63,7 +70,7 @@ def _drawing(paths: Sequence[str], leaf: Any) -> Any:
         (
             [
                 describe_ranges([rows]),
-                *(_devices(holders[rows, *c], several_hosts) for c in columns[:_MAX_COLUMNS]),
+                *(_devices(held[rows, *c], several_hosts) for c in columns[:_MAX_COLUMNS]),
             ]
             for rows in lines[:_MAX_LINES]
         ),
@@ -73,7 +80,7 @@ def _drawing(paths: Sequence[str], leaf: Any) -> Any:
     return Group(Padding(Text(title), (0, 2)), drawing)
 
 
-def _column_head(column: tuple[_Range, ...]) -> str:
+def _column_head(column: tuple[Range, ...]) -> str:
     """The place of a column in the dims after the rows, if these are sharded."""
     head = "; ".join(f"dim {dim}: {describe_ranges([r])}" for dim, r in enumerate(column, 1))
     return head or "held by"
