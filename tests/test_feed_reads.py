@@ -152,21 +152,24 @@ def record_streams(ds):
     return [stream for parent in ds.parents for stream in record_streams(parent)]
 
 
+def replaced(ds):
+    return replace_read_ahead(ds, lambda records, _: RecordStream(records))
+
+
 def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_changed():
     ds = PACKERS["first fit"](mixed(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
     (mix,) = ds.parents
     before = [dict(vars(node)) for node in (ds, mix, *mix.parents)]
-    replaced = replace_read_ahead(ds, lambda records, _: RecordStream(records))
-    assert len(record_streams(replaced)) == 2
+    assert len(record_streams(replaced(ds))) == 2
     assert [dict(vars(node)) for node in (ds, mix, *mix.parents)] == before
 
 
 def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents():
     ds = Lengths(documents(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
-    replaced = replace_read_ahead(ds, lambda records, _: RecordStream(records))
-    assert replaced.found is ds.found
-    assert replaced.parent is replaced.parents[0]
-    assert replaced.parent is not ds.parent
+    ours = replaced(ds)
+    assert ours.found is ds.found
+    assert ours.parent is ours.parents[0]
+    assert ours.parent is not ds.parent
 
 
 @pytest.mark.parametrize(
@@ -187,15 +190,14 @@ def test_who_asks_for_no_thread_gets_none(options, is_read_ahead):
     assert asked == [is_read_ahead]
 
 
+NUMBERS = grain.MapDataset.range(9)
 UNKNOWN = {
-    "a filter among the records": grain.MapDataset.range(9).filter(bool).to_iter_dataset(),
+    "a filter among the records": NUMBERS.filter(bool).to_iter_dataset(),
     "an interleave": grain.experimental.InterleaveIterDataset(
-        [grain.MapDataset.range(9).to_iter_dataset()], cycle_length=1
+        [NUMBERS.to_iter_dataset()], cycle_length=1
     ),
-    "worker processes": (
-        grain.MapDataset.range(9)
-        .to_iter_dataset()
-        .mp_prefetch(grain.MultiprocessingOptions(num_workers=1))
+    "worker processes": NUMBERS.to_iter_dataset().mp_prefetch(
+        grain.MultiprocessingOptions(num_workers=1)
     ),
 }
 

@@ -28,7 +28,7 @@ import grain_shard
 from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from tests import text
-from tests.on_hosts import cases_of, run_cases
+from tests.on_hosts import assembled, cases_of, own_parts, run_cases
 from tests.pipelines import IN_TURN
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -61,17 +61,6 @@ MESHES = {
 # On the hosts.
 
 
-def own_parts(batch):
-    """Of each leaf its shape, and what each device of this host holds, with its place in it."""
-    return {
-        name: (
-            leaf.shape,
-            [(part.index, np.asarray(part.data)) for part in leaf.addressable_shards],
-        )
-        for name, leaf in batch.items()
-    }
-
-
 def own_parts_on_all_meshes():
     found = {}
     for name, mesh in MESHES.items():
@@ -81,25 +70,6 @@ def own_parts_on_all_meshes():
 
 
 # In the test's process.
-
-
-def assembled(of_hosts):
-    """The global batch, from the parts of all hosts: none is missing, and copies are equal.
-
-    To gather so many batches on every host, by collectives, would take most of the time.
-    """
-    batch = {}
-    for name, (shape, own) in of_hosts[0].items():
-        parts = [part for of_host in of_hosts for part in of_host[name][1]]
-        leaf, is_held = np.zeros(shape, own[0][1].dtype), np.zeros(shape, bool)
-        for index, part in parts:
-            leaf[index], is_held[index] = part, True
-        assert is_held.all(), name
-        for index, part in parts:
-            assert part.dtype == leaf.dtype
-            np.testing.assert_array_equal(part, leaf[index], name)
-        batch[name] = leaf
-    return batch
 
 
 def assembled_batches(of_hosts):
