@@ -4,6 +4,10 @@ import collections
 import threading
 
 
+def nothing(index, number):
+    """Lets a read succeed."""
+
+
 class Source:
     """Records that are their own indices; `on_read` gets an index, and which request it is."""
 
@@ -30,10 +34,24 @@ class Source:
 
 
 class BatchedSource(Source):
-    """Reads many records in one call, which fails if one of them does."""
+    """Reads many records in one call, which fails if one of them does; `calls` has the indices."""
+
+    def __init__(self, num_records, on_read):
+        super().__init__(num_records, on_read)
+        self.calls = []
 
     def __getitems__(self, indices):
+        self.calls.append(list(indices))
         return [self[index] for index in indices]
 
 
 SOURCES = {"one by one": Source, "many in a call": BatchedSource}
+
+
+class InFiles(Source):
+    """Ten records a file."""
+
+    paths = ("file-0", "file-1")
+
+    def where(self, index):
+        return f"file-{index // 10}", index % 10

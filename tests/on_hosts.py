@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from grain_shard import rehearse
@@ -71,3 +72,34 @@ def run_jobs(run_job, jobs, directory):
 
 def _report_file(directory, job, host):
     return Path(directory, f"job {job} host {host}")
+
+
+def own_parts(batch):
+    """On a host: of each leaf its shape, and what each of its devices holds, with its place."""
+    return {
+        name: (
+            leaf.shape,
+            [(part.index, np.asarray(part.data)) for part in leaf.addressable_shards],
+        )
+        for name, leaf in batch.items()
+    }
+
+
+def assembled(of_hosts):
+    """The global batch, from the parts of all hosts: none is missing, and copies are equal.
+
+    To gather so many batches on every host, by collectives, would take most of the time.
+    """
+    batch = {}
+    for name, (shape, own) in of_hosts[0].items():
+        assert all(of_host[name][0] == shape for of_host in of_hosts)
+        parts = [part for of_host in of_hosts for part in of_host[name][1]]
+        leaf, is_held = np.zeros(shape, own[0][1].dtype), np.zeros(shape, bool)
+        for index, part in parts:
+            leaf[index], is_held[index] = part, True
+        assert is_held.all(), name
+        for index, part in parts:
+            assert part.dtype == leaf.dtype
+            np.testing.assert_array_equal(part, leaf[index], name)
+        batch[name] = leaf
+    return batch

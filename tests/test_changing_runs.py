@@ -26,6 +26,9 @@ from grain_shard import (
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.reading.cuts import Progress
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, to_numpy
+from tests.pipelines import after, feeds_of, flat, going_on
+
+slow = pytest.mark.slow
 
 
 def records(num_records=58):
@@ -54,48 +57,60 @@ def sharded(sizes, num_records=58, epochs=1, devices=4, **options):
 
 
 def rows(batches):
-    return [row for batch in ids(batches) for row in batch]
+    return flat(ids(batches))
 
 
-def after(ds, num_batches):
-    """The ids of so many batches, and the state then, as JSON."""
-    with iter(ds) as iterator:
-        seen = rows([next(iterator) for _ in range(num_batches)])
-        return seen, json.loads(json.dumps(iterator.get_state()))
-
-
-def going_on(ds, state):
-    with iter(ds) as iterator:
-        iterator.set_state(state)
-        return ids(iterator)
+GROWING = {0: 3, 4: 10, 7: 16}
+# By name: the sizes of the run, which may be a schedule; the batches until it stops; the sizes with
+# which it goes on; the rows of the batches then; and the options.
+GOING_ON = {
+    "one at a time": (8, 3, 1, [1] * 34, {}),
+    "smaller": (8, 3, 5, [5] * 6 + [4], {}),
+    "the same": (8, 3, 8, [8, 8, 8, 8, 2], {}),
+    "larger": (8, 3, 16, [16, 16, 2], {}),
+    "larger than what is left": (8, 3, 48, [34], {}),
+    "larger than the epoch": (8, 3, 100, [34], {}),
+    "epochs keep their borders": (5, 2, 4, [2] + [4] * 6, {"num_records": 12, "epochs": 3}),
+    "what a larger batch would have dropped": (
+        *(8, 2, 4, [4]),
+        {"num_records": 20, "remainder": "drop"},
+    ),
+    "a schedule, then a size": ({0: 4, 3: 16}, 4, 8, [8, 8, 8, 6], {}),
+    # Its third step is of 4, the next ones of 16.
+    "a size, then a schedule": (8, 2, {0: 4, 3: 16}, [4, 16, 16, 6], {}),
+    "a schedule, not begun": (GROWING, 0, GROWING, [3, 3, 3, 3, 10, 10, 10, 16], {}),
+    "a schedule, before a change": (GROWING, 3, GROWING, [3, 10, 10, 10, 16], {}),
+    "a schedule, at a change": (GROWING, 4, GROWING, [10, 10, 10, 16], {}),
+    "a schedule, after a change": (GROWING, 5, GROWING, [10, 10, 16], {}),
+    "a schedule, at its end": (GROWING, 8, GROWING, [], {}),
+    **{
+        f"{name}, in worker processes": pytest.param(*case, {"num_workers": 2}, marks=slow)
+        for name, case in {
+            "larger": (8, 3, 12, [12, 12, 10]),
+            "a schedule": (GROWING, 1, GROWING, [3, 3, 3, 10, 10, 10, 16]),
+        }.items()
+    },
+}
 
 
 class TestAnotherBatchSize:
-    @pytest.mark.parametrize("size", [1, 5, 8, 16, 48, 100])
-    def test_it_goes_on_with_the_next_record(self, size):
-        seen, state = after(sharded(8), 3)
-        rest = going_on(sharded(size), state)
-        assert seen + [row for batch in rest for row in batch] == in_order()
-        assert {len(batch) for batch in rest[:-1]} <= {size}
+    @pytest.mark.parametrize(
+        ("sizes", "stop_after", "then", "lengths", "options"), GOING_ON.values(), ids=GOING_ON
+    )
+    def test_it_goes_on_with_the_next_record(self, sizes, stop_after, then, lengths, options):
+        seen, state = after(sharded(sizes, **{**options, "num_workers": 0}), stop_after)
+        rest = going_on(sharded(then, **options), state)
+        everything = in_order(options.get("num_records", 58), options.get("epochs", 1))
+        assert flat(seen + rest) == everything
+        assert [len(batch) for batch in rest] == lengths
 
-    def test_epochs_keep_their_borders(self):
-        seen, state = after(sharded(5, 12, epochs=3), 2)  # 10 of 12 records
-        rest = going_on(sharded(4, 12, epochs=3), state)
-        assert [len(batch) for batch in rest] == [2, 4, 4, 4, 4, 4, 4]
-        assert seen + [row for batch in rest for row in batch] == in_order(12, 3)
-
-    def test_what_a_larger_batch_would_have_dropped_a_smaller_one_takes(self):
-        seen, state = after(sharded(8, 20, remainder="drop"), 2)
-        rest = going_on(sharded(4, 20, remainder="drop"), state)
-        assert seen + [row for batch in rest for row in batch] == in_order(20)
-
+    def test_what_grain_drops_of_a_larger_batch_a_smaller_one_takes(self):
         def by_grain(size):
             return records(22).batch(size, drop_remainder=True).repeat(2).shard_to(data_mesh(4))
 
         seen, state = after(by_grain(8), 2)
-        rest = going_on(by_grain(4), state)
         expected = in_order(22, 2)
-        assert seen + [row for batch in rest for row in batch] == expected[:20] + expected[22:42]
+        assert flat(seen + going_on(by_grain(4), state)) == expected[:20] + expected[22:42]
 
     def test_the_state_is_small_and_says_where_it_stands(self):
         ds = records(10**9).batch(256).repeat(30).shard_to(data_mesh(4))
@@ -108,32 +123,12 @@ class TestAnotherBatchSize:
 
     def test_step_counts_the_batches_that_were_handed_out(self):
         _, state = after(sharded(8), 3)
-        with iter(sharded(20)) as iterator:
-            iterator.set_state(state)
-            next(iterator)
-            assert [iterator.get_state()[key] for key in ("step", "epoch", "record")] == [4, 0, 44]
-
-    @pytest.mark.slow
-    def test_worker_processes_go_on_there_too(self):
-        seen, state = after(sharded(8), 3)
-        rest = going_on(sharded(12, num_workers=2), state)
-        assert seen + [row for batch in rest for row in batch] == in_order()
-        assert [len(batch) for batch in rest] == [12, 12, 10]
-
-    def test_a_schedule_goes_on_as_a_size_and_a_size_as_a_schedule(self):
-        schedule = {0: 4, 3: 16}
-        seen, state = after(sharded(schedule), 4)
-        assert len(seen) == 3 * 4 + 16
-        rest = going_on(sharded(8), state)
-        assert seen + [row for batch in rest for row in batch] == in_order()
-        seen, state = after(sharded(8), 2)
-        rest = going_on(sharded(schedule), state)  # its third step is of 4, the next ones of 16
-        assert [len(batch) for batch in rest] == [4, 16, 16, 6]
-        assert seen + [row for batch in rest for row in batch] == in_order()
+        _, state = after(sharded(20), 1, state)
+        assert [state[key] for key in ("step", "epoch", "record")] == [4, 0, 44]
 
     def test_a_state_of_more_epochs_is_one_of_fewer(self):
         seen, state = after(sharded(8, 20, epochs=2), 4)
-        assert seen + going_on_rows(sharded(8, 20, epochs=5), state) == in_order(20, 5)
+        assert flat(seen + going_on(sharded(8, 20, epochs=5), state)) == in_order(20, 5)
         with pytest.raises(StateError, match="no such place"):
             going_on(sharded(8, 20), state)
 
@@ -141,29 +136,16 @@ class TestAnotherBatchSize:
         seen, state = after(in_feeds(32), 2)
         for size in (48, 20, 4, 96):
             rest = going_on(in_feeds(size), state)
-            assert sorted(seen + [row for batch in rest for row in batch]) == list(range(200))
-            taken, next_state = after_state(in_feeds(size), state, 1)
-            again = [row for batch in going_on(in_feeds(32), next_state) for row in batch]
-            assert sorted(seen + taken + again) == list(range(200))
-
-
-def going_on_rows(ds, state):
-    return [row for batch in going_on(ds, state) for row in batch]
-
-
-def after_state(ds, state, num_batches):
-    with iter(ds) as iterator:
-        iterator.set_state(state)
-        seen = rows([next(iterator) for _ in range(num_batches)])
-        return seen, json.loads(json.dumps(iterator.get_state()))
+            assert sorted(flat(seen + rest)) == list(range(200))
+            taken, next_state = after(in_feeds(size), 1, state)
+            again = going_on(in_feeds(32), next_state)
+            assert sorted(flat(seen + taken + again)) == list(range(200))
 
 
 def in_feeds(size):
-    def make_feed(feed):
-        part = grain.MapDataset.range(200)[feed.shard_index :: feed.shard_count]
-        return part.map(lambda i: {"id": np.int32(i)}).to_iter_dataset()
-
-    return grain_shard.feeds(make_feed, num_feeds=4).batch(size).shard_to(data_mesh(4))
+    return feeds_of(lambda feed, i: {"id": np.int32(4 * i + feed)}, 4, size, length=50).shard_to(
+        data_mesh(4)
+    )
 
 
 def stack(elements):
@@ -250,13 +232,6 @@ class TestNoShortBatch:
 
 
 class TestBatchSchedule:
-    def test_from_the_end_it_is_counted_as_in_a_list(self):
-        ds = records(10).pipe(BatchSchedule({0: 4, 2: 2}))
-        assert [ds[-1]["id"].tolist(), ds[-3]["id"].tolist()] == [
-            ds[2]["id"].tolist(),
-            ds[0]["id"].tolist(),
-        ]
-
     def test_alone_it_is_a_dataset_of_batches_like_any_other(self):
         ds = grain.MapDataset.range(21).map(lambda i: {"id": i}).pipe(BatchSchedule({0: 2, 3: 5}))
         expected = [
@@ -269,6 +244,7 @@ class TestBatchSchedule:
         ]
         assert len(ds) == 6
         assert [ds[i]["id"].tolist() for i in range(6)] == expected
+        assert [ds[i]["id"].tolist() for i in range(-6, 0)] == expected, "as in a list"
         assert [batch["id"].tolist() for batch in ds[1:5:2]] == expected[1:5:2]
         assert [batch["id"].tolist() for batch in ds.to_iter_dataset()] == expected
         assert [batch["id"].tolist() for batch in ds.map(lambda batch: batch)] == expected
@@ -296,13 +272,6 @@ class TestBatchSchedule:
         assert rows(ds.repeat(3).shard_to(data_mesh(2))) == in_order(10, 3)
         assert ids(ds.to_iter_dataset().shard_to(data_mesh(2))) == ids(ds.shard_to(data_mesh(2)))
 
-    @pytest.mark.parametrize("stop_after", [0, 3, 4, 5, 8])
-    def test_a_state_goes_on_over_a_change_of_size(self, stop_after):
-        schedule = {0: 3, 4: 10, 7: 16}
-        seen, state = after(sharded(schedule), stop_after)
-        assert going_on(sharded(schedule), state) == ids(sharded(schedule))[stop_after:]
-        assert seen == in_order()[: len(seen)]
-
     def test_without_the_remainder_and_with_an_error_for_it(self):
         ds = sharded({0: 4, 2: 8}, 20, epochs=2, remainder="drop")
         assert [len(batch) for batch in ids(ds)] == [4, 4, 8, 8, 8]
@@ -314,11 +283,6 @@ class TestBatchSchedule:
             sharded({0: 4, 2: 6}, 24, remainder="drop")
         with pytest.raises(ShardingError, match="fewer records than one batch of 32 rows"):
             sharded({0: 4, 2: 32}, 24, remainder="drop")
-
-    @pytest.mark.slow
-    def test_worker_processes_make_the_same(self):
-        schedule = {0: 3, 4: 10, 7: 16}
-        assert ids(sharded(schedule, num_workers=2)) == ids(sharded(schedule))
 
     def test_a_host_reads_its_rows_and_no_others(self):
         seen = []
@@ -385,11 +349,18 @@ class TestSeek:
     @pytest.mark.parametrize("sizes", [8, {0: 3, 4: 10}])
     def test_to_a_step_it_is_the_rest_of_the_run(self, sizes):
         everything = ids(sharded(sizes, epochs=2))
+        _, state_of_another_size = after(sharded(4, epochs=2), 3)
         with iter(sharded(sizes, epochs=2)) as iterator:
+            # Whatever was restored, steps are those of this pipeline from its beginning.
+            iterator.set_state(state_of_another_size)
             for step in (5, 0, len(everything) - 1, 2, len(everything)):
                 iterator.seek(step)
                 assert iterator.get_state()["step"] == step
                 assert ids(iterator) == everything[step:]
+            # The step of a training state will do.
+            for step in (np.int64(2), jax.numpy.asarray(2)):
+                iterator.seek(step)
+                assert ids(iterator) == everything[2:]
 
     def test_to_a_record_a_batch_begins_with_it(self):
         everything = in_order(20, 2)
@@ -399,13 +370,6 @@ class TestSeek:
                 assert rows(iterator) == everything[record:]
             iterator.seek(record=29)  # in the fifth batch: records 28 to 35
             assert [iterator.get_state()[key] for key in ("step", "epoch", "record")] == [4, 1, 9]
-
-    def test_whatever_was_restored_steps_are_those_of_this_pipeline_from_its_beginning(self):
-        _, state = after(sharded(4), 3)
-        with iter(sharded(8)) as iterator:
-            iterator.set_state(state)
-            iterator.seek(3)
-            assert rows(iterator) == in_order()[24:]
 
     def test_it_reads_nothing_in_vain(self):
         read = []
@@ -453,12 +417,6 @@ class TestSeek:
             assert "\n  remedy: " in str(refusal.value)
             assert rows(iterator) == in_order()[8:]
 
-    def test_the_step_of_a_training_state_will_do(self):
-        for step in (np.int64(2), jax.numpy.asarray(2)):
-            with iter(sharded(8)) as iterator:
-                iterator.seek(step)
-                assert rows(iterator) == in_order()[16:]
-
     def test_a_stream_and_feeds_say_what_to_do(self):
         stream = records().to_iter_dataset().map(lambda r: r).batch(8).shard_to(data_mesh(4))
         for ds in (stream, in_feeds(8)):
@@ -478,8 +436,7 @@ class TestEpochs:
                 seen.append([to_numpy(batch) for batch in batches])
                 assert list(batches) == [], "it has come to its end"
         assert [len(epoch) for epoch in seen] == [3, 3, 3]
-        for ours, theirs in zip([b for epoch in seen for b in epoch], expected, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        jax.tree.map(np.testing.assert_array_equal, flat(seen), expected)
         assert ids(seen[0]) != ids(seen[1])
 
     @pytest.mark.parametrize("remainder", ["pad", "drop"])
@@ -494,11 +451,10 @@ class TestEpochs:
     )
     def test_of_whatever_is_random_access(self, build, remainder):
         whole = build(records(20)).repeat(3).shard_to(data_mesh(4), remainder=remainder)
-        expected = ids(whole)
         with build(records(20)).shard_to(data_mesh(4), remainder=remainder).epochs(3) as epochs:
-            seen = [(len(batches), ids(batches)) for batches in epochs]
-        assert [batch for _, epoch in seen for batch in epoch] == expected
-        assert all(length == len(epoch) for length, epoch in seen)
+            lengths, seen = zip(*((len(batches), ids(batches)) for batches in epochs), strict=True)
+        assert flat(seen) == ids(whole)
+        assert list(lengths) == [len(epoch) for epoch in seen]
         assert len(seen) == 3
 
     @pytest.mark.usefixtures("hints")
@@ -544,19 +500,18 @@ class TestEpochs:
         with sharded(8, 20).epochs(3) as epochs:
             epochs.set_state(state)
             rest = [(batches.epoch, ids(batches)) for batches in epochs]
-        assert [batch for _, epoch in rest for batch in epoch] == everything[stop_after:]
+        assert flat(batches for _, batches in rest) == everything[stop_after:]
         assert [epoch for epoch, _ in rest] == list(range(stop_after // 3, 3))
 
     def test_it_is_the_state_of_any_iterator_over_the_dataset_with_batches_of_any_size(self):
         seen, state = after(sharded(8, 20), 2)
         with sharded(3, 20).epochs(2) as epochs:
             epochs.set_state(state)
-            batches = next(epochs)
-            assert (batches.epoch, len(batches)) == (0, 2)
-            seen += rows(batches)
-            batches = next(epochs)
-            assert (batches.epoch, len(batches)) == (1, 7)
-            assert seen + rows(batches) == in_order(20, 2)
+            for epoch, length in ((0, 2), (1, 7)):
+                batches = next(epochs)
+                assert (batches.epoch, len(batches)) == (epoch, length)
+                seen += ids(batches)
+        assert flat(seen) == in_order(20, 2)
 
     def test_a_restore_in_the_middle_of_an_epoch_ends_the_one_that_was_under_way(self):
         with sharded(8, 20).epochs(2) as epochs:
@@ -586,13 +541,9 @@ class TestEpochs:
                 rest = rows(batches)
             with sharded(8, 20).epochs(2) as epochs:
                 manager.restore(1, args=ocp.args.Composite(data=CheckpointRestore(epochs)))
-                (batches,) = epochs
-                assert batches.epoch == 1
-                assert len(batches) == 2
-
-            with sharded(8, 20).epochs(2) as epochs:
-                manager.restore(1, args=ocp.args.Composite(data=CheckpointRestore(epochs)))
-                assert rows(next(epochs)) == rest
+                batches = next(epochs)
+                assert (batches.epoch, len(batches), rows(batches)) == (1, 2, rest)
+                assert list(epochs) == []
 
     def test_leaving_it_ends_the_threads(self):
         with sharded(8).epochs(2) as epochs:
@@ -699,7 +650,7 @@ def test_valid_rows_are_the_same_records_whatever_the_sizes_meshes_and_interrupt
                 batch = next(iterator, None)
                 seen += rows([batch] if batch is not None else [])
             state = json.loads(json.dumps(iterator.get_state()))
-    seen += going_on_rows(sharded(7, num_records, epochs), state)
+    seen += flat(going_on(sharded(7, num_records, epochs), state))
     assert seen == in_order(num_records, epochs)
 
 

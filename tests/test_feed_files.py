@@ -77,75 +77,75 @@ def save(folder, hosts, **how):
     ]
 
 
+def files(*ranges):
+    """The names of the files that hold some feeds of eight, from the first to the last of each."""
+    return [f"feeds-{first:05d}-{last:05d}-of-00008.json" for first, last in ranges]
+
+
 def batches(num_feeds):
     return grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(2 * num_feeds)
 
 
 # Which files.
 
+# Of eight feeds: the shards of each host, the microbatches, and the feeds of each file it writes.
 FILES = {
-    "shards in order": (
-        ([0, 1], [2, 3]),
-        [["feeds-00000-00003-of-00008.json"], ["feeds-00004-00007-of-00008.json"]],
-    ),
+    "shards in order": (([0, 1], [2, 3]), 1, [files((0, 3)), files((4, 7))]),
     "a model axis over hosts: the first of those that hold the same writes": (
         ([0, 1], [0, 1], [2, 3], [2, 3]),
-        [["feeds-00000-00003-of-00008.json"], [], ["feeds-00004-00007-of-00008.json"], []],
+        1,
+        [files((0, 3)), [], files((4, 7)), []],
     ),
     "shards out of order": (
         ([0, 2], [1, 3]),
-        [
-            ["feeds-00000-00001-of-00008.json", "feeds-00004-00005-of-00008.json"],
-            ["feeds-00002-00003-of-00008.json", "feeds-00006-00007-of-00008.json"],
-        ],
+        1,
+        [files((0, 1), (4, 5)), files((2, 3), (6, 7))],
     ),
     "hosts that hold some shards in common": (
         ([0, 1, 2], [1, 2, 3]),
-        [["feeds-00000-00005-of-00008.json"], ["feeds-00006-00007-of-00008.json"]],
+        1,
+        [files((0, 5)), files((6, 7))],
+    ),
+    "a file for each microbatch": (
+        ([0], [1]),
+        2,
+        [files((0, 1), (4, 5)), files((2, 3), (6, 7))],
     ),
 }
 
 
-@pytest.mark.parametrize(("shards", "files"), FILES.values(), ids=FILES)
-def test_each_feed_is_written_by_the_first_host_that_runs_it(shards, files, tmp_path):
-    assert save(tmp_path, hosts_of(batches(8), shards, divisor=4)) == files
-    written = sorted(name for of_host in files for name in of_host)
+@pytest.mark.parametrize(("shards", "microbatches", "expected"), FILES.values(), ids=FILES)
+def test_each_feed_is_written_by_the_first_host_that_runs_it(
+    shards, microbatches, expected, tmp_path
+):
+    divisor = 4 // microbatches
+    assert save(tmp_path, hosts_of(batches(8), shards, divisor, microbatches)) == expected
+    written = sorted(name for of_host in expected for name in of_host)
     assert sorted(path.name for path in tmp_path.iterdir()) == written
 
 
-def test_in_microbatches_a_host_writes_a_file_for_each(tmp_path):
-    files = save(tmp_path, hosts_of(batches(8), [[0], [1]], divisor=2, microbatches=2))
-    assert files == [
-        ["feeds-00000-00001-of-00008.json", "feeds-00004-00005-of-00008.json"],
-        ["feeds-00002-00003-of-00008.json", "feeds-00006-00007-of-00008.json"],
-    ]
-
-
-@pytest.mark.parametrize("num_hosts", [16, 256])
-def test_each_of_as_many_hosts_reads_the_one_file_that_it_wrote(num_hosts, tmp_path):
-    hosts = hosts_of(batches(512), even(num_hosts, 256), divisor=256)
-    files = save(tmp_path, hosts)
-    assert {len(of_host) for of_host in files} == {1}
-    for host, written in zip(hosts, files, strict=True):
-        read, state = opened(lambda host=host: read_state(tmp_path, host.own_feeds), reading=True)
-        assert (read, state) == (written, state_of(host))
-
-
 # Saved on so many hosts; restored on so many; the most files that a host then reads.
-OTHER_HOSTS = [(16, 256, 1), (256, 16, 16), (4, 2, 2), (2, 8, 1), (16, 1, 16)]
+# Saved on so many hosts; restored on so many; the most files that a host then reads.
+OTHER_HOSTS = [
+    *[(16, 16, 1), (256, 256, 1), (16, 256, 1), (256, 16, 16)],
+    *[(4, 2, 2), (2, 8, 1), (16, 1, 16)],
+]
 
 
 @pytest.mark.parametrize(("before", "after", "most"), OTHER_HOSTS)
-def test_other_hosts_read_the_files_that_hold_their_feeds_and_no_others(
-    before, after, most, tmp_path
-):
+def test_each_host_reads_the_files_that_hold_its_feeds_and_no_others(before, after, most, tmp_path):
     ds = batches(512)
-    save(tmp_path, hosts_of(ds, even(before, 256), divisor=256))
-    for host in hosts_of(ds, even(after, 256), divisor=256):
+    written = save(tmp_path, hosts_of(ds, even(before, 256), divisor=256))
+    assert {len(of_host) for of_host in written} == {1}
+    hosts, found = hosts_of(ds, even(after, 256), divisor=256), []
+    for host in hosts:
         read, state = opened(lambda host=host: read_state(tmp_path, host.own_feeds), reading=True)
+        found.append(read)
         assert len(read) == len(set(read)) <= most
         position = host.from_state(state)
         assert host.to_state(position) == state_of(host)
+        assert before != after or state == state_of(host)
+    assert before != after or found == written
 
 
 @st.composite
@@ -201,8 +201,8 @@ def refusal(folder, feeds):
 
 def test_a_feed_that_nobody_wrote_is_named_on_every_host(saved):
     folder, _ = saved
-    (folder / "feeds-00002-00003-of-00008.json").unlink()
-    (folder / "feeds-00006-00007-of-00008.json").unlink()
+    for name in files((2, 3), (6, 7)):
+        (folder / name).unlink()
     for feeds in (OwnFeeds(run=range(4)), OwnFeeds(run=range(4, 8))):
         error = refusal(folder, feeds)
         assert "lacks 4 of 8 feeds: 2 to 3, 6 to 7." in error

@@ -2,12 +2,10 @@
 
 import contextlib
 import gc
-import json
 import threading
 import time
 
 import grain
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,10 +20,12 @@ from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from tests import text
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
-from tests.test_feeds import PACKERS, Odd, assert_equal
+from tests.counting_source import SOURCES, BatchedSource, nothing
+from tests.pipelines import IN_TURN, Odd, assert_same, feeds_of, with_states
+from tests.test_feeds import PACKERS
 
 READ_OPTIONS = {
-    "no threads": grain.ReadOptions(num_threads=0, prefetch_buffer_size=0),
+    "no threads": IN_TURN,
     "threads": grain.ReadOptions(num_threads=2, prefetch_buffer_size=4),
     "default": grain.ReadOptions(),
 }
@@ -100,37 +100,17 @@ PIPELINES = {
 }
 
 
-def read_by_grain(monkeypatch):
-    monkeypatch.setattr(feed_streams, "replace_read_ahead", lambda ds, make_stream: ds)
-
-
-def batches_and_states(ds, count, state=None):
-    """The next batches, and the state after each."""
-    batches, found = ds.iterate(), []
-    with contextlib.closing(batches):
-        if state is not None:
-            batches.set_state(state)
-        for batch in batches:
-            found.append((batch, json.loads(json.dumps(batches.get_state()))))
-            if len(found) == count:
-                break
-    return found
-
-
 @pytest.mark.parametrize("options", READ_OPTIONS.values(), ids=READ_OPTIONS)
 @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
 def test_batches_and_states_are_those_of_grain(pipeline, options, monkeypatch, hints):
     ds = grain_shard.feeds(lambda feed: pipeline(feed, options), num_feeds=3).batch(6)
-    ours = batches_and_states(ds, 12)
-    resumed = batches_and_states(ds, 6, state=ours[5][1])
-    read_by_grain(monkeypatch)
-    expected = batches_and_states(ds, 12)
+    ours = with_states(ds, count=12)
+    resumed = with_states(ds, state=ours[5][1], count=6)
+    monkeypatch.setattr(feed_streams, "replace_read_ahead", lambda ds, make_stream: ds)
+    expected = with_states(ds, count=12)
     assert len(ours) == 12
-    for found, same in ((ours, expected), (resumed, expected[6:])):
-        for (batch, state), (expected_batch, expected_state) in zip(found, same, strict=True):
-            assert jax.tree.structure(batch) == jax.tree.structure(expected_batch)
-            jax.tree.map(np.testing.assert_array_equal, batch, expected_batch)
-            assert state == expected_state
+    assert_same(ours, expected)
+    assert_same(resumed, expected[6:])
 
 
 @settings(max_examples=40, deadline=None)
@@ -139,12 +119,10 @@ def test_batches_and_states_are_those_of_grain(pipeline, options, monkeypatch, h
     st.lists(st.sampled_from(["shuffle", "slice", "repeat", "map", "random_map", "with index"])),
     st.sampled_from(list(READ_OPTIONS.values())),
     st.integers(0, 70),
-    st.sampled_from(["single", "batched"]),
+    st.sampled_from(list(SOURCES.values())),
 )
 def test_any_records_come_in_their_order_from_anywhere(num_records, steps, options, start, kind):
-    records = grain.MapDataset.source(
-        list(range(num_records)) if kind == "single" else Batched(num_records)
-    ).seed(9)
+    records = grain.MapDataset.source(kind(num_records, nothing)).seed(9)
     for step in steps:
         records = {
             "shuffle": lambda ds: ds.shuffle(),
@@ -156,35 +134,12 @@ def test_any_records_come_in_their_order_from_anywhere(num_records, steps, optio
         }[step](records)
     ds = records.to_iter_dataset(options)
     start = min(start, len(records))
-    reads = SharedReads(Faults(FAIL_AT_ONCE))
-    with contextlib.closing(reads):
-        rows = iter(
-            replace_read_ahead(ds, lambda records, _: RecordStream(records, reads.elements))
-        )
+    with contextlib.closing(SharedReads(Faults(FAIL_AT_ONCE))) as reads:
+        ours = replace_read_ahead(ds, lambda records, _: RecordStream(records, reads.elements))
+        rows, expected = iter(ours), iter(ds)
         rows.set_state({"next_index": start})
-        expected = iter(ds)
         expected.set_state({"next_index": start})
         assert list(rows) == list(expected)
-
-
-class Batched:
-    """Reads many records in a call, and says how many; a record of them may not be readable."""
-
-    def __init__(self, length, broken=None):
-        self.length, self.broken = length, broken
-        self.calls = []
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return self._getitems([index])[0]
-
-    def _getitems(self, indices):
-        self.calls.append(len(indices))
-        if self.broken in indices:
-            raise OSError("cannot be read")
-        return list(indices)
 
 
 # What is replaced, and what is not.
@@ -197,22 +152,24 @@ def record_streams(ds):
     return [stream for parent in ds.parents for stream in record_streams(parent)]
 
 
+def replaced(ds):
+    return replace_read_ahead(ds, lambda records, _: RecordStream(records))
+
+
 def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_changed():
     ds = PACKERS["first fit"](mixed(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
     (mix,) = ds.parents
     before = [dict(vars(node)) for node in (ds, mix, *mix.parents)]
-    assert (
-        len(record_streams(replace_read_ahead(ds, lambda records, _: RecordStream(records)))) == 2
-    )
+    assert len(record_streams(replaced(ds))) == 2
     assert [dict(vars(node)) for node in (ds, mix, *mix.parents)] == before
 
 
 def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents():
     ds = Lengths(documents(grain.sharding.ShardOptions(0, 2), grain.ReadOptions()))
-    replaced = replace_read_ahead(ds, lambda records, _: RecordStream(records))
-    assert replaced.found is ds.found
-    assert replaced.parent is replaced.parents[0]
-    assert replaced.parent is not ds.parent
+    ours = replaced(ds)
+    assert ours.found is ds.found
+    assert ours.parent is ours.parents[0]
+    assert ours.parent is not ds.parent
 
 
 @pytest.mark.parametrize(
@@ -233,15 +190,14 @@ def test_who_asks_for_no_thread_gets_none(options, is_read_ahead):
     assert asked == [is_read_ahead]
 
 
+NUMBERS = grain.MapDataset.range(9)
 UNKNOWN = {
-    "a filter among the records": grain.MapDataset.range(9).filter(bool).to_iter_dataset(),
+    "a filter among the records": NUMBERS.filter(bool).to_iter_dataset(),
     "an interleave": grain.experimental.InterleaveIterDataset(
-        [grain.MapDataset.range(9).to_iter_dataset()], cycle_length=1
+        [NUMBERS.to_iter_dataset()], cycle_length=1
     ),
-    "worker processes": (
-        grain.MapDataset.range(9)
-        .to_iter_dataset()
-        .mp_prefetch(grain.MultiprocessingOptions(num_workers=1))
+    "worker processes": NUMBERS.to_iter_dataset().mp_prefetch(
+        grain.MultiprocessingOptions(num_workers=1)
     ),
 }
 
@@ -254,27 +210,31 @@ def test_what_is_not_known_runs_as_it_was_written(ds):
 # What is read ahead.
 
 
-def batched(make_records, options, num_feeds=4):
-    """Feeds of records, of which all belong to each feed."""
-    return grain_shard.feeds(
-        lambda feed: make_records(feed).map(lambda i: {"id": np.int32(i)}).to_iter_dataset(options),
-        num_feeds=num_feeds,
-    ).batch(2 * num_feeds)
+def of_source(source, options):
+    """Batches of two records, in their order, of one feed."""
+
+    def make_feed(feed):
+        records = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i)})
+        return records.to_iter_dataset(options)
+
+    return grain_shard.feeds(make_feed, num_feeds=1).batch(2)
 
 
 @pytest.mark.parametrize("options", READ_OPTIONS.values(), ids=READ_OPTIONS)
 def test_a_source_that_reads_many_records_in_a_call_is_asked_for_many(options):
-    source = Batched(1000)
-    list(batched(lambda feed: grain.MapDataset.source(source), options, num_feeds=1).iterate())
-    assert sum(source.calls) == 1000
+    source = BatchedSource(1000, nothing)
+    list(of_source(source, options))
+    assert sum(map(len, source.calls)) == 1000
     assert len(source.calls) < 100
 
 
 @pytest.mark.parametrize("options", READ_OPTIONS.values(), ids=READ_OPTIONS)
 def test_a_call_that_fails_names_the_record_and_the_records_before_it_come(options):
-    source = Batched(1000, broken=301)
-    rows = batched(lambda feed: grain.MapDataset.source(source), options, num_feeds=1).iterate()
-    with contextlib.closing(rows):
+    def fail(index, number):
+        if index == 301:
+            raise OSError("cannot be read")
+
+    with contextlib.closing(iter(of_source(BatchedSource(1000, fail), options))) as rows:
         assert [next(rows)["id"].tolist() for _ in range(150)] == [
             [2 * i, 2 * i + 1] for i in range(150)
         ]
@@ -283,8 +243,8 @@ def test_a_call_that_fails_names_the_record_and_the_records_before_it_come(optio
     # Grain may have added a note of its own.
     assert [note for note in raised.value.__notes__ if note.startswith("grain_shard: ")] == [
         "grain_shard: it was tried 5 times",
-        "grain_shard: while evaluating record 301 of the source Batched, record 301 of the dataset"
-        " above .to_iter_dataset",
+        "grain_shard: while evaluating record 301 of the source BatchedSource, record 301 of the"
+        " dataset above .to_iter_dataset",
         "grain_shard: in feed 0 of 1",
     ]
 
@@ -292,14 +252,13 @@ def test_a_call_that_fails_names_the_record_and_the_records_before_it_come(optio
 def test_all_feeds_together_have_a_bounded_number_of_threads_and_of_records_ahead():
     evaluated, lock = [], threading.Lock()
 
-    def row(i):
+    def row(feed, i):
         time.sleep(1e-3)
         with lock:
             evaluated.append(i)
-        return i
+        return {"id": np.int32(i)}
 
-    ds = batched(lambda feed: grain.MapDataset.range(10**6).map(row), None, num_feeds=100)
-    rows = ds.iterate()
+    rows = iter(feeds_of(row, 100, 200, length=10**6, options=grain.ReadOptions()))
     with contextlib.closing(rows):
         for taken in range(1, 6):
             next(rows)
@@ -328,12 +287,12 @@ def test_a_stream_that_is_slower_than_it_was_leaves_its_parts_to_others_in_order
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Odd])
 def test_a_read_ahead_that_raises_is_named_after_the_batches_before(error):
-    def row(i):
+    def row(feed, i):
         if i == 5:
             raise error("five")
-        return i
+        return {"id": np.int32(i)}
 
-    ds = batched(lambda feed: grain.MapDataset.range(50).map(row), None)
+    ds = feeds_of(row, 4, 8, length=50, options=grain.ReadOptions())
     with iter(ds.shard_to(data_mesh(4))) as batches:
         assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
         with pytest.raises(error, match="five") as raised:
@@ -360,18 +319,23 @@ def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again():
         assert list(rows) == [3, 4]
 
 
-@pytest.mark.parametrize("how", ["close", "collect"])
-def test_no_reader_outlives_feeds_that_wait_for_it(how):
+@pytest.fixture
+def waiting():
+    """Feeds in whose records a read waits: they, an event that it is there, and its release."""
     inside, release = threading.Event(), threading.Event()
 
-    def row(i):
+    def row(feed, i):
         inside.set()
         wait(release)
-        return i
+        return {"id": np.int32(i)}
 
-    batches = iter(
-        batched(lambda feed: grain.MapDataset.range(50).map(row), None).shard_to(data_mesh(4))
-    )
+    return feeds_of(row, 4, 8, length=50, options=grain.ReadOptions()), inside, release
+
+
+@pytest.mark.parametrize("how", ["close", "collect"])
+def test_no_reader_outlives_feeds_that_wait_for_it(how, waiting):
+    ds, inside, release = waiting
+    batches = iter(ds.shard_to(data_mesh(4)))
     batches.start_prefetch()
     wait(inside)
     threading.Timer(0.1, release.set).start()
@@ -382,16 +346,9 @@ def test_no_reader_outlives_feeds_that_wait_for_it(how):
     eventually(lambda: not background_threads())
 
 
-def test_stopped_while_it_waits_it_returns_although_the_read_does_not():
-    inside, release = threading.Event(), threading.Event()
-
-    def row(i):
-        inside.set()
-        wait(release)
-        return i
-
-    rows = batched(lambda feed: grain.MapDataset.range(50).map(row), None).iterate()
-    ended = []
+def test_stopped_while_it_waits_it_returns_although_the_read_does_not(waiting):
+    ds, inside, release = waiting
+    rows, ended = ds.iterate(), []
 
     def consume():
         try:
@@ -409,46 +366,20 @@ def test_stopped_while_it_waits_it_returns_although_the_read_does_not():
     rows.close()
 
 
-def test_packed_text_is_read_ahead_as_it_is_read_without():
-    def batches(options):
-        feeds = grain_shard.feeds(
-            lambda feed: PACKERS["first fit"](mixed(feed, options)), num_feeds=4
-        )
-        return feeds.batch(8).shard_to(data_mesh(4))
-
-    for ahead, alone in zip(
-        batches(grain.ReadOptions()), batches(READ_OPTIONS["no threads"]), strict=True
-    ):
-        assert_equal(ahead, alone)
-
-
-class OneBad:
-    """A source with batched reads, one record of which cannot be read."""
-
-    def __init__(self, first, bad=None):
-        self.first, self.bad = first, bad
-
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, index):
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices):
-        if self.bad in indices:
-            raise OSError(f"item {self.bad} cannot be read")
-        return [{"id": np.int32(self.first + i)} for i in indices]
-
-
 @pytest.mark.parametrize("options", [grain.ReadOptions(0, 0), grain.ReadOptions()])
 def test_an_error_in_one_of_several_sources_comes_after_all_the_records_before_it(options):
+    def fail(index, number):
+        if index == 20:
+            raise OSError("item 20 cannot be read")
+
     def make_feed(feed):
-        sources = [grain.MapDataset.source(s) for s in (OneBad(0), OneBad(100, bad=20))]
-        return grain_shard.mix(sources, {0: [1, 1]}).to_iter_dataset(options)
+        good = grain.MapDataset.source(BatchedSource(60, nothing))
+        bad = grain.MapDataset.source(BatchedSource(60, fail)).map(lambda i: 100 + i)
+        return grain_shard.mix([good, bad], {0: [1, 1]}).to_iter_dataset(options)
 
     seen, batches = [], iter(grain_shard.feeds(make_feed, num_feeds=1).batch(1))
     with pytest.raises(OSError, match="item 20") as raised:
-        seen.extend(batch["id"].item() for batch in batches)
+        seen.extend(batch.item() for batch in batches)
     assert sum(i >= 100 for i in seen) == 20
     assert 19 <= sum(i < 100 for i in seen) <= 21
     assert any(f"record {len(seen)} of the dataset" in note for note in raised.value.__notes__)
@@ -457,17 +388,14 @@ def test_an_error_in_one_of_several_sources_comes_after_all_the_records_before_i
 @pytest.mark.parametrize("options", [grain.ReadOptions(0, 0), grain.ReadOptions()])
 @pytest.mark.parametrize("bad", [0, 5])
 def test_a_stop_iteration_in_the_source_is_an_error_and_no_end(options, bad):
-    class Source:
-        def __len__(self):
-            return 9
+    def end(index, number):
+        if index == bad:
+            next(iter([]))
 
-        def __getitem__(self, index):
-            return {"id": np.int32(next(iter([])) if index == bad else index)}
-
-    ds = grain.MapDataset.source(Source())
+    ds = grain.MapDataset.source(SOURCES["one by one"](9, end))
     batches = iter(
         grain_shard.feeds(lambda feed: ds.to_iter_dataset(options), num_feeds=1).batch(1)
     )
-    assert [next(batches)["id"].item() for _ in range(bad)] == list(range(bad))
+    assert [next(batches).item() for _ in range(bad)] == list(range(bad))
     with pytest.raises(RuntimeError, match="StopIteration"):
         next(batches)

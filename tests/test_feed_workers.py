@@ -6,7 +6,6 @@ Most of these start processes, a second or two each; hence few and long tests.
 import functools
 import gc
 import itertools
-import json
 import os
 import signal
 import textwrap
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import cloudpickle
 import grain
-import jax
 import numpy as np
 import pytest
 from jax._src import xla_bridge
@@ -29,8 +27,17 @@ from grain_shard.feeding.host_feeds import HostFeeds
 from grain_shard.reading.faults import FAIL_AT_ONCE, FaultCounts, Faults
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
-from tests.conftest import background_threads, data_mesh, eventually, ids, to_numpy
-from tests.test_feeds import OPTIONS, Odd, numbers, unclosable, valid
+from tests.conftest import (
+    Made,
+    MadeIterator,
+    background_threads,
+    data_mesh,
+    eventually,
+    ids,
+    to_numpy,
+)
+from tests.pipelines import Odd, assert_same, feeds_of, with_states
+from tests.test_feeds import numbers, unclosable, valid
 from tests.test_lifecycle import start
 from tests.test_workers import Locked, assert_no_child_is_left, children, raising
 
@@ -39,29 +46,6 @@ SHARED_MEMORY = Path("/dev/shm")
 needs_shared_memory = pytest.mark.skipif(
     not SHARED_MEMORY.exists(), reason="shared memory has no folder here"
 )
-
-
-def with_states(ds, state=None, count=None):
-    """The next batches, each with the state after it."""
-    found = []
-    with iter(ds) as batches:
-        if state is not None:
-            batches.set_state(state)
-        for batch in itertools.islice(batches, count):
-            found.append((to_numpy(batch), json.loads(json.dumps(batches.get_state()))))
-    return found
-
-
-def assert_same(found, expected):
-    for (batch, state), (expected_batch, expected_state) in zip(found, expected, strict=True):
-        assert jax.tree.structure(batch) == jax.tree.structure(expected_batch)
-        for leaf, expected_leaf in zip(
-            jax.tree.leaves(batch), jax.tree.leaves(expected_batch), strict=True
-        ):
-            assert leaf.dtype == expected_leaf.dtype
-            np.testing.assert_array_equal(leaf, expected_leaf)
-        assert state == expected_state
-        assert list(state["feeds"]) == list(expected_state["feeds"])
 
 
 def packed(**options):
@@ -106,15 +90,6 @@ def test_feeds_that_end_apart_end_the_same_way_with_every_kind_of_leaf(remainder
     assert len(expected) == {"pad": 4, "drop": 0}[remainder]
     for num_workers in (2, 3):
         assert_same(with_states(batches(num_workers=num_workers)), expected)
-
-
-@slow
-def test_with_error_a_feed_of_a_worker_that_ends_before_the_others_is_named():
-    ds = numbers([4, 3, 4]).batch(6).shard_to(data_mesh(2), remainder="error", num_workers=2)
-    with iter(ds) as batches:
-        assert ids([next(batches)]) == [[0, 1, 100, 101, 200, 201]]
-        with pytest.raises(grain_shard.ShardingError, match="feed 1 has 1 rows left, of the 2"):
-            next(batches)
 
 
 @slow
@@ -164,15 +139,15 @@ def test_each_of_two_hosts_has_workers_for_its_own_feeds_and_for_parts_of_feeds(
 # Errors.
 
 
-def failing(fail, feed):
+def failing(fail):
     """Feeds of which the third fails at its sixth row."""
 
-    def row(i):
-        if (feed.shard_index, i) == (2, 5):
+    def row(feed, i):
+        if (feed, i) == (2, 5):
             fail()
-        return {"id": np.int32(100 * feed.shard_index + i)}
+        return {"id": np.int32(100 * feed + i)}
 
-    return grain.MapDataset.range(50).map(row).to_iter_dataset(OPTIONS)
+    return feeds_of(row, 4, 8, length=50)
 
 
 FAILURES = {
@@ -186,7 +161,7 @@ FAILURES = {
 @slow
 @pytest.mark.parametrize(("fail", "error", "match"), FAILURES.values(), ids=FAILURES)
 def test_a_feed_that_raises_is_named_after_the_batches_before(fail, error, match):
-    ds = grain_shard.feeds(functools.partial(failing, fail), num_feeds=4).batch(8)
+    ds = failing(fail)
     with iter(ds.shard_to(data_mesh(4), num_workers=2)) as batches:
         assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
         for _ in range(2):
@@ -201,7 +176,7 @@ def test_a_feed_that_raises_is_named_after_the_batches_before(fail, error, match
 
 @slow
 def test_the_death_of_a_worker_is_an_error_and_no_hang():
-    ds = grain_shard.feeds(functools.partial(failing, lambda: os._exit(3)), num_feeds=4).batch(8)
+    ds = failing(lambda: os._exit(3))
     with (
         iter(ds.shard_to(data_mesh(4), num_workers=2)) as batches,
         pytest.raises(RuntimeError, match="terminated unexpectedly with exit code 3"),
@@ -212,13 +187,9 @@ def test_the_death_of_a_worker_is_an_error_and_no_hang():
 
 @slow
 def test_rows_of_two_workers_that_differ_are_refused_with_the_feeds_name():
-    def make_feed(feed):
-        rows = [[{"id": np.int32(0)}], [{"id": np.int64(0)}]][feed.shard_index]
-        return grain.MapDataset.source(rows).to_iter_dataset(OPTIONS)
-
-    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(2).shard_to(data_mesh(2), num_workers=2)
+    ds = feeds_of(lambda feed, i: {"id": [np.int32, np.int64][feed](0)}, 2, 2, length=1)
     with pytest.raises(grain_shard.ShardingError, match=r"a row of feed 1 holds int64\[\], others"):
-        list(ds)
+        list(ds.shard_to(data_mesh(2), num_workers=2))
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=slow)])
@@ -226,7 +197,7 @@ def test_a_stop_iteration_in_make_feed_is_an_error_and_no_end(num_workers):
     def make_feed(feed):
         if feed.shard_index == 1:
             next(iter([]))
-        return grain.MapDataset.range(50).map(lambda i: {"id": i}).to_iter_dataset(OPTIONS)
+        return grain.MapDataset.range(50).map(lambda i: {"id": i}).to_iter_dataset()
 
     ds = grain_shard.feeds(make_feed, num_feeds=2).batch(2)
     with (
@@ -240,12 +211,11 @@ def test_a_stop_iteration_in_make_feed_is_an_error_and_no_end(num_workers):
 def test_what_cannot_be_sent_to_a_worker_is_refused_before_one_starts():
     lock = threading.Lock()
 
-    def make_feed(feed):
+    def row(feed, i):
         with lock:
-            return grain.MapDataset.range(50).map(lambda i: {"id": i}).to_iter_dataset(OPTIONS)
+            return {"id": i}
 
-    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(2).shard_to(data_mesh(2), num_workers=2)
-    with iter(ds) as batches:
+    with iter(feeds_of(row, 2, 2).shard_to(data_mesh(2), num_workers=2)) as batches:
         for _ in range(2):
             with pytest.raises(
                 grain_shard.ShardingError,
@@ -304,19 +274,25 @@ class Leaving:
 
 @slow
 @needs_shared_memory
-@pytest.mark.parametrize("how", ["close", "close twice", "break", "collect", "an error"])
+@pytest.mark.parametrize(
+    "how", ["never asked", "only begun", "close", "close twice", "break", "collect", "an error"]
+)
 def test_no_process_and_no_shared_memory_is_left_after(how):
     leaving = Leaving(fail_at=9 if how == "an error" else None)
     batches = leaving.batches()
-    next(batches)
-    assert len(children()) == 2
+    if how == "only begun":
+        batches.start_prefetch()
+        eventually(children)
+    elif how != "never asked":
+        next(batches)
+        assert len(children()) == 2
     if how == "an error":
         with pytest.raises(ValueError, match="fails"):
             list(batches)
     elif how == "break":
         for _ in batches:
             break
-    if "close" in how or how == "an error":
+    if how not in ("break", "collect"):
         batches.close()
     if how == "close twice":
         batches.close()
@@ -325,34 +301,23 @@ def test_no_process_and_no_shared_memory_is_left_after(how):
     leaving.assert_nothing_is_left()
 
 
-class Heavy(grain.IterDataset):
+class Heavy(Made):
     """Rows whose state is larger than a pipe holds."""
 
     def __iter__(self):
-        return HeavyIterator()
+        return HeavyIterator(self)
 
 
-class HeavyIterator(grain.DatasetIterator):
-    def __init__(self):
-        super().__init__()
-        self.state = {"given": 0, "text": "x" * 200_000}
-
-    def __next__(self):
-        self.state["given"] += 1
-        return {"id": np.int32(self.state["given"])}
-
+class HeavyIterator(MadeIterator):
     def get_state(self):
-        return dict(self.state)
-
-    def set_state(self, state):
-        self.state = dict(state)
+        return {**super().get_state(), "text": "x" * 200_000}
 
 
 @slow
 def test_a_worker_whose_states_are_large_ends_when_it_is_told_and_need_not_be_killed():
-    ds = grain_shard.feeds(lambda feed: Heavy(), num_feeds=4).batch(4)
+    ds = grain_shard.feeds(lambda feed: Heavy(lambda i: {"id": np.int32(i)}), num_feeds=4).batch(4)
     batches = iter(ds.shard_to(data_mesh(2), num_workers=2))
-    assert ids([next(batches), next(batches)]) == [[1] * 4, [2] * 4]
+    assert ids([next(batches), next(batches)]) == [[0] * 4, [1] * 4]
     workers = children()
     batches.close()
     assert_no_child_is_left()
@@ -360,31 +325,15 @@ def test_a_worker_whose_states_are_large_ends_when_it_is_told_and_need_not_be_ki
 
 
 @slow
-@needs_shared_memory
-@pytest.mark.parametrize("began", [False, True])
-def test_nor_of_one_that_is_closed_before_its_first_batch(began):
-    leaving = Leaving()
-    with leaving.batches() as batches:
-        if began:
-            batches.start_prefetch()
-            eventually(children)
-    leaving.assert_nothing_is_left()
-
-
-@slow
 def test_no_more_batches_are_made_ahead_than_the_documentation_says(tmp_path):
-    def make_feed(feed):
-        def row(i):
-            (tmp_path / f"{feed.shard_index}-{i}").touch()
-            return {"id": np.int32(i)}
-
-        return grain.MapDataset.range(1000).map(row).to_iter_dataset(OPTIONS)
+    def row(feed, i):
+        (tmp_path / f"{feed}-{i}").touch()
+        return {"id": np.int32(i)}
 
     for num_workers, cpu_buffer_size in [(2, 1), (3, 8)]:
         for file in tmp_path.iterdir():
             file.unlink()
-        ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
-        ds = ds.shard_to(
+        ds = feeds_of(row, 4, 8).shard_to(
             data_mesh(2),
             num_workers=num_workers,
             cpu_buffer_size=cpu_buffer_size,
@@ -418,14 +367,11 @@ def test_in_a_worker_a_feed_that_cannot_be_closed_keeps_no_other_from_being_clos
 def test_no_backend_is_started_in_a_worker():
     initialized = xla_bridge.backends_are_initialized
 
-    def make_feed(feed):
-        def look(i):
-            return {"pid": np.int32(os.getpid()), "backend": initialized(), "id": np.int32(i)}
+    def look(feed, i):
+        return {"pid": np.int32(os.getpid()), "backend": initialized(), "id": np.int32(i)}
 
-        return grain.MapDataset.range(3).map(look).to_iter_dataset()
-
-    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8).shard_to(data_mesh(2), num_workers=2)
-    batches = [to_numpy(batch) for batch in ds]
+    ds = feeds_of(look, 4, 8, length=3, options=grain.ReadOptions())
+    batches = [to_numpy(batch) for batch in ds.shard_to(data_mesh(2), num_workers=2)]
     assert valid(batches) == [[0, 1] * 4, [2, None] * 4]
     pids = {int(pid) for b in batches for pid in b["pid"][b["valid_mask"]]}
     assert len(pids) == 2

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
@@ -21,9 +20,7 @@ from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_share
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import HANG_S, Made, background_threads, data_mesh, eventually, ids
-
-OPTIONS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-Feed = grain.sharding.ShardOptions
+from tests.pipelines import IN_TURN, Odd, assert_same, feeds_of, with_states
 
 
 def numbers(lengths):
@@ -32,7 +29,7 @@ def numbers(lengths):
     def make_feed(feed):
         first = 100 * feed.shard_index
         records = grain.MapDataset.range(first, first + 99).map(lambda i: {"id": np.int32(i)})
-        rows = records.to_iter_dataset(OPTIONS)
+        rows = records.to_iter_dataset(IN_TURN)
         return rows.filter(lambda row: row["id"] < first + lengths[feed.shard_index])
 
     return grain_shard.feeds(make_feed, num_feeds=len(lengths))
@@ -48,30 +45,32 @@ def valid(batches):
 
 # Rows.
 
-BATCHES = [
-    # (rows of each feed, batch size, batches; None is padding)
-    ([2, 2], 2, [[0, 100], [1, 101]]),
-    ([2, 2], 4, [[0, 1, 100, 101]]),
-    ([3, 1], 4, [[0, 1, 100, None], [2, None, None, None]]),
-    ([0, 2], 4, [[None, None, 100, 101]]),
-    ([1, 3, 0, 2], 4, [[0, 100, None, 300], [None, 101, None, 301], [None, 102, None, None]]),
-    ([0, 0], 2, []),
-]
 
-
-@pytest.mark.parametrize(("lengths", "global_batch_size", "batches"), BATCHES)
+@pytest.mark.parametrize(
+    ("lengths", "global_batch_size", "num_devices", "batches"),
+    [
+        # The rows of each feed; None is padding.
+        ([2, 2], 2, 2, [[0, 100], [1, 101]]),
+        ([2, 2], 4, 2, [[0, 1, 100, 101]]),
+        ([3, 1], 4, 2, [[0, 1, 100, None], [2, None, None, None]]),
+        ([0, 2], 4, 2, [[None, None, 100, 101]]),
+        (
+            [1, 3, 0, 2],
+            4,
+            2,
+            [[0, 100, None, 300], [None, 101, None, 301], [None, 102, None, None]],
+        ),
+        ([0, 0], 2, 2, []),
+        # Shards that do not divide the batch get rows of padding.
+        ([2, 2, 2], 6, 4, [[0, 1, 100, 101, 200, 201, None, None]]),
+    ],
+)
 def test_rows_belong_to_feeds_in_order_and_each_feed_pads_its_own(
-    lengths, global_batch_size, batches
+    lengths, global_batch_size, num_devices, batches
 ):
     ds = numbers(lengths).batch(global_batch_size)
-    assert valid(ds.shard_to(data_mesh(2))) == batches
-
-
-@pytest.mark.parametrize(("lengths", "global_batch_size", "batches"), BATCHES)
-def test_iterated_alone_they_are_the_same_batches_without_the_padding(
-    lengths, global_batch_size, batches
-):
-    ds = numbers(lengths).batch(global_batch_size)
+    assert valid(ds.shard_to(data_mesh(num_devices))) == batches
+    # Iterated alone, they are the same batches without the padding.
     rows = [[i for i in batch if i is not None] for batch in batches]
     assert [batch["id"].tolist() for batch in ds] == rows
 
@@ -98,18 +97,15 @@ def test_padded_or_dropped_no_row_comes_twice_and_with_pad_each_comes_once(
     assert {batch["id"].shape for batch in batches} <= {(feed_batch_size * len(lengths),)}
 
 
-def test_with_error_feeds_have_to_end_together():
-    together = numbers([4, 4]).batch(4).shard_to(data_mesh(2), remainder="error")
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_with_error_feeds_have_to_end_together(num_workers):
+    options = {"remainder": "error", "num_workers": num_workers}
+    together = numbers([4, 4]).batch(4).shard_to(data_mesh(2), **options)
     assert ids(together) == [[0, 1, 100, 101], [2, 3, 102, 103]]
-    apart = iter(numbers([4, 3]).batch(4).shard_to(data_mesh(2), remainder="error"))
-    assert ids([next(apart)]) == [[0, 1, 100, 101]]
-    with pytest.raises(grain_shard.ShardingError, match="feed 1 has 1 rows left, of the 2"):
-        next(apart)
-
-
-def test_shards_that_do_not_divide_the_batch_get_rows_of_padding():
-    ds = numbers([2, 2, 2]).batch(6).shard_to(data_mesh(4))
-    assert valid(ds) == [[0, 1, 100, 101, 200, 201, None, None]]
+    with iter(numbers([4, 3, 4]).batch(6).shard_to(data_mesh(2), **options)) as apart:
+        assert ids([next(apart)]) == [[0, 1, 100, 101, 200, 201]]
+        with pytest.raises(grain_shard.ShardingError, match="feed 1 has 1 rows left, of the 2"):
+            next(apart)
 
 
 def test_a_host_takes_of_each_feed_the_rows_that_it_holds():
@@ -125,20 +121,11 @@ def test_a_host_takes_of_each_feed_the_rows_that_it_holds():
 
 
 def test_every_leaf_has_its_place_whatever_its_rank_and_text_stays_on_the_host():
-    def make_feed(feed):
-        return (
-            grain.MapDataset.range(2)
-            .map(
-                lambda i: {
-                    "image": np.full((2, 3), 10 * feed.shard_index + i, np.float32),
-                    "label": i,
-                    "name": "x" * (feed.shard_index + 1),
-                }
-            )
-            .to_iter_dataset(OPTIONS)
-        )
+    def row(feed, i):
+        image = np.full((2, 3), 10 * feed + i, np.float32)
+        return {"image": image, "label": i, "name": "x" * (feed + 1)}
 
-    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(4)
+    ds = feeds_of(row, 2, 4, length=2)
     (batch,) = ds.shard_to(data_mesh(4), {"image": P("data"), "label": P("data"), "name": P()})
     assert batch["image"].shape == (4, 2, 3)
     assert np.asarray(batch["image"])[:, 1, 1].tolist() == [0, 1, 10, 11]
@@ -147,12 +134,7 @@ def test_every_leaf_has_its_place_whatever_its_rank_and_text_stays_on_the_host()
 
 
 def test_without_a_mask_any_tree_will_do():
-    def make_feed(feed):
-        return (
-            grain.MapDataset.range(3).map(lambda i: (i, feed.shard_index)).to_iter_dataset(OPTIONS)
-        )
-
-    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(4)
+    ds = feeds_of(lambda feed, i: (i, feed), 2, 4, length=3)
     batches = [
         jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, b))
         for b in ds.shard_to(data_mesh(2), mask_key=None)
@@ -172,8 +154,8 @@ def test_mixing_with_weights_keeps_the_weights_in_every_feed(over):
     def make_feed(feed):
         part = slice(feed.shard_index, None, feed.shard_count)
         if over == "MapDataset":
-            return grain.MapDataset.mix([a, b], weights=[3, 1])[part].to_iter_dataset(OPTIONS)
-        streams = [ds[part].to_iter_dataset(OPTIONS) for ds in (a, b)]
+            return grain.MapDataset.mix([a, b], weights=[3, 1])[part].to_iter_dataset(IN_TURN)
+        streams = [ds[part].to_iter_dataset(IN_TURN) for ds in (a, b)]
         return grain.IterDataset.mix(streams, weights=[3, 1])
 
     batches = list(grain_shard.feeds(make_feed, num_feeds=4).batch(64).shard_to(data_mesh(8)))
@@ -190,7 +172,7 @@ def test_a_source_with_fewer_records_than_feeds_leaves_some_without_a_row():
     def make_feed(feed):
         records = grain.MapDataset.range(3)[feed.shard_index :: feed.shard_count]
         rows = records.seed(1).shuffle().map(lambda i: {"id": np.int32(i)})
-        return rows.to_iter_dataset(OPTIONS)
+        return rows.to_iter_dataset(IN_TURN)
 
     assert valid(grain_shard.feeds(make_feed, num_feeds=8).batch(8).shard_to(data_mesh(8))) == [
         [0, 1, 2, None, None, None, None, None]
@@ -217,41 +199,27 @@ PACKERS = {
 def test_from_each_midpoint_the_same_packed_batches_follow(packer):
     feeds = grain_shard.feeds(lambda feed: packer(text.mixed(feed)), num_feeds=4)
     ds = feeds.batch(8).shard_to(data_mesh(4))
+    whole = with_states(ds, count=12)
     with iter(ds) as batches:
-        states, whole = [batches.get_state()], []
-        for batch in batches:
-            whole.append(jax.tree.map(np.asarray, batch))
-            states.append(json.loads(json.dumps(batches.get_state())))
-            if len(whole) == 12:
-                break
+        states = [batches.get_state(), *(state for _, state in whole)]
     for step in (0, 1, 2, 3, 5, 8, 11):
-        with iter(ds) as batches:
-            batches.set_state(states[step])
-            for expected, state in zip(whole[step:], states[step + 1 :], strict=True):
-                assert_equal(next(batches), expected)
-                assert json.loads(json.dumps(batches.get_state())) == state
+        assert_same(with_states(ds, states[step], 12 - step), whole[step:])
 
 
 @pytest.mark.slow
 def test_a_feed_may_run_in_a_worker_process_of_its_own():
-    def make_feed(feed):
+    def in_a_worker(feed):
         return text.packed(feed).mp_prefetch(grain.MultiprocessingOptions(num_workers=1))
 
-    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(4).shard_to(data_mesh(2))
-    expected = grain_shard.feeds(text.packed, num_feeds=2).batch(4).shard_to(data_mesh(2))
-    expected_batches = iter(expected)
-    with iter(ds) as batches:
-        for _ in range(3):
-            assert_equal(next(batches), next(expected_batches))
-        state = json.loads(json.dumps(batches.get_state()))
-    with expected_batches, iter(ds) as batches:
-        batches.set_state(state)
-        assert_equal(next(batches), next(expected_batches))
+    def batches(make_feed):
+        return grain_shard.feeds(make_feed, num_feeds=2).batch(4).shard_to(data_mesh(2))
 
-
-def assert_equal(batch, expected):
-    for name, leaf in expected.items():
-        np.testing.assert_array_equal(batch[name], leaf)
+    found = with_states(batches(in_a_worker), count=3)
+    found += with_states(batches(in_a_worker), found[-1][1], 1)
+    for (batch, _), (expected, _) in zip(
+        found, with_states(batches(text.packed), count=4), strict=True
+    ):
+        jax.tree.map(np.testing.assert_array_equal, batch, expected)
 
 
 # States.
@@ -368,20 +336,18 @@ class Counted:
         self.release = threading.Semaphore(0)
         self._slow = slow
 
-    def make_feed(self, feed):
-        def row(i):
-            if feed.shard_index == self._slow:
-                assert self.release.acquire(timeout=HANG_S), "hangs"
-            self.taken[feed.shard_index] += 1
-            return {"id": np.int32(i)}
+    def row(self, feed, i):
+        if feed == self._slow:
+            assert self.release.acquire(timeout=HANG_S), "hangs"
+        self.taken[feed] += 1
+        return {"id": np.int32(i)}
 
-        return grain.MapDataset.range(1000).map(row).to_iter_dataset(OPTIONS)
+    def feeds(self):
+        return feeds_of(self.row, 4, 8)
 
     def batches(self, **options):
-        return (
-            grain_shard.feeds(self.make_feed, num_feeds=4)
-            .batch(8)
-            .shard_to(data_mesh(2), cpu_buffer_size=3, device_buffer_size=2, **options)
+        return self.feeds().shard_to(
+            data_mesh(2), cpu_buffer_size=3, device_buffer_size=2, **options
         )
 
 
@@ -414,9 +380,8 @@ def test_no_feed_is_read_farther_ahead_than_the_buffers_go(num_threads):
     assert counted.taken == [2 * (4 + 3 + 2)] * 4
 
 
-def host_feeds(make_feed, *, buffer_size, num_threads=1):
+def host_feeds(ds, *, buffer_size, num_threads=1):
     """All rows of four feeds, as a host's iterator asks for them."""
-    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
     whole = ds.of_host(BatchLayout(divisor=4, shards=(0, 1, 2, 3)))
     return HostFeeds(whole, FeedRun(num_threads, buffer_size=buffer_size)).open(None).batches
 
@@ -424,7 +389,7 @@ def host_feeds(make_feed, *, buffer_size, num_threads=1):
 @pytest.mark.parametrize(("buffer_size", "num_threads"), [(1, 1), (2, 1), (4, 1), (4, 3), (3, 8)])
 def test_batches_are_made_ahead_of_a_vote_and_are_bounded(buffer_size, num_threads):
     counted = Counted()
-    batches = host_feeds(counted.make_feed, buffer_size=buffer_size, num_threads=num_threads)
+    batches = host_feeds(counted.feeds(), buffer_size=buffer_size, num_threads=num_threads)
     for step in range(1, 5):
         next(batches)
         eventually(lambda: min(counted.taken) >= 2 * (step + buffer_size))
@@ -436,7 +401,7 @@ def test_batches_are_made_ahead_of_a_vote_and_are_bounded(buffer_size, num_threa
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_stopped_it_waits_for_no_feed_that_waits_itself(num_threads):
     counted = Counted(slow=1)
-    batches = host_feeds(counted.make_feed, buffer_size=2, num_threads=num_threads)
+    batches = host_feeds(counted.feeds(), buffer_size=2, num_threads=num_threads)
     consumer = threading.Thread(target=lambda: next(batches, None))
     consumer.start()
     eventually(lambda: counted.taken[0] == 2)  # and so a thread is in feed 1, or almost
@@ -448,22 +413,15 @@ def test_stopped_it_waits_for_no_feed_that_waits_itself(num_threads):
     eventually(lambda: not background_threads())
 
 
-class Odd(BaseException):
-    """Neither an Exception nor one of Python's own."""
-
-
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Odd])
 def test_a_feed_that_raises_is_named_after_the_batches_before(error, num_threads):
-    def make_feed(feed):
-        def row(i):
-            if (feed.shard_index, i) == (2, 5):
-                raise error("five")
-            return {"id": np.int32(100 * feed.shard_index + i)}
+    def row(feed, i):
+        if (feed, i) == (2, 5):
+            raise error("five")
+        return {"id": np.int32(100 * feed + i)}
 
-        return grain.MapDataset.range(50).map(row).to_iter_dataset(OPTIONS)
-
-    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    ds = feeds_of(row, 4, 8, length=50)
     with iter(ds.shard_to(data_mesh(4), num_threads=num_threads)) as batches:
         assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
         for _ in range(2):
@@ -474,9 +432,7 @@ def test_a_feed_that_raises_is_named_after_the_batches_before(error, num_threads
 
 
 def test_a_readers_pipeline_is_closed_when_its_feed_ends_and_when_the_iterator_is():
-    closed = []
-
-    opened = []  # kept, as Grain closes what is collected
+    closed, opened = [], []  # kept, as Grain closes what is collected
 
     class Kept(Made):
         def __iter__(self):
@@ -540,7 +496,7 @@ def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
 
 
 def test_a_reader_takes_what_there_is_and_says_where_it_stands():
-    ds = grain.MapDataset.range(3).to_iter_dataset(OPTIONS)
+    ds = grain.MapDataset.range(3).to_iter_dataset(IN_TURN)
     reader = FeedReader(lambda: ds, {})
     assert reader.feed_state() == {}
     assert reader.take(2) == [0, 1]
@@ -568,16 +524,19 @@ def test_a_reader_takes_what_there_is_and_says_where_it_stands():
         ({"id": None}, r"batch\['id'\]: the leaf holds Python objects"),
     ],
 )
-def test_a_row_unlike_the_others_is_refused(second, problem):
-    def make_feed(feed):
-        return grain.MapDataset.source(
-            [[{"id": np.int32(0)}, second][feed.shard_index]]
-        ).to_iter_dataset(OPTIONS)
+@pytest.mark.parametrize("rows_before", [0, 2])
+def test_a_row_unlike_the_others_is_refused_and_the_error_stands(second, problem, rows_before):
+    def row(feed, i):
+        return second if (feed, i) == (1, rows_before) else {"id": np.int32(0)}
 
-    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(2)
-    for batches in (ds, ds.shard_to(data_mesh(2))):
-        with pytest.raises(grain_shard.ShardingError, match=problem):
-            list(batches)
+    ds = feeds_of(row, 2, 2, length=rows_before + 1)
+    for dataset in (ds, ds.shard_to(data_mesh(2))):
+        with contextlib.closing(iter(dataset)) as batches:
+            for _ in range(rows_before):
+                next(batches)
+            for _ in range(2):  # the rows that the feeds have given are gone: nothing may follow
+                with pytest.raises(grain_shard.ShardingError, match=problem):
+                    next(batches)
 
 
 REFUSED = {
@@ -648,10 +607,7 @@ def test_a_feed_without_a_file_is_named_and_asked_about(make_feed):
 
 
 def test_an_index_error_of_a_later_row_is_not_asked_about():
-    def make_feed(feed):
-        return grain.MapDataset.range(3).map(lambda i: [5, 6][i]).to_iter_dataset(OPTIONS)
-
-    batches = iter(grain_shard.feeds(make_feed, num_feeds=1).batch(1))
+    batches = iter(feeds_of(lambda feed, i: [5, 6][i], 1, 1, length=3))
     assert [next(batches).item(), next(batches).item()] == [5, 6]
     with pytest.raises(IndexError) as error:
         next(batches)
@@ -709,38 +665,16 @@ def test_what_follows_the_batch_of_feeds_is_refused_with_what_to_do(follow, rows
     )
 
 
-def test_a_map_of_rows_goes_into_make_feed():
-    def make_feed(feed):
-        start = 100 * feed.shard_index
-        ds = grain.MapDataset.range(start, start + 2).map(lambda i: {"id": i})
-        return ds.to_iter_dataset(OPTIONS).map(lambda row: {"id": row["id"] * 2})
-
-    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(4)
-    assert ids(ds.shard_to(data_mesh(2))) == [[0, 2, 200, 202]]
-
-
-def test_two_axes_and_a_sequence_axis():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "seq"))
-    ds = grain_shard.feeds(text.packed, num_feeds=2).batch(4)
-    with iter(ds.shard_to(mesh, P("data", "seq"))) as batches:
-        batch = next(batches)
-    assert batch["tokens"].sharding.shard_shape((4, 128)) == (2, 32)
-    assert batch["valid_mask"].sharding.shard_shape((4,)) == (2,)
-
-
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row(num_threads):
     failures = [OSError("once")]
 
-    def make_feed(feed):
-        def row(i):
-            if (feed.shard_index, i) == (1, 1) and failures:
-                raise failures.pop()
-            return {"id": np.int32(10 * feed.shard_index + i)}
+    def row(feed, i):
+        if (feed, i) == (1, 1) and failures:
+            raise failures.pop()
+        return {"id": np.int32(10 * feed + i)}
 
-        return grain.MapDataset.range(4).map(row).to_iter_dataset(OPTIONS)
-
-    batches = grain_shard.feeds(make_feed, num_feeds=2).batch(2).iterate(FeedRun(num_threads))
+    batches = feeds_of(row, 2, 2, length=4).iterate(FeedRun(num_threads))
     assert next(batches)["id"].tolist() == [0, 10]
     state = batches.get_state()
     for _ in range(2):
@@ -750,15 +684,3 @@ def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row(num_thr
     batches.set_state(state)
     assert [batch["id"].tolist() for batch in batches] == [[1, 11], [2, 12], [3, 13]]
     batches.close()
-
-
-def test_a_row_that_does_not_fit_is_an_error_that_stands():
-    def make_feed(options):
-        ds = grain.MapDataset.range(20)[options.shard_index :: options.shard_count]
-        return ds.map(lambda i: {"id": np.zeros(2 if i == 6 else 1)}).to_iter_dataset()
-
-    with contextlib.closing(iter(grain_shard.feeds(make_feed, num_feeds=2).batch(4))) as batches:
-        next(batches)
-        for _ in range(2):  # what the feeds have given is gone, so nothing may follow
-            with pytest.raises(grain_shard.ShardingError, match="others hold"):
-                next(batches)

@@ -25,7 +25,8 @@ from grain_shard.reading import hedged_source
 from grain_shard.reading.hedged_source import Lateness
 from grain_shard.reading.origin import Origin
 from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
-from tests.counting_source import SOURCES, BatchedSource, Source
+from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, nothing
+from tests.pipelines import after, going_on
 from tests.test_reads import in_order
 
 MS = 1e-3
@@ -110,8 +111,11 @@ def record(i):
 
 
 def sharded(source, **options):
-    ds = grain.MapDataset.source(HedgedSource(source)).map(record).batch(8)
-    return ds.shard_to(data_mesh(2), num_threads=4, **options)
+    return batched(HedgedSource(source)).shard_to(data_mesh(2), num_threads=4, **options)
+
+
+def batched(source):
+    return grain.MapDataset.source(source).map(record).batch(8)
 
 
 @pytest.fixture(params=SOURCES.values(), ids=SOURCES)
@@ -120,14 +124,20 @@ def kind(request):
 
 
 class FirstWaitsForTheSecond:
-    """The first request for record 17 is answered once the second has come."""
+    """The first request for record 17 is answered once the second has come.
 
-    def __init__(self):
-        self.second = threading.Event()
+    Args:
+        failing: The requests for it that then fail.
+    """
+
+    def __init__(self, failing=()):
+        self.second, self.failing = threading.Event(), failing
 
     def __call__(self, index, number):
         if index == 17:
             wait(self.second) if number == 1 else self.second.set()
+            if number in self.failing:
+                raise OSError("seventeen")
 
     def __getstate__(self):
         return {}
@@ -182,13 +192,20 @@ class TestTheFirstAnswerWins:
         assert ids(pipeline(grain.MapDataset.source(source))) == ids(pipeline(plain))
         source.close()
 
-    def test_a_second_request_comes_while_the_first_is_under_way(self, kind):
+    def test_what_the_user_maps_is_mapped_once_though_it_is_asked_for_twice(self, kind):
+        mapped = collections.Counter()
+
+        def count(element):
+            mapped[int(element["id"])] += 1
+            return element
+
         source = kind(200, FirstWaitsForTheSecond())
         hedged = HedgedSource(source)
-        ds = grain.MapDataset.source(hedged).map(record).batch(8)
+        ds = grain.MapDataset.source(hedged).map(record).map(count).batch(8)
         assert ids(ds.shard_to(data_mesh(2), num_threads=4)) == in_order(200, 8)
         assert source.requests[17] == 2
         assert 1 <= hedged.asked_again < hedged.answered
+        assert mapped == collections.Counter(range(200))
 
     @pytest.mark.parametrize("num_records", [24, 200], ids=["near the end", "in the middle"])
     def test_nobody_waits_for_the_one_that_has_lost(self, kind, num_records):
@@ -224,19 +241,6 @@ class TestTheFirstAnswerWins:
             assert ids(iterator) == in_order(800, 8)[1:]
         assert source.requests[9] == 2
 
-    def test_what_the_user_maps_is_mapped_once(self, kind):
-        mapped = collections.Counter()
-
-        def count(element):
-            mapped[int(element["id"])] += 1
-            return element
-
-        source = kind(200, FirstWaitsForTheSecond())
-        ds = grain.MapDataset.source(HedgedSource(source)).map(record).map(count).batch(8)
-        assert ids(ds.shard_to(data_mesh(2), num_threads=4)) == in_order(200, 8)
-        assert source.requests[17] == 2
-        assert mapped == collections.Counter(range(200))
-
     def test_where_all_threads_are_taken_a_read_is_asked_for_once(self, kind, monkeypatch):
         monkeypatch.setattr(hedged_source, "_MOST_THREADS", 1)
         far_enough = threading.Event()
@@ -248,8 +252,7 @@ class TestTheFirstAnswerWins:
                 far_enough.set()
 
         source = HedgedSource(kind(400, wait_for_the_others))
-        ds = grain.MapDataset.source(source).map(record).batch(8)
-        assert ids(ds.shard_to(data_mesh(2), num_threads=31)) == in_order(400, 8)
+        assert ids(batched(source).shard_to(data_mesh(2), num_threads=31)) == in_order(400, 8)
         assert source.asked_again == 0
 
 
@@ -259,30 +262,14 @@ class TestErrors:
 
     @pytest.mark.parametrize("failing", [1, 2])
     def test_an_error_of_one_is_none_if_the_other_is_answered(self, kind, failing):
-        second = threading.Event()
-
-        def one_fails(index, number):
-            if index != 17:
-                return
-            wait(second) if number == 1 else second.set()
-            # What comes third is asked to find out which record of several has failed.
-            if number in (failing, 3):
-                raise OSError("seventeen")
-
-        source = kind(200, one_fails)
+        # The third request is made to find out which record of several has failed.
+        source = kind(200, FirstWaitsForTheSecond(failing=(failing, 3)))
         assert ids(sharded(source)) == in_order(200, 8)
 
     def test_if_both_fail_it_is_one(self, kind):
-        second = threading.Event()
-
-        def both_fail(index, number):
-            if index == 17:
-                wait(second) if number == 1 else second.set()
-                raise OSError("seventeen")
-
-        seen = []
+        source, seen = kind(200, FirstWaitsForTheSecond(failing=range(99))), []
         with (
-            iter(sharded(kind(200, both_fail), retries=0)) as iterator,
+            iter(sharded(source, retries=0)) as iterator,
             pytest.raises(OSError, match="seventeen") as caught,
         ):
             seen.extend(ids([batch])[0] for batch in iterator)
@@ -306,19 +293,6 @@ class TestErrors:
         assert asked == [1, 2]  # the second time to find out which record it was
 
 
-class InFiles(Source):
-    """Ten records a file."""
-
-    paths = ("file-0", "file-1")
-
-    def where(self, index):
-        return f"file-{index // 10}", index % 10
-
-
-def nothing(index, number):
-    pass
-
-
 class TestTheSameSource:
     def test_its_records_come_from_where_those_of_the_wrapped_one_do(self):
         ds = grain.MapDataset.source(HedgedSource(InFiles(20, nothing)))
@@ -330,15 +304,10 @@ class TestTheSameSource:
     def test_a_state_goes_on_with_it_and_without_it(self, first):
         def build(is_hedged):
             source = InFiles(20, nothing)
-            ds = grain.MapDataset.source(HedgedSource(source) if is_hedged else source)
-            return ds.map(record).batch(4).shard_to(data_mesh(2))
+            return batched(HedgedSource(source) if is_hedged else source).shard_to(data_mesh(2))
 
-        with iter(build(first)) as batches:
-            next(batches)
-            state = batches.get_state()
-        with iter(build(not first)) as batches:
-            batches.set_state(state)
-            assert ids(batches) == in_order(20, 4)[1:]
+        _, state = after(build(first), 1)
+        assert going_on(build(not first), state) == in_order(20, 8)[1:]
 
     def test_it_has_batched_reads_if_the_wrapped_one_has(self, kind):
         hedged = HedgedSource(kind(20, nothing))

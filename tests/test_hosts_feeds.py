@@ -1,7 +1,8 @@
 """Feeds on 1, 2 and 4 hosts: the same global batches, from filtered, mixed and packed real text.
 
 Also when the run goes from 4 hosts to 2, to 1, and to 4 again, in the middle of the epoch and of
-packing; and what becomes of a run in which a feed fails or has nothing to give.
+packing, with the files that each host then opens (far more hosts, simulated: test_feed_files.py);
+and runs in which a feed fails or has nothing to give.
 
 The functions named ``case_...`` run on two hosts, one after the other in one set of processes.
 """
@@ -9,7 +10,8 @@ The functions named ``case_...`` run on two hosts, one after the other in one se
 import hashlib
 import itertools
 import json
-import traceback
+import os
+import sys
 from pathlib import Path
 
 import grain
@@ -26,6 +28,8 @@ import grain_shard
 from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from tests import text
+from tests.on_hosts import assembled, cases_of, own_parts, run_cases
+from tests.pipelines import IN_TURN
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -57,17 +61,6 @@ MESHES = {
 # On the hosts.
 
 
-def own_parts(batch):
-    """Of each leaf its shape, and what each device of this host holds, with its place in it."""
-    return {
-        name: (
-            leaf.shape,
-            [(part.index, np.asarray(part.data)) for part in leaf.addressable_shards],
-        )
-        for name, leaf in batch.items()
-    }
-
-
 def own_parts_on_all_meshes():
     found = {}
     for name, mesh in MESHES.items():
@@ -77,25 +70,6 @@ def own_parts_on_all_meshes():
 
 
 # In the test's process.
-
-
-def assembled(of_hosts):
-    """The global batch, from the parts of all hosts: none is missing, and copies are equal.
-
-    To gather so many batches on every host, by collectives, would take most of the time.
-    """
-    batch = {}
-    for name, (shape, own) in of_hosts[0].items():
-        parts = [part for of_host in of_hosts for part in of_host[name][1]]
-        leaf, is_held = np.zeros(shape, own[0][1].dtype), np.zeros(shape, bool)
-        for index, part in parts:
-            leaf[index], is_held[index] = part, True
-        assert is_held.all(), name
-        for index, part in parts:
-            assert part.dtype == leaf.dtype
-            np.testing.assert_array_equal(part, leaf[index], name)
-        batch[name] = leaf
-    return batch
 
 
 def assembled_batches(of_hosts):
@@ -156,42 +130,57 @@ JOBS = [(4, 7, 0), (2, 4, 2), (1, 8, 3), (4, None, 0)]
 def run_job(job, directory):
     """Goes on from the checkpoint of the job before, by each of Orbax's interfaces."""
     reports, (_, num_batches, num_workers) = {}, JOBS[job]
+    opened = {api: {"read": [], "written": []} for api in APIS}
     for api in APIS:
         ds = sharded(**(SEQ if job == 1 else DATA), num_workers=num_workers)
+        note_opening(opened[api], Path(directory, api))
         with iter(ds) as batches:
             if job % 2:
                 next(batches)  # restore into one that is in use
             if job:
-                restore(api, Path(directory), job - 1, batches)
+                restore(api, Path(directory, api), job - 1, batches)
             restored = batches.get_state()
             taken = [own_parts(batch) for batch in itertools.islice(batches, num_batches)]
             saved = batches.get_state()
             if num_batches is not None:
-                save(api, Path(directory), job, batches)
-        reports[api] = taken, restored, saved
+                save(api, Path(directory, api), job, batches)
+        reports[api] = taken, restored, saved, opened[api]
     return reports
+
+
+def note_opening(opened, directory):
+    """Notes the names of the files of feeds below a folder that this process opens from now on."""
+
+    def note(event, args):
+        if event == "open" and isinstance(args[0], str | os.PathLike):
+            path = Path(os.fsdecode(args[0]))
+            if path.name.startswith("feeds-") and directory in path.parents:
+                is_read = args[2] & os.O_ACCMODE == os.O_RDONLY
+                opened["read" if is_read else "written"].append(path.name)
+
+    sys.addaudithook(note)  # for good: there is no way to take it back
 
 
 def save(api, directory, job, batches):
     if api == "v1":
-        ocp_v1.save_checkpointables(directory / f"v1-{job}", {"data": batches})
+        ocp_v1.save_checkpointables(directory / str(job), {"data": batches})
         return
-    with ocp.CheckpointManager(directory / "manager") as manager:
+    with ocp.CheckpointManager(directory) as manager:
         manager.save(job, args=ocp.args.Composite(data=CheckpointSave(batches)))
         manager.wait_until_finished()
 
 
 def restore(api, directory, job, batches):
     if api == "v1":
-        ocp_v1.load_checkpointables(directory / f"v1-{job}", {"data": batches})
+        ocp_v1.load_checkpointables(directory / str(job), {"data": batches})
         return
-    with ocp.CheckpointManager(directory / "manager") as manager:
+    with ocp.CheckpointManager(directory) as manager:
         manager.restore(job, args=ocp.args.Composite(data=CheckpointRestore(batches)))
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """Of each job, by API: its global batches, and what each host restored and saved."""
+    """Of each job, by API: its global batches; the states and the files of each host."""
     directory = str(tmp_path_factory.mktemp("checkpoints"))
     jobs = []
     for job, (hosts, *_) in enumerate(JOBS):
@@ -200,8 +189,8 @@ def jobs(tmp_path_factory):
         )
         by_api = {}
         for api in APIS:
-            taken, restored, saved = zip(*(reports[api] for reports in of_hosts), strict=True)
-            by_api[api] = assembled_batches(taken), restored, saved
+            taken, *others = zip(*(reports[api] for reports in of_hosts), strict=True)
+            by_api[api] = assembled_batches(taken), *others
         jobs.append(by_api)
     return jobs
 
@@ -243,18 +232,21 @@ def test_a_checkpoint_holds_one_entry_for_each_feed_saved_by_a_host_that_runs_it
         assert restored["step"] == 19
 
 
+@pytest.mark.parametrize("api", APIS)
+def test_each_host_opens_the_files_of_its_own_feeds_and_no_others(jobs, api):
+    def files(*ranges):
+        return [f"feeds-{first:05d}-{last:05d}-of-00008.json" for first, last in ranges]
+
+    quarters = files((0, 1), (2, 3), (4, 5), (6, 7))
+    halves, whole = files((0, 3), (4, 7)), files((0, 7))
+    written = [[of_host["written"] for of_host in job[api][3]] for job in jobs]
+    assert written[0] == [[name] for name in quarters]
+    assert written[1:] == [[[name] for name in halves], [whole], [[]] * 4]
+    read = [[of_host["read"] for of_host in job[api][3]] for job in jobs]
+    assert read == [[[]] * 4, [quarters[:2], quarters[2:]], [halves], [whole] * 4]
+
+
 # Two hosts: what can go wrong.
-
-
-def run_cases(cases):
-    """What this host returned in each case; the traceback of one that failed."""
-    results = {}
-    for case in cases:
-        try:
-            results[case.__name__] = case(jax.process_index())
-        except Exception:
-            results[case.__name__] = traceback.format_exc()
-    return results
 
 
 def whole(batch):
@@ -262,22 +254,22 @@ def whole(batch):
     return {name: multihost_utils.process_allgather(x, tiled=True) for name, x in batch.items()}
 
 
-def numbers(feed, lengths):
+def numbers(feed, lengths=(30,) * 8):
     """Rows that say their feed and their place in it; 100 * feed + place."""
     first = 100 * feed.shard_index
     records = grain.MapDataset.range(first, first + 30).map(lambda i: {"id": np.int32(i)})
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    rows = records.to_iter_dataset(options)
+    rows = records.to_iter_dataset(IN_TURN)
     return rows.filter(lambda row: row["id"] < first + lengths[feed.shard_index])
 
 
 def on_two_hosts(make_feed, num_feeds=4, **options):
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    return (
-        grain_shard.feeds(make_feed, num_feeds=num_feeds)
-        .batch(8)
-        .shard_to(mesh, timeout_s=20, **options)
-    )
+    ds = grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(8)
+    return ds.shard_to(mesh, timeout_s=20, **options)
+
+
+def of_lengths(lengths, **options):
+    return on_two_hosts(lambda feed: numbers(feed, lengths), **options)
 
 
 def outcome(ds, state=None):
@@ -301,39 +293,40 @@ def outcome(ds, state=None):
     return result
 
 
-def case_uneven(host):
-    """Feeds 0 and 1 are host 0's, 2 and 3 host 1's, and end first."""
-    return outcome(on_two_hosts(lambda feed: numbers(feed, [3, 5, 0, 1])))
+UNEVEN = [[0, 1, 100, 101, 300], [2, 102, 103], [104]]
+# By name: the rows of each feed, of which 0 and 1 are host 0's; the remainder; the batches.
+ENDS = {
+    "each feed goes on to its own end": ([3, 5, 0, 1], "pad", UNEVEN),
+    "a host without a row": ([0, 0, 3, 2], "pad", [[200, 201, 300, 301], [202]]),
+    "no row at all": ([0, 0, 0, 0], "pad", []),
+    "all stop at the first feed that lacks rows": (
+        [6, 6, 6, 5],
+        "drop",
+        [[0, 1, 100, 101, 200, 201, 300, 301], [2, 3, 102, 103, 202, 203, 302, 303]],
+    ),
+}
 
 
-def case_uneven_states(host):
-    """What follows each state of this host."""
-    ds = on_two_hosts(lambda feed: numbers(feed, [3, 5, 0, 1]))
+def case_ends():
+    return {
+        name: outcome(of_lengths(lengths, remainder=remainder))
+        for name, (lengths, remainder, _) in ENDS.items()
+    }
+
+
+def case_uneven_states():
+    """The batches after each state of this host."""
+    ds = of_lengths([3, 5, 0, 1])
     states = outcome(ds)["states"]
     return [outcome(ds, state)["batches"] for state in states], states
 
 
-def case_a_host_without_a_row(host):
-    return outcome(on_two_hosts(lambda feed: numbers(feed, [0, 0, 3, 2])))
+def case_error():
+    return outcome(of_lengths([6, 6, 6, 5], remainder="error"))
 
 
-def case_no_row_at_all(host):
-    return outcome(on_two_hosts(lambda feed: numbers(feed, [0, 0, 0, 0])))
-
-
-def case_drop(host):
-    ds = on_two_hosts(lambda feed: numbers(feed, [6, 6, 6, 5]), remainder="drop")
-    return outcome(ds)
-
-
-def case_error(host):
-    ds = on_two_hosts(lambda feed: numbers(feed, [6, 6, 6, 5]), remainder="error")
-    return outcome(ds)
-
-
-def case_error_of_a_whole_host(host):
-    ds = on_two_hosts(lambda feed: numbers(feed, [6, 6, 4, 4]), remainder="error")
-    return outcome(ds)
+def case_error_of_a_whole_host():
+    return outcome(of_lengths([6, 6, 4, 4], remainder="error"))
 
 
 def raising(feed):
@@ -342,46 +335,46 @@ def raising(feed):
             raise ValueError("a bad row")
         return row
 
-    return numbers(feed, [30] * 4).map(check)
+    return numbers(feed).map(check)
 
 
-def case_a_feed_raises(host):
+def case_a_feed_raises():
     return outcome(on_two_hosts(raising))
 
 
 def not_made(feed):
     if feed.shard_index == 2:
         raise FileNotFoundError("no such shard")
-    return numbers(feed, [30] * 4)
+    return numbers(feed)
 
 
-def case_a_feed_cannot_be_made(host):
+def case_a_feed_cannot_be_made():
     return outcome(on_two_hosts(not_made))
 
 
-def case_hosts_disagree_on_the_number_of_feeds(host):
-    return outcome(on_two_hosts(lambda feed: numbers(feed, [30] * 8), num_feeds=[4, 8][host]))
+def case_hosts_disagree_on_the_number_of_feeds():
+    return outcome(on_two_hosts(numbers, num_feeds=[4, 8][jax.process_index()]))
 
 
-def case_too_few_feeds(host):
+def case_too_few_feeds():
     with pytest.raises(grain_shard.ShardingError) as refusal:
-        on_two_hosts(raising, num_feeds=1)
+        on_two_hosts(numbers, num_feeds=1)
     return str(refusal.value)
 
 
-def case_a_feed_depends_on_its_host(host):
+def case_a_feed_depends_on_its_host():
     """A model axis over the hosts: both run all feeds, and must get the same."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("model", "data"))
+    host = np.int32(jax.process_index())
     ds = grain_shard.feeds(
-        lambda feed: numbers(feed, [30] * 4).map(lambda row: {"id": row["id"] + np.int32(host)}),
-        num_feeds=4,
+        lambda feed: numbers(feed).map(lambda row: {"id": row["id"] + host}), num_feeds=4
     )
     return outcome(ds.batch(8).shard_to(mesh, read="needed", timeout_s=20))
 
 
 @pytest.fixture(scope="module")
 def cases():
-    functions = [f for name, f in globals().items() if name.startswith("case_")]
+    functions = cases_of(globals())
     of_hosts = rehearse.run(run_cases, functions, hosts=2, devices_per_host=2, timeout_s=240)
 
     def results_of(case):
@@ -392,13 +385,11 @@ def cases():
     return results_of
 
 
-UNEVEN = [[0, 1, 100, 101, 300], [2, 102, 103], [104]]
-
-
-def test_with_pad_each_feed_goes_on_to_its_own_end_and_the_hosts_stop_together(cases):
-    for result in cases(case_uneven):
-        assert result["batches"] == UNEVEN
-        assert result["error"] is None
+@pytest.mark.parametrize("name", ENDS)
+def test_the_hosts_stop_together(cases, name):
+    for results in cases(case_ends):
+        assert results[name]["batches"] == ENDS[name][2]
+        assert results[name]["error"] is None
 
 
 def test_a_hosts_own_state_goes_on_also_where_its_feeds_have_ended(cases):
@@ -406,25 +397,6 @@ def test_a_hosts_own_state_goes_on_also_where_its_feeds_have_ended(cases):
         assert continuations == [UNEVEN[1:], UNEVEN[2:], []]
         assert [state["step"] for state in states] == [1, 2, 3]
         assert list(states[0]["feeds"]) == [["0", "1"], ["2", "3"]][host]
-
-
-def test_a_host_whose_feeds_have_no_row_at_all_goes_on_with_padding(cases):
-    for result in cases(case_a_host_without_a_row):
-        assert result["batches"] == [[200, 201, 300, 301], [202]]
-
-
-def test_feeds_without_any_row_are_an_epoch_without_a_batch(cases):
-    for result in cases(case_no_row_at_all):
-        assert (result["batches"], result["error"]) == ([], None)
-
-
-def test_with_drop_all_stop_at_the_first_feed_that_lacks_rows(cases):
-    for result in cases(case_drop):
-        assert result["batches"] == [
-            [0, 1, 100, 101, 200, 201, 300, 301],
-            [2, 3, 102, 103, 202, 203, 302, 303],
-        ]
-        assert result["error"] is None
 
 
 def test_with_error_a_feed_that_lacks_rows_is_named_on_every_host(cases):

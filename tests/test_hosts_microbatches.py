@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
+from tests.on_hosts import assembled, own_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -108,15 +109,10 @@ def run_case(build, mesh, options):
         with iter(ds) as batches:
             parts, states = [], []
             for batch in batches:
-                parts.append({name: own_parts(leaf) for name, leaf in batch.items()})
+                parts.append(own_parts(batch))
                 states.append(json.dumps(batches.get_state()))
         found[microbatches] = {"batches": parts, "read": sorted(read), "states": states}
     return found
-
-
-def own_parts(leaf):
-    shards = [(shard.index, np.asarray(shard.data)) for shard in leaf.addressable_shards]
-    return leaf.shape, shards
 
 
 def gradients():
@@ -165,32 +161,17 @@ def runs(request):
     return hosts, rehearse.run(run_cases, hosts=hosts, devices_per_host=devices, timeout_s=120)
 
 
-def assembled(of_hosts):
-    """The global array of what the hosts hold; what several hold has to be the same."""
-    shape, first = of_hosts[0]
-    array, written = np.zeros(shape, first[0][1].dtype), np.zeros(shape, bool)
-    for of_host_shape, shards in of_hosts:
-        assert of_host_shape == shape
-        for index, data in shards:
-            np.testing.assert_array_equal(data[written[index]], array[index][written[index]])
-            array[index], written[index] = data, True
-    assert written.all(), "some rows are on no device"
-    return array
-
-
 def batches_of(results, name, microbatches):
-    for of_hosts in zip(
-        *(result[name][microbatches]["batches"] for result in results), strict=True
-    ):
-        yield {leaf: assembled([of_host[leaf] for of_host in of_hosts]) for leaf in of_hosts[0]}
+    of_hosts = (result[name][microbatches]["batches"] for result in results)
+    return [assembled(parts) for parts in zip(*of_hosts, strict=True)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_same_batch_reshaped(runs, name):
     hosts, results = runs
     assert [result[name] for result in results if isinstance(result[name], str)] == []
-    found = list(batches_of(results, name, MICROBATCHES))
-    expected = list(batches_of(results, name, None))
+    found = batches_of(results, name, MICROBATCHES)
+    expected = batches_of(results, name, None)
     assert len(found) == len(expected) == 3
     # Of a stream that yields each host's own rows, these are reshaped.
     groups = hosts if name == "local stream" else 1

@@ -15,6 +15,8 @@ import grain_shard
 from grain_shard import ShardingError, StateError, mix
 from grain_shard.grain_inside import routes
 from tests.conftest import data_mesh, ids
+from tests.counting_source import BatchedSource, nothing
+from tests.pipelines import IN_TURN, after, flat, going_on
 
 
 def component(number, length=10_000):
@@ -41,17 +43,25 @@ def counts(ds, num_records, num_components):
     return taken
 
 
-def test_each_dataset_comes_in_its_own_order_by_weights_that_change():
-    web, code = grain.MapDataset.range(100), grain.MapDataset.range(100, 200)
-    ds = mix([web, code], {0: [3, 1], 8: [1, 1], 12: [0, 1]})
-    assert [ds[i] for i in range(8)] == [0, 1, 100, 2, 3, 4, 101, 5]
-    assert [ds[i] for i in range(8, 12)] == [6, 102, 7, 103]
-    assert [ds[i] for i in range(12, 15)] == [104, 105, 106]
-
-
-def test_three_datasets():
-    ds = mix(components(3), {0: [2, 1, 1]})
-    assert [ds[i] // 1_000_000 for i in range(8)] == [0, 1, 0, 2, 0, 1, 0, 2]
+@pytest.mark.parametrize(
+    ("num_components", "weights", "expected"),
+    [
+        # A record of the second dataset is 100 more than its place there, and so on.
+        (2, {0: [3, 1]}, [0, 1, 100, 2, 3, 4, 101, 5]),
+        (
+            2,
+            {0: [3, 1], 8: [1, 1], 12: [0, 1]},
+            [0, 1, 100, 2, 3, 4, 101, 5, 6, 102, 7, 103, 104, 105, 106],
+        ),
+        (3, {0: [2, 1, 1]}, [0, 100, 1, 200, 2, 101, 3, 201]),
+    ],
+)
+def test_each_dataset_comes_in_its_own_order_by_weights_that_change(
+    num_components, weights, expected
+):
+    datasets = [grain.MapDataset.range(100 * k, 100 * k + 100) for k in range(num_components)]
+    ds = mix(datasets, weights)
+    assert [ds[i] for i in range(len(expected))] == expected
 
 
 def add_noise(x, rng):
@@ -85,22 +95,14 @@ def test_no_dataset_is_ever_a_whole_record_from_its_share_since_the_last_change(
         ([1, 1 / 2], [2, 1]),
         ([np.float32(0.1), 0.9], [1, 9]),
         ([5, 0], [1, 0]),
+        # Without a short pattern they are rounded to 65536 parts, but a tiny one not away.
+        ([2**0.5, 1], [19195, 13573]),
+        ([1, 1e-9], [65536, 1]),
     ],
 )
 def test_weights_are_taken_as_they_are_written(weights, exact):
-    assert str(mix(components(2), {0: weights})) == f"mix({{0: {exact}}})"
-
-
-def test_weights_without_a_short_pattern_are_rounded_to_65536_parts():
-    ds = mix(components(2, 2_000_000), {0: [2**0.5, 1]})
-    assert str(ds) == "mix({0: [19195, 13573]})"
-    error = 19195 / (19195 + 13573) - 2**0.5 / (2**0.5 + 1)
-    assert abs(error) < 1 / 65536
-
-
-def test_a_weight_that_is_tiny_is_not_rounded_away():
-    ds = mix(components(2, 10**7), {0: [1, 1e-9]})
-    assert str(ds) == "mix({0: [65536, 1]})"
+    assert str(mix(components(2, 10**7), {0: weights})) == f"mix({{0: {exact}}})"
+    assert abs(exact[0] / sum(exact) - weights[0] / sum(weights)) < 1 / 65536
 
 
 def test_the_end_comes_before_a_dataset_would_have_to_give_what_it_lacks():
@@ -185,26 +187,11 @@ def test_many_records_are_those_that_come_one_by_one(name, indices):
     assert in_parts == way.finish(way.read())
 
 
-class BatchedSource:
-    """Remembers which records were read by each call."""
-
-    def __init__(self, first):
-        self._first, self.calls = first, []
-
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices):
-        self.calls.append(list(indices))
-        return [{"id": np.int32(self._first + i)} for i in indices]
-
-
 def test_a_batch_is_one_call_into_each_source():
-    sources = [BatchedSource(0), BatchedSource(1000)]
-    ds = mix([grain.MapDataset.source(source) for source in sources], {0: [3, 1]}).batch(8)
+    sources = [BatchedSource(100, nothing), BatchedSource(100, nothing)]
+    first, second = map(grain.MapDataset.source, sources)
+    ds = mix([first, second.map(lambda i: 1000 + i)], {0: [3, 1]})
+    ds = ds.map(lambda i: {"id": np.int32(i)}).batch(8)
     with iter(ds.shard_to(data_mesh(2), num_threads=1, cpu_buffer_size=1)) as batches:
         assert ids([next(batches)]) == [[0, 1, 1000, 2, 3, 4, 1001, 5]]
     assert sources[0].calls[0] == [0, 1, 2, 3, 4, 5]
@@ -222,79 +209,59 @@ def training(weights, global_batch_size=4, **options):
     return mix(records, weights).batch(global_batch_size).shard_to(data_mesh(4), **options)
 
 
-def after(ds, num_batches):
-    """The ids of so many batches, and the state then, as JSON."""
-    with iter(ds) as iterator:
-        seen = ids([next(iterator) for _ in range(num_batches)])
-        return seen, json.loads(json.dumps(iterator.get_state()))
-
-
 @pytest.mark.parametrize("stop_after", [0, 4, 5, 6, 12])
 @pytest.mark.usefixtures("hints")
 def test_a_state_goes_on_over_changes_of_weights(stop_after):
     weights = {0: [3, 1], 18: [1, 1], 30: [1, 4]}
-    everything = ids(training(weights))
     seen, state = after(training(weights), stop_after)
     assert len(json.dumps(state)) < 200
-    with iter(training(weights)) as iterator:
-        iterator.set_state(state)
-        assert seen + ids(iterator) == everything
+    assert seen + going_on(training(weights), state) == ids(training(weights))
 
 
-def test_weights_may_change_from_the_record_on_at_which_a_run_is_restored():
-    seen, state = after(training({0: [3, 1]}), 5)  # 20 records
-    with iter(training({0: [3, 1], 20: [1, 1], 40: [0, 1]})) as iterator:
-        iterator.set_state(state)
-        seen += ids(iterator)
-    assert seen == ids(training({0: [3, 1], 20: [1, 1], 40: [0, 1]}))
-    rows = [row for batch in seen for row in batch]
+LATER = {0: [3, 1], 20: [1, 1], 40: [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "size"),
+    [
+        *(({0: [3, 1]}, LATER, size) for size in (3, 4, 8, 20, 64)),
+        # Weights that would have changed later may be taken back.
+        ({0: [3, 1], 20: [1, 1]}, {0: [3, 1]}, 4),
+    ],
+)
+def test_weights_may_change_from_the_record_on_at_which_a_run_is_restored(before, now, size):
+    seen, state = after(training(before), 5)  # 20 records
+    found = seen + going_on(training(now, global_batch_size=size), state)
+    whole, rows = ids(training(now)), flat(found)
+    assert rows == flat(whole)
+    assert size != 4 or found == whole
     assert len(rows) == len(set(rows)), "no record comes twice"
-
-
-def test_weights_that_would_have_changed_later_may_be_taken_back():
-    seen, state = after(training({0: [3, 1], 20: [1, 1]}), 5)
-    with iter(training({0: [3, 1]})) as iterator:
-        iterator.set_state(state)
-        assert seen + ids(iterator) == ids(training({0: [3, 1]}))
 
 
 def test_a_state_at_the_beginning_takes_any_weights():
     _, state = after(training({0: [3, 1]}), 0)
-    with iter(training({0: [1, 1]})) as iterator:
-        iterator.set_state(state)
+    assert going_on(training({0: [1, 1]}), state) == ids(training({0: [1, 1]}))
 
 
 @pytest.mark.parametrize(
-    "weights",
-    [{0: [1, 3]}, {0: [3, 1], 19: [1, 1]}, {0: [3, 1], 4: [1, 1]}, {0: [3, 1], 10: [3, 1]}],
+    ("weights", "options", "changed"),
+    [
+        *(
+            (weights, {}, "weights")
+            for weights in (
+                {0: [1, 3]},
+                {0: [3, 1], 19: [1, 1]},
+                {0: [3, 1], 4: [1, 1]},
+                {0: [3, 1], 10: [3, 1]},
+            )
+        ),
+        ({0: [3, 1]}, {"remainder": "drop"}, "remainder"),  # as ever
+    ],
 )
-def test_weights_of_the_past_may_not_change(weights):
+def test_weights_of_the_past_may_not_change(weights, options, changed):
     _, state = after(training({0: [3, 1]}), 5)
-    with (
-        iter(training(weights)) as iterator,
-        pytest.raises(StateError, match=r"\bweights\b.* changed"),
-    ):
-        iterator.set_state(state)
-
-
-def test_what_else_changed_is_refused_as_ever():
-    _, state = after(training({0: [3, 1]}), 5)
-    with (
-        iter(training({0: [3, 1]}, remainder="drop")) as iterator,
-        pytest.raises(StateError, match=r"remainder\b.* changed"),
-    ):
-        iterator.set_state(state)
-
-
-@pytest.mark.parametrize("size", [3, 8, 20, 64])
-def test_weights_and_the_batch_size_may_change_together(size):
-    seen, state = after(training({0: [3, 1]}), 5)  # 20 records
-    later = {0: [3, 1], 20: [1, 1], 40: [0, 1]}
-    with iter(training(later, global_batch_size=size)) as iterator:
-        iterator.set_state(state)
-        seen += ids(iterator)
-    rows = [row for batch in seen for row in batch]
-    assert rows == [row for batch in ids(training(later)) for row in batch]
+    with pytest.raises(StateError, match=rf"\b{changed}\b.* changed"):
+        going_on(training(weights, **options), state)
 
 
 @pytest.mark.parametrize(
@@ -333,14 +300,11 @@ def test_in_a_second_epoch_all_weights_are_fixed():
 
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
 def test_weights_that_make_an_epoch_longer_go_on_behind_the_last_record_handed_out(remainder):
-    seen, state = after(training({0: [1, 0]}, global_batch_size=16, remainder=remainder), 3)
-    longer = [
-        training({0: [1, 0], 48: [1, 1]}, global_batch_size=16, remainder=remainder)
-        for _ in range(2)
-    ]
-    with iter(longer[0]) as iterator:
-        iterator.set_state(state)
-        assert seen + ids(iterator) == ids(longer[1])
+    options = {"global_batch_size": 16, "remainder": remainder}
+    seen, state = after(training({0: [1, 0]}, **options), 3)
+    longer = training({0: [1, 0], 48: [1, 1]}, **options)
+    again = training({0: [1, 0], 48: [1, 1]}, **options)
+    assert seen + going_on(longer, state) == ids(again)
 
 
 def test_the_end_of_an_epoch_is_as_fixed_as_its_weights():
@@ -351,22 +315,18 @@ def test_the_end_of_an_epoch_is_as_fixed_as_its_weights():
 
 
 def test_in_feeds_each_feed_has_its_part_of_the_mixture():
-    weights = {0: [3, 1], 16: [1, 3]}
+    whole = mix(components(2, 40), {0: [3, 1], 16: [1, 3]})
 
     def make_feed(feed):
-        whole = mix([ds.map(lambda i: {"id": np.int32(i)}) for ds in components(2, 40)], weights)
         part = whole[feed.shard_index :: feed.shard_count]
-        return part.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        return part.map(lambda i: {"id": np.int32(i)}).to_iter_dataset(IN_TURN)
 
-    whole = mix(components(2, 40), weights)
     ds = grain_shard.feeds(make_feed, num_feeds=2).batch(8).shard_to(data_mesh(4))
     everything = ids(ds)
     order = [whole[8 * batch + 2 * row + feed] for batch, feed, row in np.ndindex(3, 2, 4)]
-    assert [row for batch in everything[:3] for row in batch] == order
+    assert flat(everything[:3]) == order
     seen, state = after(ds, 2)
-    with iter(ds) as iterator:
-        iterator.set_state(state)
-        assert seen + ids(iterator) == everything
+    assert seen + going_on(ds, state) == everything
 
 
 # Misuse.
