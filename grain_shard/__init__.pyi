@@ -3,7 +3,6 @@ from . import measuring as measuring
 from . import placement as placement
 from . import rehearse as rehearse
 from . import training as training
-from .chain import shard_to as shard_to
 from .errors import AgreementError as AgreementError
 from .errors import BadRecordsError as BadRecordsError
 from .errors import GrainShardError as GrainShardError
@@ -31,6 +30,7 @@ from .tools.planning.topology import topology_mesh as topology_mesh
 from .tools.showing.display import show as show
 from .training.placement import DevicePlacement as DevicePlacement
 from .training.placement import prefetch_to_device as prefetch_to_device
+from .transforms.chain import shard_to as shard_to
 from .transforms.device_put import DevicePut as DevicePut
 from .transforms.pad import PadToDivisible as PadToDivisible
 from .transforms.shard_batch import ShardBatch as ShardBatch

@@ -1,18 +1,19 @@
 """The background stage: threads that work ahead, a bounded buffer, and a clean life.
 
 Grain's own background stage can hang on a BaseException, blocks in ``close`` for as long as its
-source does, and can abort the interpreter at exit; hence this one. What it promises:
+source blocks, and can abort the interpreter at exit. This stage replaces it and promises:
 
 * Results come in order, whichever thread is first.
-* At most `buffer_size` results exist at a time, those in the making included.
-* What the work raises, of any class, reaches the consumer; from then on ``next`` keeps raising it.
-* Nothing outlives its consumer: ``close``, garbage collection and the end of the interpreter stop
-  the threads. One that is inside the user's code ends when that code returns.
-* What cannot be closed is told: ``close`` raises its error, once, after everything else has been
-  closed. Where nobody calls ``close``, or it no longer waits, the error is logged.
+* At most `buffer_size` results exist at a time, including unfinished ones.
+* An exception of any class that the work raises reaches the consumer; from then on ``next`` keeps
+  raising it.
+* No thread outlives its consumer: ``close``, garbage collection and the end of the interpreter stop
+  the threads. A thread that is inside the user's code ends when that code returns.
+* Errors in closing are reported: ``close`` raises the first one, once, after everything else has
+  been closed. If no one calls ``close``, or ``close`` has stopped waiting, the error is logged.
 
-`TaskStage` is the whole of it: a producer whose threads draw tasks and run them (`tasks.py`).
-`Background` is the plain case, a function mapped over what another producer makes.
+`TaskStage` implements all of this: its threads draw tasks from a producer and run them
+(`tasks.py`). `Background` is the simple case: a function mapped over another producer's items.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from grain_shard.tasks import Items, Known, Producer, Raised, Task, Tasks, log_u
 S = TypeVar("S")
 T = TypeVar("T")
 
-# How long close() and the interpreter's exit wait for a thread that is inside the user's code.
+# The time that close() and the interpreter's exit wait for a thread that is inside the user's code.
 _JOIN_TIMEOUT_S = 5.0
-# How often a waiting consumer looks up.
+# The longest time that a waiting consumer sleeps before it checks again.
 _WAKE_S = 1.0
 
 
@@ -48,15 +49,15 @@ class TaskStage(Producer[T]):
     made this object.
 
     Args:
-        tasks: What to do. The last thread to end closes them: nobody else can know that they are
-            not in use.
-        buffer_size: Results that may wait or be in the making.
-        pace: How many threads work side by side; it is told of each task.
-        name: Of the threads.
+        tasks: The work. The last thread to end closes the tasks, because only that thread can be
+            sure that no other thread uses them.
+        buffer_size: Most results that wait or are unfinished.
+        pace: Decides how many threads work side by side, from the times of the tasks.
+        name: Thread name prefix.
     """
 
     def __init__(self, tasks: Tasks[T], *, buffer_size: int, pace: Pace, name: str):
-        # The threads refer to what is shared and not to this object, which can thus be collected.
+        # The threads hold the shared part and not this object, so this object can be collected.
         self._shared = _Shared(tasks, buffer_size, pace, name, jax_context())
 
     def __next__(self) -> T:
@@ -65,11 +66,11 @@ class TaskStage(Producer[T]):
 
     @property
     def taken(self) -> int:
-        """How many results were handed out."""
+        """Number of results handed out."""
         return self._shared.taken
 
     def known(self) -> Known:
-        """Returns the number of results that are there by now, and the error or end behind them."""
+        """Returns the number of results that are ready, and the error or end that follows them."""
         self.start()
         return self._shared.known()
 
@@ -77,20 +78,21 @@ class TaskStage(Producer[T]):
         """Waits for something other than the next result; by any thread, once started.
 
         Args:
-            has_come: Tells whether it is there. Called again whenever a task is done, a result
-                fails or the results end, and after `wake`. It must take no lock of another stage.
+            has_come: Returns True once the event has happened. It is called again whenever a task
+                is done, a result fails or the results end, and after `wake`. It must take no lock
+                of another stage.
             wait_s: The longest wait, in seconds.
 
         Returns:
-            True; False if the stage was stopped; None if the time is over.
+            True once `has_come` does; False if the stage was stopped; None after `wait_s`.
 
         Raises:
-            RuntimeError: This is a forked process, which has none of the threads.
+            RuntimeError: This is a forked process, in which the threads do not run.
         """
         return self._shared.wait_for(has_come, wait_s)
 
     def wake(self) -> None:
-        """Has the threads in `wait_for` look again."""
+        """Makes the threads in `wait_for` call `has_come` again."""
         self._shared.wake()
 
     def start(self) -> None:
@@ -102,10 +104,11 @@ class TaskStage(Producer[T]):
         self._shared.stop()
 
     def close(self) -> None:
-        """Stops, and waits until the threads have ended, or some seconds for the user's code.
+        """Stops the threads and waits for them; for user code they are in, only some seconds.
 
         Raises:
-            BaseException: What stands above this could not be closed. A second call raises nothing.
+            BaseException: A producer above this stage failed to close. A second call raises
+                nothing.
         """
         self._shared.stop()
         self._shared.join()
@@ -122,13 +125,13 @@ class Background(TaskStage[T], Generic[S, T]):
     """Maps `work` over what another producer makes, in background threads, in order.
 
     Args:
-        work: Called with each item, by several threads at once if there are several.
-        source: Where the items come from. It is asked by one thread at a time, once there is room
-            for a result, and is stopped with this stage. The last thread to end closes it, since
-            nobody else can know that it is not in use any more.
-        buffer_size: Results that may wait or be in the making.
+        work: Called with each item; by several threads at once if `num_threads` is above 1.
+        source: The producer of the items. One thread at a time asks it, once there is room for a
+            result. It is stopped with this stage. The last thread to end closes it, because only
+            that thread can be sure that no other thread uses it.
+        buffer_size: Most results that wait or are unfinished.
         num_threads: Threads that work side by side.
-        name: Of the threads.
+        name: Thread name prefix.
     """
 
     def __init__(
@@ -145,9 +148,9 @@ class Background(TaskStage[T], Generic[S, T]):
 
 
 class _Mapped(Tasks[T], Generic[S, T]):
-    """A task for each item, that makes one result of it."""
+    """Tasks that each make one result from one item."""
 
-    # Of the class, since at the interpreter's exit the names of this module may be gone.
+    # A class attribute, because the names of this module may be gone at the interpreter's exit.
     _no_source = Items(iter(()))
 
     def __init__(self, work: Callable[[S], T], source: Producer[S]):
@@ -171,8 +174,8 @@ class _Mapped(Tasks[T], Generic[S, T]):
         self._source.stop()
 
     def close(self) -> None:
-        # Let go of it, too: what is still there when the interpreter takes its modules apart (an
-        # iterator of Grain's, say, in a global variable's reach) fails in its __del__.
+        # Drop the reference, too: an object that is still alive when the interpreter clears its
+        # modules (e.g. a Grain iterator that a global variable reaches) fails in its __del__.
         source, self._source = self._source, self._no_source
         source.close()
 
@@ -189,9 +192,9 @@ class _MappedTask(Task[T], Generic[S, T]):
 
 
 def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """The calling thread's JAX context (mesh, x64), to be entered in another thread.
+    """Returns the calling thread's JAX context (mesh, x64), for another thread to enter.
 
-    What counts the calling thread's spans will count those of the other one, too.
+    The counter of the calling thread's spans then counts the other thread's spans, too.
     """
     mesh, x64 = jax.sharding.get_mesh(), jax.config.jax_enable_x64  # pyright: ignore
     counting = counter()
@@ -207,7 +210,7 @@ def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 
 class _Shared(Generic[T]):
-    """What the threads and the consumer share, all of it under one lock."""
+    """State that the threads and the consumer share, all of it under one lock."""
 
     def __init__(
         self,
@@ -220,15 +223,15 @@ class _Shared(Generic[T]):
         self.threads: list[threading.Thread] = []
         self._tasks, self._buffer_size, self._pace = tasks, buffer_size, pace
         self._name, self.enter_context = name, enter_context
-        # Reentrant: the garbage collector may run __del__, so stop(), in a thread that holds it.
+        # Reentrant: the garbage collector may run __del__, and so stop(), in the thread holding it.
         self._lock = threading.RLock()
-        # Three conditions, since who waits for the one must not be woken for the others.
-        # Signalled when the next result is there, be it an error, when a task is done for which a
-        # consumer waits, and when the stage is stopped.
+        # Three conditions, so that an event wakes only the threads that wait for it.
+        # Signalled when the next result or its error is ready, when a task is done while a consumer
+        # is in wait_for(), and when the stage is stopped.
         self._result_came = threading.Condition(self._lock)
-        # Signalled when there is room for one more result, and when none will be begun any more.
+        # Signalled when there is room for one more result, and when no more results will begin.
         self._room_came = threading.Condition(self._lock)
-        # Signalled when more threads are to work, and when none has anything to do any more.
+        # Signalled when more threads should work, and when no work is left for any thread.
         self._more_wanted = threading.Condition(self._lock)
         self._one_draws = threading.Lock()  # held while a task is drawn, which may take long
         self._results: dict[int, T | Raised] = {}
@@ -239,16 +242,16 @@ class _Shared(Generic[T]):
         self._started = self._stopped = False
         self._drained = False  # no task will be drawn any more
         self._final: Raised | None = None
-        self._close_error: BaseException | None = None  # for whoever calls close() to raise
-        self._nobody_closes = False  # any more; what is raised in closing is logged
+        self._close_error: BaseException | None = None  # raised by the next close()
+        self._nobody_closes = False  # close() will not be called again: log errors in closing
 
     def start(self) -> None:
         with self._lock:
             if self._started or self._stopped:
                 return
             self._started = True
-            # At exit the threads must be gone before JAX and Python take apart what they use. Hooks
-            # run last in, first out, and those of JAX have stood since it was imported.
+            # At exit the threads must end before JAX and Python take apart the objects they use.
+            # Exit hooks run last in, first out, and JAX registered its hooks when it was imported.
             atexit.register(self._at_exit)
             try:
                 self._start_thread()
@@ -267,15 +270,15 @@ class _Shared(Generic[T]):
         self._running += 1
 
     def start_more(self) -> None:
-        """Starts one thread more, if more are to work.
+        """Starts one more thread, if more should work.
 
-        Every new one calls this, so the first of them work while the last are being started.
+        Each new thread calls this, so the first ones already work while the last ones start.
         """
         with self._lock:
             if len(self.threads) < self._pace.threads and not self._over():
                 try:
                     self._start_thread()
-                except RuntimeError:  # the system allows no more threads: these have to do
+                except RuntimeError:  # the system allows no more threads: continue with these
                     self._pace.limit(len(self.threads))
 
     def take(self) -> T:
@@ -288,7 +291,7 @@ class _Shared(Generic[T]):
                 self._final = result
                 result.throw()
             self.taken += 1
-            self._room_came.notify()  # who holds _one_draws: nobody else waits for it
+            self._room_came.notify()  # wakes the thread that holds _one_draws, the only one waiting
             return result
 
     def known(self) -> Known:
@@ -299,11 +302,11 @@ class _Shared(Generic[T]):
             return Known(results, after.error if isinstance(after, Raised) else None)
 
     def _wait_for_next(self) -> None:
-        """Waits until the next result is there, or nothing more will come.
+        """Waits until the next result is ready, or the results have ended.
 
         Raises:
             StopIteration: The stage was stopped.
-            RuntimeError: This is a forked process, which has none of the threads.
+            RuntimeError: This is a forked process, in which the threads do not run.
         """
         if not self._wait(self._next_has_come):
             raise StopIteration
@@ -324,7 +327,7 @@ class _Shared(Generic[T]):
             self._result_came.notify_all()
 
     def _wait(self, has_come: Callable[[], bool], wait_s: float = math.inf) -> bool | None:
-        """Waits under the lock; False if the stage is stopped before, None if the time is over."""
+        """Waits under the lock; False if the stage is stopped first, None after `wait_s`."""
         until = time.monotonic() + wait_s
         while not has_come():
             if self._stopped:
@@ -332,7 +335,7 @@ class _Shared(Generic[T]):
             if (left_s := until - time.monotonic()) <= 0:
                 return None
             self._pace.consumer_waits(time.perf_counter())
-            # Not for ever: a KeyboardInterrupt just before the wait wakes nobody.
+            # A bounded wait: a KeyboardInterrupt just before it would wake no thread.
             woken = self._result_came.wait(min(_WAKE_S, left_s))
             self._pace.consumer_goes_on(time.perf_counter())
             gone = not any(thread.is_alive() for thread in self.threads)
@@ -371,7 +374,7 @@ class _Shared(Generic[T]):
                 self.log_close_error()
 
     def take_close_error(self) -> BaseException | None:
-        """What was raised in closing, if that is not told yet; what comes after this is logged."""
+        """Returns the error of closing, once; later errors of closing are logged."""
         with self._lock:
             error, self._close_error = self._close_error, None
             self._nobody_closes = True
@@ -380,13 +383,13 @@ class _Shared(Generic[T]):
         return error
 
     def log_close_error(self) -> None:
-        """Nobody will call close(): logs what was, or will be, raised in closing."""
+        """Logs the error of closing, past or future, because close() will not be called."""
         if (error := self.take_close_error()) is not None:
             log_unclosed(error)
 
     def join(self) -> None:
-        # Of a stage that never began nothing is alive; it may be collected at the interpreter's
-        # exit, when the modules that this file imports are gone.
+        # A stage that never started has no threads. It may be collected at the interpreter's exit,
+        # when the modules that this file imports are gone; so nothing else is called for it.
         alive = [t for t in self.threads if t.is_alive() and t is not threading.current_thread()]
         if alive:
             deadline = time.monotonic() + _JOIN_TIMEOUT_S
@@ -394,12 +397,13 @@ class _Shared(Generic[T]):
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def step(self, rank: int) -> bool:
-        """Does one task; False when there is nothing left to do.
+        """Runs one task; False when no task is left.
 
-        A function of its own so that no variable keeps a batch alive while the thread waits.
+        A function of its own, so that no variable keeps a batch alive while the thread waits.
 
         Args:
-            rank: Of the calling thread; those from the number of threads wanted upwards rest.
+            rank: Rank of the calling thread. A thread with a rank of at least the wanted number of
+                threads rests.
         """
         with self._lock:
             while rank >= self._pace.threads and not self._over():
@@ -417,7 +421,7 @@ class _Shared(Generic[T]):
             try:
                 task = self._tasks.draw(room)
             except StopIteration:
-                # Not the one that was caught: its traceback keeps the frames of the source alive.
+                # A new StopIteration: the traceback of the caught one keeps the source's frames.
                 self._end(Raised(StopIteration(), None))
                 return False
             except BaseException as error:
@@ -444,7 +448,7 @@ class _Shared(Generic[T]):
         return True
 
     def fail(self, error: Raised) -> None:
-        """Ends the stage with an error that belongs to no result."""
+        """Ends the stage with an error that no single result caused."""
         with self._lock:
             self._final, self._drained = self._final or error, True
             self._result_came.notify_all()
@@ -457,7 +461,7 @@ class _Shared(Generic[T]):
             last = self._running == 0
         if last:
             self._close_tasks()
-            # Not before: the interpreter's exit has to wait for this, and tell of what it raised.
+            # Not earlier: the interpreter's exit waits for this thread, and logs its close error.
             if self._close_error is None:
                 atexit.unregister(self._at_exit)
 
@@ -480,10 +484,10 @@ class _Shared(Generic[T]):
     def _deliver(self, number: int, result: T | Raised) -> None:
         with self._lock:
             if isinstance(result, Raised):
-                # Results before this one may still be in the making, so the threads go on.
+                # Earlier results may still be unfinished, so the threads continue.
                 self._tasks.end()
                 self._room_came.notify()
-            # Of several errors of one result the first stands.
+            # If one result has several errors, the first one counts.
             if not self._stopped and self._final is None:
                 self._results.setdefault(number, result)
             if number == self.taken or self._wait_for_tasks:
@@ -502,7 +506,7 @@ def _run(shared: _Shared, rank: int) -> None:
             while shared.step(rank):
                 pass
     except BaseException as error:
-        # Of the stage itself, since the errors of a task are results. Nobody is to wait for ever.
+        # An error of the stage itself: errors of tasks are results. The consumer must not hang.
         shared.fail(Raised.of(error))
     finally:
         shared.thread_ended()

@@ -1,12 +1,12 @@
 """Orbax: save on N hosts, restore on M.
 
-A random-access pipeline has one state, the same on every host: the first host writes it, all read
-it. A stream has a state for each host, in a file each, and needs as many hosts to restore. Feeds
-have an entry each, which one of the hosts that run the feed writes; any number of hosts restore
-them, and each reads the files that hold feeds of its own.
+A random-access pipeline has one state, the same on every host: the first host writes it, all hosts
+read it. A stream has one state per host, in one file per host, and must be restored on the same
+number of hosts. Feeds have one state per feed, which one of the hosts that run the feed writes. Any
+number of hosts can restore feeds; each host reads the files with its own feeds.
 
-The iterators also work with Orbax's v1 API as they are, by their ``save`` and ``load``, which come
-to the same files.
+The iterators also work with Orbax's v1 API directly, by their ``save`` and ``load``, which write
+and read the same files.
 
 Example:
     >>> import tempfile
@@ -61,7 +61,7 @@ class CheckpointSave(ocp.args.CheckpointArgs):
     """Saves the state of an iterator.
 
     Attributes:
-        iterator: Of a dataset that `shard_to` made, or over its epochs.
+        iterator: An iterator over a dataset that `shard_to` made, or over its epochs.
     """
 
     iterator: ShardedIterator
@@ -73,8 +73,8 @@ class CheckpointRestore(ocp.args.CheckpointArgs):
     """Restores the state into an iterator, new or in use.
 
     Attributes:
-        iterator: Of the same pipeline, with batches of any size, on any hosts and any mesh; or
-            over its epochs.
+        iterator: An iterator over the same pipeline, or over its epochs. Batch size, hosts and mesh
+            may differ.
     """
 
     iterator: ShardedIterator

@@ -1,9 +1,9 @@
-"""The order of this package's only collective, that of ``read="once"``, among those of the loop.
+"""The order between the loop's collectives and this package's only one, that of ``read="once"``.
 
-All collectives have to come in one order on every host. An accelerator works off what it is given
-in the order in which the loop's thread gave it. A CPU that is the only one of its process may begin
-with what came last, unless JAX is told to let each computation end before the next. Then its
-library of collectives, Gloo, meets a message of another step, and the process hangs or aborts.
+Every host must run all collectives in the same order. An accelerator runs computations in the order
+in which the loop's thread dispatched them. A process's only CPU device may start the latest one
+first, unless JAX is told to let each computation end before the next. Then Gloo, the CPU's library
+of collectives, receives a message of another step, and the process hangs or aborts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _IN_ANY_ORDER = "jax_cpu_enable_async_dispatch"
 
 
 def require_order(devices: Iterable[Any]) -> None:
-    """Refuses devices of several hosts that would mix up collectives.
+    """Refuses devices of several hosts that would mix up the order of collectives.
 
     Args:
-        devices: Of all hosts that take part.
+        devices: The devices of all hosts that take part.
 
     Raises:
-        ShardingError: This host takes part with a single CPU, which computes in any order.
+        ShardingError: This host takes part with a single CPU device, which keeps no order.
     """
     devices = list(devices)
     own = [device for device in devices if device.process_index == jax.process_index()]
@@ -33,7 +33,7 @@ def require_order(devices: Iterable[Any]) -> None:
         return
     try:
         is_mixed_up = jax.config.read(_IN_ANY_ORDER)
-    except AttributeError:  # a JAX without this option has no such dispatch either
+    except AttributeError:  # a JAX without this option does not reorder either
         return
     if is_mixed_up:
         raise ShardingError(

@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree.
+"""The errors of this package, as a tree.
 
 ::
 
@@ -9,10 +9,9 @@
     └── AgreementError (RuntimeError)      the hosts do not run the same program
         └── HostTimeoutError (TimeoutError)    a host did not answer in time
 
-The message of a `ShardingError` has up to four parts, always in the same order, so that whoever
-meets it in a log knows where to look: the leaf's path and what is wrong with it, its shape and
-dtype, the mesh axes and sizes, the remedy. A part that is not known, or has nothing to do with the
-error, is left out.
+The message of a `ShardingError` has up to four parts, always in the same order, so that a reader
+of a log finds them: the leaf's path and the problem; the leaf's shape and dtype; the mesh axes and
+sizes; the remedy. A part that is unknown, or has nothing to do with the error, is left out.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class ShardingError(GrainShardError, ValueError):
     """The data, the mesh, the spec or the batch size do not fit together.
 
     Args:
-        problem: What is wrong, in one sentence.
-        path: Where the leaf is in the batch, e.g. ``batch['tokens']``; None if all are meant.
-        leaf: What the leaf is, e.g. ``int32[256, 1000]``; None when it is not known yet.
+        problem: The problem, in one sentence.
+        path: The leaf's path in the batch, e.g. ``batch['tokens']``; None if all leaves are meant.
+        leaf: The leaf's dtype and shape, e.g. ``int32[256, 1000]``; None if not known yet.
         spec: The leaf's `PartitionSpec`, if it plays a part.
         mesh_axes: (name, size) of every mesh axis.
-        remedy: What to do about it.
+        remedy: The change that the user can make.
 
     Example:
         >>> print(ShardingError("7 rows do not split into 2 shards.", path="batch['x']",
@@ -71,7 +70,7 @@ class ShardingError(GrainShardError, ValueError):
         super().__init__(self._text())
 
     def with_mesh(self, mesh_axes: Iterable[tuple[str, int]]) -> ShardingError:
-        """This error with the mesh filled in, where the raiser did not know it."""
+        """Returns this error with the mesh filled in, if the raiser did not know the mesh."""
         if not self.mesh_axes:
             self.mesh_axes = tuple(mesh_axes)
             self.args = (self._text(),)
@@ -88,12 +87,12 @@ class ShardingError(GrainShardError, ValueError):
         spec = None if self.spec is None else describe_spec(self.spec)
         facts = {"leaf": self.leaf, "spec": spec, "mesh": describe_mesh(self.mesh_axes)}
         known = "   ".join(f"{name}: {fact}" for name, fact in facts.items() if fact)
-        # The first fact begins where the remedy does.
+        # Align the values of both lines: "leaf:" and "remedy:" differ in length.
         known = [f"  {known.replace(': ', ':   ', 1)}"] if known else []
         return "\n".join([head, *known, f"  remedy: {self.remedy}"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A Grain worker pickles what it raised; BaseException would call __init__(*args).
+        # A Grain worker pickles its exception, and BaseException would call __init__(*args).
         return _rebuild_sharding_error, (type(self), self.__dict__.copy())
 
 
@@ -124,7 +123,7 @@ class StateError(GrainShardError, ValueError):
 
 
 class BadRecordsError(GrainShardError, RuntimeError):
-    """More records cannot be read than may be left out; the message lists some of them.
+    """More records failed to be read than may be left out; the message lists some of them.
 
     Example:
         >>> issubclass(BadRecordsError, RuntimeError)
@@ -151,36 +150,36 @@ class HostTimeoutError(AgreementError, TimeoutError):
 
 
 def describe_mesh(mesh_axes: Iterable[tuple[str, int]]) -> str:
-    """The axes of a mesh as people write them: ``data=4, model=2``."""
+    """Formats the axes of a mesh: ``data=4, model=2``."""
     return ", ".join(f"{name}={size}" for name, size in mesh_axes)
 
 
 def describe_spec(spec: Any) -> str:
-    """A `PartitionSpec` as people write it: ``P('data', None)``."""
+    """Formats a `PartitionSpec`: ``P('data', None)``."""
     return f"P({', '.join(repr(entry) for entry in spec)})"
 
 
 def describe_leaf(leaf: Any) -> str:
-    """An array as ``int32[256, 1000]``; anything else by its type's name."""
+    """Formats an array as ``int32[256, 1000]``, and any other object by its type's name."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
     return type(leaf).__name__
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in one line for other hosts, with what this package noted about where it arose."""
+    """Formats an error in one line for other hosts, with this package's notes on its place."""
     ours = "grain_shard: "
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(ours)]
     places = "; ".join(note.removeprefix(ours) for note in notes)
     try:
         text = str(error)
-    except Exception:  # it is the user's class; other hosts must hear of it all the same
+    except Exception:  # a bug in the user's exception class; other hosts must still get the error
         text = "(it has no text)"
     return f"{type(error).__name__}: {text}" + (f" ({places})" if places else "")
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:
-    """Refuses an option that is no integer, or is too small.
+    """Refuses an option that is not an integer, or is too small.
 
     Raises:
         ShardingError: `value` is not an int of at least `minimum`.
@@ -193,10 +192,10 @@ def require_int(name: str, value: Any, minimum: int) -> None:
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuses an option that is none of some words.
+    """Refuses an option that is not one of the allowed words.
 
     Raises:
-        ShardingError: `value` is none of `choices`.
+        ShardingError: `value` is not in `choices`.
     """
     if value not in choices:
         raise ShardingError(

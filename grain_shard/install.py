@@ -1,4 +1,4 @@
-"""``.shard_to`` as a method of Grain's datasets: its installation, and its removal."""
+"""Installation and removal of ``.shard_to`` as a method of Grain's datasets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLASSES = (grain.MapDataset, grain.IterDataset)
 
 
 class _OnUse:
-    """Imports the chain when a dataset is asked for the method, and not with the package."""
+    """Imports the chain when a dataset is asked for the method, not with the package."""
 
     def __get__(self, ds: Any, cls: type) -> Any:
         from grain_shard.transforms.chain import shard_to
@@ -25,7 +25,7 @@ class _OnUse:
 def install() -> None:
     """Makes `shard_to` a method of Grain's datasets; importing `grain_shard` does it.
 
-    A ``shard_to`` that a class has from elsewhere is left alone, with a warning.
+    A ``shard_to`` that another package put on a class is left alone, with a warning.
 
     Example:
         >>> install()  # a second time does nothing
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes the method off Grain's datasets again.
+    """Removes the method from Grain's datasets.
 
     Example:
         >>> uninstall()

@@ -1,8 +1,9 @@
-"""Spans: the only events from which times are counted.
+"""Spans: the time that each stage of a pipeline spends, marked by the stage itself.
 
-A stage wraps its work in ``with span("read")``. The span names the work in JAX's profiler, is
-counted for the stage's iterator, and is recorded if a profile listens. That takes some
-microseconds. A measured loop has spans, too: it waits for a batch, and then it is in the step.
+A stage wraps its work in ``with span("read")``. The span names the work in JAX's profiler, adds its
+time to the counter of the stage's iterator, and is recorded if a recording is active. A span costs
+some microseconds. A measured training loop marks its own time, too: the wait for a batch, then the
+step.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ import jax
 
 STAGES = READ, BATCH, PAD, PLACE = "read", "batch", "pad", "place"
 LOOP = WAIT, STEP = "wait", "step"
-# Only `ShardedIterator.stats` shows these. The first is the part of "read" that the user's
-# functions take, if it can be told apart. In the second a stage waits for the votes of other hosts.
+# Reported by `ShardedIterator.stats` only. MAP is the part of "read" that the user's functions
+# take, if it can be measured apart. AGREE is a stage's wait for the votes of other hosts.
 MAP, AGREE = "map", "agree"
-# The threads of a stage rest in this one: they may not begin another result, as the buffer is full.
+# The wait of a stage's threads for room in a full buffer.
 ROOM = "room"
 
 
 class Span(NamedTuple):
-    """Work of one stage, or of the loop, for one batch; times by `time.perf_counter`, in seconds.
+    """The work of one stage, or of the loop, for one batch; times by `time.perf_counter`, seconds.
 
     Attributes:
-        stage: The name of the stage.
-        thread: The name of the thread that did it.
-        start: Its beginning.
-        end: Its end.
-        processor_s: Seconds for which a processor was busy with it. In the other seconds it waited
-            for a source, for the interpreter's lock, or for a processor.
-        part: The part of the stage's work, if it can be told apart.
+        stage: The stage's name.
+        thread: Name of the thread that did the work.
+        start: Begin of the work.
+        end: End of the work.
+        processor_s: The part of that time in which a processor was busy with the work. The rest is
+            waiting: for a source, for the interpreter's lock, or for a processor.
+        part: The part of the stage's work, if it is counted separately.
     """
 
     stage: str
@@ -47,31 +48,31 @@ class Span(NamedTuple):
 
 
 class Counter(Protocol):
-    """An account that adds up the spans of one iterator's stages."""
+    """A sum, by stage, of the time that the stages of one iterator spend."""
 
     def tally(self) -> dict[str, float]:
-        """Returns the seconds by stage to which the calling thread, and no other, adds."""
+        """Returns seconds by stage, to which only the calling thread adds."""
         ...
 
 
 _listeners: list[list[Span]] = []
-# Each thread has its counter, and its tally there.
+# The calling thread's counter, and the thread's own tally in that counter.
 _counting: ContextVar[tuple[Counter, dict[str, float]] | None] = ContextVar(
     "grain_shard_counting", default=None
 )
 
 
 def counter() -> Counter | None:
-    """Returns the account that counts the spans of the calling thread."""
+    """Returns the counter of the calling thread's spans."""
     counting = _counting.get()
     return None if counting is None else counting[0]
 
 
 @contextmanager
 def counted_by(counter: Counter | None) -> Iterator[None]:
-    """Has a counter count the spans of the calling thread.
+    """Makes a counter count the spans of the calling thread.
 
-    It also counts those of the background threads of stages that are made meanwhile.
+    The counter also counts the background threads of stages that are made inside the context.
     """
     token = _counting.set(None if counter is None else (counter, counter.tally()))
     try:
@@ -81,11 +82,11 @@ def counted_by(counter: Counter | None) -> Iterator[None]:
 
 
 class span:  # used as a function; written as a generator it would take half as long again
-    """Marks the work of a stage. Spans of a worker process stay there and are not counted.
+    """Marks the work of a stage. Spans inside a worker process do not reach this process.
 
     Args:
-        stage: The name of the stage.
-        part: The part of its work, if it is counted by itself, too.
+        stage: The stage's name.
+        part: The part of the stage's work, if it is also counted separately.
     """
 
     __slots__ = ("_annotation", "_part", "_processor_start", "_stage", "_start")
@@ -119,7 +120,7 @@ class span:  # used as a function; written as a generator it would take half as 
 
 @contextmanager
 def recorded() -> Iterator[list[Span]]:
-    """Lists the spans of all pipelines of this process that begin and end within the context."""
+    """Records the spans of all this process's pipelines that begin and end within the context."""
     spans: list[Span] = []
     _listeners.append(spans)
     try:

@@ -1,9 +1,9 @@
-"""What a stage of the pipeline is given to do, and what comes of it.
+"""Tasks of a pipeline stage, and their results.
 
-Batches come down a line of producers: the source at the top, the training loop at the bottom. Each
-`Producer` is asked for its next item by the one below it, and can be told to end by that one. The
-threads of a stage that works ahead (`background.py`) draw `Task`s and run them; a task may make one
-result or only contribute to some.
+Batches pass a chain of producers, from the source at the top to the training loop at the bottom.
+Each `Producer` is asked for its next item, and told to end, by the producer below it. The threads
+of a stage that works ahead (`background.py`) draw `Task`s and run them. A task makes one result, or
+contributes to several.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ T = TypeVar("T")
 
 
 class Producer(Iterator[T]):
-    """Something that makes items one after the other, and that whoever asks it can end."""
+    """An object that makes items one after the other, and that its consumer can end."""
 
     @abstractmethod
     def __next__(self) -> T:
-        """The next item. One thread asks at a time."""
+        """Returns the next item. Only one thread calls this at a time."""
 
     def stop(self) -> None:
-        """Asks this and what stands above it to end, from any thread, and waits for nobody.
+        """Asks this producer and those above it to end, from any thread, without waiting.
 
-        A ``next`` that waits for something returns, or raises, soon afterwards.
+        A ``next`` that is waiting returns, or raises, soon afterwards.
         """
 
     def close(self) -> None:
-        """Ends what this has at work above it, and waits for that."""
+        """Ends the threads and processes above this producer, and waits for them."""
 
 
 class Items(Producer[T]):
-    """An ordinary iterator as a producer. It has nothing at work that would have to be ended."""
+    """An ordinary iterator as a producer. It has no threads or processes to end."""
 
     def __init__(self, iterator: Iterator[T]):
         self._iterator = iterator
@@ -47,14 +47,14 @@ class Items(Producer[T]):
 
 
 class Raised(NamedTuple):
-    """What is delivered instead of a result when there is none: an error, or the end."""
+    """An error, or the end, delivered in place of a result."""
 
     error: BaseException
     traceback: TracebackType | None
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
-        """The error that the work has just raised."""
+        """Wraps the error that the work has just raised."""
         if isinstance(error, StopIteration):  # only the end of the tasks may end the stage
             wrapped = RuntimeError("the pipeline raised StopIteration")
             wrapped.__cause__ = error
@@ -62,19 +62,19 @@ class Raised(NamedTuple):
         return cls(error, error.__traceback__)
 
     def throw(self) -> NoReturn:
-        """Raises the same object every time."""
+        """Raises the same exception object every time."""
         if isinstance(self.error, StopIteration):
             raise StopIteration
-        # Without this its traceback would grow with each raise.
+        # Otherwise the traceback would grow with each raise.
         raise self.error.with_traceback(self.traceback)
 
 
 class Known(NamedTuple):
-    """What can be told of the results of a stage by now.
+    """Results of a stage that are known by now.
 
     Attributes:
-        results: How many there are that can be taken without waiting, with those that were taken.
-        end: What comes after them, if it is known: an error, StopIteration where they end.
+        results: Number of results that are ready or were taken already.
+        end: The error that follows these results, or StopIteration if they end; None if unknown.
     """
 
     results: int
@@ -82,11 +82,12 @@ class Known(NamedTuple):
 
 
 class Task(ABC, Generic[T]):
-    """Something for one thread to do.
+    """A unit of work for one thread.
 
     Attributes:
-        begins: How many results it is the first to work on. Results are numbered in this order.
-        size: How much it is, in the unit in which the stage's pace is measured.
+        begins: Number of results that this task is the first to work on. Results are numbered in
+            this order.
+        size: Size of the work, in the unit in which the stage's pace is measured.
     """
 
     begins: int = 1
@@ -94,30 +95,30 @@ class Task(ABC, Generic[T]):
 
     @abstractmethod
     def run(self) -> Iterable[tuple[int, T | Raised]]:
-        """Does it; gives the number of each result that is complete with it, and the result."""
+        """Runs the task; yields the number and value of each result that it completes."""
 
 
 class Tasks(ABC, Generic[T]):
-    """What the threads of a stage have to do. All but `stop` is called by one thread at a time."""
+    """The work of a stage's threads. One thread at a time calls the methods, except `stop`."""
 
     @property
     def room_wanted(self) -> int:
-        """For how many new results there should be room before the next task is drawn.
+        """Room, in new results, that should be free before the next task is drawn.
 
-        More than there can be, if none can be drawn before another is done.
+        Larger than the buffer if no task can be drawn before another one is done.
         """
         return 1
 
     @abstractmethod
     def draw(self, room: int) -> Task[T]:
-        """The next task, which begins no more than `room` results.
+        """Returns the next task, which begins at most `room` results.
 
         Raises:
-            StopIteration: There is none, and all results have been begun.
+            StopIteration: No task is left, and all results have been begun.
         """
 
     def done(self, task: Any) -> bool:
-        """A thread has done a task; whether there may be something to draw now that was not before.
+        """Records that a task is done; True if a task may now be drawn that could not be before.
 
         Called by any thread.
         """
@@ -125,18 +126,18 @@ class Tasks(ABC, Generic[T]):
 
     @abstractmethod
     def end(self) -> None:
-        """There has been an error: no more results are to be begun. Called by any thread."""
+        """Records that a task failed, so that no more results begin. Called by any thread."""
 
     def stop(self) -> None:
-        """Asks whatever ``draw`` may be waiting for to end, from any thread, without waiting."""
+        """Ends any wait inside ``draw``, from any thread, without waiting itself."""
 
     def close(self) -> None:
-        """Called once, when no thread draws any more."""
+        """Releases the tasks. Called once, when no thread draws any more."""
 
 
 @contextlib.contextmanager
 def naming_closed(what: str) -> Iterator[None]:
-    """Adds to an error what was being closed when it was raised."""
+    """Adds a note to an error that names the object that was being closed."""
     try:
         yield
     except BaseException as error:
@@ -145,5 +146,5 @@ def naming_closed(what: str) -> Iterator[None]:
 
 
 def log_unclosed(error: BaseException) -> None:
-    """Tells of an error in closing something that cannot be raised where somebody sees it."""
+    """Logs an error of closing that cannot be raised to the user."""
     logging.error("grain_shard: something could not be closed", exc_info=error)

@@ -15,7 +15,7 @@ from grain_shard.errors import ShardingError, describe_leaf
 
 Batch = Any  # a tree of numpy arrays that share their leading axis
 ROOT = "batch"
-MASK_KEY = "valid_mask"  # where `shard_to` puts the mask of real rows, unless it is told otherwise
+MASK_KEY = "valid_mask"  # default key at which `shard_to` puts the mask of real rows
 
 
 def _is_none(leaf: Any) -> bool:
@@ -23,17 +23,17 @@ def _is_none(leaf: Any) -> bool:
 
 
 def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
-    """Paths, leaves and structure of a tree; None counts as a leaf, so that it can be named."""
+    """Returns paths, leaves and structure of a tree; None is a leaf, so that it has a path."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
     paths = [root + jax.tree_util.keystr(path) for path, _ in pairs]
     return paths, [leaf for _, leaf in pairs], structure
 
 
 def child(node: Any, key: Any) -> Any:
-    """What a key of a path leads to in a tree that may be a prefix.
+    """Returns the subtree at one key of a path; the tree may be a prefix.
 
     Raises:
-        KeyError, IndexError, AttributeError, TypeError: Nothing.
+        KeyError, IndexError, AttributeError, TypeError: The key does not exist there.
     """
     if isinstance(key, jax.tree_util.GetAttrKey):
         return getattr(node, key.name)
@@ -41,12 +41,12 @@ def child(node: Any, key: Any) -> Any:
 
 
 def is_text(leaf: Any) -> bool:
-    """Whether a leaf holds strings, which live on the host only."""
+    """Returns True if a leaf holds strings, which stay on the host."""
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "US"
 
 
 def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
-    """The leaves as numpy arrays of a dtype that JAX or, for text, the host can hold.
+    """Returns the leaves as numpy arrays of a dtype that JAX or, for text, the host can hold.
 
     Raises:
         ShardingError: A leaf is None, ragged, of object dtype, or of another dtype that no device
@@ -86,9 +86,9 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
 
 @functools.cache
 def is_numeric(dtype: np.dtype) -> bool:
-    """Whether JAX can hold the dtype: booleans and numbers, those of ml_dtypes too.
+    """Returns True if JAX can hold the dtype: booleans and numbers, including ml_dtypes.
 
-    Not in another byte order than the machine's, and not NumPy's long doubles.
+    Other byte orders than the machine's, and NumPy's long doubles, return False.
     """
     try:
         jax.eval_shape(lambda x: x, np.empty((), dtype))
@@ -99,7 +99,7 @@ def is_numeric(dtype: np.dtype) -> bool:
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """A batch taken apart: its leaves, and the rows that they share.
+    """A flattened batch: its leaves, and the number of rows that they share.
 
     Attributes:
         arrays: The leaves.
@@ -113,7 +113,7 @@ class FlatBatch:
 
     @classmethod
     def of(cls, batch: Batch) -> FlatBatch:
-        """Takes a batch apart.
+        """Flattens a batch.
 
         Raises:
             ShardingError: A leaf cannot be a batch of rows, or two leaves differ in their rows.
@@ -128,11 +128,11 @@ class FlatBatch:
 
     @property
     def paths(self) -> list[str]:
-        """Of each leaf, e.g. ``batch['image']``. For messages: it costs more than all the rest."""
+        """Paths of the leaves, e.g. ``batch['image']``. For messages: they are slow to make."""
         return _paths(self.structure)
 
     def digest(self) -> str:
-        """Sixteen hex digits of what all its leaves hold."""
+        """Returns sixteen hex digits of a digest of all leaves' values."""
         content = b"".join(array.tobytes() for array in self.arrays)
         return hashlib.sha256(content).hexdigest()[:16]
 

@@ -1,8 +1,8 @@
-"""The readers that all feeds of a host share, and one bound on what they read ahead.
+"""The readers that all feeds of a host share, and one bound on the records that they read ahead.
 
 Each stream of records is a line of parts, in order. A reader takes the next part of the line that
-has the least ahead of its consumer, and evaluates its records. So a feed that is in want is served
-first, however many feeds there are, and the number of threads does not grow with the feeds.
+is least ahead of its consumer, and evaluates its records. So the feed that needs records most is
+served first, and the number of threads does not grow with the number of feeds.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
 from grain_shard.tasks import Raised, Tasks
 
-# Records that wait or are in the making, of all lines together. Grain has 500 for each.
+# Most records that wait or are unfinished, in all lines together. Grain has 500 for each.
 _MOST_AHEAD = 2048
-# Of one line, at the beginning. It doubles each time that its consumer has to wait.
+# Most records ahead in one line at the beginning. It doubles whenever the consumer has to wait.
 _FIRST_AHEAD = 4
-# Seconds for the functions that follow a call, of a source that reads many records in a call.
+# Seconds of the functions that follow one call, for a source that reads many records in a call.
 _AFTER_CALL_S = 50e-3
-# To hand a part to another thread and back costs more than to evaluate records that take less than
-# this: whoever takes such records evaluates them itself.
+# Handing a part to another thread and back costs more than evaluating records that take less than
+# this, in seconds. The consumer of such records evaluates them itself.
 _CHEAP_S = 20e-6
-# More readers never helped so much that they would be worth their memory.
+# More readers never gave enough speed to be worth their memory.
 _MOST_READERS = 64
 
 
 class SharedReads:
-    """Reads ahead for any number of streams. Its threads start when the first of them is read.
+    """Reads ahead for any number of streams. Its threads start when the first stream is read.
 
     Args:
-        faults: What becomes of records that cannot be had.
+        faults: The rules for failed reads.
     """
 
     def __init__(self, faults: Faults):
-        # The threads refer to the lines and not to this object, which can thus be collected.
+        # The threads hold the lines and not this object, so this object can be collected.
         self._lines, self.faults = _Lines(faults), faults
         self._stage: TaskStage[None] = TaskStage(
             self._lines,
@@ -54,7 +54,7 @@ class SharedReads:
         )
 
     def elements(self, records: grain.MapDataset, start: int) -> Generator[Any]:
-        """Yields records from an index on; they are read ahead from the first ``next``.
+        """Yields records from an index on; reading ahead starts with the first ``next``.
 
         Raises:
             RuntimeError: The reads were stopped.
@@ -78,16 +78,16 @@ class SharedReads:
             self._lines.close_line(line)
 
     def stop(self) -> None:
-        """Ends the threads as soon as what they are in returns."""
+        """Ends each thread as soon as its current call of the user's code returns."""
         self._stage.stop()
 
     def close(self) -> None:
-        """Stops, and waits until the threads have ended, or some seconds for the user's code."""
+        """Stops the threads and waits for them; for user code they are in, only some seconds."""
         self._stage.close()
 
 
 class _Line:
-    """The records of a stream that were begun and not yet taken, and its speed: a `Sink`."""
+    """A stream's records that were begun and not yet taken, and its speed: a `Sink`."""
 
     number = 0
 
@@ -95,11 +95,11 @@ class _Line:
         self.records, self.length, self.faults = records, len(records), faults
         self.begun = self.taken = start  # records
         self.most_ahead = _FIRST_AHEAD
-        self.left: list[Part] = []  # parts that a reader has left to others
+        self.left: list[Part] = []  # parts that readers have left to others
         self.seconds_per_record: float | None = None
         self.reads_many = route(records, np.arange(0)).reads_many
-        self._come: dict[int, list[Any]] = {}  # evaluated records, by the first of them
-        self._seconds_before = self._seconds = _CHEAP_S  # a record of the last two reads
+        self._come: dict[int, list[Any]] = {}  # evaluated records, by the index of the first
+        self._seconds_before = self._seconds = _CHEAP_S  # per record, in the last two reads
 
     def way(self, start: int, stop: int) -> Route:
         return route(self.records, np.arange(start, stop))
@@ -121,34 +121,34 @@ class _Line:
 
     @property
     def has_come(self) -> bool:
-        """Whether the next records can be taken."""
+        """True if the next records can be taken."""
         return self.taken in self._come
 
     def take(self) -> list[Any]:
-        """Takes the next records, which have come; an error, as `Raised`, is the last one."""
+        """Takes the next records, which must be ready; an error, as `Raised`, is the last one."""
         elements = self._come.pop(self.taken)
         self.taken += len(elements)
         return elements
 
     @property
     def ahead(self) -> int:
-        """Records that were begun and not yet taken."""
+        """Number of records that were begun and not yet taken."""
         return self.begun - self.taken
 
     @property
     def is_cheap(self) -> bool:
-        """Whether a record took next to no time. One read that took longer may be chance."""
+        """True if records are cheap. One slow read does not count, because it may be chance."""
         return min(self._seconds, self._seconds_before) < _CHEAP_S
 
     def took(self, seconds: float, count: int) -> None:
-        """Learns from another read how long records take."""
+        """Updates the time per record from another read."""
         self._seconds_before, self._seconds = self._seconds, seconds / max(1, count)
         if not self.reads_many:
             self.seconds_per_record = self._seconds
 
     def next_size(self, most_ahead: int) -> int:
         """Returns the number of records that the next read should take."""
-        # Half of what may be ahead, so that one part is read while the other is used.
+        # Half of the bound, so that one part is read while the other is used.
         size, each = max(1, most_ahead // 2), self.seconds_per_record
         if not self.reads_many:
             return min(size, records_in_time(each))
@@ -156,12 +156,12 @@ class _Line:
 
 
 class _Lines(Tasks[None]):
-    """The lines, of which readers draw parts."""
+    """The lines, from which readers draw parts."""
 
     def __init__(self, faults: Faults):
         self._lines: list[_Line] = []
         self._faults = faults
-        self._wanted = threading.Condition()  # signalled when there may be something to draw
+        self._wanted = threading.Condition()  # signalled when a part may have become ready to draw
         self._stopped = False
 
     def open(self, records: grain.MapDataset, start: int) -> _Line:
@@ -173,18 +173,18 @@ class _Lines(Tasks[None]):
 
     def close_line(self, line: _Line) -> None:
         with self._wanted:
-            if line in self._lines:  # not if all of this was stopped
+            if line in self._lines:  # it is not after `stop`
                 self._lines.remove(line)
-            self._wanted.notify()  # there is more room for the others
+            self._wanted.notify()  # the other lines get more room
 
     def starves(self, line: _Line) -> None:
-        """Lets more of a line be ahead from now on, since its consumer has to wait."""
+        """Lets a line read further ahead from now on, because its consumer has to wait."""
         with self._wanted:
             line.most_ahead = min(2 * line.most_ahead, _MOST_AHEAD)
             self._wanted.notify()
 
     def take(self, line: _Line) -> list[Any]:
-        """Takes the next records of a line, which have come."""
+        """Takes the next records of a line, which must be ready."""
         with self._wanted:
             elements = line.take()
             if not line.is_cheap:
@@ -192,7 +192,7 @@ class _Lines(Tasks[None]):
         return elements
 
     def draw_cheap(self, line: _Line) -> _LineRead | None:
-        """Draws a read for the consumer of a line to do itself; None if readers do it."""
+        """Draws a read for a line's consumer to run itself; None if readers run it."""
         with self._wanted:
             if self._stopped or not line.is_cheap or line.ahead or line.begun == line.length:
                 return None
@@ -238,7 +238,7 @@ class _Lines(Tasks[None]):
         return False
 
     def end(self) -> None:
-        """Not called: an error is handed to the line that it belongs to."""
+        """Never called: an error goes to the line that it belongs to."""
 
     def stop(self) -> None:
         self._faults.stop()
@@ -255,7 +255,7 @@ class _LineRead(Read):
     """A read of one line.
 
     Attributes:
-        seconds: After the run, its time by the clock.
+        seconds: After the run, its wall-clock time.
     """
 
     def __init__(self, line: _Line, part: Part):

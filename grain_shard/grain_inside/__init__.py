@@ -1,5 +1,5 @@
-"""All that looks at what Grain keeps private, each hint with a public path beside it.
+"""All access to Grain's private parts; each hint has a public path that gives the same batches.
 
-Nothing outside this folder reads an attribute of Grain's that begins with an underscore; a test
-holds the package to that.
+No file outside this folder reads an attribute of Grain that begins with an underscore; a test
+checks that.
 """

@@ -8,7 +8,7 @@ from absl import flags
 def mark_flags_as_parsed() -> None:
     """Lets Grain start workers in a program that never parsed absl's flags (grain#1355).
 
-    Only ``absl.app.run`` parses them. A plain script, a notebook or pytest never calls that, and
+    Only ``absl.app.run`` parses the flags. A plain script, a notebook or pytest never calls it, and
     Grain would then fail with ``UnparsedFlagAccessError``.
     """
     if not flags.FLAGS.is_parsed():

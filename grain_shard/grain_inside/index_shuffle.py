@@ -1,10 +1,10 @@
 """Grain's global shuffle of many indices at once.
 
-``MapDataset.shuffle`` permutes indices by a cipher, so that none has to be stored: a Feistel
+``MapDataset.shuffle`` permutes indices by a cipher, so that no permutation is stored: a Feistel
 network with the round function of Simon (https://eprint.iacr.org/2013/404), 4 rounds, keys from
-C++'s ``std::seed_seq``, repeated until the result is an index ("cycle walking"). Grain computes it
-for one index in 5 us. Over arrays it takes a fraction of that, and gives the same; who uses it
-compares, see `routes`.
+C++'s ``std::seed_seq``, repeated until the result is an index ("cycle walking"). Grain computes one
+index in 5 us. Over arrays the same computation takes a fraction of that. `routes` compares its
+result with Grain's.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 
 _ROUNDS = 4
 _MIN_BLOCK_BITS = 16
-# With so many indices or more, the cipher permutes at most four numbers for each index, since the
-# number of its bits has to be even.
+# From this many indices on, the cipher permutes at most four numbers for each index, because the
+# number of its bits must be even.
 _FEW = 2**_MIN_BLOCK_BITS // 4
 
 
 def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
-    """Returns the index to which a permutation of ``range(length)`` takes each index.
+    """Returns, for each index, its image under a permutation of ``range(length)``.
 
     Args:
         indices: int64[n], each in ``range(length)``.
@@ -52,17 +52,17 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
     return result.astype(np.int64)
 
 
-# Each epoch has one seed. Feeds go through their parts of the same records side by side, and of few
-# records many epochs are found in one go: if they did not share what is known of an epoch, that
-# would take a third of the time of packing text.
-@functools.lru_cache(maxsize=64)  # of 32 KB at most
+# Each epoch has one seed. Feeds read their parts of the same records side by side, and with few
+# records, indices of many epochs are computed at once. Without this cache, that would take a third
+# of the time of packing text.
+@functools.lru_cache(maxsize=64)  # 32 KB at most
 def _permutation(length: int, seed: int) -> np.ndarray:
-    """Returns the place of every index, if there are few of them.
+    """Returns the image of every index, for a small number of indices.
 
-    The cipher permutes at least 2**16 numbers. If only some of these are indices, an index is taken
-    on from number to number until it meets an index again, which takes long where there are few:
-    13,000 steps for one of 5. So the steps of all numbers are taken together, and each turn of the
-    loop goes twice as far as the one before.
+    The cipher permutes at least 2**16 numbers. If only some of these are indices, the cipher is
+    repeated until the result is an index, which takes long for few indices: 13,000 steps for one of
+    5. So the steps of all numbers are computed together, and each turn of the loop doubles their
+    length.
     """
     after = _encrypted(
         np.arange(2**_MIN_BLOCK_BITS, dtype=np.uint32), _MIN_BLOCK_BITS // 2, _round_keys(seed)
@@ -81,7 +81,7 @@ def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.
 
     def mixed(word: np.ndarray) -> np.ndarray:
         """Simon's round function: rotations to the left by 1, 8 and 2 bits."""
-        twice = word | (word << width)  # shifted to the right, its lower half is the word rotated
+        twice = word | (word << width)  # the lower half of a right shift is the rotated word
         return ((twice >> by_1) & (twice >> by_8)) ^ (twice >> by_2)
 
     left, right = (blocks >> width) & mask, blocks & mask
@@ -93,7 +93,7 @@ def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.
 
 @functools.lru_cache(maxsize=64)  # each epoch has one seed
 def _round_keys(seed: int) -> tuple[int, ...]:
-    """The 4 words of ``std::seed_seq{seed}.generate`` (ISO C++, [rand.util.seedseq])."""
+    """Returns the 4 words of ``std::seed_seq{seed}.generate`` (ISO C++, [rand.util.seedseq])."""
     n, low = _ROUNDS, 0xFFFFFFFF
     t = (n - 1) // 2  # for n < 7
     p = (n - t) // 2

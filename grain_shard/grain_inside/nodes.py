@@ -1,7 +1,7 @@
-"""Facts of the nodes of a Grain pipeline: batch sizes, seeds, index maps.
+"""Facts about the nodes of a Grain pipeline: batch sizes, seeds, index maps.
 
 Grain has no public way to ask a dataset for its batch size or its seed. Every function here may
-answer "unknown"; its caller then takes a public path that is slower and gives the same batches. The
+return "unknown"; its caller then takes a public path that is slower and gives the same batches. The
 test suite runs its core with all these hints turned off.
 """
 
@@ -30,7 +30,7 @@ SLICE = type(grain.MapDataset.range(1)[:1])
 try:
     REINDEX = type(grain.MapDataset.range(1).slice([0]))  # pyright: ignore[reportArgumentType]
 except ValueError:
-    REINDEX = None  # Grain 0.2.18 and before take no sequence of indices
+    REINDEX = None  # Grain up to 0.2.18 takes no sequence of indices
 REPEAT = type(grain.MapDataset.range(1).repeat(1))
 MAP = type(grain.MapDataset.range(1).map(str))
 RANDOM_MAP = type(grain.MapDataset.range(1).random_map(lambda x, rng: x, seed=0))
@@ -39,26 +39,25 @@ _SHUFFLES = {
     type(grain.MapDataset.range(1).shuffle(seed=0)),
     getattr(grain.experimental, "WindowShuffleMapDataset", None),
 }
-# One element in, one out, at the same index.
+# Nodes that make one element from one element, at the same index.
 _ELEMENTWISE = (SEED, MAP, RANDOM_MAP, MAP_WITH_INDEX)
 
 
 @dataclass(frozen=True)
 class BatchNode:
-    """Facts of the ``.batch(B)`` below a dataset of batches.
+    """Facts about the ``.batch(B)`` below a dataset of batches.
 
     Attributes:
         batches: The node itself.
-        above: The nodes above it, from the top down; no ``.repeat`` that only adds epochs.
+        above: The nodes above it, from the top down, without a ``.repeat`` that only adds epochs.
         records: The dataset that is batched.
         global_batch_size: B.
-        drop_remainder: Whether Grain drops the short batch.
-        only_stacks: Whether a row of the batch depends on its record alone: Grain's default batch
+        drop_remainder: True if Grain drops the short batch.
+        only_stacks: True if a row of the batch depends on its record alone: Grain's default batch
             function, and no ``.map`` after it.
-        num_epochs: How many epochs of the batch node the dataset is made of; None if a slice was
-            taken of the batches.
-        epoch_below: From an epoch of the dataset to that of the records. Not if it is sliced.
-        batch_index: From an index of the dataset to one of the batch node.
+        num_epochs: Epochs of the batch node in the dataset; None if the batches were sliced.
+        epoch_below: Maps an epoch of the dataset to an epoch of the records. Invalid after a slice.
+        batch_index: Maps an index of the dataset to an index of the batch node.
     """
 
     batches: grain.MapDataset
@@ -99,8 +98,8 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         return None
     records = node.parents[0]
     batches = len(records) // size if drop else -(-len(records) // size)
-    # Grain divides floats, which are not exact where records are repeated without an end. If it is
-    # farther off than that, it batches in a way that we do not know.
+    # Grain divides floats, which are inexact if records are repeated without an end. If its length
+    # differs by more than that, Grain batches in an unknown way.
     if abs(len(node) - batches) > batches >> 50:
         return None
     each = max(1, len(node))
@@ -118,15 +117,15 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
 
 
 def index_below_slice(node: grain.MapDataset) -> Callable[[int], int]:
-    """The index map of ``.slice(slice(1, 3))`` and of ``.slice([3, 1, 4])``."""
+    """Returns the index map of ``.slice(slice(1, 3))`` or of ``.slice([3, 1, 4])``."""
     name = "_reindexed_index" if type(node) is REINDEX else "_sliced_index"
     return getattr(node, name)
 
 
 def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
-    """B of an ``IterDataset.batch(B)`` that stands right below, or None.
+    """Returns B of an ``IterDataset.batch(B)`` directly below, or None.
 
-    Not with a batch function of the user's, which may make any number of rows of B elements.
+    None for a user's batch function, which may make any number of rows from B elements.
     """
     if type(ds) is not _ITER_BATCH or getattr(ds, "_batch_fn", None) is not _ITER_BATCH_FN:
         return None
@@ -134,16 +133,16 @@ def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
 
 
 def batch_sizes(ds: grain.MapDataset | grain.IterDataset) -> list[int]:
-    """The sizes that are seen of all ``.batch`` in a pipeline, from the last one up, each once."""
+    """Returns the sizes of all known ``.batch`` nodes of a pipeline, from the last one up, once."""
     sizes = [getattr(n, "_batch_size", None) for n in walk(ds) if type(n) in (_BATCH, _ITER_BATCH)]
     return [size for size in dict.fromkeys(sizes) if size is not None]
 
 
 def may_make_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Returns whether elements may be batches: not where random access begins and nothing batches.
+    """Returns whether elements may be batches: False for random-access data without a ``.batch``.
 
-    An `IterDataset` that has none below it, as one of the user's own, may give anything. What
-    batches without being a ``.batch`` says so by an attribute ``makes_batches``.
+    An `IterDataset` without parents, such as a user's own class, may yield batches. A dataset that
+    batches without being a ``.batch`` has an attribute ``makes_batches``.
     """
     return any(
         type(node) in (_BATCH, _ITER_BATCH, _REBATCH)
@@ -156,36 +155,37 @@ def may_make_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
 def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
     """Returns whether the last ``.batch`` of a pipeline pads by Grain's `batch_and_pad`.
 
-    Grain has no public way to ask for that. Where it hides it, the answer is no.
+    Grain has no public way to ask for that. If its private attribute is missing, the answer is
+    False.
     """
     batch_fn = getattr(ds, "_batch_fn", None)
     if batch_fn is None:
         return any(map(pads_batches, ds.parents))
-    # It comes as a functools.partial, which says how far to pad.
+    # The batch function is a functools.partial, whose arguments hold the padded size.
     return getattr(batch_fn, "func", batch_fn) is grain.experimental.batch_and_pad
 
 
 def below_read_ahead(
     ds: grain.MapDataset | grain.IterDataset,
 ) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
-    """Looks through ``.to_iter_dataset(read_options)``; None if something else stands there.
+    """Finds the dataset below ``.to_iter_dataset(read_options)``; None for any other node.
 
-    Not if a filter stands there: what it drops is skipped on the way to a stream.
+    Also None above a filter: the elements that it drops are skipped on the way to a stream.
 
     Returns:
         The `MapDataset` below, and (threads, batches to buffer) if they are not Grain's defaults.
-        Grain puts `ReadOptions()` where none were given, and nothing tells that from equal ones
-        that were. To take 500 batches of memory for a wish would be worse than to miss one.
+        Grain fills in `ReadOptions()` if none were given, so default options may not be the user's
+        wish. They are ignored, because they would take memory for 500 batches.
     """
     while type(ds) in (_ITER_SEED, grain.experimental.WithOptionsIterDataset):
-        (ds,) = ds.parents  # they change no element
+        (ds,) = ds.parents  # these nodes change no element
     return read_ahead(ds)
 
 
 def read_ahead(
     ds: grain.MapDataset | grain.IterDataset,
 ) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
-    """As `below_read_ahead`, of a dataset that is itself what ``.to_iter_dataset`` made."""
+    """Works like `below_read_ahead`, for a node that ``.to_iter_dataset`` itself returned."""
     if type(ds) is not _READ_AHEAD or getattr(ds, "_allow_nones", False):
         return None
     options = getattr(ds, "_read_options", None)
@@ -199,61 +199,61 @@ def read_ahead(
 
 
 def keeps_indices(ds: grain.MapDataset) -> bool:
-    """Returns whether element i is made of element i of the dataset below."""
+    """Returns whether element i depends only on element i of the dataset below."""
     return type(ds) in _ELEMENTWISE
 
 
 def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Returns whether a filter stands anywhere in a pipeline, so that some indices are empty."""
+    """Returns whether a pipeline has a filter, so that some indices are empty."""
     return type(ds) is _FILTER or any(map(is_filtered, ds.parents))
 
 
 def is_shuffled(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Returns whether a shuffle, and no repeat, stands anywhere: each pass has the same order."""
+    """Returns whether a pipeline has a shuffle and no repeat: each pass has the same order."""
     found = {type(node) for node in walk(ds)}
     return bool(found & _SHUFFLES) and REPEAT not in found
 
 
 def walk(ds: Any) -> Iterator[Any]:
-    """A dataset and all that it is made of, from the top down."""
+    """Yields a dataset and all datasets below it, from the top down."""
     yield ds
-    # What is interleaved, among it what ``.mp_prefetch`` gives to each worker, is no parent.
+    # Interleaved datasets are no parents. ``.mp_prefetch`` interleaves its workers' datasets.
     interleaved = getattr(ds, "_datasets", ())
     for below in (*ds.parents, *(interleaved if isinstance(interleaved, list) else ())):
         yield from walk(below)
 
 
 def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:
-    """The seeds that a node was given: ``.seed``, ``.shuffle`` and ``.random_map``."""
+    """Returns the seeds that a node was given: ``.seed``, ``.shuffle`` and ``.random_map``."""
     found = [getattr(ds, name, None) for name in ("_seed_rng_seed", "_seed")]
     found.append(getattr(getattr(ds, "_rng_pool", None), "_seed", None))
     return tuple(int(seed) for seed in found if seed is not None)
 
 
 def source_fingerprint(ds: grain.MapDataset | grain.IterDataset) -> str | None:
-    """The fingerprint of a source of its records and their order, if it has one.
+    """Returns a source's own fingerprint of its records and their order, if it has one.
 
-    A Hugging Face dataset does, by a hash: another one after ``.shuffle(seed=2)`` than after
-    ``.shuffle(seed=1)``. It is the same in each run and on each host, if the functions that it
-    mapped can be pickled.
+    A Hugging Face dataset has a hash, which ``.shuffle(seed=2)`` and ``.shuffle(seed=1)`` change
+    differently. It is the same in each run and on each host, if the functions mapped over the
+    dataset can be pickled.
     """
     found = getattr(getattr(ds, "_source", None), "_fingerprint", None)
     return found if isinstance(found, str) else None
 
 
 def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
-    """The arguments of a node that change the order of records and that its text leaves out."""
+    """Returns a node's arguments that change the order of records but are not in its text."""
     names = ("_reseed_each_epoch", "_num_epochs", "_window_size", "_proportions")
     values = [getattr(ds, name, None) for name in names]
     selection = getattr(ds, "_selection_map", None)
     values.append(getattr(selection, "_proportions", None))
-    if type(ds) is REINDEX:  # its text has the first and the last indices
+    if type(ds) is REINDEX:  # its text has only the first and the last indices
         values.append(_all_of(getattr(ds, "_indices", ())))
     return tuple(str(value) for value in values)
 
 
 def _all_of(indices: Sequence[int] | grain.MapDataset) -> str:
-    """A text that differs if the indices do; of a dataset, what tells it from others."""
+    """Returns a text that differs if the indices differ; for a dataset, an identifying text."""
     if isinstance(indices, grain.MapDataset):
         below = ", ".join(map(_all_of, indices.parents))
         own = (str(indices), len(indices), seeds(indices), parameters(indices))

@@ -1,7 +1,7 @@
-"""Streams whose random-access parts other datasets read.
+"""Streams whose random-access parts are read by this package instead of Grain.
 
-``.to_iter_dataset()`` makes a stream of a `MapDataset`, with threads of its own that read ahead.
-Here another dataset takes its place, below whatever filters, mixes or packs its elements.
+``.to_iter_dataset()`` makes a stream from a `MapDataset`, with threads of its own that read ahead.
+Here another dataset replaces that node, below the filters, mixes or packing of the stream.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ import grain
 
 from grain_shard.grain_inside.nodes import read_ahead
 
-# Makes a stream of a random-access part, and of the options with which it was to be read ahead.
+# Makes a stream of a random-access part, given the options of its ``.to_iter_dataset``.
 MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
 
 
 def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.IterDataset:
-    """Returns the same stream, of which other datasets read the random-access parts.
+    """Returns the same stream, in which other datasets read the random-access parts.
 
-    The nodes above them are copied, as deep as that takes; no node of the user's is changed. Parts
-    that a node does not show as its parents (an interleave's, and so those of ``.mp_prefetch``)
-    stay as they are.
+    The nodes above these parts are copied; no node of the user changes. A part that a node does not
+    list among its parents is unchanged (the parts of an interleave, and so of ``.mp_prefetch``).
 
     Args:
         ds: A stream.
-        make_stream: Makes a stream of the elements of a `MapDataset`, in order, but for those that
-            are None, with Grain's state (``{"next_index": ...}``).
+        make_stream: Makes a stream of the elements of a `MapDataset`, in order and without those
+            that are None, with Grain's state (``{"next_index": ...}``).
 
     Returns:
-        The stream; `ds` itself if no part is known that can be replaced.
+        The stream; `ds` itself if it has no known part to replace.
     """
     known: dict[int, Any] = {}
 
@@ -46,32 +45,32 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
         if (found := read_ahead(node)) is not None:
             options = getattr(node, "_read_options", None) or grain.ReadOptions()
             stream: Any = make_stream(found[0], options)
-            stream.has_child = True  # or Grain may put a thread of its own above it
+            stream.has_child = True  # or Grain may add a thread of its own above it
             return stream
         changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
         if not changed:
             return node
         changed_node = copy.copy(node)
-        # A node may keep its parents under other names, too, and a mix keeps them in a tree.
+        # A node may also keep its parents in other attributes, and a mix keeps them in a tree.
         for name, value in vars(node).items():
             setattr(changed_node, name, _with_parents(value, changed))
         return changed_node
 
     try:
         return replaced(ds)
-    except AttributeError:  # this Grain has other names for its private parts
+    except AttributeError:  # this version of Grain names its private parts differently
         return ds
 
 
 def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Returns whether a stream begins with random-access parts alone that are known."""
+    """Returns whether a stream begins only with known random-access parts."""
     if isinstance(ds, grain.IterDataset) and read_ahead(ds) is not None:
         return True
     return bool(ds.parents) and all(map(begins_with_records, ds.parents))
 
 
 def _with_parents(value: Any, changed: dict[int, Any]) -> Any:
-    """Returns an attribute of a node with new parents for the old; itself if it has no parent."""
+    """Returns an attribute's value with new parents for old; unchanged if it has no parent."""
     if isinstance(value, grain.IterDataset):
         return changed.get(id(value), value)
     if type(value) in (list, tuple):

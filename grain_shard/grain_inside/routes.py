@@ -1,9 +1,9 @@
-"""Records of a Grain pipeline, many at a time: with `nodes`, all that looks at private parts.
+"""Records of a Grain pipeline, many at a time, through hints about Grain's private parts.
 
-Grain evaluates a record by a call down the pipeline and back, with a call into the source for each.
-Here the indices of many records are taken down at once, the source reads them in one call, and
-the transformations are applied on the way up. What is not known ends the way down and is asked
-record by record, which is the public path; the test suite runs its core with nothing known.
+Grain evaluates a record by a call down the pipeline and back, with one call into the source each.
+Here the indices of many records are mapped down at once, the source reads them in one call, and
+the transformations are applied on the way up. The way down ends at the first unknown node, which is
+then asked record by record: the public path. The test suite runs its core with no node known.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ NEVER = float("inf")
 
 _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
 
-# From an element, and the index that it has at the node, to another element.
+# Functions from an element, and its index at the node, to another element.
 _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
     MAP: lambda node: node._map_element,  # takes no index
     RANDOM_MAP: lambda node: node._random_map_element,
     MAP_WITH_INDEX: lambda node: _of_index_first(node._map_with_index_fn),
 }
-# From indices above the node to indices below it.
+# Functions from indices above the node to indices below it.
 _INDICES: dict[type | None, Callable[[Any, np.ndarray], np.ndarray]] = {
     SEED: lambda node, indices: indices,
     _SHUFFLE: lambda node, indices: _below_shuffle(node, indices),
@@ -69,36 +69,37 @@ def _of_index_first(one: Callable[[int, Any], Any]) -> Apply:
 
 
 class ElementsOfParents(grain.MapDataset):
-    """A dataset of ours, each of whose elements is an element of one of its parents.
+    """A dataset of this package, each of whose elements is an element of one of its parents.
 
-    So the way down is known without a look at anything private.
+    Its indices can be mapped down without access to private parts.
     """
 
     @abstractmethod
     def below(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the elements of the parents.
+        """Maps indices to the parents.
 
         Args:
             indices: int64[n].
 
         Returns:
-            int64[n], the number of the parent of each; and int64[n], the index in that parent.
+            int64[n], the number of the parent of each element; and int64[n], the index in that
+            parent.
         """
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of some elements from the dataset where they are read up to the one asked for.
+    """The route of some elements, from the dataset where they are read up to the one asked for.
 
-    A read gives an element for each index, or an `Unreadable` in its place. The elements given may
-    be fewer than the indices: the first ones. They end where the time is over, and after an
-    `Unreadable` unless the recovery masks.
+    A read returns an element for each index, or an `Unreadable` in its place. It may return only
+    the first elements: it stops when its time is over, and after an `Unreadable` unless the
+    recovery masks.
 
     Attributes:
-        ds: The dataset to read. The way below it is not known.
+        ds: The dataset to read. The route below it is unknown.
         indices: int64[n], the elements to read there.
-        steps: From the bottom up, functions to apply to the elements, and the indices there for
-            those that take them.
+        steps: The functions to apply, from the bottom up, each with the indices at its node if it
+            takes an index.
     """
 
     ds: grain.MapDataset
@@ -106,7 +107,7 @@ class Route:
     steps: tuple[Step, ...] = ()
 
     def part(self, start: int, stop: int) -> Route:
-        """Returns the way of some of the elements."""
+        """Returns the route of the elements from `start` up to `stop`."""
         steps = tuple(
             (apply, None if indices is None else indices[start:stop])
             for apply, indices in self.steps
@@ -115,26 +116,26 @@ class Route:
 
     @property
     def reads_many(self) -> bool:
-        """Whether one call reads several elements for less than as many calls would."""
+        """True if one call for several elements costs less than several calls."""
         if isinstance(self.ds, ElementsOfParents):
             return any(route(parent, self.indices[:0]).reads_many for parent in self.ds.parents)
         return batched_read_of(self.ds) is not None
 
     @property
     def runs_no_function(self) -> bool:
-        """Whether `read` asks sources, or counts a range: `finish` then runs all functions."""
+        """True if `read` runs no function of the user, so that `finish` runs them all."""
         return type(self.ds) in (SOURCE, RANGE)
 
     def read(self, until: float = NEVER, recovery: Recovery = AT_ONCE) -> list[Any]:
-        """Reads the elements at the lower end.
+        """Reads the elements at the lower end of the route.
 
         Args:
-            until: The time, by `time.perf_counter`, at which to return the elements that were read
-                one by one, instead of reading on. At least one is read.
-            recovery: The rules for reads that fail.
+            until: The time, by `time.perf_counter`, at which elements that are read one by one are
+                returned without reading more. At least one is read.
+            recovery: The rules for failed reads.
 
         Raises:
-            ValueError: A batched read gave more or fewer elements than it was asked for.
+            ValueError: A batched read returned more or fewer elements than it was asked for.
         """
         if isinstance(self.ds, ElementsOfParents):
             return self._of_parents(self.ds, recovery)
@@ -149,13 +150,13 @@ class Route:
     def finish(
         self, elements: Sequence[Any], until: float = NEVER, recovery: Recovery = AT_ONCE
     ) -> list[Any]:
-        """Applies the functions on the way up to the first elements that were read."""
+        """Applies the functions on the way up, to the first elements that were read."""
         return _taken(self._up(elements, recovery), until, recovery)
 
     def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any]:
-        """Yields the elements on top, each made when it is asked for.
+        """Yields the finished elements, each made when it is asked for.
 
-        If a source reads many in a call, all of them are read with the first.
+        If the source reads many in a call, the first element reads all of them.
         """
         if not self.reads_many:
             yield from self._up(self._one_by_one(recovery), recovery)
@@ -179,10 +180,10 @@ class Route:
                 continue
             again = functools.partial(self._anew, i, recovery)
             yield recovery.recovered(failure, again, in_function=True)
-            del failure  # its traceback refers to this frame
+            del failure  # its traceback keeps this frame alive
 
     def _anew(self, i: int, recovery: Recovery) -> Any:
-        """Reads an element once more, as a function may have changed the one that it got."""
+        """Reads an element again, because a function may have changed the first one in place."""
         way = self.part(i, i + 1)
         (element,) = way.read(NEVER, recovery)
         if type(element) is not Unreadable:
@@ -191,7 +192,7 @@ class Route:
         return element
 
     def _of_parents(self, ds: ElementsOfParents, recovery: Recovery) -> list[Any]:
-        """Reads elements of the parents, and runs the functions on the way up from there."""
+        """Reads elements of the parents, and runs the functions on the way up from the parents."""
         parents, below = ds.below(self.indices)
         found: dict[int, Any] = {}
         for i, parent in enumerate(ds.parents):
@@ -203,9 +204,9 @@ class Route:
         return _taken((found[number] for number in in_order), NEVER, recovery)
 
     def _many(self, read: BatchedRead, indices: list[int], recovery: Recovery) -> list[Any]:
-        """Reads in one call; or if that fails, and it may help, in calls for ever fewer.
+        """Reads in one call; if it fails and a further try may help, in ever smaller calls.
 
-        A call for many elements does not say for which of them it has failed.
+        The error of a call for many elements does not name the element at fault.
         """
         try:
             result = read(indices)
@@ -218,7 +219,7 @@ class Route:
             return [recovery.recovered(failure, again)]
         if not recovery.reads_again(failure):
             return self._found(read, indices, failure)
-        del failure  # its traceback refers to this frame
+        del failure  # its traceback keeps this frame alive
         half = len(indices) // 2
         first = self._many(read, indices[:half], recovery)
         if len(first) < half or (type(first[-1]) is Unreadable and not recovery.masks):
@@ -226,7 +227,7 @@ class Route:
         return [*first, *self._many(read, indices[half:], recovery)]
 
     def _found(self, read: BatchedRead, indices: list[int], failure: Exception) -> list[Any]:
-        """Reads one by one, to find the element for which a call has failed."""
+        """Reads one by one, to find the element for which a call failed."""
         elements = []
         for index in indices:
             try:
@@ -246,7 +247,7 @@ class Route:
         return elements
 
     def _one_by_one(self, recovery: Recovery) -> Iterator[Any]:
-        # Not by `map`, which a StopIteration of the user's would end in silence.
+        # Not by `map`: a StopIteration of the user's code would end it without an error.
         read_one = single_read_of(self.ds)
         for index in self.indices.tolist():
             try:
@@ -256,13 +257,13 @@ class Route:
             else:
                 yield element
                 continue
-            # Not where it is handled, or each try would tell of those before it.
+            # Outside the except block, or each new error would chain the earlier ones.
             yield recovery.recovered(failure, functools.partial(read_one, index))
-            del failure  # its traceback refers to this frame
+            del failure  # its traceback keeps this frame alive
 
 
 def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[Any]:
-    """Returns the first elements, at least one: those made in time, and none after a failed one."""
+    """Returns the first elements, at least one: those made in time, up to the first failed one."""
     taken = []
     for element in elements:
         taken.append(element)
@@ -274,7 +275,7 @@ def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[An
 
 
 def _let_go(elements: list[Any]) -> Iterator[Any]:
-    """Yields elements, and holds each no longer than it is used."""
+    """Yields elements, and releases each once it is used."""
     for i, element in enumerate(elements):
         elements[i] = None
         yield element
@@ -283,7 +284,7 @@ def _let_go(elements: list[Any]) -> Iterator[Any]:
 def read_together(
     ways: Sequence[Route], until: float = NEVER, recovery: Recovery = AT_ONCE
 ) -> list[list[Any]]:
-    """Reads the lower ends of several ways of one dataset, in one call if its source can."""
+    """Reads the lower ends of several routes of one dataset, in one call if its source can."""
     indices = np.concatenate([way.indices for way in ways]) if len(ways) > 1 else ways[0].indices
     elements = Route(ways[0].ds, indices).read(until, recovery)
     stops = np.cumsum([0, *(len(way.indices) for way in ways)]).tolist()
@@ -291,11 +292,11 @@ def read_together(
 
 
 def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
-    """Finds the way to elements of a dataset, as far down as it is known.
+    """Finds the route to elements of a dataset, as far down as the nodes are known.
 
     Args:
         ds: Any dataset.
-        indices: int64[n]; as in Grain, those past the end are in later epochs.
+        indices: int64[n]; indices past the end are in later epochs, as in Grain.
     """
     steps: list[Step] = []
     try:
@@ -308,20 +309,20 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
             else:
                 break
             (ds,) = ds.parents
-    except AttributeError:  # this Grain names its private parts otherwise
+    except AttributeError:  # this version of Grain names its private parts differently
         pass
     return Route(ds, indices, tuple(reversed(steps)))
 
 
 def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
-    """Finds the source that an element is read from, and its index there.
+    """Finds the source of an element, and the element's index in it.
 
     Args:
         ds: Any dataset.
         index: As for `route`.
 
     Returns:
-        None if the way there is not known, or ends at something that is no source.
+        None if the route is unknown, or ends at a dataset that is no source.
     """
     way = route(ds, np.array([index]))
     while isinstance(way.ds, ElementsOfParents):
@@ -344,7 +345,7 @@ def _below_shuffle(node: Any, indices: np.ndarray) -> np.ndarray:
         here = epochs == epoch
         seed = (node._seed + int(epoch)) % 2**32
         below[here] = shuffled(indices[here] - epoch * length, length, seed) + epoch * length
-        # Grain itself has the last word: if it shuffles otherwise, hardly an index is the same.
+        # Check against Grain: if it shuffled differently, hardly any index would agree.
         for i in np.flatnonzero(here)[[0, -1]]:
             if below[i] != node._shuffled_index(int(indices[i])):
                 return np.array([node._shuffled_index(i) for i in indices.tolist()])

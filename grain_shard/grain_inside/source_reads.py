@@ -1,6 +1,7 @@
-"""The two reads of a source: of one record, or of many in one call.
+"""The two reads of a source: one record, or many in one call.
 
-Directly, where Grain lets us: its node measures each record that passes, for 2 us and more.
+If Grain allows it, the source is read directly: Grain's node measures each record, for 2 us or
+more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ RANGE = type(grain.MapDataset.range(1))
 
 
 def single_read_of(ds: grain.MapDataset) -> Callable[[int], Any]:
-    """Returns the read of one element of any dataset."""
+    """Returns a function that reads one element of any dataset."""
     if type(ds) is SOURCE and (source := getattr(ds, "_source", None)) is not None:
         length = len(ds)
         return lambda index: source[index % length]
@@ -25,12 +26,12 @@ def single_read_of(ds: grain.MapDataset) -> Callable[[int], Any]:
 
 
 def batched_read_of(ds: grain.MapDataset) -> BatchedRead | None:
-    """Returns the read of many records in one call, under Grain's name for that or Python's."""
+    """Returns a function that reads many records in one call, by Grain's or PyTorch's name."""
     if type(ds) is not SOURCE:
         return None
     source = getattr(ds, "_source", None)
-    for name in ("_getitems", "__getitems__"):  # the second is PyTorch's and array_record's
+    for name in ("_getitems", "__getitems__"):  # the second is used by PyTorch and array_record
         if (read := getattr(source, name, None)) is not None:
-            length = len(ds)  # asked once: that of a source may be no attribute but a call
+            length = len(ds)  # computed once: a source may compute its length in a slow call
             return lambda indices: read([i % length for i in indices])
     return None

@@ -1,4 +1,4 @@
-"""`RandomAccess`: the batches of a `MapDataset`, any of them at any time."""
+"""`RandomAccess`: the batches of a `MapDataset`, which can begin at any position."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class RandomAccess(HostBatches):
 
     Args:
         batching: This host's batches, in arrays that nothing else refers to.
-        buffer_size: Batches that may wait on the host or be in the making.
-        num_threads: Threads that read side by side; None finds how many help.
-        num_workers: Grain worker processes that make them instead, if not 0. Grain keeps four
-            batches for each of them at least, so that many may be on the host.
-        fault_rules: What becomes of reads that fail.
-        passes: Times that the dataset is gone through.
+        buffer_size: Most batches that wait on the host or are unfinished.
+        num_threads: Threads that read side by side; None adapts the number while the loop runs.
+        num_workers: Grain worker processes that make the batches instead, if not 0. Grain keeps at
+            least four batches for each worker, so more may be on the host.
+        fault_rules: The rules for failed reads.
+        passes: Passes over the dataset.
     """
 
     kind = RANDOM_ACCESS
@@ -86,18 +86,18 @@ class RandomAccess(HostBatches):
         return self._batching.num_epochs // self._passes
 
     def pass_of(self, position: Progress) -> tuple[int, int]:
-        """Which pass of `repeated` the next batch is of, and how many batches that still has."""
+        """Returns the pass of `repeated` that has the next batch, and that pass's batches left."""
         epochs = self._epochs_of_a_pass
         cuts, number = self._batching.cuts.beginning_at(position), position.epoch // epochs
         while number < self._passes:
             left = cuts.steps_before((number + 1) * epochs) - position.step
             if left:
                 return number, left
-            number += 1  # what is left of this one is dropped
+            number += 1  # the remaining records of this pass are dropped
         return number, 0
 
     def next_pass(self, position: Progress) -> Progress:
-        """The beginning of the pass that follows that of the next batch."""
+        """Returns the beginning of the pass after the next batch's pass."""
         number, left = self.pass_of(position)
         return Progress(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
 
@@ -146,7 +146,7 @@ class RandomAccess(HostBatches):
         )
         batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=THREAD)
 
-        def threads() -> ReadThreads:  # does not refer to the reads
+        def threads() -> ReadThreads:  # holds no reference to the reads
             return ReadThreads(pace.threads, pace.count.why)
 
         return Opened(start, batches, reads=threads, faults=faults.counts)
@@ -154,7 +154,7 @@ class RandomAccess(HostBatches):
     def _from_workers(
         self, batching: Batching, start: int, faults: Faults
     ) -> Background[Any, tuple[Batch, Any]]:
-        """Batches that worker processes make; one waits here, out of their shared memory."""
+        """Returns batches that workers make; one waits here, copied out of shared memory."""
         cuts = batching.cuts
         from_start = _CountedBatches(batching, self._fault_rules)[start:]
         workers = WorkerProcesses(
@@ -187,10 +187,10 @@ class RandomAccess(HostBatches):
         return {KIND: self.kind, **self._counted(position), **fingerprint}
 
     def _require_counted_alike(self, state: Mapping[str, Any]) -> None:
-        """Refuses a state of batches that can begin at any record for those that can't, or reverse.
+        """Refuses the state of a pipeline with another unit: records in one, batches in the other.
 
         Raises:
-            StateError: It is one.
+            StateError: The state counts in the other unit.
         """
         if (self._RECORD in state) == self._batching.counts_records:
             return
@@ -204,7 +204,7 @@ class RandomAccess(HostBatches):
         )
 
     def _counted(self, progress: Progress) -> dict[str, int]:
-        """How far a run has come, as a state says it."""
+        """Returns a position as the fields of a state."""
         step, epoch, record = progress
         if not self._batching.counts_records:
             return {self._STEP: step}
@@ -229,7 +229,7 @@ class RandomAccess(HostBatches):
         return progress
 
     def _progress_in(self, state: Any) -> Progress | None:
-        """Where a state stands; None if that is not in this dataset."""
+        """Returns the position of a state; None if it is not in this dataset."""
         if not isinstance(state, Mapping):
             return None
         cuts, epochs = self._batching.cuts, self._batching.num_epochs
@@ -243,7 +243,7 @@ class RandomAccess(HostBatches):
 
 
 def _whole_number(value: Any) -> Any:
-    """An integer of NumPy or JAX, as the step of a training state is one, as an int."""
+    """Converts an integer of NumPy or JAX, such as a training state's step, to an int."""
     if isinstance(value, bool):
         return value
     try:
@@ -253,7 +253,7 @@ def _whole_number(value: Any) -> Any:
 
 
 class _CountedBatches(grain.MapDataset):
-    """Batches as worker processes make them: each with its counts of faults, if there are any."""
+    """Batches as worker processes return them: each with its fault counts, if there are any."""
 
     def __init__(self, batching: Batching, rules: FaultRules):
         super().__init__()

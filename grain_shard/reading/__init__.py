@@ -1,1 +1,1 @@
-"""What a host reads: sources, records, rows, and how to tell one pipeline from another."""
+"""Reads of one host: sources, records, rows, and the fingerprints of pipelines."""

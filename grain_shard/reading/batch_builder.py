@@ -1,8 +1,8 @@
 """`BatchBuilder`: one batch of random access, from its records to its padding.
 
-A batch is begun, its records are read in ranges of any size by any thread, each range is written
-where it belongs, and the batch is finished when none is missing. One call of the source may read
-ranges of several batches.
+The records of a batch are read in ranges of any size, by any thread. Each range is written to its
+place, and the batch is finished when no range is missing. One call of the source may read ranges of
+several batches.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from grain_shard.trees import Batch, FlatBatch
 
 
 class Stacked(Protocol):
-    """The arrays of a batch that is being made; `Stack` is one."""
+    """The arrays of an unfinished batch; `Stack` is one implementation."""
 
     def write(self, rows: Sequence[Any], start: int, origins: Iterable[Any]) -> None:
-        """Writes some elements; several threads may, each its own.
+        """Writes some elements; several threads may call it, each for its own elements.
 
         Args:
             rows: The elements.
-            start: The place of the first in the batch.
-            origins: The record of each, for messages.
+            start: Position of the first element in the batch.
+            origins: Origins of the elements, for messages.
         """
         ...
 
     def batch(self) -> Batch:
-        """Returns the batch, once all is written."""
+        """Returns the batch, once every element is written."""
         ...
 
 
 class Rows(ABC):
-    """The records that batches are made of: how they are stacked, and their names in messages."""
+    """The records that batches are made of: their stacking, and their names in messages."""
 
     @property
     def rows_at_a_time(self) -> int:
@@ -58,21 +58,21 @@ class Rows(ABC):
 
         Args:
             size: The number of elements to be written.
-            faults: The rules for reads that fail, if an element has to be read to see its look.
-            elements: Elements that were read.
+            faults: The rules for failed reads, if an element must be read to learn the structure.
+            elements: Elements that were read already.
         """
 
     @abstractmethod
     def empty_element(self, faults: Faults, elements: Sequence[Any]) -> Any:
-        """Returns an element of zeros that looks like these, or like any other."""
+        """Returns an element of zeros with the structure of these elements, or of any record."""
 
     @abstractmethod
     def name(self, record: int, among: int) -> str:
-        """Returns the name of a record, or of as many that follow each other."""
+        """Returns the name of a record, or of `among` consecutive records."""
 
     @abstractmethod
     def origin(self, record: int) -> Origin | None:
-        """Returns where a record comes from, if that is known."""
+        """Returns the origin of a record, if it is known."""
 
     @abstractmethod
     def evaluate(self, record: int) -> Any:
@@ -80,22 +80,22 @@ class Rows(ABC):
 
 
 class BatchBuilder:
-    """A batch that is being made; each record of it may be read by another thread.
+    """An unfinished batch; several threads may each read some of its records.
 
     Args:
         index: The number of the batch.
         records: int64[n], the records to read.
-        route: The way to these.
-        rows: Stacks them, and names them.
-        faults: The rules for reads that fail.
+        route: The route to these records.
+        rows: Stacks the records, and names them.
+        faults: The rules for failed reads.
         num_rows: Rows of the finished batch, if it is padded.
-        padding: The padding; None for a batch as it is.
+        padding: The padding; None for an unpadded batch.
 
     Attributes:
         size: The number of records to read; 0 if the batch is all padding.
-        number: The place of the batch among those that are read together.
+        number: The position of the batch among the batches that are read together.
         position: The position of an iterator after this batch.
-        faults: As given.
+        faults: The rules for failed reads.
     """
 
     def __init__(
@@ -120,24 +120,25 @@ class BatchBuilder:
 
     @property
     def most_at_a_time(self) -> int:
-        """The most records to read before they are written, if they are read one by one."""
+        """Most records to read before they are written, if they are read one by one."""
         return self._rows.rows_at_a_time
 
     def write(self, elements: list[Any], start: int, until: float) -> int:
-        """Applies the user's functions to elements, and writes them; by several threads at once.
+        """Applies the user's functions to elements, and writes them; several threads may call it.
 
         Args:
-            elements: The elements that were read. Those written are let go at once, since the batch
-                needs the memory.
-            start: The place of the first among the `size` records.
-            until: The time, by `time.perf_counter`, from which on the rest is left to others.
+            elements: The elements that were read. Each is released once it is written, because the
+                batch needs the memory.
+            start: Position of the first element among the `size` records.
+            until: The time, by `time.perf_counter`, after which the remaining elements are left to
+                other reads.
 
         Returns:
             The number of elements written, at least one.
         """
         first = 0
         while first < len(elements) and (not first or time.perf_counter() < until):
-            # The very first record comes alone, and decides how many go at a time.
+            # The first record of all is written alone, because its size decides `most_at_a_time`.
             stop = min(len(elements), first + self.most_at_a_time)
             way = self._route.part(start + first, start + stop)
             with span(READ, part=MAP if way.runs_no_function else None):
@@ -150,7 +151,7 @@ class BatchBuilder:
         return first
 
     def way(self, start: int, stop: int) -> Route:
-        """Returns the way to some of its records."""
+        """Returns the route to the records from `start` up to `stop`."""
         return self._route.part(start, stop)
 
     def _put(self, elements: list[Any], start: int) -> None:
@@ -160,16 +161,16 @@ class BatchBuilder:
         self._stack.write(elements, start, self._records[start : start + len(elements)])
 
     def wrote(self, count: int) -> list[tuple[int, tuple[Batch, Any]]]:
-        """Counts records that were written; after the last, gives the batch and its position."""
+        """Counts written records; after the last one, returns the batch and its position."""
         with self._lock:
             self._missing -= count
             if self._missing:
                 return []
-            self._missing = -1  # finished: it is so once
+            self._missing = -1  # a batch is finished only once
         return [(self.number, (self.finish(), self.position))]
 
     def finish(self) -> Batch:
-        """Returns the batch with its padding: a tree of arrays that nothing else refers to."""
+        """Returns the batch with its padding: a tree of arrays with no other references."""
         stack, self._stack = self._stack, None
         batch = (stack or self._rows.stack(0, self.faults, ())).batch()
         if self._padding is None:
@@ -184,7 +185,7 @@ class BatchBuilder:
         return [(self.number, error)]
 
     def _check_full(self, batch: Batch) -> None:
-        """Refuses a batch that is short elsewhere than at the end of an epoch."""
+        """Refuses a batch that is short but not the last one of its epoch."""
         flat = FlatBatch.of(batch)
         if flat.rows < self._num_rows:
             flat.refuse(
@@ -195,7 +196,7 @@ class BatchBuilder:
             )
 
     def _leave_out_bad(self, rows: list[Any], start: int) -> None:
-        """Puts empty elements in the places of those that could not be read, and counts them."""
+        """Puts empty elements in place of unreadable ones, and counts these."""
         bad = [i for i, row in enumerate(rows) if type(row) is Unreadable]
         for i in bad:
             if not self.faults.may_leave_out(rows[i].error):
@@ -215,8 +216,8 @@ class BatchBuilder:
     def _named(self, bad: Unreadable, start: int) -> Exception:
         """Returns the error of a record, with a note that names the record.
 
-        The record is evaluated once more: a second try that succeeds is worth knowing of. After a
-        call for many has failed, the second try finds the record.
+        The record is evaluated once more, because the note should say if a second try succeeds.
+        After a failed call for many records, this also finds the record at fault.
         """
         error = bad.error
         if isinstance(error, BadRecordsError):

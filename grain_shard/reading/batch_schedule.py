@@ -1,4 +1,4 @@
-"""`BatchSchedule`: batches whose size changes in the course of a run."""
+"""`BatchSchedule`: batches whose size changes during a run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from grain_shard.reading.row_dataset import RowMapDataset
 class BatchSchedule:
     """Batches records, as ``.batch(B)`` does, by a size that changes at given steps.
 
-    The records and their order are those of ``.batch(B)``, whatever the sizes: they are only cut
-    elsewhere. An epoch ends with a short batch, and steps are counted on over the epochs of a
-    ``.repeat`` that follows.
+    The records and their order are the same as with ``.batch(B)``, whatever the sizes: only the
+    cuts between batches differ. An epoch ends with a short batch, and steps are counted across the
+    epochs of a ``.repeat`` that follows.
 
     Example:
         >>> records = grain.MapDataset.range(11).map(lambda i: {"x": i})
@@ -30,7 +30,7 @@ class BatchSchedule:
         (5, [[0, 1], [2, 3], [4, 5], [6, 7, 8, 9], [10]])
 
     Attributes:
-        sizes: From a step to the global batch size from there on, in rows; the first step is 0.
+        sizes: Maps a step to the global batch size from that step on, in rows; the first step is 0.
             A training step is compiled once for each size.
     """
 
@@ -56,13 +56,13 @@ class BatchSchedule:
                 )
 
     def __call__(self, ds: Any) -> RowMapDataset:
-        """The batches.
+        """Returns the dataset of batches.
 
         Args:
             ds: The records.
 
         Raises:
-            ShardingError: They cannot be read by index, or there are none.
+            ShardingError: The records cannot be read by index, or there are none.
         """
         if not isinstance(ds, grain.MapDataset):
             raise ShardingError(

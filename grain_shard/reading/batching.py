@@ -1,7 +1,7 @@
-"""The batches of a random-access pipeline: cut of its records, kept in part, and padded.
+"""The batches of a random-access pipeline: cut from its records, reduced to some rows, and padded.
 
-All that is asked of such a pipeline is asked of a `Batching`. It is a value: a stage of the chain
-makes another one of it.
+Every question about such a pipeline is a method of `Batching`. A `Batching` is a value: a stage of
+the chain returns a changed copy.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Batching(ABC):
     """Batches by index, of which any rows can be kept and padded.
 
     Attributes:
-        cuts: How the records are cut into batches. If a slice chose batches, or their size is not
-            known, each batch counts as one record.
+        cuts: The cuts of the records into batches. If a slice chose batches, or their size is
+            unknown, each batch counts as one record.
         num_epochs: Epochs of `cuts` in one pass.
-        padding: The padding of each batch; None for batches as they are.
-        rows: From the size of a padded batch to int64[n], the rows of it to keep, ascending; None
-            for all.
+        padding: The padding of each batch; None for unpadded batches.
+        rows: Maps the size of a padded batch to the rows of it to keep, int64[n], ascending; None
+            to keep all.
     """
 
     cuts: Cuts
@@ -49,44 +49,45 @@ class Batching(ABC):
     @property
     @abstractmethod
     def counts_records(self) -> bool:
-        """Whether a batch can begin at any record, so that batches may be cut otherwise."""
+        """True if a batch can begin at any record, so that batches can be cut elsewhere."""
 
     @property
     @abstractmethod
     def reads_rows_alone(self) -> bool:
-        """Whether one row of a batch can be read without the others."""
+        """True if one row of a batch can be read without the others."""
 
     @property
     @abstractmethod
     def reads_many(self) -> bool:
-        """Whether one call reads many records for less than as many calls would."""
+        """True if one call for many records costs less than many calls."""
 
     @property
     @abstractmethod
     def unpadded_sizes(self) -> tuple[int, ...]:
-        """Rows of full batches without padding: each size once."""
+        """Rows of full batches without padding, each size once."""
 
     @abstractmethod
     def epochs(self) -> Cuts | None:
-        """Returns the cuts of the records of its epochs, if need be by reading batches.
+        """Returns the cuts of the epochs' records; this may read batches.
 
         Returns:
-            None if a slice was taken of the batches.
+            None if the batches were sliced.
         """
 
     @abstractmethod
     def fingerprint_of_batches(self) -> Fingerprint:
-        """Returns the fields with which a saved state must agree, padding apart."""
+        """Returns the fields, without padding, with which a saved state must agree."""
 
     @abstractmethod
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        """Begins batches, of which no record is read yet; they take no memory.
+        """Begins batches, before any of their records is read; they take no memory yet.
 
-        Several at once cost little more than one, as NumPy finds the way to all their records.
+        Several at once cost little more than one, because NumPy computes all their indices at once.
 
         Args:
-            indices: Their numbers; one past `num_batches` is in a later epoch, as in Grain.
-            faults: The rules for reads that fail.
+            indices: The batches' numbers; a number past `num_batches` is in a later epoch, as in
+                Grain.
+            faults: The rules for failed reads.
         """
 
     @abstractmethod
@@ -94,7 +95,7 @@ class Batching(ABC):
         """Returns the full batches only."""
 
     def num_batches(self) -> int:
-        """Returns the number of batches of one pass."""
+        """Returns the number of batches in one pass."""
         return min(sys.maxsize, self.cuts.steps_before(self.num_epochs))
 
     def unpadded_size_of(self, index: int) -> int:
@@ -103,7 +104,7 @@ class Batching(ABC):
 
     @property
     def global_batch_sizes(self) -> tuple[int, ...]:
-        """Rows of full batches, with padding: each size once."""
+        """Rows of full batches with padding, each size once."""
         return tuple(dict.fromkeys(map(self._padded_size, self.unpadded_sizes)))
 
     def host_batch_size_of(self, index: int) -> int:
@@ -112,7 +113,7 @@ class Batching(ABC):
         return size if self.rows is None else len(self.rows[size])
 
     def rows_of(self, index: int) -> np.ndarray | None:
-        """Returns the rows of a batch to keep, int64[n], padding included; None for all."""
+        """Returns the rows of a batch to keep, int64[n], including padding; None for all."""
         if self.rows is None:
             return None
         return self.rows[self._padded_size(self.unpadded_size_of(index))]
@@ -122,14 +123,14 @@ class Batching(ABC):
 
     @property
     def host_batch_sizes(self) -> tuple[int, ...]:
-        """Rows of full batches that are kept: each size of a batch once."""
+        """Kept rows of full batches, once for each batch size."""
         if self.rows is None:
             return self.global_batch_sizes
         return tuple(len(rows) for rows in self.rows.values())
 
     @property
     def has_several_sizes(self) -> bool:
-        """Whether full batches differ in size."""
+        """True if full batches differ in size."""
         return self.counts_records and len(self.unpadded_sizes) > 1
 
     @property
@@ -139,14 +140,14 @@ class Batching(ABC):
 
     @property
     def reads_other_rows(self) -> bool:
-        """Whether every row of a batch is evaluated, although only some are kept."""
+        """True if every row of a batch is evaluated, although only some are kept."""
         if self.rows is None or self.reads_rows_alone:
             return False
         return any(len(rows) < size for size, rows in self.rows.items())
 
     @property
     def can_leave_out(self) -> bool:
-        """Whether a row that cannot be read may be left out, since the mask then shows it."""
+        """True if an unreadable row may be left out, because the mask then shows it."""
         return self.pad_rows.mask_key is not None and self.reads_rows_alone
 
     @property
@@ -160,17 +161,17 @@ class Batching(ABC):
         return found if self.padding is None else {**found, "remainder": self.padding.remainder}
 
     def beginning_at(self: B, progress: Progress) -> B:
-        """Returns the same records, with a batch that begins there if one can begin anywhere."""
+        """Returns batches that begin at this position, if a batch can begin at any record."""
         if not self.counts_records:
             return self
         return self._recut(self.cuts.beginning_at(progress), self.num_epochs)
 
     def repeated(self: B, times: int) -> B:
-        """Returns as many passes in one; each is an epoch of its own to the records."""
+        """Returns `times` passes as one; the records of each pass are a separate epoch."""
         return self._recut(self.cuts, self.num_epochs * times)
 
     def _recut(self: B, cuts: Cuts, num_epochs: int) -> B:
-        """Returns other batches of the same records, which may be short where these are not."""
+        """Returns the same records with other cuts, which may have other short batches."""
         other = replace(self, cuts=cuts, num_epochs=num_epochs)
         if self.padding is not None and self.padding.remainder == "error" and self.counts_records:
             other.require_full()
@@ -180,8 +181,8 @@ class Batching(ABC):
         """Returns the batches with padding.
 
         Raises:
-            ShardingError: Its `remainder` is "error" and the last batch is short; or "drop" and the
-                short batches are not known.
+            ShardingError: `remainder` is "error" and the last batch is short; or it is "drop" and
+                the short batches are unknown.
         """
         padded = replace(self, padding=padding)
         if padding.remainder == "pad":
@@ -209,10 +210,10 @@ class Batching(ABC):
         return padded
 
     def require_full(self) -> None:
-        """Refuses batches cut by records one of which is short.
+        """Refuses batches if they are cut by records and one of them is short.
 
         Raises:
-            ShardingError: One is.
+            ShardingError: A batch is short.
         """
         if self.cuts.has_short(self.num_epochs):
             begin, sizes = self.cuts.begin, " or ".join(map(str, self.unpadded_sizes))
@@ -222,7 +223,7 @@ class Batching(ABC):
             raise _short(f"of {sizes} rows{from_there}")
 
     def read_batch(self, index: int, faults: Faults) -> Batch:
-        """Reads one batch here and now."""
+        """Reads one batch in the calling thread."""
         (builder,) = self.begin([index], faults)
         done = 0
         while done < builder.size:

@@ -1,7 +1,7 @@
-"""How the records of epochs are cut into batches, in integers alone.
+"""The cuts of epochs' records into batches, as integers.
 
-A run counts records: where it stands is a record of an epoch. The sizes of batches only say where
-the next cuts are, so they may change at any place without a record left out or taken twice.
+A run counts records: its position is a record of an epoch. Batch sizes only decide the next cuts,
+so they may change at any record, and no record is left out or taken twice.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """How far a run has come.
+    """The position of a run.
 
     Attributes:
         step: Batches handed out so far.
-        epoch: That of the next record.
+        epoch: Epoch of the next record.
         record: The next record, counted within the epoch.
     """
 
@@ -29,13 +29,13 @@ START = Progress(0, 0, 0)
 
 
 class Cut(NamedTuple):
-    """What a batch is made of.
+    """The records of one batch.
 
     Attributes:
-        epoch: That of its records.
-        record: The first of them, counted within the epoch.
-        num_records: How many there are; fewer than `size` at the end of an epoch.
-        size: How many a full batch has here.
+        epoch: Epoch of the records.
+        record: The first record, counted within the epoch.
+        num_records: Number of records; less than `size` at the end of an epoch.
+        size: Number of records of a full batch at this step.
     """
 
     epoch: int
@@ -45,7 +45,7 @@ class Cut(NamedTuple):
 
 
 class Cuts:
-    """The batches of a run. None has records of two epochs.
+    """The batches of a run. No batch has records of two epochs.
 
     Example:
         >>> cuts = Cuts(10, {0: 4, 2: 3})
@@ -57,10 +57,10 @@ class Cuts:
         Cut(epoch=1, record=0, num_records=3, size=3)
 
     Args:
-        records: How many an epoch has.
-        sizes: From a step to the size of a full batch from there on; ascending, from step 0.
-        drop_remainder: Whether what does not fill a batch at the end of an epoch is left out.
-        begin: Where the first batch begins, whatever the sizes were before.
+        records: Records in an epoch.
+        sizes: Maps a step to the size of a full batch from that step on; ascending, from step 0.
+        drop_remainder: True leaves out the short batch at the end of an epoch.
+        begin: Position of the first batch, whatever the sizes were before.
     """
 
     def __init__(
@@ -83,24 +83,24 @@ class Cuts:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All sizes of full batches, each once."""
+        """Sizes of full batches, each once."""
         return tuple(dict.fromkeys(self.sizes_by_step.values()))
 
     def beginning_at(self, progress: Progress) -> Cuts:
-        """The same sizes from the same steps on, with the first cut there."""
+        """Returns the same sizes at the same steps, with the first cut at this position."""
         drop_remainder = self.drop_remainder
         return Cuts(self.records, self.sizes_by_step, drop_remainder=drop_remainder, begin=progress)
 
     def dropping_remainder(self) -> Cuts:
-        """The same, with full batches only."""
+        """Returns the same cuts, without short batches."""
         return Cuts(self.records, self.sizes_by_step, drop_remainder=True, begin=self.begin)
 
     def cut(self, step: int) -> Cut:
-        """What the batch of a step is made of."""
+        """Returns the records of the batch of a step."""
         return self._stretch_at(step).cut(step)
 
     def progress(self, step: int) -> Progress:
-        """How far a run has come before a step: to the record behind the last one handed out."""
+        """Returns the position before a step: the record after the last one handed out."""
         if step == self.begin.step:
             return self.begin
         last = self.cut(step - 1)
@@ -110,12 +110,12 @@ class Cuts:
         return Progress(step, last.epoch, record)
 
     def step_of(self, epoch: int, record: int) -> int:
-        """The step whose batch has a record; if that is dropped, the step after it."""
+        """Returns the step whose batch has a record; for a dropped record, the step after it."""
         after = bisect_right(self._stretches, (epoch, record), key=lambda s: s.start[1:])
         return self._stretches[after - 1].step_of(epoch, record)
 
     def steps_before(self, epoch: int) -> int:
-        """How many steps are done when an epoch begins."""
+        """Returns the number of steps done when an epoch begins."""
         for stretch, following in zip(self._stretches, self._stretches[1:], strict=False):
             step = stretch.steps_before(epoch)
             if step < following.start.step:
@@ -123,10 +123,10 @@ class Cuts:
         return self._stretches[-1].steps_before(epoch)
 
     def has_short(self, epochs: int) -> bool:
-        """Whether a batch of the first epochs is not full."""
+        """Returns True if a batch of the first `epochs` epochs is short."""
         steps = self.steps_before(epochs)
         for stretch in self._stretches:
-            # All epochs that end within a stretch end alike, but for the one in which it begins.
+            # Epochs that end within a stretch end alike, except the one in which it begins.
             for following in (stretch.start.epoch + 1, stretch.start.epoch + 2):
                 last = stretch.steps_before(following) - 1
                 if stretch.start.step <= last < steps and self._stretch_at(last) is stretch:
@@ -140,12 +140,12 @@ class Cuts:
 
 
 class _Stretch:
-    """A part of a run in which the size stays the same.
+    """A part of a run in which the batch size stays the same.
 
     Args:
-        cuts: What it is a part of.
-        start: Where it begins.
-        size: Of a full batch.
+        cuts: The cuts of the whole run.
+        start: Position at which the stretch begins.
+        size: Size of a full batch.
     """
 
     def __init__(self, cuts: Cuts, start: Progress, size: int):

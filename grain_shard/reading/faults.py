@@ -1,6 +1,6 @@
-"""What becomes of reads that fail: they are tried again, and what stays bad ends the run or a row.
+"""Failed reads: they are tried again; a record that stays bad ends the run or is masked.
 
-`FaultRules` are what the user says. `Faults` follows them while a pipeline runs, and counts.
+`FaultRules` are the user's rules. `Faults` applies them while a pipeline runs, and counts faults.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from grain_shard.reading.transient import is_transient
 OnBadRecord = Literal["error", "mask"]
 
 # Each try follows a pause, three times as long as the one before, up to the longest. Half of a
-# pause is random, so that the hosts of a job do not come back all at once.
+# pause is random, so that the hosts of a job do not all ask again at the same time.
 _FIRST_PAUSE_S, _GROWTH, _LONGEST_PAUSE_S = 0.1, 3, 10.0
-# A share of bad records is a share of at least this many records: the first ones say little.
+# A share of bad records is taken of at least this many records: fewer say little about the rest.
 _SHARE_OF_AT_LEAST = 1000
-# Bad records that are listed; the others are counted.
+# The most bad records that are listed; further ones are only counted.
 _MOST_LISTED = 1000
 _LOG_EVERY_S = 30
-# A pause looks this often whether it is to end.
+# The interval, in seconds, at which a pause checks if it should end.
 _SLICE_S = 0.05
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How often a source is asked again for what it has failed to give.
+    """The number of times that a source is asked again after a failed read.
 
     Example:
         >>> Retries(10, on=KeyError)
         Retries(times=10, on=(<class 'KeyError'>,))
 
     Attributes:
-        times: How many more times, with growing pauses: 0.1 s, 0.3 s, 0.9 s, up to 10 s.
-        on: Classes of exceptions after which it is, besides those that say themselves that a second
-            try may help: `OSError`, but for those of files that are not there or may not be read,
-            `TimeoutError`, and what libraries of buckets raise when a server is busy. After the
-            classes named here it is also if a ``.map`` has raised them.
+        times: Number of further tries, with growing pauses: 0.1 s, 0.3 s, 0.9 s, up to 10 s.
+        on: Classes of exceptions that are tried again, besides the transient ones. Transient are:
+            `OSError`, except for files that do not exist or may not be read; `TimeoutError`; and
+            the errors of bucket libraries for a busy server. The classes named here are also tried
+            again if a ``.map`` raised them.
     """
 
     times: int = 4
@@ -75,15 +75,14 @@ class Retries:
 
 @dataclass(frozen=True)
 class FaultRules:
-    """What is to become of reads that fail; see `shard_to`.
+    """The user's rules for failed reads; see `shard_to`.
 
     Attributes:
-        retries: How often the source is asked again; a number, or `Retries`.
-        on_bad_record: "error", or "mask" for a row of padding in the place of a record that cannot
-            be had.
-        max_bad_records: How many of these there may be: a number, or a share of what was read.
-        is_read_once: Whether each record is read on one host only. What one host can read and
-            another cannot must not be masked: their rows would differ.
+        retries: Number of times that the source is asked again; a number, or `Retries`.
+        on_bad_record: "error"; or "mask" for a row of padding in place of an unreadable record.
+        max_bad_records: Most records that may be bad: a number, or a share of the records read.
+        is_read_once: True if each record is read on one host only. A record that one host can read
+            and another cannot must not be masked, because the hosts' rows would differ.
     """
 
     retries: int | Retries = Retries()
@@ -97,10 +96,10 @@ class FaultRules:
         require_choice("on_bad_record", self.on_bad_record, get_args(OnBadRecord))
         most = self.max_bad_records
         if isinstance(most, numbers.Integral) and not isinstance(most, bool):
-            most = int(most)  # it may be one of NumPy's
+            most = int(most)  # it may be a NumPy integer
             object.__setattr__(self, "max_bad_records", most)
         is_number = isinstance(most, int | float) and not isinstance(most, bool)
-        # Written so that it refuses what is not a number ("nan"), too.
+        # Written so that it also refuses NaN.
         if not is_number or not most >= 0 or (isinstance(most, float) and not most <= 1):
             raise ShardingError(
                 f"max_bad_records={most!r} is neither a number of records nor a share of them.",
@@ -109,24 +108,24 @@ class FaultRules:
 
     @property
     def masks(self) -> bool:
-        """Whether a record that cannot be had is left out."""
+        """True if unreadable records are left out."""
         return self.on_bad_record == "mask"
 
 
-# For a batch that is asked for without a pipeline.
+# The rules for a batch that is read without a pipeline.
 FAIL_AT_ONCE = FaultRules(retries=0)
 
 
 class BadRecord(NamedTuple):
-    """A record that could not be had.
+    """A record that could not be read.
 
     Attributes:
         record: Its index in the dataset above ``.batch``, or in a feed above ``.to_iter_dataset``.
-            Those of a second epoch follow those of the first.
-        error: Why not.
-        feed: The feed that it belongs to; None where there are no feeds.
-        origin: Where it comes from: its index in the source, and the file if the source says so.
-            None if the way from the source to the record is not known.
+            Indices of a second epoch follow those of the first epoch.
+        error: The reason.
+        feed: The record's feed; None without feeds.
+        origin: Its index in the source, and its file if the source gives one. None if the route
+            from the source to the record is unknown.
     """
 
     record: int
@@ -136,19 +135,19 @@ class BadRecord(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The record, in words."""
+        """The record's name in messages."""
         where = "the dataset above .batch" if self.feed is None else f"feed {self.feed}"
         return record_name(self.record, where, self.origin)
 
 
 class FaultCounts(NamedTuple):
-    """Counts of one host.
+    """Fault counts of one host.
 
     Attributes:
         retries: Times that the source was asked again after an error.
         bad_records: Records that were left out.
-        listed: The first of these.
-        records: Records that were read, where bad ones may be left out; otherwise 0.
+        listed: The first of these records.
+        records: Records that were read, if bad ones may be left out; otherwise 0.
     """
 
     retries: int = 0
@@ -157,7 +156,7 @@ class FaultCounts(NamedTuple):
     records: int = 0
 
     def after(self, before: FaultCounts) -> FaultCounts:
-        """Returns the counts of before and these, together."""
+        """Returns the sum of earlier counts and these."""
         return FaultCounts(
             retries=before.retries + self.retries,
             bad_records=before.bad_records + self.bad_records,
@@ -167,13 +166,13 @@ class FaultCounts(NamedTuple):
 
 
 class Faults(Recovery):
-    """Follows the rules while a pipeline runs, and counts. Used by all of its threads.
+    """Applies the rules while a pipeline runs, and counts faults. All its threads share it.
 
-    Sent to another process, it counts there what that process is to report.
+    A copy sent to a worker process counts there, for the worker to report.
 
     Args:
         rules: The rules.
-        is_worker: Whether another process gets the counts, and judges by them.
+        is_worker: True if another process receives the counts, and raises if they are too high.
     """
 
     def __init__(self, rules: FaultRules, *, is_worker: bool = False):
@@ -183,7 +182,7 @@ class Faults(Recovery):
         self._retries: Retries = rules.retries
         self._counts = FaultCounts()
         self._listed: list[BadRecord] = []
-        # Records for which all tries were used up; and whether these are too many.
+        # Records for which all tries were used up, and whether there are too many of them.
         self._exhausted, self._source_is_down = 0, False
         self._is_stopped = False
         self._lock = threading.Lock()
@@ -204,7 +203,7 @@ class Faults(Recovery):
             return counts
 
     def count(self, **more: int) -> FaultCounts:
-        """Adds to counts, by their names; returns the sums."""
+        """Adds to the counts of these names; returns the sums."""
         with self._lock:
             counts = self._counts
             added = {name: getattr(counts, name) + number for name, number in more.items()}
@@ -212,11 +211,11 @@ class Faults(Recovery):
             return counts
 
     def stop(self) -> None:
-        """Ends every pause, from any thread at any place. Nothing is tried again from now on."""
+        """Ends every pause and all further tries, from any thread at any point of its work."""
         self._is_stopped = True
 
     def may_heal(self, error: Exception) -> bool:
-        """Returns whether the source is asked again after this error of its own."""
+        """Returns whether the source is asked again after this error of the source."""
         return self._is_named(error) or is_transient(error)
 
     def _is_named(self, error: BaseException) -> bool:
@@ -286,7 +285,7 @@ class Faults(Recovery):
         )
 
     def _pause(self, seconds: float) -> None:
-        # In slices and without a lock, since the garbage collector may call `stop` anywhere.
+        # Short sleeps without a lock, because the garbage collector may call `stop` at any point.
         until = time.monotonic() + seconds * random.uniform(0.5, 1.0)
         while not self._is_stopped and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _SLICE_S))
@@ -297,11 +296,11 @@ class Faults(Recovery):
             return False
         if self._rules.is_read_once:
             return True
-        # A file may be missing, or a bucket away, for one of the hosts that read the same rows.
+        # One of several hosts that read the same rows may miss a file, or not reach a bucket.
         return not isinstance(error, OSError | ImportError) and not self.may_heal(error)
 
     def _check_exhausted(self, error: Exception) -> None:
-        """Judges before the batch is made: if a source is down, each record takes all pauses.
+        """Counts exhausted tries before the batch is done: if a source is down, all would pause.
 
         Raises:
             BadRecordsError: All tries were used up for too many records.
@@ -319,7 +318,7 @@ class Faults(Recovery):
             ) from error
 
     def _most(self) -> float:
-        """Returns the number of records that may be bad, among those read so far."""
+        """Returns the most records that may be bad, among those read so far."""
         most = self._rules.max_bad_records
         if isinstance(most, int):
             return most
@@ -336,7 +335,7 @@ class Faults(Recovery):
         """Counts a record that is left out.
 
         Raises:
-            BadRecordsError: There are too many.
+            BadRecordsError: There are too many bad records.
         """
         self._leave_out(BadRecord(record, describe_error(bad.error), feed, origin), bad.error)
 
@@ -379,7 +378,7 @@ class Faults(Recovery):
             ) from error
 
     def advice(self, error: Exception) -> str:
-        """Returns the argument by which the source is asked again, or more often."""
+        """Returns the remedy: the argument that makes the source be asked again, or more often."""
         name, times = type(error).__name__, self._retries.times
         assert isinstance(self._retries.on, tuple)
         classes = [one.__name__ for one in self._retries.on]
@@ -412,10 +411,10 @@ class Skipped:
         return self._faults.may_leave_out(bad.error)
 
     def skips(self, element: Any, records: grain.MapDataset, record: int) -> bool:
-        """Counts a record; returns whether it is skipped, since it could not be read.
+        """Counts a record; returns whether it is skipped, because it could not be read.
 
         Raises:
-            BadRecordsError: There are too many.
+            BadRecordsError: There are too many bad records.
         """
         self._faults.count(records=1)
         if type(element) is not Unreadable:
@@ -426,5 +425,5 @@ class Skipped:
 
 
 def read_by_several(rules: FaultRules) -> FaultRules:
-    """The rules for records that more than one host reads."""
+    """Returns the rules for records that more than one host reads."""
     return replace(rules, is_read_once=False)

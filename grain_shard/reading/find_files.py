@@ -1,4 +1,4 @@
-"""From what a user writes to a list of files: patterns, folders, and what to say of none."""
+"""The files of a path, pattern or folder, and the error if there are none."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import glob
 import os
 from pathlib import Path
 
-BUCKET = "gs://"  # the URLs that array_record opens by itself
+BUCKET = "gs://"  # the URLs that array_record itself can open
 
-# A folder holds other files, too: a description of the data set, say.
+# A folder may hold other files, too, such as a description of the data set.
 _NAMES_IN_A_FOLDER = ("*array_record*", "*arrayrecord*")
 _NAMES_SHOWN = 5
 
 
 def require_openable(path: str) -> None:
-    """Refuses a URL of a kind that nothing here can open.
+    """Refuses a URL of a kind that neither this package nor array_record can open.
 
     Raises:
-        ValueError: It is one.
+        ValueError: The path is such a URL.
     """
     if "://" in path and not path.startswith(BUCKET):
         raise ValueError(
@@ -29,18 +29,19 @@ def require_openable(path: str) -> None:
 
 
 def find_files(path: str) -> list[str]:
-    """The files that a path stands for, sorted by name, and so in one order on every host.
+    """Returns the files of a path, sorted by name, and so in the same order on every host.
 
     Args:
-        path: A file, a pattern (``*``, ``?``, ``[0-9]``, and ``**`` for any folders), or a folder,
-            which stands for the files right in it with "array_record" or "arrayrecord" in their
-            names. A URL is not looked up.
+        path: A file; a pattern (``*``, ``?``, ``[0-9]``, and ``**`` for any folders); or a folder,
+            for the files directly in it with "array_record" or "arrayrecord" in their names. A URL
+            is not looked up.
 
     Returns:
-        One file at least. That a path without a pattern exists is left to who opens it.
+        At least one file. A path without a pattern is not checked: opening it fails if it is
+        missing.
 
     Raises:
-        FileNotFoundError: Nothing matches the pattern, or the folder has no such file.
+        FileNotFoundError: No file matches the pattern, or the folder has no such file.
         ValueError: The pattern is a URL.
     """
     if "://" in path:
@@ -60,7 +61,7 @@ def find_files(path: str) -> list[str]:
     matches = {match for pattern in patterns for match in glob.iglob(pattern, recursive=True)}
     files = sorted(filter(os.path.isfile, matches))
     for other in sorted(matches.difference(files)):
-        if not os.path.exists(other):  # a link, say to a bucket that is not mounted
+        if not os.path.exists(other):  # a dangling link, e.g. to a bucket that is not mounted
             raise not_found(other)
     if not files:
         raise not_found(path)
@@ -68,7 +69,7 @@ def find_files(path: str) -> list[str]:
 
 
 def not_found(path: str) -> FileNotFoundError:
-    """The error for a path that stands for no file; it tells what is there instead."""
+    """Returns the error for a path without files; its message lists the files that exist nearby."""
     if os.path.isdir(path):
         problem = f'no file in the folder {path!r} has "array_record" in its name'
         remedy = "give a pattern for the files that you mean, such as 'folder/train-*'."

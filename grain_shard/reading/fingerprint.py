@@ -1,9 +1,9 @@
-"""The facts that must not change between saving a state and restoring it, in a few digests.
+"""The facts that must not change between saving a state and restoring it, as a few digests.
 
-The walk down a pipeline uses what Grain shows of it: each node's text, its length, the paths or the
-own fingerprint of a source. Seeds and weights have no public place; where they can't be seen, a
-change goes unnoticed. So does one inside a function (its name is all that is compared) or inside
-the records.
+The walk down a pipeline uses public facts of Grain: each node's text and length, and a source's
+paths or own fingerprint. Seeds and weights are not public; if they cannot be found, a change of
+them is not noticed. Neither is a change inside a function (only its name is compared) or inside the
+records.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ from grain_shard.reading.cuts import Progress
 from grain_shard.reading.mix import MixedByRecord
 
 Fingerprint = dict[str, Any]
-WEIGHTS = "weights"  # the field for the weights of a mixture, by the record at which each begins
+WEIGHTS = "weights"  # the field for a mixture's weights, by the record from which they hold
 
 HOW_TO_COUNT_RECORDS = (
     "Put what is done to a batch before .batch, where it is done to a record: no batch_fn, no .map"
     " after .batch, and slices of records."
 )
 
-# Where a function stands in its file, and where an object stands in memory, say nothing of what
-# it does: a comment above it, or another run, changes them.
+# A function's place in its file and an object's address are removed: a comment above the function,
+# or another run, changes them without a change in meaning.
 _PLACE = re.compile(r" @ [^)]*| at 0x[0-9a-f]+")
 
 
 def fingerprint(ds: grain.MapDataset) -> Fingerprint:
-    """The fingerprint of a random-access dataset of batches: the same on every host.
+    """Returns the fingerprint of a random-access dataset of batches: the same on every host.
 
     Args:
         ds: The dataset below the stages of this package.
 
     Returns:
-        Records above ``.batch``, the batch size (both None if they can't be seen), and a digest
-        each of the sources (names of the files and their records; of a Hugging Face dataset its
-        own fingerprint), the seeds and the
-        transformations. Plain JSON.
+        Records above ``.batch``, the batch size (both None if unknown), and one digest each of the
+        sources (names of the files and number of their records; for a Hugging Face dataset its own
+        fingerprint), the seeds, and the transformations. Plain JSON.
     """
     node = nodes.batch_node(ds)
     if node is None:
@@ -57,12 +56,12 @@ def fingerprint(ds: grain.MapDataset) -> Fingerprint:
 def records_fingerprint(
     records: grain.MapDataset, above: Sequence[grain.MapDataset], drop_remainder: bool
 ) -> Fingerprint:
-    """The fingerprint of records that are batched, however many make a batch.
+    """Returns the fingerprint of batched records, whatever the batch size.
 
     Args:
         records: The dataset that is batched.
         above: The nodes above the batching.
-        drop_remainder: Whether records that do not fill a batch are left out.
+        drop_remainder: True if records that do not fill a batch are left out.
     """
     mixture = _mixture_in_order(records, above)
     described = [(_text(node), nodes.parameters(node)) for node in above]
@@ -70,7 +69,7 @@ def records_fingerprint(
     for node in nodes.walk(records):
         text = "mix" if node is mixture else _text(node)
         described.append((text, nodes.parameters(node)))
-    # The length of a mixture follows from its weights and its sources.
+    # A mixture's length follows from its weights and its sources, so it is left out.
     size = {"records": len(records)} if mixture is None else {WEIGHTS: mixture.weights}
     return {
         **size,
@@ -83,9 +82,9 @@ def records_fingerprint(
 def _mixture_in_order(
     records: grain.MapDataset, above: Sequence[grain.MapDataset]
 ) -> MixedByRecord | None:
-    """The mixture whose record i is record i of the dataset that is batched, if it has one."""
+    """Returns the mixture, if its record i is record i of the batched dataset."""
     if any(type(node) in (nodes.SLICE, nodes.REINDEX) for node in above):
-        return None  # the records of a batch are not known by its number
+        return None  # a slice chose batches, so their records do not follow from their number
     while nodes.keeps_indices(records):
         (records,) = records.parents
     return records if isinstance(records, MixedByRecord) else None
@@ -94,11 +93,12 @@ def _mixture_in_order(
 def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fingerprint:
     """Returns the fingerprint of a state.
 
-    The weights of a mixture are compared as far as they were used, since later ones may change.
+    A mixture's weights are compared up to the records that were used, so later ones may change.
 
     Args:
-        fingerprint: The fingerprint of the pipeline; one of a state is returned as it is.
-        place: The position of the state. None, or a place in a later epoch, compares all weights.
+        fingerprint: The fingerprint of the pipeline; a state's fingerprint is returned unchanged.
+        place: The position of the state. None, or a position in a later epoch, compares all
+            weights.
     """
     weights = fingerprint.get(WEIGHTS)
     if not isinstance(weights, list):
@@ -109,7 +109,7 @@ def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fi
 
 
 def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:
-    """A digest each of a dataset's sources, seeds and transformations."""
+    """Returns one digest each of a dataset's sources, seeds and transformations."""
     walked = list(nodes.walk(ds))
     sources = [_source(node) for node in walked if not node.parents]
     return {
@@ -126,12 +126,12 @@ def check_fingerprint(
     kind: str,
     keys: Sequence[str],
 ) -> None:
-    """Refuses a state that was saved by something else.
+    """Refuses a state that another pipeline saved.
 
     Args:
         state: The state.
-        current: The fingerprint of the pipeline that is to continue from it.
-        kind: A name of that pipeline, for messages.
+        current: The fingerprint of the pipeline that restores the state.
+        kind: Name of that pipeline, for messages.
         keys: Keys of the state besides the fingerprint.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A pipeline without ``.batch``, whose records would be cut up as if their first dim were rows."""
+"""Checks for a missing ``.batch``: without it a record's first dim would be taken for rows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from grain_shard.trees import FlatBatch
 
 
 def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
-    """Refuses an element that is surely a record: it has a value without a dim beside arrays.
+    """Refuses an element that must be a record: beside arrays it has a value without any dim.
 
-    Nothing does where a ``.batch`` stands anywhere in the pipeline, or where it begins with an
-    `grain.IterDataset`, as `from_iterable` makes one: that may give batches itself.
+    A pipeline with a ``.batch`` is never refused. Neither is one that begins with a
+    `grain.IterDataset`, such as one from `from_iterable`: it may yield batches itself.
 
     Args:
         ds: The pipeline.
-        element: An element of it.
+        element: An element of the pipeline.
 
     Raises:
-        ShardingError: It is a record.
+        ShardingError: The element is a record.
     """
     if nodes.may_make_batches(ds):
         return
@@ -43,7 +43,7 @@ def warn_of_records(ds: grain.MapDataset, element: FlatBatch) -> None:
 
     Args:
         ds: The pipeline.
-        element: An element of it, of which every leaf has a leading axis.
+        element: An element of the pipeline; every leaf of it has a leading axis.
     """
     if not nodes.may_make_batches(ds):
         path, array = element.paths[0], element.arrays[0]

@@ -1,9 +1,9 @@
-"""`HedgedSource`: asks a source a second time for a record that comes late.
+"""`HedgedSource`: asks a source a second time for a record whose read is late.
 
 Most reads of a bucket take 50 ms, and one in a thousand takes seconds. A second request for the
-same record is answered long before the first then ("backup requests", "hedged requests"). Where all
-reads are slow, more of them would only make them slower. So a read beside others is late only if
-one that began after it has been answered, and few are asked for again.
+same record is then answered long before the first ("backup requests", "hedged requests"). If all
+reads are slow, more of them would only slow down the source. So a read beside others is late only
+if a read that began after it has been answered, and only few reads are repeated.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 
 from grain_shard.errors import ShardingError
 
-# The usual time is one that nineteen reads of twenty stay below. It is followed without a list of
-# them: a longer read raises it by a tenth, a shorter one lowers it by a 19th of that, so that it
-# rests where one read in twenty is longer.
+# The usual time is an estimate of the 95th percentile of read times, without a list of them. A
+# longer read raises it by a tenth, a shorter one lowers it by a 19th of that, so it settles where
+# one read in twenty is longer.
 _UP = 1.1
 _DOWN = _UP ** (-1 / 19)
 # A read that takes this many times the usual time is late.
 _MANY_TIMES = 3
-# No read is late before. A thread may wait this long for a processor, or the interpreter's lock.
+# Shorter reads are never late: a thread may wait this long for a processor or the interpreter lock.
 _LEAST_S = 10e-3
-# Reads whose threads compute for a larger share of the time are slow by what they compute.
+# If threads compute for a larger share of the time, computing and not the source is slow.
 _COMPUTES = 0.1
-# The share of all reads that may be asked for again, and how many in a row.
+# The share of all reads that may be repeated, and how many in a row.
 _SHARE, _IN_A_ROW = 0.05, 8
-# Threads of one source. A pipeline reads with at most 128; the others are for second requests.
+# Threads of one source. A pipeline reads with at most 128; the rest are for second requests.
 _MOST_THREADS = 256
 _BATCHED_READS = "_getitems", "__getitems__"
 
@@ -42,15 +42,15 @@ _Answers = SimpleQueue[tuple[Any, BaseException | None]]
 
 
 class HedgedSource:
-    """A random-access source that is asked a second time for what comes late.
+    """A random-access source that is asked a second time if a read is late.
 
-    The first answer counts. An error counts if the other request has failed, too. Every attribute
-    but items and batched reads is that of the wrapped source, its class included, so that a
-    pipeline, its states and its errors are the same with this source and without it.
+    The first answer counts. An error counts only if the other request has failed, too. Every
+    attribute, except items and batched reads, is the wrapped source's attribute, including the
+    class. So a pipeline, its states and its errors are the same with and without this wrapper.
 
-    A read is asked for again once it has taken 10 ms, and three times as long as all but the
-    slowest twentieth of reads, if it is alone or a later one has been answered. At most one read in
-    twenty is.
+    A read is late if it has taken 10 ms, and three times as long as the 95th percentile of reads,
+    while no other read is under way or a later one has been answered. At most one read in twenty is
+    repeated.
 
     Example:
         >>> source = HedgedSource(range(100, 200))
@@ -58,12 +58,12 @@ class HedgedSource:
         (HedgedSource(range(100, 200)), 100, 117)
 
     Args:
-        source: Has a length and items, which several threads may ask for at once. Its ``_getitems``
-            or ``__getitems__``, if it has one, is hedged as well. In another process, the copy of
-            this source has threads of its own.
+        source: Has a length and items; several threads may ask for items at once. Its ``_getitems``
+            or ``__getitems__``, if present, is hedged as well. In another process, the copy of this
+            source has its own threads.
 
     Raises:
-        ShardingError: It has no length or no items.
+        ShardingError: The source has no length or no items.
     """
 
     def __init__(self, source: Any):
@@ -89,7 +89,7 @@ class HedgedSource:
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # As of a `weakref.proxy`. Grain looks at the class for batched reads and for a name.
+        # As in `weakref.proxy`: Grain looks at the class for batched reads and for a name.
         return type(self._source)
 
     def __reduce__(self) -> Any:
@@ -100,30 +100,30 @@ class HedgedSource:
 
     @property
     def answered(self) -> int:
-        """Requests of this process that were answered."""
+        """Number of requests in this process that were answered."""
         return self._of_this_process().lateness.answered
 
     @property
     def asked_again(self) -> int:
-        """Reads of this process that were asked for a second time."""
+        """Number of reads in this process that were repeated."""
         return self._of_this_process().lateness.asked_again
 
     def close(self) -> None:
-        """Ends the threads, each when its read returns, and begins to count and to learn anew.
+        """Ends the threads, each when its read returns, and resets the counts and the usual time.
 
-        They also end when nothing refers to the source. A later read starts others.
+        The threads also end when the source is garbage-collected. A later read starts new threads.
         """
         self._requests.end()
         self._requests = self._new_requests()
 
     def _of_this_process(self) -> _Requests:
-        if self._requests.process != os.getpid():  # a fork has none of the threads
+        if self._requests.process != os.getpid():  # a forked process has no threads
             self._requests = self._new_requests()
         return self._requests
 
     def _new_requests(self) -> _Requests:
         requests = _Requests()
-        # Not at exit. Pipelines that have not ended yet would wait for answers of no thread.
+        # Not at exit: pipelines that have not ended yet would wait for answers that never come.
         weakref.finalize(self, requests.end).atexit = False
         return requests
 
@@ -150,13 +150,13 @@ class HedgedSource:
                 if not asked:
                     raise error
             finally:
-                del error  # its traceback refers to this frame
+                del error  # its traceback keeps this frame alive
 
 
 class _Requests:
     """The requests of one source in one process, and the threads that make them.
 
-    The threads refer to this object and not to the source, which can thus be collected.
+    The threads hold this object and not the source, so the source can be garbage-collected.
     """
 
     def __init__(self):
@@ -167,7 +167,7 @@ class _Requests:
         self._threads = self._busy = 0
 
     def begin(self, read: Callable[[], Any], answers: _Answers) -> bool:
-        """Has a thread read, if one is free or can be started."""
+        """Lets a thread read, if one is free or can be started; returns whether it does."""
         with self._lock:
             if self._busy == self._threads:
                 if self._threads == _MOST_THREADS:
@@ -179,9 +179,9 @@ class _Requests:
             return True
 
     def begin_again(self, read: Callable[[], Any], answers: _Answers, start: float) -> bool:
-        """Has another thread read the same, if the read that began at `start` is late."""
+        """Lets another thread repeat the read that began at `start`, if that read is late."""
         with self._lock:
-            alone = self._busy == 1  # as in a worker process, which reads one record at a time
+            alone = self._busy == 1  # e.g. in a worker process, which reads one record at a time
             late = self.lateness.is_late(start, time.perf_counter(), alone=alone)
             if not late or not answers.empty() or not self.begin(read, answers):
                 return False
@@ -189,7 +189,7 @@ class _Requests:
             return True
 
     def end(self) -> None:
-        """Ends the threads, each when its read returns. Takes no lock, as it is called anywhere."""
+        """Ends the threads, each when its read returns. Takes no lock: finalizers call it."""
         for _ in range(self._threads):
             self._tasks.put(None)
 
@@ -207,27 +207,27 @@ class _Requests:
                     processor_s = time.thread_time() - processor_start
                     self.lateness.took(start, time.perf_counter(), processor_s)
                 answers.put(answer)
-            del task, read, answers, answer  # the next task may come late, or never
+            del task, read, answers, answer  # or they stay alive until the next task, maybe forever
 
 
 class Lateness:
-    """Learns from the reads that were answered. Times are in seconds, by `time.perf_counter`.
+    """Learns the usual time of reads. Times are in seconds, by `time.perf_counter`.
 
     Attributes:
         answered: Reads that were answered.
-        asked_again: Reads that were asked for a second time.
+        asked_again: Reads that were repeated.
     """
 
     def __init__(self):
         self.answered = self.asked_again = 0
         self._usual_s = 0.0
-        self._computing = 0.0  # the share of the latest reads for which their threads computed
-        self._last_start = 0.0  # the latest start of a read that was answered
+        self._computing = 0.0  # the share of the latest reads' time that their threads computed
+        self._last_start = 0.0  # the latest start of an answered read
         self._allowance = 0.0
 
     def took(self, start: float, end: float, processor_s: float) -> None:
-        """A read was answered, for which its thread used a processor for some seconds."""
-        seconds = max(end - start, 1e-9)  # a clock with large steps may not have moved at all
+        """Records an answered read, and the processor time of its thread, in seconds."""
+        seconds = max(end - start, 1e-9)  # a coarse clock may measure no time at all
         if not self.answered:
             self._usual_s = seconds
         self._usual_s *= _UP if seconds > self._usual_s else _DOWN
@@ -238,16 +238,16 @@ class Lateness:
 
     @property
     def patience_s(self) -> float:
-        """The seconds after which a read is late."""
+        """Seconds after which a read is late."""
         return max(_LEAST_S, _MANY_TIMES * self._usual_s)
 
     def is_late(self, start: float, now: float, *, alone: bool = False) -> bool:
-        """Returns whether to ask again for a read.
+        """Returns whether a read should be repeated.
 
         Args:
-            start: The time at which it began.
-            now: The time.
-            alone: Whether no other read is under way, which could show that the source answers.
+            start: The time at which the read began.
+            now: The current time.
+            alone: True if no other read is under way, so none can show that the source answers.
         """
         return (
             now - start >= self.patience_s
@@ -257,6 +257,6 @@ class Lateness:
         )
 
     def asks_again(self) -> None:
-        """A read is asked for again."""
+        """Records that a read is repeated."""
         self._allowance -= 1
         self.asked_again += 1

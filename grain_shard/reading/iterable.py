@@ -1,4 +1,4 @@
-"""`from_iterable`: the batches of any loader as a stream that Grain's nodes and the chain know."""
+"""`from_iterable`: the batches of any loader as a stream for Grain's nodes and the chain."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ Rows = Literal["global", "local"]
 def from_iterable(
     source: Iterable[Batch] | Callable[[], Iterable[Batch]], *, rows: Rows
 ) -> grain.IterDataset:
-    """A stream of the batches of a loader, to be ended with ``.shard_to(mesh)``.
+    """Returns a stream of a loader's batches, for a ``.shard_to(mesh)`` to follow.
 
-    Made of a `grain.DataLoader`, a PyTorch ``DataLoader``, ``as_numpy_iterator`` of tf.data, a list
-    or a generator. It is padded, placed and prefetched like any other stream, and on several hosts
-    they end together, and find out if hosts that should yield different rows yield the same.
+    The loader may be a `grain.DataLoader`, a PyTorch ``DataLoader``, ``as_numpy_iterator`` of
+    tf.data, a list or a generator. The stream is padded, placed and prefetched like any other. On
+    several hosts the streams end together, and an error is raised if hosts that should yield
+    different rows yield the same rows.
 
     Example:
         >>> import numpy as np
@@ -38,21 +39,21 @@ def from_iterable(
         [10 11 12]
 
     Args:
-        source: An iterable of batches, trees of numpy arrays, or of what numpy can make arrays of
-            (PyTorch's tensors); or a function that makes one, such as a generator function. Every
-            pass asks a loader for a new iterator, and the function for a new iterable. An iterator
-            or generator is taken as it stands, so there is one pass in all. Arrays are copied, so
-            their maker may fill them again.
-        rows: The rows of each of several hosts. "local": the rows of the host's own devices,
-            as a loader with a sampler for each process does. "global": every host the same whole
-            batches. On one host these are the same.
+        source: An iterable of batches, which are trees of numpy arrays or of objects that numpy can
+            convert (PyTorch's tensors); or a function that returns such an iterable, such as a
+            generator function. Every pass asks a loader for a new iterator, and a function for a
+            new iterable. An iterator or generator is used as it is, so it allows one pass. Arrays
+            are copied, so their maker may fill them again.
+        rows: The rows that each of several hosts yields. "local": the rows of the host's own
+            devices, as from a loader with a sampler for each process. "global": the same whole
+            batches on every host. On one host both are the same.
 
     Returns:
-        A `grain.IterDataset`. Its iterators have a state if the source's have ``get_state`` and
-        ``set_state``, as a `grain.DataLoader`'s do.
+        A `grain.IterDataset`. Its iterators have a state if the source's iterators have
+        ``get_state`` and ``set_state``, such as those of a `grain.DataLoader`.
 
     Raises:
-        ShardingError: `rows` is neither of the two, or the source is a Grain dataset.
+        ShardingError: `rows` is neither "local" nor "global", or the source is a Grain dataset.
         TypeError: The source cannot be iterated over.
     """
     if rows not in ("global", "local"):
@@ -106,14 +107,14 @@ class IterableBatches(grain.IterDataset):
 
 
 class _Batches(grain.DatasetIterator):
-    """Gives any iterator the methods of Grain's.
+    """Adapts any iterator to the interface of Grain's iterators.
 
     Args:
         iterator: The iterator.
-        name: What to call the source in messages.
-        in_use: Held while it works. After ``set_state`` a thread may still be inside the user's
+        name: Name of the source in messages.
+        in_use: Held during ``next``. After ``set_state`` a thread may still be inside the user's
             ``next``, and if the iterator is the user's own, the next thread asks the same one.
-        is_own: Whether it was made for this object, and nobody else can have it.
+        is_own: True if the iterator was made for this object, and no other object refers to it.
     """
 
     def __init__(
@@ -123,11 +124,11 @@ class _Batches(grain.DatasetIterator):
         self._iterator: Any = iterator
         self._name, self._in_use = name, in_use
         self._stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
-        # An iterator with a state may be asked to go back after this, so its owner closes it.
+        # A stateful iterator may be asked to go back after this, so its owner closes it.
         self._to_close = hasattr(iterator, "close") and (is_own or not self._stateful)
 
     def __next__(self) -> Batch:
-        with self._in_use:  # for the copy, too: who asks next may have the arrays filled again
+        with self._in_use:  # also for the copy: the next call may fill the arrays again
             return owned(jax.tree.map(_as_numpy, next(self._iterator)))
 
     def get_state(self) -> Any:
@@ -141,40 +142,40 @@ class _Batches(grain.DatasetIterator):
             self._iterator.set_state(state)
 
     def close(self) -> None:
-        closes, self._to_close = self._to_close, False  # Grain closes again when it collects this
+        closes, self._to_close = self._to_close, False  # Grain closes again in its __del__
         if closes:
             self._iterator.close()
 
 
 def _as_numpy(leaf: Any) -> Any:
-    """Another library's tensor as numpy; all else as it is."""
+    """Returns another library's tensor as numpy, and all else unchanged."""
     known = isinstance(leaf, np.ndarray | np.generic | jax.Array)
     return np.asarray(leaf) if hasattr(leaf, "__array__") and not known else leaf
 
 
 def is_from_iterable(ds: Any) -> bool:
-    """Returns whether `from_iterable` made a dataset."""
+    """Returns whether `from_iterable` made the dataset."""
     return isinstance(ds, IterableBatches)
 
 
 def _sources_of(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
-    """Returns the datasets that a pipeline begins with, which have no other below them."""
+    """Returns the datasets at the beginning of a pipeline, which have no parents."""
     if not ds.parents:
         return [ds]
     return [source for parent in ds.parents for source in _sources_of(parent)]
 
 
 def said_rows(ds: grain.MapDataset | grain.IterDataset) -> Rows | None:
-    """Returns the rows that all sources of a pipeline declare; None if they do not agree on any."""
+    """Returns the rows that all sources of a pipeline declare; None unless all agree."""
     said = {source.rows if is_from_iterable(source) else None for source in _sources_of(ds)}
     return said.pop() if len(said) == 1 else None
 
 
 def agreed_rows(ds: grain.MapDataset | grain.IterDataset, rows: Rows | None) -> Rows | None:
-    """Returns the rows of a pipeline on each host, by its sources and by the user's argument.
+    """Returns the rows that a pipeline yields on each host, by its sources or the user's argument.
 
     Raises:
-        ShardingError: They contradict each other.
+        ShardingError: Sources and argument contradict each other.
     """
     said = said_rows(ds)
     if said is not None and rows not in (None, said):
@@ -186,10 +187,10 @@ def agreed_rows(ds: grain.MapDataset | grain.IterDataset, rows: Rows | None) -> 
 
 
 def require_another_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
-    """Refuses to read ahead of the loop what would then be gone for it.
+    """Refuses to read a batch before the loop does if the loop could then not read it again.
 
     Raises:
-        ShardingError: A source of the pipeline can be gone through only once.
+        ShardingError: A source of the pipeline allows only one pass.
     """
     for source in _sources_of(ds):
         if is_from_iterable(source) and source.has_one_pass:

@@ -1,4 +1,4 @@
-"""`mix`: several datasets in one, by weights that change in the course of a run."""
+"""`mix`: several datasets in one, by weights that change during a run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def mix(
 ) -> grain.MapDataset:
     """Mixes datasets by weights that change at given records.
 
-    Like `grain.MapDataset.mix`, but for the change: an ordinary node of a random-access pipeline.
-    Each dataset is read in its own order, without a gap and nothing twice, also where the weights
-    change. Counted from the last change, none is ever a whole record away from its share.
+    Like `grain.MapDataset.mix`, except that weights change: an ordinary node of a random-access
+    pipeline. Each dataset is read in its own order, without gaps or repetition, also across a
+    change of weights. Counted from the last change, each dataset is always less than one record
+    away from its share.
 
     Example:
         >>> import grain
@@ -31,15 +32,15 @@ def mix(
 
     Args:
         datasets: The datasets to mix.
-        weights: From a record of the mixture to the weight of each dataset from there on; the
-            first record is 0. Only the proportions matter; a dataset of weight 0 pauses. They are
-            kept exactly (0.7 is 7/10), or if their lowest terms have a sum above 65,536, to about
-            that many parts.
+        weights: Maps a record of the mixture to the weight of each dataset from that record on; the
+            first record is 0. Only the proportions matter; a dataset of weight 0 pauses. Weights
+            are exact (0.7 is 7/10), or rounded to about 65,536 parts if their lowest terms have a
+            larger sum.
 
     Returns:
-        A `grain.MapDataset`. It ends where a dataset would have to give a record that it lacks; so
-        call ``.repeat()`` on what is to go round. Records past its end go on by the last weights,
-        and into the later epochs of the datasets.
+        A `grain.MapDataset`. It ends at the first record that a dataset lacks, so call
+        ``.repeat()`` on datasets that should start over. Records past its end continue by the last
+        weights, and into the later epochs of the datasets.
 
     Raises:
         ShardingError: Datasets, records or weights cannot be mixed.
@@ -69,7 +70,7 @@ class MixedByRecord(ElementsOfParents):
 
     Args:
         datasets: The datasets to mix.
-        schedule: The dataset from which each record comes.
+        schedule: Gives the dataset of each record.
     """
 
     def __init__(self, datasets: Sequence[grain.MapDataset], schedule: WeightSchedule):
@@ -87,7 +88,7 @@ class MixedByRecord(ElementsOfParents):
 
     @property
     def weights(self) -> list[tuple[int, Parts]]:
-        """The weights, each with the record at which they begin, as integers in lowest terms."""
+        """Returns the weights as integers in lowest terms, each with its first record."""
         return self._schedule.weights
 
     def __getitem__(self, index: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An ArrayRecord file, opened; or refused, with what it is and what to do instead."""
+"""Opens an ArrayRecord file; or raises an error that says what the file is and what to do."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 from grain_shard.reading.find_files import BUCKET, not_found
 
-# An object of a bucket that is not open after so long is said to be late, and said again only now
-# and then: there may be thousands of them.
+# A bucket's object that is not open after this time is logged as late. Further ones are logged at
+# this interval, because there may be thousands of them.
 _LATE_S, _AGAIN_S = 10.0, 60.0
-_PARQUET = b"PAR1"  # how its files begin
+_PARQUET = b"PAR1"  # the first bytes of a Parquet file
 
 
 def open_file(options: str, path: str) -> ArrayRecordReader:
-    """The reader of a file, or of an object of a bucket by its ``gs://`` URL.
+    """Returns the reader of a file, or of a bucket's object by its ``gs://`` URL.
 
     Args:
-        options: As ``"readahead_buffer_size:0"``, for the reader.
+        options: Options of the reader, e.g. ``"readahead_buffer_size:0"``.
         path: The file.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        RuntimeError: It cannot be opened, or is no ArrayRecord file.
+        FileNotFoundError: The file does not exist.
+        RuntimeError: The file cannot be opened, or is not an ArrayRecord file.
     """
     reader = _object(options, path) if path.startswith(BUCKET) else _file(options, path)
     if not reader.ok():
@@ -50,11 +50,10 @@ def _file(options: str, path: str) -> ArrayRecordReader:
 
 
 def _object(options: str, path: str) -> ArrayRecordReader:
-    """The reader of an object of a bucket; while it does not answer, the log says so.
+    """Returns the reader of a bucket's object; logs a warning while the bucket does not answer.
 
-    Without a network, or credentials, array_record tries for a quarter of an hour without a word,
-    and its caller does not hear Ctrl-C. So a thread of its own calls it, which nobody has to wait
-    for.
+    Without a network or credentials, array_record tries for a quarter of an hour without a message,
+    and blocks Ctrl-C in its caller. So a separate thread calls it, and the caller may stop waiting.
     """
     opened = Future[ArrayRecordReader]()
 
@@ -70,7 +69,7 @@ def _object(options: str, path: str) -> ArrayRecordReader:
         thread.join(_LATE_S)
         if not thread.is_alive():
             return opened.result()
-        if not threading.main_thread().is_alive():  # the program ends, and waits for this thread
+        if not threading.main_thread().is_alive():  # the program's exit waits for this thread
             raise RuntimeError(f"{path!r} was not open yet when the program ended")
         logging.log_every_n_seconds(
             logging.WARNING,
@@ -84,7 +83,7 @@ def _object(options: str, path: str) -> ArrayRecordReader:
 
 
 def _refusal(path: str, reader: ArrayRecordReader) -> Exception:
-    """The error for a file whose reader is not well."""
+    """Returns the error for a file whose reader reports a problem."""
     remedy = "write it anew, or leave it out."
     if path.startswith(BUCKET):
         remedy = (
@@ -114,4 +113,4 @@ def _begins_with(magic: bytes, path: str) -> bool:
         with open(path, "rb") as file:
             return file.read(len(magic)) == magic
     except OSError:
-        return False  # a folder, say: what the reader said of it is the error
+        return False  # e.g. a folder: the reader's own error explains it

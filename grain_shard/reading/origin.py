@@ -1,6 +1,6 @@
 """The origin of a record: its index in the source, and the file that holds it, if that is known.
 
-Looked for once a record has failed, and not before.
+It is searched only after a record has failed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from grain_shard.grain_inside.routes import source_of
 
 
 class Origin(NamedTuple):
-    """The place in a source from which a record comes.
+    """The place of a record in a source.
 
     Attributes:
         record: Its index in the source.
         source: The class of the source.
-        path: The file that holds it; None if the source has no ``where(index)`` that says so.
-        position: Which record of the file it is; None as above.
+        path: The record's file; None if the source has no ``where(index)`` that gives it.
+        position: The record's position in the file; None as for `path`.
     """
 
     record: int
@@ -35,8 +35,8 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, records: grain.MapDataset, record: int) -> Origin | None:
-        """Finds the origin of a record of a dataset; None if the way to its source is not known."""
-        with contextlib.suppress(Exception):  # it explains another error, and must not hide it
+        """Finds the origin of a dataset's record; None if the route to its source is unknown."""
+        with contextlib.suppress(Exception):  # it explains another error, and must not replace it
             found = source_of(records, record)
             if found is not None:
                 source, index = found
@@ -45,8 +45,8 @@ class Origin(NamedTuple):
 
 
 def _place(source: Any, index: int) -> tuple[str | None, int | None]:
-    """The file and the position in it, as `ArrayRecordSource.where` gives them."""
-    with contextlib.suppress(Exception):  # of other libraries, `where` may be anything
+    """Returns the file and the position in it, as `ArrayRecordSource.where` gives them."""
+    with contextlib.suppress(Exception):  # another library's `where` may be anything
         path, position = source.where(index)
         if isinstance(path, str | os.PathLike) and isinstance(position, int):
             return os.fspath(path), position
@@ -54,7 +54,7 @@ def _place(source: Any, index: int) -> tuple[str | None, int | None]:
 
 
 def record_name(record: int, where: str, origin: Origin | None) -> str:
-    """A record in words, from its source on if that is known.
+    """Names a record in a message, from its source on if that is known.
 
     Example:
         >>> record_name(441, "feed 2", Origin(17, "ArrayRecordSource", "train-1", 3))

@@ -1,4 +1,4 @@
-"""A batch filled up with rows of padding, and the mask of the real ones."""
+"""Padding of a batch with extra rows, and the mask of the real rows."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Padding:
     """The padding of batches.
 
     Attributes:
-        divisor: The number of rows of a batch is made a multiple of this.
-        remainder: Whether a short batch is padded ("pad"), dropped ("drop"), or an "error".
-        rows: The rows of padding, and the key of the mask.
-        global_batch_size: Rows of a full batch before padding; None for the size of the dataset.
+        divisor: The padded number of rows is a multiple of this.
+        remainder: "pad" pads a short batch, "drop" drops it, "error" refuses it.
+        rows: The values of rows of padding, and the key of the mask.
+        global_batch_size: Rows of a full batch before padding; None for the dataset's own size.
     """
 
     divisor: int
@@ -35,26 +35,26 @@ class Padding:
     global_batch_size: int | None = None
 
     def size(self, global_batch_size: int) -> int:
-        """Returns the rows of a full batch with its padding."""
+        """Returns the rows of a full batch, including its padding."""
         return round_up(self.global_batch_size or global_batch_size, self.divisor)
 
 
 def pad_batch(batch: Batch, size: int, padding: PadRows, bad_rows: Sequence[int] = ()) -> Batch:
-    """The batch with rows of padding added up to `size`, and the mask.
+    """Returns the batch with rows of padding added up to `size`, and the mask.
 
     Args:
-        batch: A tree of arrays ``[m, ...]``, m <= size; scalars stay as they are.
+        batch: A tree of arrays ``[m, ...]``, m <= size; scalars are unchanged.
         size: Rows to pad to.
-        padding: What these rows hold, and where to put the mask, ``bool[size]``.
-        bad_rows: Rows of the batch to make padding of, in place.
+        padding: Values of these rows, and the key of the mask, ``bool[size]``.
+        bad_rows: Rows of the batch to overwrite with padding, in place.
 
     Raises:
-        ShardingError: A mask is asked for and the batch is no mapping, or holds that key already;
-            or a leaf cannot hold its padding, or is not there.
+        ShardingError: A mask is requested and the batch is not a mapping, or has that key already;
+            a leaf cannot hold its pad value; or a leaf of `pad_value` does not exist.
     """
     flat, mask_key = FlatBatch.of(batch), padding.mask_key
     arrays, missing = flat.arrays, size - flat.rows
-    # Also where no row is missing: what is wrong is to be said at the first batch.
+    # Computed even if no row is missing, so that an error is raised at the first batch.
     values = padding.values(flat.structure.unflatten(arrays))
     if missing:
         arrays = [

@@ -1,4 +1,4 @@
-"""What rows of padding hold: zeros, or what the user says, and False in the mask."""
+"""Rows of padding: zeros or the user's values, and False in the mask."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PadRows:
         {'tokens': array([-1, -1]), 'x': array([0., 0.])}
 
     Attributes:
-        pad_value: A number for all leaves, or a tree prefix of numbers. A leaf that it leaves out
-            is padded with 0. Text is padded with "", and masks are False.
+        pad_value: A number for all leaves, or a tree prefix of numbers. Leaves outside the prefix
+            are padded with 0. Text is padded with "", and masks with False.
         mask_key: The key of the mask in a batch; None for no mask.
     """
 
@@ -42,10 +42,10 @@ class PadRows:
                 )
 
     def values(self, tree: Any) -> list[np.ndarray]:
-        """What each leaf of a tree of arrays is padded with, as a scalar of the leaf's dtype.
+        """Returns the pad value of each leaf of a tree of arrays, as a scalar of the leaf's dtype.
 
         Raises:
-            ShardingError: A leaf cannot hold its value, or the tree has no such leaf.
+            ShardingError: A leaf cannot hold its value, or the tree lacks a leaf of `pad_value`.
         """
         pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
         if type(self.pad_value) is int and self.pad_value == 0:
@@ -69,7 +69,7 @@ class PadRows:
         return found
 
     def _walk(self, keys: Any) -> tuple[Any, int]:
-        """The value for a leaf, and how many of its keys lead to it."""
+        """Returns the value for a leaf, and the number of the leaf's keys that lead to it."""
         node = self.pad_value
         for depth, key in enumerate(keys):
             if isinstance(node, numbers.Number | np.generic):
@@ -90,9 +90,9 @@ class PadRows:
         return len(keys) == 1 and getattr(keys[0], "key", None) == self.mask_key
 
     def like(self, tree: Any) -> Any:
-        """A batch of padding that looks like another batch.
+        """Returns a batch of padding with the shapes and dtypes of another batch.
 
-        Scalars stay what they are: they belong to the whole batch, and are the same on every host.
+        Scalars are unchanged: they belong to the whole batch, and are the same on every host.
         """
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(
@@ -103,14 +103,14 @@ class PadRows:
         )
 
     def row_like(self, row: Any) -> Any:
-        """A row of padding that looks like another row, whose scalars are values of its own."""
+        """Returns a row of padding with the shapes and dtypes of another row, scalars included."""
         leaves, structure = jax.tree.flatten(row)
         return structure.unflatten(
             [np.full_like(leaf, v) for leaf, v in zip(leaves, self.values(row), strict=True)]
         )
 
     def are_all_of(self, batch: FlatBatch) -> bool:
-        """Whether a batch holds nothing but rows of padding."""
+        """Returns True if every row of a batch is padding."""
         values = self.values(batch.structure.unflatten(batch.arrays))
         pairs = zip(batch.arrays, values, strict=True)
         return all(_same(array, value) for array, value in pairs if array.ndim)
@@ -139,7 +139,7 @@ def _as_dtype(value: Any, array: np.ndarray, path: str) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _fits(value: Any, dtype: np.dtype) -> bool:
-    """Whether an integer or boolean dtype holds a value as it is; all other dtypes round it."""
+    """Returns True if an integer or boolean dtype holds a value exactly; other dtypes round it."""
     if dtype.kind == "b":
         return value in (0, 1)
     if dtype.kind in "iu":

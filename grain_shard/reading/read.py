@@ -1,4 +1,4 @@
-"""One read of records: of one batch, of several, or of a feed; in the time that it has."""
+"""One read of records, from one batch, several batches, or a feed, with a time limit."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from grain_shard.reading.faults import Faults
 from grain_shard.spans import READ, span
 from grain_shard.tasks import Raised, Task
 
-# Records that are read one by one go together for about this long, in seconds, since each read
-# costs some microseconds; not for longer, so that a few slow records are read side by side. A read
-# that has taken twice as long leaves the rest of its records to whoever comes next.
+# Records that are read one by one are grouped into reads of about this many seconds. Shorter reads
+# would cost too much, since each costs some microseconds; longer ones would keep slow records from
+# being read side by side. After twice this time, a read leaves its remaining records to others.
 _READ_S = 4e-3
 
 
 def records_in_time(seconds_per_record: float | None) -> int:
-    """Returns the number of records that one read is to take, if they are read one by one."""
+    """Returns the number of records for one read, if they are read one by one."""
     return max(1, int(_READ_S / max(seconds_per_record, 1e-9))) if seconds_per_record else 1
 
 
 class Sink(Protocol):
-    """The place of records once they are read: a `BatchBuilder`, or a line of a feed.
+    """The receiver of records that were read: a `BatchBuilder`, or the line of a feed.
 
     Attributes:
-        number: Its place among others; earlier ones are wanted first.
-        faults: The rules for reads that fail.
+        number: Its position among other sinks; earlier ones are needed first.
+        faults: The rules for failed reads.
     """
 
     number: int
     faults: Faults
 
     def way(self, start: int, stop: int) -> Route:
-        """Returns the way to some of its records."""
+        """Returns the route to the records from `start` up to `stop`."""
         ...
 
     def write(self, elements: list[Any], start: int, until: float) -> int:
-        """Takes elements that were read; returns their number, less those left to others."""
+        """Writes elements that were read; returns the number written in time."""
         ...
 
     def wrote(self, count: int) -> Iterable[tuple[int, Any]]:
-        """Counts elements that it took; gives its result, if it has one, after the last of them."""
+        """Counts written elements; after the last one, returns the result, if there is one."""
         ...
 
     def failed(self, start: int, error: Raised) -> Iterable[tuple[int, Raised]]:
-        """Takes the error of a record; gives it in place of its result, if it has one."""
+        """Returns the error of a record in place of the result, if there is one."""
         ...
 
 
 class Part(NamedTuple):
-    """Some records of a sink, and their elements if they were read."""
+    """Some records of a sink, and their elements once they were read."""
 
     sink: Sink
     start: int
@@ -60,7 +60,7 @@ class Part(NamedTuple):
     elements: list[Any] | None = None
 
     def cut(self, count: int) -> tuple[Part, list[Part]]:
-        """Returns the first few records, and the rest if there is one."""
+        """Returns the first `count` records, and a list with the rest, which may be empty."""
         middle, elements = self.start + count, self.elements
         if middle >= self.stop:
             return self, []
@@ -72,15 +72,15 @@ class Part(NamedTuple):
 
 
 class Read(Task[Any]):
-    """One read.
+    """One read, as a task of a thread.
 
     Args:
-        parts: The records to read, all of one pipeline.
-        reads_many: Whether the source reads many in one call.
-        begins: Results that it is the first to work on.
+        parts: The records to read, all from one pipeline.
+        reads_many: True if the source reads many records in one call.
+        begins: Results that this read is the first to work on.
 
     Attributes:
-        left: After the run, the parts that it has left to others.
+        left: After the run, the parts that are left to other reads.
     """
 
     def __init__(self, parts: Sequence[Part], reads_many: bool, begins: int = 0):
@@ -92,7 +92,7 @@ class Read(Task[Any]):
         until = time.perf_counter() + 2 * _READ_S
         parts, self._parts = self._parts, []
         if len(parts) > 1 and self._reads_many:
-            # If it fails, each is read alone, so that the error comes with the batch that has it.
+            # If the call fails, each part is read alone, so that only the bad batch gets the error.
             with contextlib.suppress(BaseException):
                 read = _read(parts, until)
                 parts = [p._replace(elements=e or None) for p, e in zip(parts, read, strict=True)]
@@ -104,9 +104,9 @@ class Read(Task[Any]):
                 yield from part.sink.failed(part.start, Raised.of(error))
 
     def _written(self, part: Part, until: float) -> int:
-        """Reads and writes as the time allows; returns the number of records written."""
+        """Reads and writes a part until the time is over; returns the number of records written."""
         if part.start == part.stop:
-            return 0  # all padding
+            return 0  # the batch is all padding
         if self.size and time.perf_counter() > until:
             self.left.append(part)
             return 0

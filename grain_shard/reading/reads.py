@@ -1,9 +1,9 @@
-"""Batches made by reads that go side by side, each of which takes the next few records.
+"""Batches made by concurrent reads, each of which takes the next few records.
 
-The records of all batches stand in one sequence: those of batch 0 that this host holds, those of
-batch 1, and so on. A read takes the next ones, whether they end with a batch or not, and writes
-them where they belong. A batch is complete when none of its records is missing. So the first batch
-is there after a few reads' time, and a slow record holds up no other.
+The records of all batches form one sequence: this host's records of batch 0, then of batch 1, and
+so on. A read takes the next ones, even across the end of a batch, and writes them to their batches.
+A batch is complete when none of its records is missing. So the first batch is ready after a few
+reads' time, and a slow record delays no other record.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from grain_shard.reading.read import Part, Read, records_in_time
 from grain_shard.tasks import Raised, Tasks
 from grain_shard.trees import Batch
 
-# Of array_record, 256 records in a call cost 25 us each, 1024 cost 12, 2048 cost 10.
+# With array_record, 256 records in a call cost 25 us each, 1024 cost 12, 2048 cost 10.
 _RECORDS_PER_CALL = 1024
-# The ways to the records of a few batches are found at once, as those to 1024 take hardly longer
-# than those to 256: 0.55 and 0.4 ms through a shuffle.
+# Routes are computed for several batches at once, because a shuffle of 1024 indices takes 0.55 ms
+# and one of 256 takes 0.4 ms.
 _RECORDS_AHEAD = 1024
 
 
@@ -34,11 +34,11 @@ class Reads(Tasks[tuple[Batch, Any]]):
 
     Args:
         batching: The batches.
-        indices: The numbers of those to read.
-        buffer_size: The most batches that may wait or be in the making.
-        pace: The number of reads that go side by side, and the time that one record takes.
-        position_after: From the index of a batch to the position after it.
-        faults: The rules for reads that fail.
+        indices: The numbers of the batches to read.
+        buffer_size: Most batches that wait or are unfinished.
+        pace: The number of concurrent reads, and the time that one record takes.
+        position_after: Maps the index of a batch to the position after it.
+        faults: The rules for failed reads.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Reads(Tasks[tuple[Batch, Any]]):
         self._buffer_size, self._pace, self._faults = buffer_size, pace, faults
         self._reads_many = batching.reads_many
         self._batch_size = max(1, batching.records_per_batch)
-        self._batches_in_a_call = 1  # the first comes alone, to be there soon; then they double
+        self._batches_in_a_call = 1  # starts at 1 for a fast first batch, then doubles
         self._lock = threading.Lock()
         self._left: list[Part] = []  # parts that reads have left to others
-        self._under_way = 0  # reads
+        self._under_way = 0  # number of reads
 
     @property
     def room_wanted(self) -> int:
@@ -66,12 +66,12 @@ class Reads(Tasks[tuple[Batch, Any]]):
             return 0
         batches_left = self._sequence.batches_left
         if not batches_left:
-            # The end, unless a read that is under way leaves something.
+            # This is the end, unless a read under way leaves records to others.
             return self._buffer_size + 1 if self._under_way else 0
         if not self._reads_many:
             return 1
-        # A large call is worth waiting for, until three quarters of the buffer are free for it. The
-        # rest, and what waits on the devices, feeds the training loop while the call lasts.
+        # A large call is worth a wait until three quarters of the buffer are free for it. The other
+        # batches, and those on the devices, feed the training loop during the call.
         batches = self._records_at_a_time() // self._batch_size
         return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
@@ -101,7 +101,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
         self._faults.stop()
 
     def _draw_left(self) -> list[Part]:
-        """Draws an equal share of the earliest records that another read has left."""
+        """Draws an equal share of the earliest records that other reads have left."""
         if not self._left:
             return []
         part = min(self._left, key=lambda part: (part.sink.number, part.start))
@@ -112,12 +112,12 @@ class Reads(Tasks[tuple[Batch, Any]]):
         return [drawn]
 
     def _records_at_a_time(self) -> int:
-        """Returns the number of records that the next read is to take."""
+        """Returns the number of records for the next read."""
         if not self._reads_many:
             return min(
                 records_in_time(self._pace.seconds_per_record), self._sequence.most_at_a_time
             )
-        # A call takes as long for many as for few, or nearly so: an equal part for each thread.
+        # A call takes about as long for many records as for few, so each thread gets an equal part.
         threads = self._pace.threads
         if threads > self._buffer_size:
             part = -(-self._batch_size * self._buffer_size // threads)
@@ -136,9 +136,9 @@ class _Sequence:
         faults: As for `Reads`.
 
     Attributes:
-        begun: Batches of which records were taken.
-        failure: An error in finding the records of the next batch. It is kept until all records
-            before it are taken, since they belong to batches that come before it.
+        begun: Batches from which records were taken.
+        failure: An error in finding the records of the next batch. It is raised only after all
+            earlier records are taken, because they belong to earlier batches.
     """
 
     def __init__(
@@ -150,20 +150,20 @@ class _Sequence:
     ):
         self._batching, self._indices, self._faults = batching, indices, faults
         self._position_after = position_after
-        self._ahead: deque[BatchBuilder] = deque()  # batches that come next, found already
+        self._ahead: deque[BatchBuilder] = deque()  # the next batches, with their routes
         self.begun = 0
         self._next: Part | None = None  # the rest of the last batch begun
-        self.most_at_a_time = 1  # of the last batch begun
+        self.most_at_a_time = 1  # `most_at_a_time` of the last batch begun
         self.failure: BaseException | None = None
         self._has_ended = False
 
     def end(self) -> None:
-        """Takes no more records, not even those of the batch last begun."""
+        """Stops the sequence, even inside the batch last begun."""
         self._has_ended = True
 
     @property
     def is_inside_a_batch(self) -> bool:
-        """Whether the next record needs no new batch."""
+        """True if the next record belongs to a batch that is already begun."""
         return self._next is not None and not self._has_ended
 
     @property
@@ -173,7 +173,7 @@ class _Sequence:
         return 0 if is_over else len(self._indices) - self.begun
 
     def take(self, most: int, room: int) -> list[Part]:
-        """Takes the next records, which begin no more than `room` batches."""
+        """Takes the next records, which begin at most `room` batches."""
         parts: list[Part] = []
         begins = 0
         while most > 0 and not self._has_ended and self.failure is None:
@@ -204,7 +204,7 @@ class _Sequence:
         return Part(builder, 0, builder.size)
 
     def _found(self) -> list[BatchBuilder]:
-        """Returns the next few batches; if they can't be found, the next one, which may be."""
+        """Returns the next few batches; if an error prevents that, tries the next one alone."""
         count = max(1, _RECORDS_AHEAD // max(1, self._batching.records_per_batch))
         indices = self._indices[self.begun :][:count]
         if len(indices) > 1:

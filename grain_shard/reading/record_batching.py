@@ -1,4 +1,4 @@
-"""`RecordBatching`: batches whose rows depend on one record each, and are read alone."""
+"""`RecordBatching`: batches whose rows depend on one record each, so each row is read alone."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from grain_shard.reading.stack import RowStacker, Stack
 
 @dataclass(frozen=True)
 class Slice:
-    """Batches that a slice has chosen. No batch can begin at any other record then.
+    """Batches that a slice has chosen. A batch can then not begin at any other record.
 
     Attributes:
         by_record: The cuts of the records into the batches below the slice.
-        index_below: From the index of a batch to the index below the slice.
+        index_below: Maps the index of a batch to the index below the slice.
     """
 
     by_record: Cuts
@@ -39,14 +39,14 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordBatching(Batching):
-    """Records, and how Grain's ``.batch`` or a `BatchSchedule` makes batches of them.
+    """Records, batched by Grain's ``.batch`` or by a `BatchSchedule`.
 
     Attributes:
-        template: The records that are batched, and how their rows look.
-        drop_remainder: Whether ``.batch`` drops the records that do not fill a batch.
+        template: The records that are batched, and the structure of their rows.
+        drop_remainder: True if ``.batch`` drops the records that do not fill a batch.
         above: The nodes that follow the batching and are part of the fingerprint.
-        epoch_below: From an epoch to that of the records; None if it is the same.
-        sliced: The slice that was taken of the batches, if one was.
+        epoch_below: Maps an epoch to the records' epoch; None if both are the same.
+        sliced: The slice of the batches, if there is one.
     """
 
     template: RowTemplate
@@ -60,8 +60,8 @@ class RecordBatching(Batching):
         """Returns the batches of Grain's ``.batch`` and of the nodes that follow it.
 
         Args:
-            node: The facts known of them.
-            num_batches: The number of batches of the dataset that was asked about.
+            node: The known facts of these nodes.
+            num_batches: The number of batches of the whole dataset.
         """
         sizes, drop = {0: node.global_batch_size}, node.drop_remainder
         cuts, sliced = Cuts(len(node.records), sizes, drop_remainder=drop), None
@@ -91,7 +91,7 @@ class RecordBatching(Batching):
 
     @property
     def by_record(self) -> Cuts:
-        """The cuts of the records, those below a slice if there is one."""
+        """Cuts of the records; with a slice, cuts of the records below it."""
         return self.cuts if self.sliced is None else self.sliced.by_record
 
     @property
@@ -138,7 +138,7 @@ class RecordBatching(Batching):
         ]
 
     def _records_of(self, index: int) -> np.ndarray:
-        """Returns the records of the rows to keep that exist, in their order: int64[n]."""
+        """Returns the existing records of the rows to keep, in their order: int64[n]."""
         epoch, record, existing, _ = self.cut(index)
         if self.epoch_below is not None and self.sliced is None:
             epoch = self.epoch_below(epoch)
@@ -146,15 +146,15 @@ class RecordBatching(Batching):
         return start + (np.arange(existing) if rows is None else rows[rows < existing])
 
 
-# The most records to try if the first ones cannot be read.
+# The most records to try, if the first ones are unreadable, to learn the structure of all.
 _MOST_LOOKED_AT = 1000
-# Held while one record is read to learn the structure of all. It belongs to this module and not to
-# a template, since templates are pickled for worker processes, and a lock cannot be.
+# Held while one record is read to learn the structure of all. It is no attribute of a template,
+# because templates are pickled for worker processes, and locks cannot be pickled.
 _LEARNING = threading.Lock()
 
 
 class RowTemplate(Rows):
-    """The records of a pipeline, and the look of their rows once one was read.
+    """The records of a pipeline, and the structure of their rows once one was read.
 
     Args:
         records: The dataset that is batched.
@@ -165,11 +165,11 @@ class RowTemplate(Rows):
         self._stacker: RowStacker | None = None
 
     def stacker(self, faults: Faults, rows: Sequence[Any] = ()) -> RowStacker:
-        """Returns what stacks rows that look like the first one that was ever read.
+        """Returns a stacker for rows with the structure of the first row ever read.
 
         Args:
-            faults: The rules for reads that fail, if a record has to be read.
-            rows: Rows that were read, in case they are the first.
+            faults: The rules for failed reads, if a record must be read.
+            rows: Rows that were read already; one of them may be the first.
         """
         if self._stacker is None:
             with _LEARNING:
@@ -179,7 +179,7 @@ class RowTemplate(Rows):
         return self._stacker
 
     def _first(self, faults: Faults) -> Any:
-        """Returns the first record that can be read."""
+        """Returns the first readable record."""
         error: Exception = LookupError("there is no record")
         for record in range(min(len(self.records), _MOST_LOOKED_AT)):
             way = route(self.records, np.array([record]))

@@ -1,4 +1,4 @@
-"""Records that Grain reads for a stream, and that are asked for again where that may help."""
+"""Records that Grain reads for a stream, with further tries after an error that may pass."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from grain_shard.tasks import Raised
 
 
 class RetriedRecords(grain.MapDataset):
-    """The same elements.
+    """The parent's elements, read again after an error that may pass.
 
     Args:
         parent: The records.
-        faults: Says which errors a second try may heal, and waits before it.
+        faults: The rules for failed reads.
     """
 
     def __init__(self, parent: grain.MapDataset, faults: Faults):
@@ -39,7 +39,7 @@ class RetriedRecords(grain.MapDataset):
                 Raised.of(error).throw()
             if not self._faults.reads_again(error):
                 raise
-        # Step by step, since an error of a function is another matter than one of the source.
+        # Step by step, because the rules differ for errors of functions and of the source.
         way = route(self._records, np.array([index]))
         (element,) = way.finish(way.read(NEVER, self._faults), NEVER, self._faults)
         if type(element) is Unreadable:

@@ -16,7 +16,7 @@ from grain_shard.reading.whole_batching import WholeBatching
 
 
 def batching_of(ds: grain.MapDataset) -> Batching:
-    """Returns the batches of a dataset, with the cheapest way that gives exactly their rows."""
+    """Returns the batches of a dataset, with the cheapest way to read exactly their rows."""
     node = nodes.batch_node(ds)
     made_of = None if node is None else RecordBatching.of(node, len(ds))
     if made_of is not None and node is not None and node.only_stacks:
@@ -30,7 +30,7 @@ class RowMapDataset(grain.MapDataset):
     Args:
         parent: The dataset below.
         batching: The batches.
-        made_by: The stage that made this dataset, for its text.
+        made_by: The stage that made this dataset, for ``str``.
     """
 
     def __init__(self, parent: grain.MapDataset, batching: Batching, made_by: Any = None):
@@ -51,19 +51,19 @@ class RowMapDataset(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         if index < 0:
-            index += len(self)  # as in a list
+            index += len(self)  # negative indices count from the end, as in a list
         return self.batching.read_batch(index, Faults(FAIL_AT_ONCE))
 
     @property
     def makes_batches(self) -> bool:
-        """Whether it makes batches of records, and not of the batches below it."""
+        """True if it batches records, and does not regroup the batches below it."""
         return self.batching.reads_rows_alone
 
     def whole(self) -> RowMapDataset:
-        """Returns the dataset, if its batches have all their rows.
+        """Returns a dataset of whole batches.
 
-        If rows were chosen already, the rest of a batch is taken for a whole one, no row of which
-        can be read alone.
+        If rows were chosen already, the chosen rows of a batch count as a whole batch, and none of
+        them can be read alone.
         """
         if self.batching.rows is None:
             return self
@@ -72,7 +72,7 @@ class RowMapDataset(grain.MapDataset):
     def repeat(
         self, num_epochs: int | None = None, *, reseed_each_epoch: bool = True
     ) -> grain.MapDataset:
-        """Repeats as any `grain.MapDataset`; if sizes change, epochs differ in their batches."""
+        """Repeats like any `grain.MapDataset`; if sizes change, the epochs' batches differ."""
         batching = self.batching
         if not batching.counts_records or not (reseed_each_epoch or batching.has_several_sizes):
             return super().repeat(num_epochs, reseed_each_epoch=reseed_each_epoch)

@@ -24,16 +24,16 @@ from grain_shard.reading.open_file import open_file
 
 PathOrInstruction = str | os.PathLike[str] | FileInstruction
 
-# Threads that open and read files, by all sources of this process together, apart from those that
-# ask for records. With so few that the first calls take them all, it would look to the pipeline as
-# if more calls side by side brought nothing: with 64, a mount of 20 ms gave half the records.
+# Threads that open and read files for all sources of this process, apart from the threads that ask
+# for records. They must be many: if the first calls take them all, concurrent calls seem to bring
+# nothing. With 64 threads, a mount with a latency of 20 ms gave half the records per second.
 _FREE_HELPERS = threading.BoundedSemaphore(256)
-# Files in the page cache answer in some 10 us each, and a thread costs more than that. Files of
-# which the first few have taken this long are waited for, and are read side by side.
+# Files in the page cache answer in some 10 us each, and a thread costs more than that. So files are
+# read side by side only after the first few have taken this long, in seconds.
 _PATIENCE_S = 5e-3
 
-# array_record raises a RuntimeError or a ValueError of everything, with the answer of the bucket or
-# of the operating system in its text.
+# array_record raises a RuntimeError or a ValueError for every failure, with the answer of the
+# bucket or of the operating system in its text.
 _PASSING = "EIO EAGAIN ETIMEDOUT ESTALE ECONNABORTED ECONNREFUSED ECONNRESET ENOTCONN"
 _MAY_HEAL = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b|"
@@ -42,11 +42,11 @@ _MAY_HEAL = re.compile(
 
 
 class RecordPlace(NamedTuple):
-    """The place of a record.
+    """The file and position of a record.
 
     Attributes:
         path: The file.
-        position: Which of its records it is; the first is 0.
+        position: The record's position in the file, from 0.
     """
 
     path: str
@@ -56,14 +56,14 @@ class RecordPlace(NamedTuple):
 class ArrayRecordSource:
     """Records of ArrayRecord files by index, read many at a time.
 
-    A batch of rows is one call into the reader of each file. Grain asks a source for several
-    records through ``_getitems`` (its protocol for batched reads); its own `ArrayRecordDataSource`
-    can do as much, but under the name ``__getitems__`` only.
+    One call into the reader of each file reads the rows of a batch. Grain asks a source for several
+    records through ``_getitems`` (its protocol for batched reads). Grain's own
+    `ArrayRecordDataSource` can read many, too, but only under the name ``__getitems__``.
 
-    Files that have to be counted are opened side by side when the source is made. They stay open
-    for the reads that follow, as opening one takes several round trips of a mounted bucket. At most
-    half as many are open as the process may have (``ulimit -n``); beyond that, those that have not
-    been read for longest are closed, and opened again when they are needed.
+    Files whose records must be counted are opened side by side when the source is made. They stay
+    open for later reads, because opening a file takes several round trips on a mounted bucket. At
+    most half as many are open as the process may open (``ulimit -n``). Beyond that, the least
+    recently read files are closed, and opened again when needed.
 
     Example:
         >>> import tempfile
@@ -79,22 +79,21 @@ class ArrayRecordSource:
         [b'a', b'b', b'c']
 
     Args:
-        paths: The files, as one or several of: a path; a pattern, as ``"data/**/img-*"``; a folder,
-            for the files in it with "array_record" in their names; a file and a range of its
-            records, as ``"data/img-0[100:200]"``; a `FileInstruction` of TensorFlow Datasets. The
-            files of a pattern or a folder come sorted, several of these in the order given. ``~``
-            is the home folder. The URL of one object of a Google bucket will do, too, as
-            ``"gs://bucket/img-0"``: array_record asks the bucket for it itself, with the
-            credentials of this host. While that takes long, the log says so. Any other bucket has
-            to be mounted.
-        reader_options: Passed to each reader, as ``{"index_storage_option": "in_memory"}``.
+        paths: One or several of: a path; a pattern, e.g. ``"data/**/img-*"``; a folder, for the
+            files in it with "array_record" in their names; a file and a range of its records, e.g.
+            ``"data/img-0[100:200]"``; a `FileInstruction` of TensorFlow Datasets; the URL of one
+            object of a Google bucket, e.g. ``"gs://bucket/img-0"``. The files of a pattern or a
+            folder are sorted; several paths keep the given order. ``~`` is the home folder.
+            array_record itself asks the bucket for a URL's object, with this host's credentials;
+            the log warns if that takes long. Any other bucket must be mounted.
+        reader_options: Options of each reader, e.g. ``{"index_storage_option": "in_memory"}``.
 
     Raises:
-        FileNotFoundError: A file does not exist, or nothing matches a pattern.
-        RuntimeError: A file cannot be opened, or is no ArrayRecord file.
-        TypeError: Something else than a path is given.
-        ValueError: No path is given, a file twice, a URL that cannot be opened, or a range that
-            ends before it begins.
+        FileNotFoundError: A file does not exist, or no file matches a pattern.
+        RuntimeError: A file cannot be opened, or is not an ArrayRecord file.
+        TypeError: An argument is not a path.
+        ValueError: No path is given, a file is given twice, a URL cannot be opened, or a range ends
+            before it begins.
     """
 
     def __init__(
@@ -120,17 +119,17 @@ class ArrayRecordSource:
             )
         counts = _side_by_side(self._count, self._parts)
         self._ends = list(itertools.accumulate(counts))
-        # The position of a record in its file is its index and the shift of its part.
+        # A record's position in its file is its index in the source plus the shift of its part.
         ends = zip(self._parts, self._ends, counts, strict=True)
         self._shifts = [part.start - (end - count) for part, end, count in ends]
 
     @property
     def paths(self) -> list[str]:
-        """The files, in the order of their records."""
+        """Files, in the order of their records."""
         return [part.path for part in self._parts]
 
     def where(self, index: SupportsIndex) -> RecordPlace:
-        """The file that holds a record, and which of the file's records it is.
+        """Returns the file of a record, and the record's position in it.
 
         Example:
             >>> source = ArrayRecordSource(["train-0[10:20]", "train-1[0:5]"])
@@ -189,7 +188,7 @@ class ArrayRecordSource:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_reader"]  # another process opens the files that it needs
+        del state["_reader"]  # another process opens the files itself
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -201,7 +200,7 @@ class ArrayRecordSource:
 
 
 class _Part(NamedTuple):
-    """Records of one file, from `start` up to `stop`; up to the last one if that is None."""
+    """Records of one file, from `start` up to `stop`; up to the last record if `stop` is None."""
 
     path: str
     start: int
@@ -229,18 +228,18 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
 
 
 def _cached_readers(options: str) -> Any:
-    """From a path to its reader, which stays open; a closed one may still be in use elsewhere."""
+    """Returns a cache of open readers by path; a reader that it drops may still be in use."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     unlimited = most == resource.RLIM_INFINITY
-    # Two threads that ask for the same file at once may both open it, and one reader is let go. In
-    # return no thread waits while another opens a file.
+    # Two threads that ask for the same file at once may both open it, and one reader is dropped. In
+    # return, no thread waits while another one opens a file.
     return functools.lru_cache(None if unlimited else most // 2)(
         functools.partial(open_file, options)
     )
 
 
 def _side_by_side(function: Any, items: Sequence[Any]) -> list[Any]:
-    """The results for all items, one after the other, or side by side once that has taken long."""
+    """Returns the results for all items; it uses threads only once the first items took long."""
     until = time.perf_counter() + _PATIENCE_S
     results = []
     for done, item in enumerate(items):
@@ -253,8 +252,8 @@ def _side_by_side(function: Any, items: Sequence[Any]) -> list[Any]:
             try:
                 return results + list(threads.map(function, items[done:]))
             finally:
-                # After an error, or Ctrl-C, nobody waits for those that a bucket does not answer.
+                # After an error or Ctrl-C, do not wait for reads that a bucket does not answer.
                 threads.shutdown(wait=False, cancel_futures=True)
                 _FREE_HELPERS.release(helpers)
-        results.append(function(item))  # when the next one's turn comes, others may have ended
+        results.append(function(item))  # one at a time; helper threads may be free at the next item
     return results

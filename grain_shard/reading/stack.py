@@ -1,4 +1,4 @@
-"""Rows stacked to a batch: each must look like the first one that was read."""
+"""Rows stacked to a batch: each must have the structure of the first one that was read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.host_arrays import empty
 from grain_shard.trees import Batch, as_arrays, flatten, is_text
 
-# Rows are made and written into the batch this many bytes at a time, so that a batch in the making
-# takes little more than its own memory, and small rows go many at once.
+# Rows are made and written into the batch this many bytes at a time, so that an unfinished batch
+# takes little more than its own memory, and many small rows are written at once.
 _BYTES_AT_A_TIME = 2**20
 
 
 class RowStacker:
-    """Stacks rows that look like one of them.
+    """Stacks rows that all have the structure of one row.
 
     Args:
-        row: That one.
-        name: What to call a row in messages; ``{}`` in it stands for where the row comes from.
+        row: This row.
+        name: Name of a row in messages; ``{}`` in it is replaced by the row's origin.
     """
 
     def __init__(self, row: Any, name: str):
@@ -31,33 +31,33 @@ class RowStacker:
         self.paths: list[str] = paths
         self.name: str = name
         self.structure: Any = jax.tree.structure(row)
-        # Copies: a row may be a view of much more, which it would keep in memory.
+        # Copies: a row may be a view of a much larger array, which it would keep in memory.
         self.likes: list[np.ndarray] = [np.array(like) for like in as_arrays(self.paths, leaves)]
-        self._of_many: dict[int, Any] = {}  # the structure of so many rows
+        self._of_many: dict[int, Any] = {}  # by number of rows, the structure of a tuple of rows
 
     @property
     def rows_at_a_time(self) -> int:
-        """How many rows to make before they are written."""
+        """Number of rows to make before they are written."""
         row_bytes = sum(like.nbytes for like in self.likes)
         return max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
 
     @property
     def like(self) -> Any:
-        """The row that all must look like, in arrays."""
+        """The template row, in arrays."""
         return self.structure.unflatten(self.likes)
 
     @functools.cached_property
     def empty_row(self) -> Any:
-        """A row of zeros that looks like all others."""
+        """Returns a row of zeros with the structure of the template."""
         return self.structure.unflatten([np.zeros_like(like) for like in self.likes])
 
     def leaves_of(self, rows: Sequence[Any], origins: Iterable[Any]) -> list[Any]:
-        """The leaves of all rows, row by row.
+        """Returns the leaves of all rows, row by row.
 
         Raises:
-            ShardingError: A row is another tree.
+            ShardingError: A row has another structure.
         """
-        # All rows in one call: one by one that costs more than to copy them.
+        # All rows in one call: flattening them one by one costs more than copying them.
         leaves, structure = jax.tree.flatten(tuple(rows))
         if len(rows) not in self._of_many:
             of_many = jax.tree_util.treedef_tuple([self.structure] * len(rows))
@@ -72,10 +72,10 @@ class RowStacker:
         """Checks one leaf of many rows.
 
         Raises:
-            ShardingError: It has another shape or dtype in one of them.
+            ShardingError: The leaf has another shape or dtype in one of the rows.
         """
         like = self.likes[i]
-        text = is_text(like)  # its dtype carries a width, which may differ from row to row
+        text = is_text(like)  # the dtype of text has a width, which may differ between rows
         kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
         if not text and kinds == {(like.shape, like.dtype)}:
             return
@@ -94,7 +94,7 @@ class RowStacker:
 
     def _refuse_structure(self, row: Any, origin: Any) -> None:
         paths, leaves, _ = flatten(row)
-        as_arrays(paths, leaves)  # a None is named by its path
+        as_arrays(paths, leaves)  # raises an error that names the path of a None
         differing = sorted(set(paths) ^ set(self.paths))
         raise ShardingError(
             f"{self.name.format(origin)} has another structure than the others"
@@ -105,11 +105,11 @@ class RowStacker:
 
 
 class Stack:
-    """A batch in the making.
+    """An unfinished batch.
 
     Args:
-        stacker: What its rows look like.
-        num_rows: How many there will be.
+        stacker: Checks and stacks the rows.
+        num_rows: Number of rows in the finished batch.
     """
 
     def __init__(self, stacker: RowStacker, num_rows: int):
@@ -120,12 +120,12 @@ class Stack:
         }
 
     def write(self, rows: Sequence[Any], start: int, origins: Iterable[Any]) -> None:
-        """Writes some rows; several threads may, each its own.
+        """Writes some rows; several threads may call it, each for its own rows.
 
         Args:
-            rows: Trees of arrays and scalars; each must look like the others.
-            start: Which row of the batch the first of them is.
-            origins: Where each comes from, for messages.
+            rows: Trees of arrays and scalars; each must have the same structure.
+            start: Index in the batch of the first of these rows.
+            origins: Origins of the rows, for messages.
         """
         leaves, width = self._stacker.leaves_of(rows, origins), len(self._arrays)
         stop = start + len(rows)
@@ -135,7 +135,7 @@ class Stack:
             if i in self._texts:
                 self._texts[i][start:stop] = column
             elif array.ndim > 1:
-                # Not np.stack, which makes a view of each row first.
+                # Not np.stack, which makes a view of each row before it copies.
                 part = array[start:stop]
                 joined = part.reshape(len(part) * part.shape[1], *part.shape[2:])
                 np.concatenate(column, out=joined)
@@ -143,9 +143,9 @@ class Stack:
                 array[start:stop] = column
 
     def batch(self) -> Batch:
-        """The rows, once all are written, as a tree of arrays ``[num_rows, ...]``.
+        """Returns the written rows as a tree of arrays ``[num_rows, ...]``.
 
-        Nothing else refers to them.
+        The arrays have no other references.
         """
         arrays = list(self._arrays)
         for i, texts in self._texts.items():

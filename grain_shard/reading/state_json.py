@@ -1,9 +1,9 @@
 """The states of Grain's iterators, and of loaders, as plain JSON, and back.
 
-JSON has no tuples and would give lists for them. Grain's `ConcatThenSplitIterDataset` compares a
-part of its state with a tuple, so that after a detour by JSON, also with Grain's own checkpoints,
-it takes no remainder for one and goes on with other rows, in silence. Nor has JSON bytes, which is
-what the state of a `grain.DataLoader` is.
+JSON has no tuples, and turns them into lists. Grain's `ConcatThenSplitIterDataset` compares a part
+of its state with a tuple. After a detour through JSON, even with Grain's own checkpoints, it
+ignores that part and continues with other rows, without an error. JSON has no bytes either, and
+the state of a `grain.DataLoader` is bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _TUPLE, _BYTES = "__tuple__", "__bytes__"
 
 @dataclass(frozen=True)
 class NoState:
-    """Stands in a state for an iterator that has none.
+    """The placeholder in a state for an iterator that has none.
 
     Attributes:
-        name: A word for the iterator.
+        name: Name of the iterator.
     """
 
     name: str
@@ -39,7 +39,7 @@ class NoState:
 
 
 def to_json(state: Any) -> Any:
-    """The state without numpy's scalars, tuples and bytes.
+    """Converts numpy's scalars, tuples and bytes in a state to plain JSON.
 
     Example:
         >>> to_json({"next": np.int64(3), "slice": (0, 7)})
@@ -57,12 +57,12 @@ def to_json(state: Any) -> Any:
     if isinstance(state, list):
         return [to_json(value) for value in state]
     if isinstance(state, bytes):
-        return {_BYTES: state.decode("latin-1")}  # in which any byte is one character
+        return {_BYTES: state.decode("latin-1")}  # latin-1 maps every byte to one character
     return state.item() if isinstance(state, np.generic) else state
 
 
 def from_json(state: Any) -> Any:
-    """Undoes `to_json`, but for numpy's scalars.
+    """Undoes `to_json`, except for numpy's scalars.
 
     Example:
         >>> from_json({"slice": {"__tuple__": [0, 7]}})
@@ -78,15 +78,15 @@ def from_json(state: Any) -> Any:
 
 
 def restore(iterator: grain.DatasetIterator, state: Any, name: str) -> None:
-    """Sets the state of an iterator of Grain's.
+    """Sets the state of a Grain iterator.
 
     Args:
         iterator: The iterator.
-        state: A state that some pipeline gave.
+        state: A state, possibly of another pipeline.
         name: The iterator's name in messages.
 
     Raises:
-        StateError: The iterator cannot take it.
+        StateError: The iterator refuses the state.
     """
     try:
         iterator.set_state(state)

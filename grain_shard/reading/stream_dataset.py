@@ -1,4 +1,4 @@
-"""A stream of batches, and the steps that the chain's stages put each of them through."""
+"""A stream of batches, and the steps that the chain's stages apply to each batch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from grain_shard.trees import Batch
 
 @dataclass
 class SeenBatches:
-    """The facts that a stream's batches have shown since it began.
+    """Facts learned from a stream's batches since its beginning.
 
     Attributes:
         rows: Rows of a full batch, before padding; 0 until they are known.
-        is_begun: Whether a batch has come. After a restore the first batch may be the short last
-            one of the stream, so it is not checked like the first of a stream.
-        first_digest: The digest of the first whole batch that every host reads; "" for none.
+        is_begun: True after the first batch. After a restore the first batch may be the stream's
+            short last one, so it is not checked like the first batch of a stream.
+        first_digest: Digest of the first whole batch, if every host reads it; "" for none.
     """
 
     rows: int = 0
@@ -38,23 +38,23 @@ class SeenBatches:
     first_digest: str = ""
 
 
-# In place of a batch that a step drops.
+# Returned by a step that drops the batch.
 DROPPED: Any = object()
-# Makes the next form of a batch, or DROPPED.
+# Returns the next form of a batch, or DROPPED.
 Step = Callable[[Batch, SeenBatches], Batch]
 
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """The facts that are known of a stream's batches before any is read.
+    """Facts that are known about a stream's batches before any is read.
 
     Attributes:
-        global_batch_size: Rows of a full batch; None if only the batches tell.
-        unpadded_batch_size: Rows of a full batch before padding; None if only the batches tell.
-        rows_to_expect: Rows of every batch but a short one, where padding needs them; 0 if only the
-            first batch tells.
-        owns_arrays: Whether nothing else refers to the arrays of the batches.
-        padding: The content of rows of padding.
+        global_batch_size: Rows of a full batch; None if only the batches show it.
+        unpadded_batch_size: Rows of a full batch before padding; None if only the batches show it.
+        rows_to_expect: Rows of every full batch, if padding needs the number; 0 if only the first
+            batch shows it.
+        owns_arrays: True if the arrays of the batches have no other references.
+        padding: Values of rows of padding.
     """
 
     global_batch_size: int | None = None
@@ -65,14 +65,14 @@ class StreamFacts:
 
 
 class StreamDataset(grain.IterDataset):
-    """A stream of batches, each of which goes through some steps.
+    """A stream of batches, to each of which some steps are applied.
 
     Args:
-        parent: The dataset below, as Grain shows it.
-        source: The user's dataset, which gives the batches.
-        facts: The facts that are known of the batches.
+        parent: The dataset below, for Grain's walk down the pipeline.
+        source: The user's dataset of batches.
+        facts: The known facts about the batches.
         steps: The steps, in order.
-        made_by: The stage that made this dataset, for its text.
+        made_by: The stage that made this dataset, for ``str``.
     """
 
     def __init__(
@@ -88,23 +88,23 @@ class StreamDataset(grain.IterDataset):
 
     @classmethod
     def of(cls, ds: grain.IterDataset, *, global_batch_size: int | None = None) -> StreamDataset:
-        """The batches of a dataset of the user's."""
+        """Returns the batches of a user's dataset as a stream without steps."""
         owns_arrays = is_from_iterable(ds)
         return cls(ds, ds, StreamFacts(global_batch_size, global_batch_size, 0, owns_arrays))
 
     def after(self, step: Step, made_by: Any, **facts: Any) -> StreamDataset:
-        """Returns the batches after one more step.
+        """Returns the stream with one more step.
 
         Args:
             step: The step.
-            made_by: The stage whose step it is.
-            **facts: The fields of `StreamFacts` that it changes.
+            made_by: The stage that adds the step.
+            **facts: The fields of `StreamFacts` that the step changes.
         """
         changed, steps = replace(self.facts, **facts), (*self._steps, step)
         return StreamDataset(self, self._source, changed, steps, made_by)
 
     def with_own_arrays(self) -> StreamDataset:
-        """Returns the same batches, in arrays that nothing else refers to."""
+        """Returns the same batches, in arrays without other references."""
         if self.facts.owns_arrays:
             return self
         return self.after(lambda batch, seen: owned(batch), "copies", owns_arrays=True)
@@ -113,7 +113,7 @@ class StreamDataset(grain.IterDataset):
         """Returns an iterator over the batches.
 
         Args:
-            faults: Decides on reads that fail, in the random-access parts that Grain reads.
+            faults: The rules for failed reads, in the random-access parts that Grain reads.
         """
         source = replace_read_ahead(
             self._source,
@@ -142,29 +142,29 @@ class BatchIterator(grain.DatasetIterator):
 
     @abstractmethod
     def position(self) -> Any:
-        """Returns the position after the last batch, in a form that later batches do not change."""
+        """Returns the position after the last batch; later batches do not change this object."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Lets a ``next`` that waits for threads of its own return soon; called by any thread."""
+        """Ends a ``next`` that waits for threads of this iterator; any thread may call it."""
 
 
 class StreamIterator(BatchIterator):
     """The batches of a stream, each after all steps.
 
     Its state also holds the rows of a full batch, because the first batch after a restore may be
-    the short last one, and the sizes of every ``.batch`` that is seen, because the stream may count
-    the batches of one.
+    the short last one. It also holds the sizes of all known ``.batch`` nodes, because the stream's
+    position may count the batches of such a node.
 
     Args:
         source: The user's iterator.
         steps: The steps, in order. They run in the thread that asks for the batch.
-        rows_to_expect: Rows of a full batch; 0 if only the first batch tells.
+        rows_to_expect: Rows of a full batch; 0 if only the first batch shows it.
         batch_sizes: The sizes of each ``.batch`` in the stream.
-        faults: Decides on reads that fail.
+        faults: The rules for failed reads.
 
     Attributes:
-        seen: The facts that the batches have shown.
+        seen: The facts learned from the batches.
     """
 
     _PARENT, _ROWS, _BATCH_SIZES = "parent", "rows", "batch_sizes"  # the state's keys
@@ -195,7 +195,7 @@ class StreamIterator(BatchIterator):
         return batch
 
     def position(self) -> bytes:
-        # A copy, since iterators may go on to change a state that they have handed out. Pickling is
+        # A copy, because iterators may later change a state that they have handed out. Pickling is
         # the fastest way to copy it.
         return pickle.dumps(self.get_state())
 

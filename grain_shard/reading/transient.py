@@ -1,4 +1,4 @@
-"""The errors of a source after which a second try may succeed."""
+"""The errors of a source that may pass, so that a second try may succeed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gzip
 import http.client
 from typing import Any
 
-# These will be the same the next time.
+# Errors that will be the same at the next try.
 _LASTING = (
     FileExistsError,
     FileNotFoundError,
@@ -15,7 +15,7 @@ _LASTING = (
     NotADirectoryError,
     PermissionError,
     gzip.BadGzipFile,
-    ValueError,  # an OSError of this class, too, was asked for a wrong address or certificate
+    ValueError,  # some OSErrors are ValueErrors, too: a wrong address or certificate
 )
 _LASTING_NUMBERS = (
     errno.EDQUOT,
@@ -25,16 +25,16 @@ _LASTING_NUMBERS = (
     errno.ENOSPC,
     errno.EROFS,
 )
-# HTTP statuses: the request came too late or too early, or there were too many.
+# HTTP statuses for a request that came too late or too early, or for too many requests.
 _BUSY = 408, 425, 429
 
 
 def is_transient(error: Exception) -> bool:
-    """Returns whether another try may succeed where a source has raised this.
+    """Returns whether a second try may succeed after a source raised this error.
 
-    It may after an `OSError`, and so after a `TimeoutError`, but for those of files that do not
-    exist or may not be read, and of a full disk; after an answer of a server that is busy or has
-    failed, as `google.api_core` raises it; and where `google.auth` says so.
+    True for an `OSError`, and so for a `TimeoutError`, except for files that do not exist or may
+    not be read, and for a full disk; for the answer of a busy or failed server, as
+    `google.api_core` raises it; and for errors that `google.auth` marks as retryable.
 
     Example:
         >>> [is_transient(e) for e in (ConnectionResetError(), FileNotFoundError(), ValueError())]
@@ -44,14 +44,14 @@ def is_transient(error: Exception) -> bool:
     if status is not None:
         return status in _BUSY or status >= 500
     if isinstance(error, OSError):
-        causes = error, getattr(error, "reason", None)  # urllib wraps another error
+        causes = error, getattr(error, "reason", None)  # urllib's error wraps another one
         is_lasting = any(isinstance(cause, _LASTING) for cause in causes)
         return not is_lasting and error.errno not in _LASTING_NUMBERS
     return isinstance(error, http.client.IncompleteRead) or getattr(error, "retryable", 0) is True
 
 
 def _http_status(error: Any) -> int | None:
-    """The answer of a server: ``code`` of google.api_core and urllib, ``response`` of requests."""
+    """Returns the HTTP status: ``code`` in google.api_core and urllib, ``response`` in requests."""
     response = getattr(error, "response", None)
     for status in getattr(error, "code", None), getattr(response, "status_code", None):
         if isinstance(status, int) and 100 <= status < 600:

@@ -1,8 +1,8 @@
-"""Finds the component from which each record of a mixture comes, with weights that change.
+"""Finds the component of each record of a mixture whose weights change.
 
-For one stage of constant weights a pattern is computed, in which no component is ever a whole
-record away from its share, and which then repeats. So a record is found by a division and a look
-into a table, however far it is. All numbers are integers, so nothing drifts.
+For each stage of constant weights a repeating pattern is computed, in which each component is
+always less than one record away from its share. So a record is found by a division and a table
+lookup, at any index. All numbers are integers, so rounding errors cannot add up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError
 
-# A pattern is at most about as long. Weights that need a longer one are rounded to such parts.
+# The approximate longest pattern. Weights that need a longer one are rounded to this many parts.
 _MAX_PERIOD = 2**16
 
 Parts = tuple[int, ...]  # the weights of one stage as integers, in lowest terms
@@ -36,12 +36,12 @@ class WeightSchedule:
         (array([0, 1, 0, 1, 1, 1, 1]), array([0, 0, 1, 1, 2, 3, 4]))
 
     Args:
-        weights: From the record at which they begin to hold, of the mixture, to the weight of each
-            component. The first record is 0.
+        weights: Maps a record of the mixture to the weight of each component from that record on.
+            The first record is 0.
         num_components: Number of components.
 
     Raises:
-        ShardingError: The records or the weights cannot be.
+        ShardingError: The records or the weights are invalid.
     """
 
     def __init__(self, weights: Mapping[int, Sequence[Any]], num_components: int):
@@ -59,17 +59,17 @@ class WeightSchedule:
 
     @property
     def weights(self) -> list[tuple[int, Parts]]:
-        """The weights, each with the record at which they begin, as integers in lowest terms."""
+        """Returns the weights as integers in lowest terms, each with its first record."""
         return [(stage.start, stage.parts) for stage in self._stages]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The components of many records, and which of their records these are.
+        """Returns the components of many records, and the records' indices in them.
 
         Args:
             indices: int64[n], records of the mixture.
 
         Returns:
-            Two of int64[n].
+            int64[n], the components; and int64[n], the indices in the components.
         """
         components, records = np.empty_like(indices), np.empty_like(indices)
         stages = np.searchsorted(self._starts, indices, side="right") - 1
@@ -83,7 +83,7 @@ class WeightSchedule:
         return any(stage.parts[component] for stage in self._stages)
 
     def length(self, lengths: Sequence[int]) -> int:
-        """Returns how many records come before a component would have to give one that it lacks.
+        """Returns the number of records before the first one that a component lacks.
 
         Args:
             lengths: The number of records of each component.
@@ -91,7 +91,7 @@ class WeightSchedule:
         return min(itertools.starmap(self._place_of, enumerate(lengths)))
 
     def _place_of(self, component: int, record: int) -> int:
-        """The index of a component's record in the mixture; `sys.maxsize` if it is not there."""
+        """Returns the mixture's index of a component's record; `sys.maxsize` if it has none."""
         stops = [*self._starts[1:], sys.maxsize]
         for stage, stop in zip(self._stages, stops, strict=True):
             if stage.parts[component]:
@@ -103,12 +103,12 @@ class WeightSchedule:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A part of the mixture in which the weights stay as they are.
+    """A part of the mixture with constant weights.
 
     Attributes:
         start: Its first record.
         parts: The weights.
-        offsets: How many records of each component come before.
+        offsets: Number of records of each component before this stage.
     """
 
     start: int
@@ -116,7 +116,7 @@ class _Stage:
     offsets: tuple[int, ...]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the components of records of the mixture, and the records of these."""
+        """Returns the components of records of the mixture, and the indices in them."""
         pattern, ranks = _pattern(self.parts)
         rounds, places = divmod(indices - self.start, len(pattern))
         components = pattern[places]
@@ -124,7 +124,7 @@ class _Stage:
         return components, records + ranks[places]
 
     def records_before(self, index: int) -> tuple[int, ...]:
-        """Returns how many records of each component come before a record of the mixture."""
+        """Returns the number of records of each component before a record of the mixture."""
         pattern, _ = _pattern(self.parts)
         rounds, place = divmod(index - self.start, len(pattern))
         rest = np.bincount(pattern[:place], minlength=len(self.parts)).tolist()
@@ -141,22 +141,23 @@ class _Stage:
 
 @functools.lru_cache(maxsize=64)
 def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
-    """An order, which repeats, in which no component is ever a whole record away from its share.
+    """Returns a repeating order in which each component is within one record of its share.
 
-    That is the "chairman assignment problem", and this is Tijdeman's solution of it (Discrete
-    Mathematics 32, 1980): of n components each is at most 1 - 1 / (2n - 2) records away, which is
-    the best there can be. A component may take its next turn once it is at least 1 / (2n - 2)
-    behind. The next turn goes to the one among them that would be the first to fall too far behind.
+    This is the "chairman assignment problem", solved after Tijdeman (Discrete Mathematics 32,
+    1980): with n components each is at most 1 - 1 / (2n - 2) records away from its share, which is
+    the best possible bound. A component may take its next turn once it is at least 1 / (2n - 2)
+    behind. The next turn goes to the one of these components that would be the first to fall too
+    far behind.
 
     Returns:
-        int64[period], the component of each turn; and int64[period], the number of turns that it
-        had before in this round.
+        int64[period], the component of each turn; and int64[period], the number of earlier turns of
+        that component in this round.
     """
     used = [i for i, part in enumerate(parts) if part]
     period, scale = sum(parts), max(1, 2 * len(used) - 2)
 
     def turn(i: int, rank: int) -> tuple[int, int]:
-        """The places from which a component may take its turn, and by which it must."""
+        """Returns the first place at which a component may take its turn, and the last one."""
         width = scale * parts[i]
         earliest = -(-(rank * scale + 1) * period // width) - 1
         return earliest, ((rank + 1) * scale - 1) * period // width
@@ -173,7 +174,7 @@ def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(start: int, weights: Sequence[Any], num_components: int) -> Parts:
-    """The weights as integers without a common factor."""
+    """Returns the weights as integers without a common factor."""
     where = f"the weights from record {start} on"
     if isinstance(weights, str) or not hasattr(weights, "__len__"):
         raise ShardingError(
@@ -187,7 +188,7 @@ def _parts(start: int, weights: Sequence[Any], num_components: int) -> Parts:
     exact = []
     for weight in weights:
         try:
-            exact.append(Fraction(str(weight)))  # 0.7 is 7/10, not the float that is nearest to it
+            exact.append(Fraction(str(weight)))  # 0.7 is 7/10, not the nearest float
         except ValueError:
             exact.append(Fraction(-1))
         if exact[-1] < 0:

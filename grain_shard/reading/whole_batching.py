@@ -1,4 +1,4 @@
-"""`WholeBatching`: batches evaluated as a whole, since no row of them can be read alone."""
+"""`WholeBatching`: batches evaluated as a whole, because no row can be read alone."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from grain_shard.trees import Batch, FlatBatch
 
 @dataclass(frozen=True, kw_only=True)
 class WholeBatching(Batching):
-    """Batches of which some rows are kept.
+    """Whole batches, of which some rows are kept.
 
     Attributes:
         batches: The batches.
-        made_of: The records that they are made of, if these are known.
-        batches_per_epoch: Batches of an epoch in the dataset. Some of them may be dropped here.
+        made_of: The records of the batches, if known.
+        batches_per_epoch: Batches in an epoch of the dataset. Some of them may be dropped here.
     """
 
     batches: Wholes
@@ -96,15 +96,15 @@ class WholeBatching(Batching):
         ]
 
     def _dataset_index(self, index: int) -> int:
-        """Returns the index of a batch in the dataset, which still has the dropped batches."""
+        """Returns the index of a batch in the dataset, which includes the dropped batches."""
         epoch, record, _, size = self.cuts.cut(index)
         return epoch * self.batches_per_epoch + record // size
 
     def kept(self, index: int, batch: Batch) -> Batch:
-        """Returns the rows of a batch to keep, in arrays that nothing else refers to.
+        """Returns the rows of a batch to keep, in arrays without other references.
 
         Raises:
-            ShardingError: It has another number of rows than it should.
+            ShardingError: The batch has an unexpected number of rows.
         """
         flat, rows = FlatBatch.of(batch), self.rows_of(index)
         if self.made_of is not None:
@@ -128,11 +128,11 @@ class WholeBatching(Batching):
 
 
 class Wholes:
-    """The batches of a dataset, and the rows of a full one once it is known.
+    """The batches of a dataset, and the number of rows of a full one once it is known.
 
     Args:
         ds: The dataset.
-        size: Rows of a full batch; None if only a batch tells.
+        size: Rows of a full batch; None if only a batch shows it.
     """
 
     def __init__(self, ds: grain.MapDataset, size: int | None):
@@ -141,7 +141,7 @@ class Wholes:
 
     @property
     def size(self) -> int:
-        """Rows of a full batch; the first batch is read for it if need be."""
+        """Rows of a full batch; the first use may read the first batch."""
         if self._size is None:
             batch = FlatBatch.of(self.ds[0])
             refuse_records(self.ds, batch)
@@ -150,12 +150,12 @@ class Wholes:
         return self._size
 
     def rows_of(self, index: int) -> int:
-        """Returns the rows of a batch, which is read for it."""
+        """Returns the rows of a batch; this reads the batch."""
         return FlatBatch.of(self.ds[index]).rows
 
 
 class _Whole(Rows):
-    """One batch, evaluated as one record; it is its own stack."""
+    """One batch, evaluated as one record and stacked alone."""
 
     def __init__(self, batching: WholeBatching, index: int):
         self._batching, self._index = batching, index
@@ -184,9 +184,9 @@ class _Whole(Rows):
 
 
 def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:
-    """Returns the chosen rows that exist, all if None, as a batch; scalars belong to every row.
+    """Returns the chosen rows that exist (None: all) as a batch; scalars belong to every row.
 
-    They are in fresh plain arrays: the caller's buffer may be reused, and a view of Grain's shared
+    The arrays are plain copies: the caller may reuse its buffer, and a view of Grain's shared
     memory loses its offset on the way out of a worker.
     """
     existing = np.arange(batch.rows) if rows is None else rows[rows < batch.rows]
@@ -197,5 +197,5 @@ def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:
 
 def _rows_of(array: np.ndarray, existing: np.ndarray) -> np.ndarray:
     taken = empty((len(existing), *array.shape[1:]), array.dtype)
-    # "clip", or numpy would gather into a buffer of its own first; no row is out of bounds here.
+    # Without "clip" numpy would first gather into a buffer of its own; all rows are in bounds.
     return np.take(array, existing, axis=0, out=taken, mode="clip")

@@ -1,1 +1,1 @@
-"""Which rows go where: layouts, specs, shardings, and the arrays made of them."""
+"""Layouts, specs and shardings: the rows of each host, and the global arrays made of them."""

@@ -1,8 +1,8 @@
-"""From this host's rows to global `jax.Array`s, without a word to any other host.
+"""Global `jax.Array`s from this host's rows, without communication with other hosts.
 
-`jax.device_put` of host data onto a sharding that spans processes compares the data across them,
-which is a collective and in a background thread a hang. `jax.make_array_from_callback` with the
-global shape given asks for the shards of this process's devices, one by one, and nothing else.
+`jax.device_put` of host data onto a sharding that spans processes compares the data across them.
+That is a collective, which hangs in a background thread. `jax.make_array_from_callback` with the
+global shape asks only for the shards of this process's devices, one by one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from grain_shard.trees import Batch, FlatBatch
 
 
 class _Leaf(NamedTuple):
-    """How one leaf is placed.
+    """The placement of one leaf.
 
     Attributes:
-        path: Where it is in the batch.
-        sharding: None if it stays on the host.
-        given_shape: In a host's batch, ``[host_batch_size, ...]``.
-        host_shape: The same with an axis for the microbatches, if there are any.
-        global_shape: Of the rows of all hosts.
-        dtype: As it is given.
+        path: Path in the batch.
+        sharding: None if the leaf stays on the host.
+        given_shape: Shape in a host's batch, ``[host_batch_size, ...]``.
+        host_shape: `given_shape` with an axis for the microbatches, if there are any.
+        global_shape: Shape with the rows of all hosts.
+        dtype: The given dtype.
     """
 
     path: str
@@ -41,19 +41,19 @@ class _Leaf(NamedTuple):
     dtype: np.dtype
 
     def alike(self, array: np.ndarray) -> bool:
-        same_dtype = self.sharding is None or array.dtype == self.dtype  # text has its own widths
+        same_dtype = self.sharding is None or array.dtype == self.dtype  # text widths may differ
         return same_dtype and array.shape == self.given_shape
 
 
 class Assembler:
-    """Places one batch after another, all of them like the first, but for the rows if that is said.
+    """Places batches one after another. All must be like the first; `host_batch_sizes` may differ.
 
     Args:
-        shardings: Of the leaves.
-        layout: Which rows of the global batch this host passes.
-        is_padding: If a digest of the first batch is wanted, to be compared with other hosts':
-            whether a batch is all padding, which is the same everywhere.
-        host_batch_sizes: If batches are of several sizes, all of them, in rows of this host.
+        shardings: Shardings of the leaves.
+        layout: The rows of the global batch that this host passes.
+        is_padding: Returns True for a batch that is all padding, which is the same on all hosts.
+            If given, a digest of the first batch is made, to compare it between hosts.
+        host_batch_sizes: All batch sizes, in rows of this host, if there are several.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class Assembler:
         self.mesh_axes: tuple[tuple[str, int], ...] = shardings.mesh_axes
         self._structure: Any = None
         self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
-        self.digest = ""  # of this host's rows of the first batch, if any row is real
+        self.digest = ""  # of this host's rows of the first batch, unless all are padding
         self._leaves: list[_Leaf] = []  # of the first batch
         self._leaves_of_size: dict[int, list[_Leaf]] = {}
 
     def __call__(self, batch: Batch) -> Batch:
-        """The global batch.
+        """Returns the global batch.
 
         Args:
             batch: A tree of numpy arrays ``[host_batch_size, ...]`` and scalars. The arrays must
-                never be written to again: JAX's CPU backend may use their memory as it is, and
-                ``may_alias=False`` does not keep it from that (jax#38086).
+                never be written to again: JAX's CPU backend may use their memory without a copy,
+                and ``may_alias=False`` does not prevent that (jax#38086).
 
         Returns:
             The tree with `jax.Array` leaves ``[global_batch_size, ...]``; text stays on the host.
-            With microbatches, leaves are ``[microbatches, rows of one, ...]``.
+            With microbatches, leaves are ``[microbatches, rows of one microbatch, ...]``.
 
         Raises:
             ShardingError: The batch does not fit its shardings, or is unlike the first one.
@@ -104,7 +104,7 @@ class Assembler:
         return structure.unflatten(placed)
 
     def abstract(self, batch: Batch) -> Batch:
-        """What a call would return, with a `jax.ShapeDtypeStruct` in place of each `jax.Array`.
+        """Returns the result of a call, with a `jax.ShapeDtypeStruct` for each `jax.Array`.
 
         Args:
             batch: As for a call.
@@ -138,10 +138,10 @@ class Assembler:
         return jax.make_array_from_callback(leaf.global_shape, leaf.sharding, shard)
 
     def _host_index(self, index: Any, global_shape: tuple[int, ...]) -> Any:
-        """Where a shard of the global array lies in what this host holds."""
+        """Returns the index, in this host's array, of a shard of the global array."""
         if self._layout.holds_all or not global_shape:
             return index
-        dim = 0 if self._shardings.microbatches is None else 1  # of the rows
+        dim = 0 if self._shardings.microbatches is None else 1  # the dim of the rows
         first, stop, _ = index[dim].indices(global_shape[dim])
         start = self._layout.host_row(first, global_shape[dim])
         return (*index[:dim], slice(start, start + stop - first), *index[dim + 1 :])
@@ -149,14 +149,14 @@ class Assembler:
     def _leaf(
         self, path: str, sharding: Sharding | None, array: np.ndarray, host_rows: int
     ) -> _Leaf:
-        """How a leaf like this one is placed, in a batch of so many rows of this host."""
+        """Returns the placement of a leaf, in a batch with `host_rows` rows of this host."""
         given_shape = (host_rows, *array.shape[1:]) if array.ndim else ()
         host_shape = self._shape(host_rows, array)
         global_shape = self._shape(self._layout.global_batch_size(host_rows), array)
         return _Leaf(path, sharding, given_shape, host_shape, global_shape, array.dtype)
 
     def _shape(self, num_rows: int, array: np.ndarray) -> tuple[int, ...]:
-        """The shape that a leaf of so many rows, this host's or all, is handed out in."""
+        """Returns the shape of a leaf that is handed out with `num_rows` rows, local or global."""
         count = self._shardings.microbatches
         rows = (num_rows,) if count is None else (count, num_rows // count)
         return (*rows, *array.shape[1:]) if array.ndim else ()
@@ -186,7 +186,7 @@ class Assembler:
         self._structure = flat.structure
 
     def describe(self) -> dict[str, str]:
-        """Every leaf of the first batch: its global shape, dtype and spec, by its path."""
+        """Returns the global shape, dtype and spec of the first batch's leaves, by path."""
         return {
             leaf.path: f"{leaf.dtype}[{', '.join(map(str, leaf.global_shape))}]"
             + (f" {leaf.sharding.spec}" if isinstance(leaf.sharding, NamedSharding) else "")

@@ -1,10 +1,10 @@
-"""Which rows of a global batch each host holds: integers and names only.
+"""The rows of a global batch that each host holds: integers and names only.
 
-The batch axis is cut into `divisor` equal shards, one for each step along the mesh axes that shard
-it. A device holds one shard or, where the batch axis is replicated, all of them; a host holds the
-shards of its devices. If gradients are to be accumulated, the batch is cut into microbatches first,
-and then each of these into shards. The layout of a host is therefore a few integers. It pickles to
-worker processes, which must not know a device, and it does not change with the batch size.
+The batch axis is cut into `divisor` equal shards, one for each index along the mesh axes that shard
+it. A device holds one shard or, if the batch axis is replicated, all shards; a host holds the
+shards of its devices. For gradient accumulation the batch is cut into microbatches first, and each
+microbatch into shards. A host's layout is therefore a few integers. It pickles to worker processes,
+which must not know a device, and it does not change with the batch size.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ class BatchLayout:
         array([2, 3, 6, 7])
 
     Attributes:
-        divisor: Number of equal shards that the batch axis is cut into: that of a microbatch, if
-            there are several.
-        shards: Those of this host, ascending.
+        divisor: Number of equal shards that the batch axis (of one microbatch) is cut into.
+        shards: The shards of this host, ascending.
         mesh_axes: (name, size) of every mesh axis; for messages only.
         num_hosts: Hosts that have a device in the mesh.
-        shards_of_all_hosts: How many shards the hosts hold, added up over the hosts. It is
-            `divisor` when every row is on exactly one host; 0 if it is not known.
+        shards_of_all_hosts: Sum, over the hosts, of the shards that each holds. It is `divisor`
+            if every row is on exactly one host; 0 if it is not known.
         microbatches: Number of equal parts that a batch is cut into, one after the other, before
             each of them is cut into shards.
     """
@@ -63,11 +62,11 @@ class BatchLayout:
 
     @classmethod
     def from_shardings(cls, shardings: Sequence[Sharding], microbatches: int = 1) -> BatchLayout:
-        """The layout of this process, for leaves that are sharded in these ways.
+        """Returns the layout of this process, for leaves with these shardings.
 
         Args:
             shardings: The shardings of the leaves; a host holds the union of their rows.
-            microbatches: How many a batch is cut into.
+            microbatches: Number of microbatches in a batch.
 
         Raises:
             ShardingError: This process has no device in the mesh.
@@ -85,7 +84,7 @@ class BatchLayout:
     def of_hosts(
         cls, shardings: Sequence[Sharding], microbatches: int = 1
     ) -> dict[int, BatchLayout]:
-        """The layout of every host that has a device in the mesh, ascending by host.
+        """Returns the layout of every host that has a device in the mesh, ascending by host.
 
         Args:
             shardings: As for `from_shardings`.
@@ -100,32 +99,32 @@ class BatchLayout:
 
     @property
     def amplification(self) -> float:
-        """Rows that all hosts read together, over the rows of the batch; 1.0 is each row once."""
+        """Rows that all hosts read together, divided by the rows of the batch; at least 1.0."""
         return (self.shards_of_all_hosts or len(self.shards)) / self.divisor
 
     @property
     def multiple(self) -> int:
-        """What the rows of a batch have to be a multiple of."""
+        """Number that the rows of a batch must be a multiple of."""
         return self.microbatches * self.divisor
 
     @property
     def holds_all(self) -> bool:
-        """Whether this host holds every row."""
+        """True if this host holds every row."""
         return len(self.shards) == self.divisor
 
     def padded(self, global_batch_size: int) -> int:
-        """The batch size rounded up to what the batch may have, in rows."""
+        """Returns the batch size, rounded up to the next `multiple`."""
         return round_up(global_batch_size, self.multiple)
 
     def rows(self, global_batch_size: int) -> np.ndarray:
-        """This host's rows of a batch, ascending: int64[host_batch_size].
+        """Returns this host's rows of a batch, ascending: int64[host_batch_size].
 
         Args:
             global_batch_size: Rows of the whole batch, of all its microbatches together; a
                 `multiple`.
 
         Raises:
-            ShardingError: The batch size is no multiple of that.
+            ShardingError: The batch size is not a `multiple`.
         """
         if global_batch_size % self.multiple:
             parts = describe_parts(self.divisor, self.microbatches)
@@ -139,12 +138,12 @@ class BatchLayout:
         return (self._parts()[:, None] * size + np.arange(size)).reshape(-1)
 
     def _parts(self) -> np.ndarray:
-        """Of the `multiple` equal parts of a batch, those of this host, ascending: int64[n]."""
+        """Returns this host's parts of a batch's `multiple` equal parts, ascending: int64[n]."""
         microbatches = np.arange(self.microbatches, dtype=np.int64)[:, None]
         return (microbatches * self.divisor + np.asarray(self.shards)).reshape(-1)
 
     def ranges(self, global_batch_size: int) -> list[tuple[int, int]]:
-        """This host's rows of a batch as (start, stop), ascending and not touching each other."""
+        """Returns this host's rows of a batch as separate (start, stop) ranges, ascending."""
         size = global_batch_size // self.multiple
         found: list[tuple[int, int]] = []
         for part in self._parts().tolist():
@@ -153,31 +152,31 @@ class BatchLayout:
         return found
 
     def host_row(self, row: int, num_rows: int) -> int:
-        """Where a row, the first of a shard of this host, lies among its rows of a microbatch.
+        """Returns the index of a shard's first row among this host's rows of a microbatch.
 
         Args:
-            row: Of the microbatch; of the batch, if that is all one.
-            num_rows: Of that.
+            row: The row's index in the microbatch, or in the batch if there are no microbatches.
+            num_rows: Rows of the microbatch, or of the batch.
         """
         size = num_rows // self.divisor
         return self.shards.index(row // size) * size + row % size
 
     def global_batch_size(self, host_batch_size: int) -> int:
-        """The rows of the whole batch, from the number that this host holds."""
+        """Returns the rows of the whole batch, from the number of rows that this host holds."""
         return host_batch_size // len(self.shards) * self.divisor
 
 
 def shards_by_host(shardings: Iterable[Sharding]) -> tuple[int, dict[int, tuple[int, ...]]]:
-    """The shards of the batch axis that each host holds, for leaves sharded in these ways.
+    """Returns the shards of the batch axis that each host holds, for leaves with these shardings.
 
     Returns:
-        The number of shards, and those of every host in the mesh, ascending.
+        The number of shards, and the shards of every host in the mesh, ascending.
     """
     cuts = [_shards_of_devices(sharding) for sharding in shardings]
     divisor = math.lcm(*(count for _, _, count in cuts))
     held: dict[int, set[int]] = {}
     for devices, of_devices, count in cuts:
-        width = divisor // count  # a shard of this leaf is so many shards of the layout
+        width = divisor // count  # shards of the layout in one shard of this leaf
         hosts = np.fromiter((d.process_index for d in devices), np.int64, len(devices))
         for host, shard in np.unique(np.stack([hosts, of_devices]), axis=1).T.tolist():
             held.setdefault(host, set()).update(range(shard * width, (shard + 1) * width))
@@ -185,18 +184,18 @@ def shards_by_host(shardings: Iterable[Sharding]) -> tuple[int, dict[int, tuple[
 
 
 def round_up(count: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not less than `count`."""
+    """Returns the smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple
 
 
 def describe_parts(divisor: int, microbatches: int) -> str:
-    """What a batch has to split into, in words."""
+    """Names the parts that a batch is split into, for a message."""
     shards = f"{divisor} shards"
     return shards if microbatches == 1 else f"{microbatches} microbatches of {shards} each"
 
 
 def batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes that shard dim 0 under `spec`."""
+    """Returns the mesh axes that shard dim 0 under `spec`."""
     first = spec[0] if len(spec) else None
     if first is None:
         return ()
@@ -204,7 +203,7 @@ def batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def mesh_axes_of(shardings: Iterable[Sharding]) -> tuple[tuple[str, int], ...]:
-    """(name, size) of every axis of the first mesh among the shardings."""
+    """Returns (name, size) of every axis of the first mesh among the shardings."""
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):
             return tuple(sharding.mesh.shape.items())
@@ -212,10 +211,10 @@ def mesh_axes_of(shardings: Iterable[Sharding]) -> tuple[tuple[str, int], ...]:
 
 
 def _shards_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, int]:
-    """Every device, the shard of dim 0 that it holds, and the number of shards.
+    """Returns every device, the shard of dim 0 that it holds, and the number of shards.
 
-    Computed from the mesh rather than by `Sharding.devices_indices_map`, which builds a slice for
-    each of the slice's thousands of devices; the tests hold the two against each other.
+    Computed from the mesh, because `Sharding.devices_indices_map` builds a slice for each of the
+    thousands of devices of a pod. The tests compare both.
     """
     if not isinstance(sharding, NamedSharding):
         devices = list(sharding.device_set)

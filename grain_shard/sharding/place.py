@@ -1,4 +1,4 @@
-"""A tree of arrays onto the devices of a tree of shardings, on one process or on many."""
+"""Placement of a tree of arrays by a tree of shardings, on one process or on many."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
 
     Args:
         data: A tree of numpy arrays, `jax.Array`s, typed PRNG keys and Python scalars. On several
-            processes, what is on the host is the same whole data on each.
-        target: Where the leaves go.
-        in_background: Whether the caller is a background thread, which must run no collective.
+            processes, host data must be the same on each, and complete.
+        target: Shardings of the leaves.
+        in_background: True if the caller is a background thread, which must run no collective.
 
     Returns:
         The same tree of `jax.Array`s; text stays on the host, as numpy arrays.
@@ -53,16 +53,16 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarr
     """Places one leaf.
 
     Args:
-        path: Where the leaf is in its tree, for messages.
+        path: The leaf's path in its tree, for messages.
         leaf: As in `place_tree`.
-        sharding: Where it goes. A spec longer than the leaf's rank is cut to it, which replicates
-            scalars.
+        sharding: The leaf's sharding. A spec longer than the leaf's rank is cut to the rank, so
+            scalars are replicated.
 
     Returns:
-        A global array with the leaf's shape; text as it is.
+        A global array with the leaf's shape; text unchanged.
 
     Raises:
-        ShardingError: As in `place_tree`, of this leaf.
+            ShardingError: As in `place_tree`, for this leaf.
     """
     array = _as_array(path, leaf, ShardingTree(sharding))
     where = None if is_text(array) else trimmed(sharding, array.ndim)
@@ -73,7 +73,7 @@ def require_local(target: ShardingTree) -> None:
     """Checks that this process has a device in each of the shardings.
 
     Raises:
-        ShardingError: It has none; the message names the processes that have.
+        ShardingError: It has none; the message names the processes that have one.
     """
     for sharding in target.shardings():
         if not sharding.addressable_devices:
@@ -87,7 +87,7 @@ def require_local(target: ShardingTree) -> None:
 
 
 def _as_array(path: str, leaf: Any, target: ShardingTree) -> Any:
-    """A `jax.Array` as it is; all else as numpy, if a device or, for text, the host can hold it."""
+    """Returns a `jax.Array` as it is, and all else as numpy if a device or the host can hold it."""
     if isinstance(leaf, jax.Array):
         return leaf
     try:
@@ -99,8 +99,8 @@ def _as_array(path: str, leaf: Any, target: ShardingTree) -> Any:
 def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool) -> Any:
     """Places an array by a sharding of no more than its rank; None leaves it on the host.
 
-    The result shares no memory with numpy input on the CPU backend, so that a loader may reuse its
-    buffer. A `jax.Array` that lies where it should may come back as it is.
+    The result shares no memory with numpy input on the CPU backend, so a loader may reuse its
+    buffer. A `jax.Array` that has this sharding already may be returned as it is.
     """
     if sharding is None:
         return array
@@ -108,17 +108,17 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable:
             _require_movable(path, array, sharding, in_background)
-        # Moving what is global already is JAX's to do, in the same order on every process.
+        # JAX moves global arrays, with the same collectives in the same order on every process.
         if sharding.is_fully_addressable or not array.is_fully_addressable:
             return jax.device_put(array, sharding)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             data = _place(path, jax.random.key_data(array), sharding, in_background)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     host_array = np.asarray(array)
-    # The CPU backend may take aligned host memory as it is, and its owner may then write to it.
+    # The CPU backend may use aligned host memory without a copy, and its owner may write to it.
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     shard = (lambda index: copied(host_array[index])) if on_cpu else host_array.__getitem__
-    # Not device_put: onto several processes it is a collective that compares the value.
+    # Not device_put: across processes it is a collective, which compares the value.
     return jax.make_array_from_callback(host_array.shape, sharding, shard)
 
 

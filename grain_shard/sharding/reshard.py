@@ -1,4 +1,4 @@
-"""`Resharder`: moves a batch that was read once to where it belongs, on the devices."""
+"""`Resharder`: moves a batch from the devices that read it to the devices that need it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from grain_shard.trees import Batch, flatten
 
 
 class Resharder:
-    """Compiled identities, from the shardings by which rows are read to those of the step.
+    """Jitted identity functions, from the shardings in which rows are read to those of the step.
 
-    There is one; on several slices there may be two, see `ShardingTree.moves`.
+    There is one function; on several slices there may be two, see `ShardingTree.moves`.
 
-    It is a collective: every host has to call it in the same order among its other collectives, so
-    it runs in the thread of the training loop and not in the background.
+    A call is a collective: every host must run it in the same order among its other collectives.
+    It therefore runs in the thread of the training loop, and not in the background.
 
     Args:
-        shardings: Where the leaves belong.
+        shardings: The shardings that the step needs.
     """
 
     def __init__(self, shardings: ShardingTree):
@@ -32,7 +32,7 @@ class Resharder:
         self._last: jax.Array | None = None
 
     def __call__(self, batch: Batch) -> Batch:
-        """The same global batch, sharded as it should be; text stays where it is.
+        """Returns the same global batch in the step's shardings; text is unchanged.
 
         Raises:
             ShardingError: A mesh axis does not divide its dim.
@@ -55,15 +55,15 @@ class Resharder:
         )
 
     def wait(self) -> None:
-        """Waits until the last move is done, on this host's part.
+        """Waits until this host's part of the last move is done.
 
-        A process that ended with one in flight could wait for ever, for hosts that have ended.
+        A process that ended during a move could wait for ever for hosts that have ended.
         """
         last, self._last = self._last, None
-        if last is not None and not last.is_deleted():  # a step may have had it as a donation
+        if last is not None and not last.is_deleted():  # a step may have donated it
             last.block_until_ready()
 
 
 def move_to(shardings: Sequence[Sharding | None]) -> Any:
-    """A jitted function of arrays that returns them in these shardings; None is for text."""
+    """Returns a jitted function that returns its arrays in these shardings; None is for text."""
     return jax.jit(lambda *arrays: arrays, out_shardings=tuple(filter(None, shardings)))

@@ -1,4 +1,4 @@
-"""`ShardByMesh`: which slice of a source this host should read, by the rows that it holds."""
+"""`ShardByMesh`: the slice of a source that a host should read, from the rows that it holds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 class ShardByMesh(grain.sharding.ShardOptions):
     """The slice of a source for this host, in place of `grain.sharding.ShardByJaxProcess`.
 
-    Hosts that hold the same rows, because a model or sequence axis spans them, get the same slice;
-    by process index they would get different ones, and train on wrong data.
+    Hosts that hold the same rows, because a model or sequence axis spans them, get the same slice.
+    By process index they would get different slices, and train on wrong data.
 
     Example:
         >>> import jax
@@ -27,10 +27,10 @@ class ShardByMesh(grain.sharding.ShardOptions):
     Args:
         mesh_or_sharding: As for `shard_to`.
         spec: As for `shard_to`.
-        drop_remainder: Whether to give every host the same number of records, and drop the rest.
+        drop_remainder: True gives every host the same number of records, and drops the rest.
 
     Raises:
-        ShardingError: Two hosts share some of their rows, but not all: no slice fits both.
+        ShardingError: Two hosts share some of their rows, but not all, so no slice fits both.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""From (mesh, spec) to the sharding of every leaf.
+"""The sharding of every leaf, from a mesh and a spec.
 
-A spec may be one `PartitionSpec` for all leaves, or a tree prefix of them. A prefix that covers
-several leaves is trimmed to the rank of each; one that stands for a single leaf must fit it.
+A spec is one `PartitionSpec` for all leaves, or a tree prefix of them. A spec that covers several
+leaves is trimmed to the rank of each leaf; a spec for a single leaf must fit that leaf.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class ShardingTree:
 
     Attributes:
         prefix: A `Sharding`, or a tree of them that is a prefix of the batch's tree. Their dim 0 is
-            that of the rows, also where there are microbatches.
-        microbatches: How many each batch is cut into, so that its leaves are ``[microbatches, rows,
-            ...]``; None for leaves ``[rows, ...]``.
+            the dim of the rows, also with microbatches.
+        microbatches: Number of microbatches that each batch is cut into, so that its leaves are
+            ``[microbatches, rows, ...]``; None for leaves ``[rows, ...]``.
     """
 
     prefix: Any
@@ -70,19 +70,19 @@ class ShardingTree:
     def of(
         cls, mesh_or_sharding: Any = None, spec: Any = None, *, microbatches: int | None = None
     ) -> ShardingTree:
-        """Resolves what the user passes to `shard_to`.
+        """Resolves the arguments that the user passes to `shard_to`.
 
         Args:
             mesh_or_sharding: A `Mesh`; or a `Sharding`, a device, or a tree prefix of shardings.
-                None, or specs in its place: the mesh in use, that of `jax.set_mesh`.
+                None, or specs in its place: the mesh of `jax.set_mesh`.
             spec: With a mesh, a `PartitionSpec` or a tree prefix of them. By default dim 0 is
                 sharded over the mesh's axis "data", or over its only axis.
             microbatches: As for `shard_to`.
 
         Raises:
-            ShardingError: The spec names an axis that the mesh does not have, or none is given and
-                the mesh has several axes, none of them "data". Or no mesh is in use. Or
-                `microbatches` is no positive integer.
+            ShardingError: The spec names an axis that the mesh does not have; no spec is given and
+                the mesh has several axes, none of them "data"; no mesh is in use; or
+                `microbatches` is not a positive integer.
         """
         if microbatches is not None:
             require_int("microbatches", microbatches, 1)
@@ -112,42 +112,42 @@ class ShardingTree:
         return mesh_axes_of(self.shardings())
 
     def layout(self) -> BatchLayout:
-        """The rows that this host holds."""
+        """Returns the rows that this host holds."""
         return BatchLayout.from_shardings(self.shardings(), self.microbatches or 1)
 
     def layouts(self) -> dict[int, BatchLayout]:
-        """The rows that each host holds, for every host with a device in the mesh, ascending."""
+        """Returns the rows that each host with a device in the mesh holds, ascending by host."""
         return BatchLayout.of_hosts(self.shardings(), self.microbatches or 1)
 
     def devices(self) -> list[Any]:
-        """The devices of all hosts that hold something, in an order that is the same on each."""
+        """Returns the devices of all hosts that hold data, in the same order on each host."""
         of_shardings = [device for s in self.shardings() for device in s.device_set]
         return sorted(set(of_shardings), key=lambda device: (device.process_index, device.id))
 
     def hosts(self) -> list[int]:
-        """The hosts that have a device in the mesh, ascending."""
+        """Returns the hosts that have a device in the mesh, ascending."""
         return list(self.layouts())
 
     def way_to_read(self, read: Read, *global_batch_sizes: int) -> Literal["needed", "once"]:
-        """What `read` of `shard_to` comes to.
+        """Resolves the argument `read` of `shard_to`.
 
-        "auto" is "once", see `spread`, where that reads fewer rows and the devices divide the
-        padded batch. A batch is never padded any further to be read once: its shape
-        follows from its size, the spec, the mesh and the microbatches.
+        "auto" is "once" (see `spread`) if "once" reads fewer rows and the devices divide the
+        padded batch. A batch is never padded further for "once": its shape follows from its size,
+        the spec, the mesh and the microbatches.
 
         Args:
             read: As for `shard_to`.
-            *global_batch_sizes: Rows of a batch before padding; of several sizes, all of them.
+            *global_batch_sizes: Rows of a batch before padding; all sizes, if there are several.
 
         Raises:
             ShardingError: It is "once", and the devices do not divide a padded batch.
         """
         if read == "needed":
             return read
-        layout = next(iter(self.layouts().values()))  # of any host: they share these figures
+        layout = next(iter(self.layouts().values()))  # any host's: these figures are global
         spread = next(iter(self.spread().layouts().values()))
         sizes = map(layout.padded, global_batch_sizes)
-        size = next((size for size in sizes if size % spread.multiple), None)  # not divided
+        size = next((size for size in sizes if size % spread.multiple), None)  # not divisible
         if read == "auto":
             fewer = spread.amplification < layout.amplification
             return "once" if fewer and size is None else "needed"
@@ -163,7 +163,7 @@ class ShardingTree:
         return read
 
     def describe(self) -> dict[str, Any]:
-        """What hosts compare of it: mesh axes, the order of the devices, and specs. Plain JSON."""
+        """Returns mesh axes, device order and specs as plain JSON, for hosts to compare."""
         named = [s for s in self.shardings() if isinstance(s, NamedSharding)]
         return {
             "mesh": list(self.mesh_axes),
@@ -173,14 +173,14 @@ class ShardingTree:
         }
 
     def spread(self) -> ShardingTree:
-        """The shardings by which batches are read so that every row is read once, see `Spread`."""
+        """Returns the shardings in which every row is read once, see `Spread`."""
         found = self._spread()
         return self if found is None else self._map(found.read_by)
 
     def moves(self) -> tuple[ShardingTree, ...]:
-        """The shardings to which devices move a batch that was read by `spread`, in this order.
+        """Returns the shardings to which devices move a batch read by `spread`, in this order.
 
-        There are one or two, see `Spread.gathered`. The last are these.
+        There are one or two, see `Spread.gathered`. The last one is this tree.
         """
         found = self._spread()
         gathered = self if found is None else self._map(found.gathered)
@@ -194,7 +194,7 @@ class ShardingTree:
         return replace(self, prefix=jax.tree.map(fn, self.prefix, is_leaf=_is_sharding))
 
     def with_mask(self, key: str | None) -> ShardingTree:
-        """The tree with a sharding for the mask, which is sharded like the rows."""
+        """Returns the tree with a sharding for the mask, which is sharded like the rows."""
         if key is None or not isinstance(self.prefix, Mapping) or key in self.prefix:
             return self
         by_rows = [s for s in self.shardings() if isinstance(s, NamedSharding)]
@@ -202,13 +202,13 @@ class ShardingTree:
         return replace(self, prefix={**self.prefix, key: trimmed(first, 1)})
 
     def match(self, batch: Batch) -> list[Sharding | None]:
-        """The sharding of every leaf of a batch; None for text, which stays on the host.
+        """Returns the sharding of every leaf of a batch; None for text, which stays on the host.
 
         Args:
             batch: A tree of arrays ``[rows, ...]``, or ``[microbatches, rows, ...]``.
 
         Raises:
-            ShardingError: The tree is no prefix of the batch's, or a spec does not fit its leaf.
+            ShardingError: The tree is not a prefix of the batch's, or a spec does not fit its leaf.
         """
         pairs = jax.tree_util.tree_flatten_with_path(batch)[0]
         found, used = [], {}
@@ -228,7 +228,7 @@ class ShardingTree:
         return found
 
     def _rank(self, leaf: Any) -> int:
-        """The dims that a spec may name: all from that of the rows on."""
+        """Returns the number of dims that a spec may name: the dim of the rows and all after it."""
         return leaf.ndim if self.microbatches is None else max(0, leaf.ndim - 1)
 
     def _fitted(self, sharding: Sharding, leaf: Any) -> Sharding:

@@ -1,8 +1,8 @@
-"""Slices: which one a device is in, and where a mesh is cut by them.
+"""TPU slices: the slice of a device, and the cut of a mesh at the borders of slices.
 
-A TPU slice is the chips that one fast network joins. Large jobs join several slices over the
-data-centre network, which is slower by far; their meshes are those of
-`jax.experimental.mesh_utils.create_hybrid_device_mesh`.
+A TPU slice is a set of chips that one fast network joins. Large jobs join several slices over the
+much slower data-centre network; `jax.experimental.mesh_utils.create_hybrid_device_mesh` makes their
+meshes.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from jax.sharding import Mesh
 
 
 def slice_of(device: Any) -> int:
-    """The slice of a device; 0 where devices know of none.
+    """Returns the slice of a device; 0 if the device has no slice.
 
-    A GPU's `slice_index` is not asked for: it tells which hosts NVLink joins, often each alone, and
-    the network between those is the one that they train over.
+    A GPU's `slice_index` is ignored: it numbers the hosts that NVLink joins, often each host alone,
+    and GPUs train over the network between these hosts.
     """
     return 0 if device.platform == "gpu" else getattr(device, "slice_index", 0)
 
 
 @dataclass(frozen=True)
 class CutMesh:
-    """A mesh whose axes each stay in a slice, or else only lead from one to another.
+    """A mesh whose axes each stay within a slice, or each lead only between slices.
 
-    An axis of which a part leads to other slices and a part does not is cut in two. The devices
-    keep their order, so a compiled program may take arrays of either mesh.
+    An axis that does both is cut into two axes. The devices keep their order, so a compiled program
+    can take arrays of either mesh.
 
     Example:
         >>> from grain_shard import hosts_mesh
@@ -39,9 +39,9 @@ class CutMesh:
         (('model',), ('data', 'model'))
 
     Attributes:
-        mesh: The mesh that was given, or the same devices with more axes.
-        parts: By axis of the given mesh, the axes that it became, the outer one first.
-        in_slice: The axes of `mesh` that stay in a slice, in its order.
+        mesh: The given mesh, or the same devices with more axes.
+        parts: For each axis of the given mesh, the axes that it became, the outer one first.
+        in_slice: The axes of `mesh` that stay within a slice, in the mesh's order.
         num_slices: Slices that have a device in the mesh.
     """
 
@@ -52,7 +52,7 @@ class CutMesh:
 
     @classmethod
     def of(cls, mesh: Mesh) -> CutMesh:
-        """Cuts a mesh."""
+        """Cuts a mesh at the borders of slices."""
         slices = np.vectorize(slice_of, otypes=[np.int64])(mesh.devices)
         parts: dict[str, tuple[str, ...]] = {}
         sizes: dict[str, int] = {}
@@ -70,12 +70,12 @@ class CutMesh:
         return cls(mesh, parts, tuple(in_slice), len(np.unique(slices)))
 
     def axes(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The axes that those of the given mesh became."""
+        """Returns the axes that these axes of the given mesh became."""
         return tuple(part for name in names for part in self.parts[name])
 
 
 def _neighbours_in_slice(slices: np.ndarray, dim: int) -> int:
-    """The largest size of blocks along a dim, all of one size, that no slice ends inside of."""
+    """Returns the largest block size along a dim such that no block crosses a slice's border."""
     size = slices.shape[dim]
     along = np.moveaxis(slices, dim, 0).reshape(size, -1)
     starts = np.flatnonzero((along[1:] != along[:-1]).any(axis=1)) + 1

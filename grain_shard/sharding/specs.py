@@ -1,4 +1,4 @@
-"""One spec on one mesh: checked, as a sharding; and whether a leaf fits it."""
+"""One spec on one mesh: its check, its sharding, and its fit to a leaf."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DATA_AXIS = "data"
 
 
 def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int, ...]) -> None:
-    """Checks that every sharded dim of the global shape divides by its mesh axes.
+    """Checks that the mesh axes of every sharded dim divide the global shape's dim.
 
     Args:
-        path: Of the leaf, e.g. ``batch['tokens']``.
-        leaf: This host's rows of it.
-        sharding: How it is to be sharded.
-        shape: Its global shape.
+        path: Path of the leaf, e.g. ``batch['tokens']``.
+        leaf: This host's rows of the leaf.
+        sharding: Sharding of the leaf.
+        shape: Global shape of the leaf.
 
     Raises:
         ShardingError: An axis does not divide its dim.
@@ -48,10 +48,10 @@ def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int
 
 
 def mesh_in_use() -> Mesh:
-    """The mesh of `jax.set_mesh`.
+    """Returns the mesh of `jax.set_mesh`.
 
     Raises:
-        ShardingError: None is set.
+        ShardingError: No mesh is set.
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -64,7 +64,7 @@ def mesh_in_use() -> Mesh:
 
 
 def default_spec(mesh: Mesh) -> PartitionSpec:
-    """The spec that shards dim 0 over the axis "data", or over the mesh's only axis."""
+    """Returns the spec that shards dim 0 over the axis "data", or over the mesh's only axis."""
     names = mesh.axis_names
     if DATA_AXIS in names or len(names) == 1:
         return PartitionSpec(DATA_AXIS if DATA_AXIS in names else names[0])
@@ -77,7 +77,7 @@ def default_spec(mesh: Mesh) -> PartitionSpec:
 
 
 def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
-    """A `NamedSharding` of the mesh, from a spec or None (replicated)."""
+    """Returns a `NamedSharding` of the mesh, from a spec or None (replicated)."""
     spec = PartitionSpec() if spec is None else spec
     axes = mesh.shape.items()
     if not isinstance(spec, PartitionSpec):
@@ -110,7 +110,7 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
 
 
 def as_sharding(leaf: Any) -> Sharding:
-    """The sharding that a device or a sharding stands for."""
+    """Returns a sharding as it is, and the single-device sharding of a device."""
     if isinstance(leaf, jax.Device):
         return SingleDeviceSharding(leaf)
     if isinstance(leaf, NamedSharding) and isinstance(leaf.mesh, Mesh):
@@ -125,7 +125,7 @@ def as_sharding(leaf: Any) -> Sharding:
 
 
 def spec_rank(sharding: Sharding) -> int:
-    """The length of the spec without the Nones at its end, which say nothing of a leaf's dims."""
+    """Returns the length of the spec without its trailing Nones, which constrain no dim."""
     if not isinstance(sharding, NamedSharding):
         return 0
     entries = list(sharding.spec)
@@ -135,14 +135,14 @@ def spec_rank(sharding: Sharding) -> int:
 
 
 def num_shards(sharding: NamedSharding) -> int:
-    """How many shards dim 0 is cut into."""
+    """Returns the number of shards of dim 0."""
     return math.prod(sharding.mesh.shape[axis] for axis in batch_axes(sharding.spec))
 
 
 def behind_microbatches(sharding: Sharding) -> Sharding:
-    """The sharding of a leaf with one more dim before its rows, that of the microbatches.
+    """Returns the sharding of a leaf with an extra first dim for the microbatches.
 
-    Every device has its rows of each microbatch: the new dim is not sharded.
+    Every device holds its rows of each microbatch, so the new dim is not sharded.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -151,7 +151,7 @@ def behind_microbatches(sharding: Sharding) -> Sharding:
 
 
 def trimmed(sharding: Sharding, rank: int) -> Sharding:
-    """The sharding with its spec cut to a leaf's rank."""
+    """Returns the sharding with its spec cut to a leaf's rank."""
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:
         return sharding
     spec = PartitionSpec(*sharding.spec[:rank])

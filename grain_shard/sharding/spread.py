@@ -1,7 +1,7 @@
-"""`Spread`: the shardings by which every row is read once, and the way from there to the step's.
+"""`Spread`: the shardings in which every row is read once, and the moves from there to the step's.
 
 Rows are exchanged within a slice only: between slices there is just the data-centre network, which
-the step needs for itself. A row that several slices need is therefore read once in each of them.
+the step needs for itself. A row that several slices need is therefore read once in each slice.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from grain_shard.sharding.specs import num_shards, spec_rank
 
 @dataclass(frozen=True)
 class Spread:
-    """Which axes cut the rows where they are read.
+    """The mesh axes that cut the rows of a batch when each row is read once.
 
-    A host reads the same rows of all leaves. So the rows may only be divided between slices where
-    that is so for every leaf; within a slice they are divided by whatever axes there are.
+    A host reads the same rows of all leaves. So the rows are divided between slices only if that
+    is possible for every leaf. Within a slice, all axes divide the rows.
 
     Attributes:
         cut: The mesh, cut at the slices.
-        axes: Those that cut the rows, in this order; the last ones lead to no other slice.
+        axes: The axes that cut the rows, in this order; the last ones stay within a slice.
     """
 
     cut: CutMesh
@@ -35,26 +35,27 @@ class Spread:
 
     @classmethod
     def of(cls, shardings: Sequence[NamedSharding]) -> Spread:
-        """For leaves that end up in these shardings, all of one mesh."""
+        """Returns the spread for leaves that end in these shardings, all on one mesh."""
         cut = CutMesh.of(cast(Mesh, shardings[0].mesh))
         of_leaves = [cut.axes(batch_axes(sharding.spec)) for sharding in shardings]
         common = _common_start(of_leaves)
-        # As the leaf with the most shards has them, so that it needs the simplest exchange.
+        # The order of the most sharded leaf comes first, so that this leaf is exchanged least.
         most = max(shardings, key=num_shards)
         others = (*cut.axes(batch_axes(most.spec)), *cut.mesh.axis_names)
         within = [axis for axis in others if axis in cut.in_slice]
         return cls(cut, tuple(dict.fromkeys((*common, *within))))
 
     def read_by(self, sharding: Sharding) -> Sharding:
-        """The sharding of a leaf as it is read: no two devices of a slice hold the same row."""
+        """Returns a leaf's sharding when it is read: each row is on one device of a slice."""
         return self._by_rows(sharding, self.axes)
 
     def gathered(self, sharding: Sharding) -> Sharding:
-        """How a leaf lies after the first step on the way from there to its own sharding.
+        """Returns a leaf's sharding after the first step of the exchange.
 
-        Each device gathers from its neighbours in the slice all the rows that it needs. If it is to
-        have only a part of each row, it then drops the others, in a second step. Neither can leave
-        the slice; in one step XLA finds ways across. On one slice it may choose, and there is one.
+        In the first step each device gathers, from its neighbours in the slice, all rows that it
+        needs. If the device needs only a part of each row, it drops the rest in a second step.
+        Neither step can leave the slice; in a single step XLA would find ways across slices. On one
+        slice XLA may choose, so there is a single step.
         """
         if self.cut.num_slices == 1 or not isinstance(sharding, NamedSharding):
             return sharding
@@ -71,6 +72,6 @@ class Spread:
 
 
 def _common_start(sequences: Sequence[Sequence[str]]) -> list[str]:
-    """The words with which all of them begin."""
+    """Returns the longest common prefix."""
     alike = takewhile(lambda words: len(set(words)) == 1, zip(*sequences, strict=False))
     return [words[0] for words in alike]

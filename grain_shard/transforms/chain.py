@@ -45,7 +45,7 @@ def shard_to(
     read: Read = "auto",
     timeout_s: float = 60.0,
 ) -> ShardedDataset:
-    """Ends a Grain pipeline: this host's rows, padded, placed and prefetched as global arrays.
+    """Ends a Grain pipeline: pads, places and prefetches this host's rows as global arrays.
 
     Installed as a method on Grain's datasets by ``import grain_shard``.
 
@@ -59,64 +59,67 @@ def shard_to(
         [2 0] [ True False]
 
     Args:
-        ds: A dataset of global batches: ``.batch(B)`` with the B of all hosts together. With a
-            `MapDataset` (``.to_iter_dataset()`` may follow it), every host reads only its rows.
+        ds: A dataset of global batches: ``.batch(B)``, where B is the batch size of all hosts
+            together. With a `MapDataset` (``.to_iter_dataset()`` may follow it), every host reads
+            only its own rows.
         mesh_or_sharding: A `Mesh`; or, in place of mesh and spec, a `Sharding`, a device, or a
-            tree prefix of shardings. By default the mesh in use, that of `jax.set_mesh`; so
-            ``.shard_to()`` is enough there, or ``.shard_to(P("data"))``.
+            tree prefix of shardings. The default is the mesh of `jax.set_mesh`, so
+            ``.shard_to()`` or ``.shard_to(P("data"))`` is enough if a mesh is set.
         spec: A `PartitionSpec`, or a tree prefix of them, e.g. ``{"image": P("data"), "tokens":
             P("data", "seq")}``. By default ``P("data")``, or the mesh's only axis. A spec for
             several leaves is trimmed to the rank of each; scalars are replicated.
-        remainder: What becomes of a last batch that is short: "pad" it with rows of padding, "drop"
-            it, or "error". A batch size that the shards do not divide is padded by "pad", and
-            refused by the others.
+        remainder: The treatment of a short last batch: "pad" fills it with rows of padding, "drop"
+            drops it, "error" raises. If the shards do not divide the batch size, "pad" pads every
+            batch, and the others refuse it.
         mask_key: The key at which the batch gets a mask, ``bool[global_batch_size]``, True for
             real rows; None for no mask.
-        pad_value: What rows of padding hold, besides False in the mask: a number, or a tree prefix
-            of them, e.g. ``{"tokens": tokenizer.pad_id}``. A leaf that it leaves out gets 0.
-        microbatches: To accumulate gradients by `jax.lax.scan`: leaves, and the mask, are then
-            ``[microbatches, rows, ...]``, with specs that hold from the dim of the rows on. It is
-            the batch reshaped: microbatch 0 has its first rows, and so on. With ``rows="local"``
-            it is the rows of each host that are reshaped.
-        cpu_buffer_size: The most batches on the host at a time, those that are being made
-            included; by default 4. With `num_workers` there may be four for each worker, of feeds
-            four in all, if that is more, since Grain keeps them, and one in this process: 33 with 8
-            workers, of feeds 5.
-        device_buffer_size: The most batches that wait on the devices, those on their way there
-            included.
+        pad_value: The value in rows of padding (the mask is False there): a number, or a tree
+            prefix of numbers, e.g. ``{"tokens": tokenizer.pad_id}``. Leaves outside the prefix
+            get 0.
+        microbatches: Number of microbatches, for gradient accumulation by `jax.lax.scan`. Leaves,
+            and the mask, are then ``[microbatches, rows, ...]``, and specs hold from the dim of
+            the rows on. The batch is reshaped: microbatch 0 has its first rows, and so on. With
+            ``rows="local"`` the rows of each host are reshaped.
+        cpu_buffer_size: Most batches on the host at a time, including unfinished ones; by default
+            4. With `num_workers` there may be more, because Grain keeps four batches for each
+            worker (for feeds four in all), and this process one: 33 with 8 workers, 5 with feeds.
+        device_buffer_size: Most batches that wait on the devices, including those on their way
+            there.
         num_threads: Threads that read side by side (`MapDataset`), or that run feeds side by side.
-            None finds out while it runs how many reads help, and runs feeds one after the other.
-            Of a `MapDataset` with ``.to_iter_dataset(ReadOptions(...))``, these give the number of
-            threads and `cpu_buffer_size` where the arguments do not.
+            With None, the number of reads is adapted while the loop runs, and feeds run one after
+            the other. For a `MapDataset` with ``.to_iter_dataset(ReadOptions(...))``, the
+            `ReadOptions` give the defaults of `num_threads` and `cpu_buffer_size`.
         num_workers: Grain worker processes that make the batches in place of threads. With `feeds`
-            each of them runs some of this host's feeds; no more are started than there are feeds,
-            and each has `num_threads` threads.
-        retries: How often a source is asked again, with growing pauses, after an `OSError`, a
-            `TimeoutError` or what a bucket raises that is busy. `Retries` names more classes of
-            exceptions, also those of a ``.map``.
-        on_bad_record: What becomes of a record that cannot be read or decoded then: "error" ends
-            the run; "mask" puts a row of padding in its place, False in the mask. All other rows
-            are where they were. In feeds it is dropped, like a record that a filter drops.
-        max_bad_records: With "mask", how many of them end the run after all: a whole number, or a
-            share of the records that a host has read, of 1,000 at least.
-        rows: What the dataset yields on each of several hosts; a stream (`IterDataset`) has to
-            say, unless it is one of `from_iterable`. "global": every host the same whole batches.
-            "local": each host the rows of its own devices, from its own slice of the source (see
-            `ShardByMesh`).
-        read: With several hosts and a mesh axis other than the batch's across them (`MapDataset`
-            only): "needed" reads on each host what its devices hold, so some rows on several
-            hosts; "once" reads each row on one host, and has the devices exchange them as the
-            batch is handed out, which takes a batch that all devices divide. On several slices it
-            is once in each that needs the row, as none leaves its slice. "auto" takes "once" where
-            the devices divide the batch and fewer rows are read so.
-        timeout_s: How long one host waits for another, in seconds, before it raises; ten times as
+            each worker runs some of this host's feeds with `num_threads` threads; at most one
+            worker per feed is started.
+        retries: Number of times that a source is asked again, with growing pauses, after an
+            `OSError`, a `TimeoutError` or an exception of a busy bucket. `Retries` adds classes of
+            exceptions, including those that a ``.map`` raises.
+        on_bad_record: The treatment of a record that still cannot be read or decoded: "error" ends
+            the run; "mask" puts a row of padding in its place, False in the mask, and leaves all
+            other rows in place. In feeds it is dropped, like a record that a filter drops.
+        max_bad_records: With "mask", the number of bad records that ends the run after all: a
+            whole number, or a share of the records that a host has read (at least 1,000).
+        rows: The rows that the dataset yields on each of several hosts. A stream (`IterDataset`)
+            requires it, except a stream of `from_iterable`. "global": every host yields the same
+            whole batches. "local": each host yields the rows of its own devices, from its own slice
+            of the source (see `ShardByMesh`).
+        read: The hosts that read a row, if a mesh axis other than the batch's spans several hosts
+            (`MapDataset` only). "needed": each host reads the rows that its devices hold, so
+            several hosts read some rows. "once": one host reads each row, and the devices exchange
+            rows as the batch is handed out; all devices together must divide the batch. On several
+            slices, each slice that needs the row reads it once, because rows never cross slices.
+            "auto": "once" if the devices divide the batch and fewer rows are read so, else
+            "needed".
+        timeout_s: The longest time that one host waits for another, in seconds, before it raises;
+            ten times as long for a host whose training loop is busy elsewhere.
             long for one whose training loop is busy with something else.
 
     Returns:
         A dataset of batches whose leaves are global `jax.Array`s, padded to a multiple of the
         shards, or of `microbatches` times the shards; text stays on the host. Its iterators have a
-        state of under 200 bytes that any number of hosts, workers and devices can restore, and
-        with any number of microbatches.
+        state of under 200 bytes, which can be restored on any number of hosts, workers and devices,
+        and with any number of microbatches.
 
     Raises:
         ShardingError: Dataset, mesh, spec or batch size do not fit together.
@@ -157,10 +160,10 @@ def shard_to(
 
 @dataclass(frozen=True)
 class _Chain(Stage):
-    """The four stages in a row, and what has to be known before the first of them.
+    """The four stages in a row, and the settings that are needed before the first of them.
 
     Attributes:
-        put: The last stage. Its shardings are those of the batches that are handed out.
+        put: The last stage. Its shardings are the shardings of the batches handed out.
         mask_key: As for `shard_to`.
         pad_value: As for `shard_to`.
         read: As for `shard_to`.
@@ -204,7 +207,7 @@ class _Chain(Stage):
                 " host yields the same whole batches. A MapDataset down to .batch needs none of"
                 " these.",
             )
-        if rows == "local":  # what it yields are this host's rows already
+        if rows == "local":  # the dataset yields this host's rows already
             return self._padded(ds, len(layout.shards)).pipe(self.put)
         return self._reading(self._padded(ds, layout.divisor), "needed")
 
@@ -222,14 +225,14 @@ class _Chain(Stage):
         return self._reading(padded, read, ds.global_batch_size)
 
     def _reading(self, padded: Any, read: Read, *global_batch_sizes: int) -> ShardedDataset:
-        """The chain, with every row read where it is needed, or once and moved by the devices."""
+        """Returns the chain; every row is read where it is needed, or once and then exchanged."""
         target, put = self.put.shardings, self.put
         if target.way_to_read(read, *global_batch_sizes) == "once":
             put = replace(put, shardings=target.spread(), final_shardings=target)
         return padded.pipe(ShardBatch(put.shardings.layout())).pipe(put)
 
     def _padded(self, ds: Any, num_shards: int) -> Any:
-        """The dataset with batches of one size; the start of the chain."""
+        """Returns the dataset with batches of one size: the start of the chain."""
         microbatches, remainder = self.put.shardings.microbatches or 1, self.put.remainder
         divide = ValidateBatchSize(
             num_shards, must_divide=remainder != "pad", microbatches=microbatches
@@ -247,7 +250,7 @@ class _Chain(Stage):
 def _random_access(
     ds: grain.MapDataset | grain.IterDataset,
 ) -> tuple[grain.MapDataset | grain.IterDataset, tuple[int, int] | None]:
-    """The `MapDataset` below ``.to_iter_dataset(read_options)``, which keeps random access."""
+    """Returns the `MapDataset` below ``.to_iter_dataset(read_options)``, and these options."""
     if isinstance(ds, grain.MapDataset) and nodes.is_filtered(ds):
         raise ShardingError(
             "a .filter drops elements, so that nobody can tell by its index what is in a batch.",

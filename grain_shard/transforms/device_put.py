@@ -1,4 +1,4 @@
-"""`DevicePut`: the end of the chain. Global arrays on the devices, some of them ahead of time."""
+"""`DevicePut`: the end of the chain. Global arrays on the devices, some of them ahead of use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DevicePut(Stage):
     """Places this host's rows on its devices, as shards of global arrays, ahead of their use.
 
     Two stages run in the background: one makes batches on the host, one places them. Over a
-    `MapDataset` the first reads side by side, in threads or in worker processes.
+    `MapDataset` the first stage reads with several threads or worker processes.
 
     Example:
         >>> import grain, jax
@@ -50,21 +50,21 @@ class DevicePut(Stage):
         [2 3]
 
     Attributes:
-        shardings: Of every leaf of the batch.
-        cpu_buffer_size: The most batches on the host, those that are being made included.
-        device_buffer_size: Batches that may wait on the devices or be on their way there.
-        num_threads: Threads that read side by side (`MapDataset`; None finds how many help), or
-            that run feeds side by side (`FeedBatches`; None for one).
+        shardings: Shardings of every leaf of the batch.
+        cpu_buffer_size: Most batches on the host, including unfinished ones.
+        device_buffer_size: Most batches that wait on the devices or are on their way there.
+        num_threads: Threads that read side by side (`MapDataset`; None adapts the number), or that
+            run feeds side by side (`FeedBatches`; None for one).
         num_workers: Grain worker processes that make the batches (`MapDataset`) or run this host's
             feeds (`FeedBatches`), if not 0.
         final_shardings: If not None, the shardings to which the devices move each batch as it is
-            handed out; `shardings` are then those by which it is read.
-        rows: What a stream yields on several hosts: "global" batches, the same on each, or the
-            "local" rows of each. None: what `from_iterable` says, or else "global".
-        remainder: Whether a stream that ends before those of other hosts, or a feed that ends
-            before others, goes on with padding ("pad") or ends them all.
-        timeout_s: How long one host waits for another, in seconds.
-        fault_rules: What becomes of reads that fail.
+            handed out; batches are then read in `shardings`.
+        rows: The rows that a stream yields on several hosts: "global" batches, the same on each, or
+            the "local" rows of each. None: as `from_iterable` was told, or else "global".
+        remainder: "pad" continues with padding if a stream ends before the streams of other hosts,
+            or a feed before other feeds; any other value ends them all.
+        timeout_s: The longest time that one host waits for another, in seconds.
+        fault_rules: The rules for failed reads.
     """
 
     shardings: ShardingTree
@@ -96,10 +96,10 @@ class DevicePut(Stage):
             )
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
-        """Global batches, read side by side.
+        """Returns global batches, read side by side.
 
         Raises:
-            ShardingError: Records are to be left out, and the batches cannot say so.
+            ShardingError: Records may be left out, and the batches cannot show that.
         """
         rules = self.fault_rules
         if rules.masks:
@@ -123,10 +123,10 @@ class DevicePut(Stage):
         )
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
-        """Global batches, in the order of the stream.
+        """Returns global batches, in the order of the stream.
 
         Raises:
-            ShardingError: Records are to be left out.
+            ShardingError: Records may be left out, which a stream does not support.
         """
         if self.fault_rules.masks:
             raise ShardingError(
@@ -142,7 +142,7 @@ class DevicePut(Stage):
         return self._sharded(ds, host, lambda: records, is_stream=True)
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
-        """Global batches of feeds, of which this host runs those whose rows it holds.
+        """Returns global batches of feeds; this host runs the feeds whose rows it holds.
 
         Raises:
             ShardingError: The hosts of the mesh cannot share the feeds among them.
@@ -189,7 +189,7 @@ class DevicePut(Stage):
 
 
 def _warn_of_one_host(hosts: int) -> None:
-    """Says that hosts train apart, which is legal and seldom meant."""
+    """Warns that the hosts train separately, which is legal and seldom intended."""
     if hosts == 1 and jax.process_count() > 1:
         logging.warning(
             "grain_shard: the mesh has devices of this host alone, and there are %d hosts. So this"
@@ -201,10 +201,10 @@ def _warn_of_one_host(hosts: int) -> None:
 
 
 def _check_can_leave_out(ds: RowMapDataset) -> None:
-    """Refuses batches in which no row can be left out.
+    """Refuses batches from which no row can be left out.
 
     Raises:
-        ShardingError: They are such.
+        ShardingError: No row of these batches can be left out.
     """
     if ds.batching.can_leave_out:
         return

@@ -31,12 +31,12 @@ class PadToDivisible(Stage):
         {'x': array([0, 1, 2, 0]), 'valid_mask': array([ True,  True,  True, False])}
 
     Attributes:
-        divisor: What the number of rows must be a multiple of.
-        remainder: What becomes of a short batch at the end of an epoch: "pad" it, "drop" it, or
+        divisor: Number that the padded number of rows must be a multiple of.
+        remainder: The treatment of a short batch at the end of an epoch: "pad" it, "drop" it, or
             "error" to refuse it.
         mask_key: The key of the mask in the batch; None for no mask.
-        global_batch_size: Rows of a full batch before padding; by default that of the dataset.
-        pad_value: What rows of padding hold; see `PadRows`. The mask is False whatever it is.
+        global_batch_size: Rows of a full batch before padding; None for the dataset's own size.
+        pad_value: Values in rows of padding; see `PadRows`. The mask is False in all of them.
     """
 
     divisor: int
@@ -47,7 +47,7 @@ class PadToDivisible(Stage):
 
     def __post_init__(self) -> None:
         require_int("divisor", self.divisor, 1)
-        self.padding  # noqa: B018 (refuses what is no value)
+        self.padding  # noqa: B018 (refuses an invalid pad value)
         if self.global_batch_size is not None:
             require_int("global_batch_size", self.global_batch_size, 1)
         require_choice("remainder", self.remainder, REMAINDERS)
@@ -59,17 +59,17 @@ class PadToDivisible(Stage):
         return Padding(self.divisor, self.remainder, rows, self.global_batch_size)
 
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
-        """The padded dataset.
+        """Returns the padded dataset.
 
         Raises:
-            ShardingError: `remainder` is "error" and the last batch is short, or "drop" and it
-                cannot be told which batches are short.
+            ShardingError: `remainder` is "error" and the last batch is short; or it is "drop" and
+                the short batches are unknown.
         """
         ds = ds.whole()
         return RowMapDataset(ds, ds.batching.padded(self.padding), self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """The padded dataset. A batch that is short in the middle is refused when it comes."""
+        """Returns the padded dataset, which refuses a short batch in the middle of the stream."""
         size = self.global_batch_size or ds.facts.global_batch_size
         return ds.after(
             self._padded,
@@ -81,7 +81,7 @@ class PadToDivisible(Stage):
         )
 
     def _padded(self, batch: Batch, seen: SeenBatches) -> Batch:
-        """Pads a batch of a stream, of which the first is full if nothing else tells the size."""
+        """Pads a stream's batch; the first one counts as full if the size is not known."""
         flat = FlatBatch.of(batch)
         rows = seen.rows = seen.rows or flat.rows
         if flat.rows > rows or (flat.rows < rows and self.remainder == "error"):
@@ -102,5 +102,5 @@ class PadToDivisible(Stage):
             return pad_batch(batch, padded_rows, self.padding.rows)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """The dataset, in which padding takes the rows of a feed that has ended."""
+        """Returns the dataset, in which padding replaces the rows of a feed that has ended."""
         return ds.padded(self.padding)

@@ -1,4 +1,4 @@
-"""`ShardBatch`: keeps this host's rows of the global batch, and reads no others where it can."""
+"""`ShardBatch`: keeps this host's rows of the global batch, and reads only them if possible."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from grain_shard.trees import Batch, FlatBatch
 class ShardBatch(Stage):
     """Keeps the rows of each batch that this host's devices hold.
 
-    Over a `MapDataset` it reaches below ``.batch`` and evaluates those rows alone. Its batches are
-    in fresh arrays that nothing else refers to.
+    Over a `MapDataset` it evaluates only those rows, below ``.batch``. Its batches are fresh arrays
+    without other references.
 
     Example:
         >>> import grain
@@ -29,7 +29,7 @@ class ShardBatch(Stage):
         {'x': array([10, 11, 14, 15])}
 
     Attributes:
-        layout: Which rows this host holds.
+        layout: The rows that this host holds.
     """
 
     layout: BatchLayout
@@ -42,7 +42,7 @@ class ShardBatch(Stage):
             )
 
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
-        """This host's rows of each batch: leaves are ``[host_batch_size, ...]``.
+        """Returns this host's rows of each batch: leaves are ``[host_batch_size, ...]``.
 
         Raises:
             ShardingError: The shards do not divide the batch size.
@@ -61,7 +61,7 @@ class ShardBatch(Stage):
         return RowMapDataset(ds, batching, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """This host's rows of a stream of batches that is the same on every host."""
+        """Returns this host's rows, from a stream whose batches are the same on every host."""
 
         def own_rows(batch: Batch, seen: SeenBatches) -> Batch:
             flat = FlatBatch.of(batch)
@@ -72,7 +72,7 @@ class ShardBatch(Stage):
         return ds.after(own_rows, self, global_batch_size=None, owns_arrays=True)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """This host's rows of each batch, from the feeds that they belong to.
+        """Returns this host's rows of each batch, from their feeds.
 
         Raises:
             ShardingError: The shards do not divide the batch size.

@@ -18,18 +18,18 @@ from grain_shard.reading.stream_dataset import StreamDataset
 class Stage(ABC):
     """A stage of the chain, to be called on a dataset: ``ds.pipe(stage)``.
 
-    There are three kinds of pipelines, and this class is the only place that asks which one it has
-    before it. A stage says what it makes of each.
+    There are three kinds of pipelines, and only this class finds out the kind of a dataset. A stage
+    implements a method for each kind.
     """
 
     def __call__(self, ds: Any) -> Any:
-        """The dataset that comes after this stage.
+        """Returns the dataset after this stage.
 
         Args:
             ds: A `grain.MapDataset` or `grain.IterDataset` of batches.
 
         Raises:
-            ShardingError: It is something else, or does not fit what the stage was told.
+            ShardingError: `ds` is no such dataset, or does not fit the stage's arguments.
         """
         if sharded(ds) is not None:
             raise ShardingError(
@@ -56,23 +56,23 @@ class Stage(ABC):
 
     @abstractmethod
     def of_random_access(self, ds: RowMapDataset) -> grain.MapDataset | grain.IterDataset:
-        """Returns the dataset after this stage, of batches with random access to rows."""
+        """Returns the dataset after this stage, for batches with random access to rows."""
 
     @abstractmethod
     def of_stream(self, ds: StreamDataset) -> grain.IterDataset:
-        """Returns the dataset after this stage, of batches that come in order only."""
+        """Returns the dataset after this stage, for batches that come in order only."""
 
     @abstractmethod
     def of_feeds(self, ds: FeedBatches) -> grain.IterDataset:
-        """Returns the dataset after this stage, of batches of feeds."""
+        """Returns the dataset after this stage, for batches of feeds."""
 
 
 def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
-    """Refuses a dataset of the user's above batches of which it does not tell what has to be known.
+    """Refuses a user's dataset above batches if it hides facts that the chain needs.
 
     Raises:
-        ShardingError: It follows the batches of feeds, or batches of several sizes; or the batches
-            are padded already.
+        ShardingError: It follows batches of feeds, batches of several sizes, or batches that are
+            padded already.
     """
     below = list(nodes.walk(ds))
     if any(isinstance(node, FeedBatches) for node in below):

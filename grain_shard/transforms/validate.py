@@ -20,8 +20,8 @@ from grain_shard.trees import Batch, FlatBatch
 class ValidateBatchSize(Stage):
     """Checks the global batch size against the shards and, if asked, against the hardware.
 
-    Over a `MapDataset` the check is made when the dataset is built; over an `IterDataset`, whose
-    batch size only its batches tell, with each batch.
+    Over a `MapDataset` the check is made when the dataset is built. Over an `IterDataset`, whose
+    batch size may only be known from its batches, it is made with each batch.
 
     Example:
         >>> import grain
@@ -32,14 +32,12 @@ class ValidateBatchSize(Stage):
 
     Attributes:
         divisor: Shards along the batch axis.
-        must_divide: Whether `divisor` has to divide the batch size. Otherwise padding will see to
-            it.
-        shortfall: Given the rows of one shard, says why they are too few, or returns None; its
-            text becomes a warning. `grain_shard.training.HardwareType.H100.shortfall` compares the
-            rows with those recommended for an H100. With microbatches these are the rows of one
-            microbatch.
+        must_divide: True if `divisor` must divide the batch size; False if batches are padded.
+        shortfall: Takes the rows of one shard, and returns a warning if they are too few, or None.
+            `grain_shard.training.HardwareType.H100.shortfall` compares the rows with the number
+            recommended for an H100. With microbatches, the rows are those of one microbatch.
         mesh_axes: (name, size) of every mesh axis; for messages only.
-        microbatches: Into how many parts the batch is cut before each is cut into `divisor` shards.
+        microbatches: Number of microbatches, each of which is cut into `divisor` shards.
     """
 
     divisor: int
@@ -53,10 +51,10 @@ class ValidateBatchSize(Stage):
         require_int("microbatches", self.microbatches, 1)
 
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
-        """The checked dataset.
+        """Returns the checked dataset.
 
         Raises:
-            ShardingError: The dataset has no batch, or a batch size that cannot work.
+            ShardingError: The dataset has no batch, or its batch size does not fit.
         """
         ds = ds.whole()
         if len(ds) == 0:
@@ -72,10 +70,10 @@ class ValidateBatchSize(Stage):
         return RowMapDataset(ds, ds.batching, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """The dataset, whose batches are checked as they come, if not now.
+        """Returns the dataset, checked now or, if its batch size is unknown, with each batch.
 
         Raises:
-            ShardingError: The batch size is known, and cannot work.
+            ShardingError: The batch size is known and does not fit.
         """
         if ds.facts.global_batch_size is not None:
             self.check(ds.facts.global_batch_size)
@@ -90,10 +88,10 @@ class ValidateBatchSize(Stage):
         return ds.after(checked, self)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """The dataset.
+        """Returns the checked dataset.
 
         Raises:
-            ShardingError: Its batch size cannot work.
+            ShardingError: Its batch size does not fit.
         """
         self.check(ds.global_batch_size)
         return ds
@@ -102,7 +100,7 @@ class ValidateBatchSize(Stage):
         """Checks one batch size, in rows.
 
         Raises:
-            ShardingError: Its shards do not divide it, and have to.
+            ShardingError: The shards do not divide the size, and `must_divide` is True.
         """
         multiple = self.divisor * self.microbatches
         if self.must_divide and global_batch_size % multiple:
