@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import grain_shard
-from grain_shard import BatchLayout, ShardingError, ShardingTree, rehearse
+from grain_shard import ShardingError, rehearse
 from grain_shard.tools.planning.topology import hosts_mesh
 from grain_shard.tools.showing.drawing import draw_batch
 from grain_shard.tools.showing.leaf_text import LeafText
@@ -416,33 +416,6 @@ class TestDrawings:
         array = jax.device_put(np.zeros((8, 6)), NamedSharding(mesh_2d(), P("data")))
         array.delete()
         assert ["0:2", "devices 0, 1"] in cells(array)
-
-
-class TestRepr:
-    @pytest.mark.parametrize(
-        ("value", "text"),
-        [
-            (
-                BatchLayout(4, (1, 3), (("data", 4),), num_hosts=2, shards_of_all_hosts=4),
-                "BatchLayout(divisor=4, shards=(1, 3), mesh=(data=4), num_hosts=2,"
-                " amplification=1)",
-            ),
-            (
-                BatchLayout(99, tuple(range(9)), num_hosts=11, shards_of_all_hosts=198),
-                "BatchLayout(divisor=99, shards=<9>, mesh=(), num_hosts=11, amplification=2)",
-            ),
-        ],
-    )
-    def test_layouts(self, value, text):
-        assert repr(value) == str(value) == text
-
-    def test_sharding_trees(self):
-        assert repr(ShardingTree.of(mesh_2d(), P("data"))) == (
-            f"ShardingTree(mesh=(data=4, seq=2), {P('data')!r})"
-        )
-        assert repr(ShardingTree.of(mesh_2d(), {"x": P("data"), "y": P()})) == (
-            f"ShardingTree(mesh=(data=4, seq=2), { ({'x': P('data'), 'y': P()})!r})"
-        )
 
 
 class TestProgress:
