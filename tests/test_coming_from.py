@@ -5,6 +5,9 @@ the promise, or in `ELSEWHERE`, where the promise is one of the package's own. A
 fails, and so does a test without a row.
 """
 
+import functools
+import importlib
+import itertools
 import re
 from pathlib import Path
 
@@ -82,11 +85,11 @@ def row(*beginnings):
 
 
 def rows_of_the_page():
-    """The left cells of all tables, but that of names (see test_reference_documents.py)."""
+    """The left cells of all tables, but that of names."""
     lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
     cells = [line.strip("| ").split(" | ")[0] for line in lines]
     heads = {"`datarax.distributed`", "datarax", "PyTorch", "tf.data", "Grain"}
-    names = PAGE[: PAGE.index("For those that are not taken over")]
+    names = PAGE[: PAGE.index("For each name that is not kept")]
     return [cell for cell in cells if cell not in heads and f"| {cell} |" not in names]
 
 
@@ -108,6 +111,70 @@ def test_row(cell, mesh):
 def test_no_test_is_without_its_row():
     for beginning in TESTS:
         assert any(cell.startswith(beginning) for cell in rows_of_the_page()), beginning
+
+
+# `datarax.distributed.__all__` of datarax 0.1.4.
+DATARAX_NAMES = [
+    "BatchSizeRecommendation",
+    "DeviceMeshManager",
+    "DevicePlacement",
+    "HardwareType",
+    "MeshRules",
+    "all_gather",
+    "collect_from_devices",
+    "create_data_parallel_sharding",
+    "create_named_sharding",
+    "data_parallel_rules",
+    "data_parallel_train_step",
+    "distribute_batch",
+    "fsdp_rules",
+    "get_batch_size_recommendation",
+    "partition_spec_for_names",
+    "place_batch_on_shards",
+    "place_model_state_on_shards",
+    "place_nnx_state_on_shards",
+    "place_on_device",
+    "prefetch_to_device",
+    "reduce_custom",
+    "reduce_gradient_tree",
+    "reduce_gradients_across_devices",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_mean_collective",
+    "reduce_min",
+    "reduce_sum",
+    "reduce_sum_collective",
+    "spmd_train_step",
+]
+
+
+class TestNamesOfDatarax:
+    @functools.cached_property
+    def table(self):
+        """The first table of the page: the left column's names, by the right column."""
+        _, first_table, *_ = re.split(r"^\|---\|---\|\n", PAGE, flags=re.MULTILINE)
+        rows = re.findall(r"^\| (.+) \| (.+) \|$", first_table, re.MULTILINE)[:3]
+        return {right: re.findall(r"`(\w+)`", left) for left, right in rows}
+
+    def test_the_table_has_each_name_once(self):
+        assert list(self.table) == [
+            "`grain_shard.placement`",
+            "`grain_shard.training`",
+            "not taken over",
+        ]
+        assert sorted(itertools.chain(*self.table.values())) == DATARAX_NAMES
+        assert [len(names) for names in self.table.values()] == [7, 13, 10]
+
+    def test_they_are_those_of_datarax(self):
+        datarax = pytest.importorskip("datarax.distributed", exc_type=ImportError)
+        assert sorted(datarax.__all__) == DATARAX_NAMES
+
+    @pytest.mark.parametrize("module", ["grain_shard.placement", "grain_shard.training"])
+    def test_each_name_that_is_kept_is_there_and_has_an_example(self, module):
+        public = importlib.import_module(module)
+        assert set(self.table[f"`{module}`"]) <= set(public.__all__)
+        for name in public.__all__:
+            assert ">>> " in getattr(public, name).__doc__, name
 
 
 def numbers(count):
@@ -230,12 +297,6 @@ def read_options(mesh):
     assert threads_and_buffer((8, 32), num_threads=2) == ("2", 32)
     assert threads_and_buffer((8, 32), cpu_buffer_size=3) == ("8", 3)
     assert threads_and_buffer((16, 500))[1] == 4  # Grain's defaults are no wish
-
-
-def test_the_names_of_datarax_are_those_of_the_table():
-    datarax = pytest.importorskip("datarax.distributed", exc_type=ImportError)
-    table = PAGE[PAGE.index("| `datarax.distributed` |") : PAGE.index("For those that are not")]
-    assert set(re.findall(r"`(\w+)`", table)) == set(datarax.__all__)
 
 
 @row("`assert_equal_output_after_checkpoint(ds)`")

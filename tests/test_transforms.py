@@ -366,6 +366,35 @@ class TestSpecs:
         assert batch["label"].sharding.spec == P("data")
         assert batch["valid_mask"].sharding.spec == P("data")
 
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            P("data", "model"),
+            P("model", "data"),
+            P("data", None),
+            P("data"),
+            P(None, "model"),
+            P(None, "data"),
+            P(("data", "model"), None),
+            P(("model", "data")),
+            P(),
+        ],
+    )
+    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+    def test_a_batch_lies_as_device_put_would_lay_it(self, spec, axis_type):
+        """So JAX's tutorial on distributed arrays, and all that computes with them, holds of it."""
+        mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2)
+        rows = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
+        specs = {"x": spec, "y": P(*spec[:1])}
+        record = lambda i: {"x": rows[i], "y": rows[i, 0]}  # noqa: E731
+        ours = self.place(record, mesh, specs, n=64, batch=64, mask_key=None)["x"]
+        theirs = jax.device_put(rows, NamedSharding(mesh, spec))
+        assert ours.committed
+        assert ours.sharding.is_equivalent_to(theirs.sharding, 2)
+        for mine, other in zip(ours.addressable_shards, theirs.addressable_shards, strict=True):
+            assert mine.device == other.device
+            np.testing.assert_array_equal(mine.data, other.data)
+
     def test_the_default_is_the_axis_data_or_the_only_one(self):
         for mesh, name in [
             (jax.make_mesh((2, 4), ("model", "data")), "data"),
