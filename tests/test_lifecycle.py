@@ -235,10 +235,15 @@ class Odd(BaseException):
     """Neither an Exception nor one of Python's own."""
 
 
+ERRORS = [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, Odd]
+
+
 class TestErrors:
     @pytest.mark.parametrize("num_threads", [1, 2])
-    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, Odd])
+    @pytest.mark.parametrize("error", ERRORS)
     def test_one_of_any_class_comes_in_its_place_and_is_kept(self, mesh, kind, error, num_threads):
+        before = background_threads()
+
         def decode(i):
             if i == 21:
                 raise error("twenty-one")
@@ -248,10 +253,15 @@ class TestErrors:
         iterator = iter(ds.shard_to(mesh, num_threads=num_threads))
         assert ids([next(iterator), next(iterator)]) == [list(range(8)), list(range(8, 16))]
         state = iterator.get_state()
+        raised = []
         for _ in range(3):
-            with pytest.raises(error, match="twenty-one"):
+            with pytest.raises(error, match="twenty-one") as caught:
                 next(iterator)
+            assert "decode" in [entry.name for entry in caught.traceback]
+            raised.append((caught.value, len(caught.traceback)))
+        assert raised == [raised[0]] * 3, "the same error, its traceback no longer each time"
         assert iterator.get_state() == state
+        assert_all_ended(background_threads() - before)
         iterator.close()
 
     def test_a_stop_iteration_in_the_users_code_is_no_silent_end(self, mesh):

@@ -145,22 +145,10 @@ class TestInATerminal:
             ["mesh", "data=4,", "seq=2"],
             ["batches", "4"],
             ["rows", "of", "this", "host", "32", "of", "32:", "0:32"],
-            [
-                "buffers",
-                "at",
-                "most",
-                "2",
-                "batches",
-                "on",
-                "the",
-                "devices,",
-                "4",
-                "on",
-                "the",
-                "host",
-            ],
         ]:
             assert line in shown
+        buffers = "buffers at most 2 batches on the devices, 4 on the host"
+        assert buffers in map(" ".join, shown)
 
     def test_microbatches(self, capsys):
         ds = grain.MapDataset.range(100).map(record).batch(32)
@@ -233,19 +221,18 @@ class TestInATerminal:
             grain_shard.show(shown)
 
     def test_keys_are_not_taken_for_styles(self, capsys):
-        grain_shard.show({"[/bold]": np.zeros(2), "a[red]": np.zeros(2), ":smile:": np.zeros(2)})
+        rows = jax.device_put(np.zeros(8), NamedSharding(mesh_2d(), P("data")))
+        batch = {"[/bold]": rows, "a[red]": np.zeros(2), ":smile:": np.zeros(2)}
+        grain_shard.show(batch)
         shown = capsys.readouterr().out
-        for key in ("[/bold]", "a[red]", ":smile:"):
+        for key in batch:
             assert f"batch['{key}']" in shown
+        assert titles(batch) == ["batch['[/bold]']"]
 
     def test_a_batch_of_text_alone(self, capsys):
         ds = grain.MapDataset.range(8).map(lambda i: {"name": str(i)}).batch(4)
         grain_shard.show(ds.shard_to(data_mesh(2), mask_key=None))
         assert ["batch['name']", "str[4]", "on", "the", "host"] in lines(capsys)
-
-    def test_arrays_of_numpy(self, capsys):
-        grain_shard.show({"x": np.zeros((4, 2), np.float32)})
-        assert ["batch['x']", "f32[4,2]", "on", "the", "host"] in lines(capsys)
 
 
 @pytest.mark.slow
@@ -330,16 +317,11 @@ class TestInANotebook:
         assert "u8[32@data,28,28,1]" in shown["text/html"]
         assert "devices 2, 3" in shown["text/html"]
         assert capsys.readouterr().out == ""
-
-    def test_viewers_that_show_no_html_get_the_text_of_a_terminal(self, displayed, capsys):
-        ds = grain.MapDataset.range(100).map(record).batch(32).shard_to(mesh_2d(), SPECS)
-        grain_shard.show(ds)
-        (page,) = displayed
-        text = page._repr_mimebundle_((), ())["text/plain"]
-        shown = [line.split() for line in text.splitlines()]
+        # Viewers that show no HTML get the text of a terminal, without the codes of its colors.
+        text = [line.split() for line in shown["text/plain"].splitlines()]
         for line in [*TestInATerminal.EXPECTED, ["mesh", "data=4,", "seq=2"]]:
-            assert line in shown
-        assert "\x1b" not in text, "it is text, without what makes a terminal change its color"
+            assert line in text
+        assert "\x1b" not in shown["text/plain"]
 
     def test_a_plan_is_shown_in_the_same_way(self):
         mesh = hosts_mesh({"data": 4}, hosts=2, devices_per_host=2)
@@ -408,10 +390,6 @@ class TestDrawings:
         (title,) = titles({"x": leaf})
         assert "the first 16 of 64 shards of the rows; the first 4 of 16 shards across" in title
 
-    def test_keys_are_not_taken_for_styles(self):
-        array = jax.device_put(np.zeros(8), NamedSharding(mesh_2d(), P("data")))
-        assert titles({"[/bold]": array}) == ["batch['[/bold]']"]
-
     def test_values_are_not_looked_at(self):
         array = jax.device_put(np.zeros((8, 6)), NamedSharding(mesh_2d(), P("data")))
         array.delete()
@@ -419,14 +397,9 @@ class TestDrawings:
 
 
 class TestProgress:
-    def test_a_bar_has_a_total(self):
-        ds = grain.MapDataset.range(50).map(lambda i: {"x": i}).batch(8).shard_to(data_mesh(8))
-        bar = tqdm(ds, file=io.StringIO())
-        assert bar.total == len(ds) == 7
-        assert sum(1 for _ in bar) == bar.n == 7
-
-    def test_one_over_a_stream_has_none(self):
-        stream = grain.MapDataset.range(50).to_iter_dataset().map(lambda i: {"x": i}).batch(8)
-        bar = tqdm(stream.shard_to(data_mesh(8)), file=io.StringIO())
-        assert bar.total is None
-        assert sum(1 for _ in bar) == bar.n == 7
+    def test_a_bar_has_a_total_unless_it_is_over_a_stream(self):
+        records = grain.MapDataset.range(50).map(lambda i: {"x": i})
+        for ds, total in ((records, 7), (records.to_iter_dataset(), None)):
+            bar = tqdm(ds.batch(8).shard_to(data_mesh(8)), file=io.StringIO())
+            assert bar.total == total
+            assert sum(1 for _ in bar) == bar.n == 7
