@@ -8,7 +8,7 @@ import pytest
 
 import grain_shard
 from grain_shard import DevicePut, ShardingError, ShardingTree, StateError, from_iterable
-from tests.conftest import data_mesh, ids
+from tests.conftest import Restorable, data_mesh, ids
 
 
 def batch_of(numbers):
@@ -65,28 +65,6 @@ class TorchLoader:
         return ({"id": Tensor(numbers)} for numbers in EXPECTED)
 
 
-class Counting:
-    """An iterator with a state."""
-
-    def __init__(self):
-        self.next = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.next == 3:
-            raise StopIteration
-        self.next += 1
-        return batch_of(EXPECTED[self.next - 1])
-
-    def get_state(self):
-        return {"next": self.next}
-
-    def set_state(self, state):
-        self.next = state["next"]
-
-
 LOADERS = {
     "list": lambda: list(make_batches()),
     "generator": make_batches,
@@ -94,7 +72,7 @@ LOADERS = {
     "function that makes a list": lambda: lambda: list(make_batches()),
     "grain.DataLoader": grains_loader,
     "a loader of tensors": TorchLoader,
-    "an iterator with a state": Counting,
+    "an iterator with a state": lambda: Restorable(list(make_batches())),
 }
 MANY_PASSES = set(LOADERS) - {"generator", "an iterator with a state"}
 WITH_STATE = {"grain.DataLoader", "an iterator with a state"}

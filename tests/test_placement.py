@@ -24,7 +24,15 @@ from grain_shard.placement import (
 )
 from grain_shard.training import data_parallel_train_step, place_model_state_on_shards
 from grain_shard.training import placement as placement_module
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, numbered, wait
+from tests.conftest import (
+    HANG_S,
+    Restorable,
+    background_threads,
+    data_mesh,
+    eventually,
+    numbered,
+    wait,
+)
 from tests.on_hosts import refuse_collective_device_put
 
 DEVICE_COUNTS = [1, 2, 4, 8]
@@ -343,31 +351,7 @@ def pairs():
 
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-
-
-class Counting:
-    """A user's own iterator with a state."""
-
-    def __init__(self):
-        self.next, self.closed = 0, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.next == 6:
-            raise StopIteration
-        self.next += 1
-        return np.array([2 * self.next - 2, 2 * self.next - 1])
-
-    def get_state(self):
-        return {"next": np.int64(self.next)}
-
-    def set_state(self, state):
-        self.next = state["next"]
-
-    def close(self):
-        self.closed += 1
+ARRAYS = [np.array(pair) for pair in PAIRS]
 
 
 WITH_STATE = {
@@ -376,7 +360,7 @@ WITH_STATE = {
     "an iterator of Grain's": lambda: iter(stream(pairs())),
     "DataLoader": data_loader,
     "an iterator of DataLoader's": lambda: iter(data_loader()),
-    "an iterator with a state": Counting,
+    "an iterator with a state": lambda: Restorable(ARRAYS),
 }
 
 
@@ -464,7 +448,7 @@ class TestPrefetchState:
         monkeypatch.setattr("grain_shard.background._JOIN_TIMEOUT_S", 0.01)
         inside, go_on, threads = threading.Event(), threading.Event(), []
 
-        class Slow(Counting):
+        class Slow(Restorable):
             def __next__(self):
                 if self.next == 4 and not go_on.is_set():
                     inside.set()
@@ -475,7 +459,7 @@ class TestPrefetchState:
                 assert go_on.is_set(), "the source is in use"
                 super().set_state(state)
 
-        iterator = prefetch_to_device(Slow())
+        iterator = prefetch_to_device(Slow(ARRAYS))
         state = iterator.get_state()
         next(iterator)
         wait(inside)
@@ -513,7 +497,7 @@ class TestPrefetchLife:
                 assert len(drawn) <= k + 1 + ahead
 
     def test_an_iterator_with_a_state_is_left_to_its_owner(self):
-        source = Counting()
+        source = Restorable(ARRAYS)
         with prefetch_to_device(source) as iterator:
             assert values(iterator) == PAIRS
         assert source.closed == 0
@@ -523,7 +507,7 @@ class TestPrefetchLife:
 
         class Source:
             def __iter__(self):
-                made.append(Counting())
+                made.append(Restorable(ARRAYS))
                 return made[-1]
 
         with prefetch_to_device(Source()) as iterator:

@@ -24,6 +24,7 @@ from grain_shard import GrainShardError, ShardingError, rehearse
 from grain_shard.sharding.slices import slice_of
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.training.hardware import HardwareType
+from tests.conftest import CountingSource
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu comes with the plan extra, on Linux on x86-64"
@@ -133,21 +134,6 @@ def test_hosts_read_what_the_plan_says(jobs, name):
         assert of_host["rows_per_device"] == plan.rows_per_device
 
 
-class CountingSource:
-    def __init__(self, num_records):
-        self._num_records, self.read = num_records, []
-
-    def __len__(self):
-        return self._num_records
-
-    def __getitem__(self, index):
-        self.read.append(int(index))
-        return np.int32(index)
-
-    def __repr__(self):
-        return f"CountingSource({self._num_records})"
-
-
 def run_cases(cases):
     """On one host: of each case, an epoch, and which records were read for it."""
     return {name: run_case(case, np.array(jax.devices())) for name, case in cases.items()}
@@ -155,7 +141,7 @@ def run_cases(cases):
 
 def run_case(case, devices):
     source = CountingSource(case.records)
-    ds = grain.MapDataset.source(source).map(lambda i: {"id": i, "tokens": i})
+    ds = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i), "tokens": np.int32(i)})
     sharded = ds.batch(case.batch).shard_to(
         case.mesh(devices),
         case.spec,

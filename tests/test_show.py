@@ -19,22 +19,7 @@ from grain_shard.tools.planning.topology import hosts_mesh
 from grain_shard.tools.showing.drawing import draw_batch
 from grain_shard.tools.showing.leaf_text import LeafText
 from grain_shard.tools.showing.tables import to_text
-from tests.conftest import background_threads, data_mesh
-
-
-class CountingSource:
-    def __init__(self, num_records):
-        self._num_records, self.read = num_records, []
-
-    def __len__(self):
-        return self._num_records
-
-    def __getitem__(self, index):
-        self.read.append(int(index))
-        return int(index)
-
-    def __repr__(self):
-        return f"CountingSource({self._num_records})"
+from tests.conftest import CountingSource, background_threads, data_mesh
 
 
 def record(i):
