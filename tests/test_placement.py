@@ -317,21 +317,20 @@ class TestShardBatchDim:
         assert placed["y"].sharding.is_fully_replicated
         assert placed["n"].sharding.is_fully_replicated
 
-    def test_defect_in_peer_a_bad_mesh_axis_passes(self, mesh):
-        text = refusal(lambda: DevicePlacement().shard_batch_dim(np.ones(8), mesh, 0, "batch"))
-        assert "'batch', which does not exist" in text
-        assert "data=8" in text
-
-    def test_defect_in_peer_an_indivisible_batch_passes(self, mesh):
-        text = refusal(lambda: DevicePlacement().shard_batch_dim({"x": np.ones(9)}, mesh))
-        assert text.startswith("batch['x']: dim 0 has size 9, which mesh axis 'data' (size 8)")
-
-    def test_a_dim_that_no_leaf_has(self, mesh):
-        placement = DevicePlacement()
-        text = refusal(lambda: placement.shard_batch_dim({"x": np.ones(8)}, mesh, batch_axis=1))
-        assert "the spec names 2 dims, the leaf has 1" in text
-        text = refusal(lambda: placement.shard_batch_dim({"x": np.ones(8)}, mesh, batch_axis=-1))
-        assert "batch_axis=-1" in text
+    @pytest.mark.parametrize(
+        ("rows", "options", "words"),
+        [
+            (8, {"mesh_axis": "batch"}, "the mesh axis 'batch', which does not exist"),
+            (9, {}, "batch['x']: dim 0 has size 9, which mesh axis 'data' (size 8)"),
+            (8, {"batch_axis": 1}, "the spec names 2 dims, the leaf has 1"),
+            (8, {"batch_axis": -1}, "batch_axis=-1"),
+        ],
+    )
+    def test_defect_in_peer_what_does_not_fit_passes(self, mesh, rows, options, words):
+        data = {"x": np.ones(rows)}
+        text = refusal(lambda: DevicePlacement().shard_batch_dim(data, mesh, **options))
+        assert words in text
+        assert "data=8" in text or "batch_axis=-1" in text
 
 
 def stream(ds):

@@ -409,92 +409,49 @@ class TestFigures:
         assert (device.num_devices, device.rows_per_device, device.specs) == (1, 8, ())
 
 
-class TestWarnings:
-    GOOD = {"global_batch_size": 64, "num_records": 6400}  # noqa: RUF012
+ROWS, MODEL = {"data": 16}, {"data": 4, "model": 4}
+H100 = {"hardware": HardwareType.H100}
+WARNINGS = [
+    # On 8 hosts of 2 devices each: the mesh, the global batch, the records, options, the warnings.
+    (ROWS, 64, 6400, {}, []),
+    (ROWS, 64, 6401, {}, []),  # 63 of 6464 rows are padding: 0.97%
+    (ROWS, 64, 4801, {}, ["1.3% of an epoch's rows are padding of its last"]),
+    (ROWS, 64, 10, {}, ["a batch of 64 rows takes more than the 10 records"]),
+    (ROWS, 64, 127, {"remainder": "drop"}, ["49.6% of the records come in no batch"]),
+    (ROWS, 63, 6300, {}, ["1 rows of padding.*16 shards do not divide 63.*64 rows"]),
+    (
+        ROWS,
+        64,
+        6400,
+        {"microbatches": 3},
+        ["32 rows of padding.*3 microbatches of 16 shards each do not divide 64.*96 rows"],
+    ),
+    (ROWS, 8, 8000, {}, ["8 rows of padding", "nothing but padding on 4 of 8 hosts"]),
+    (MODEL, 64, 6400, {}, ["would read each row 2 times"]),
+    (MODEL, 64, 6400, {"read": "needed"}, ["each row is read 2 times.*64 rows"]),
+    # The warning advises 64 rows, and with them each row is read once: see the first of `MODEL`.
+    (MODEL, 60, 6000, {}, ["each row is read 2 times.* global batch of 64 rows"]),
+    (MODEL, 80, 8000, {"microbatches": 5}, ["would read each row 2 times"]),
+    (MODEL, 60, 6000, {"microbatches": 5}, ["each row is read 2 times.* global batch of 80 rows"]),
+    (
+        ROWS,
+        64,
+        6400,
+        H100,
+        ["rows per device: Batch size 4 is below minimum recommended 64 for h100"],
+    ),
+    (ROWS, 1600, 16000, H100, ["Batch size 100 is below critical size 298"]),
+    (ROWS, 16 * 320, 51200, H100, []),
+]
 
-    @pytest.mark.parametrize(
-        ("axes", "options", "expected"),
-        [
-            ({"data": 16}, {}, []),
-            ({"data": 4, "model": 4}, {}, ["would read each row 2 times"]),
-            ({"data": 4, "model": 4}, {"read": "needed"}, ["each row is read 2 times.*64 rows"]),
-            (
-                {"data": 4, "model": 4},
-                {"global_batch_size": 60, "num_records": 6000},
-                ["each row is read 2 times.* global batch of 64 rows"],
-            ),
-            ({"data": 16}, {"num_records": 6401}, []),  # 63 of 6464 rows: 0.97%
-            (
-                {"data": 16},
-                {"num_records": 4801},
-                ["1.3% of an epoch's rows are padding of its last"],
-            ),
-            (
-                {"data": 16},
-                {"num_records": 10},
-                ["a batch of 64 rows takes more than the 10 records"],
-            ),
-            (
-                {"data": 16},
-                {"num_records": 127, "remainder": "drop"},
-                ["49.6% of the records come in no batch"],
-            ),
-            (
-                {"data": 16},
-                {"global_batch_size": 63, "num_records": 6300},
-                ["1 rows of padding.*16 shards do not divide 63.*64 rows"],
-            ),
-            (
-                {"data": 16},
-                {"microbatches": 3, "num_records": 6400},
-                ["32 rows of padding.*3 microbatches of 16 shards each do not divide 64.*96 rows"],
-            ),
-            (
-                {"data": 4, "model": 4},
-                {"microbatches": 5, "global_batch_size": 80, "num_records": 8000},
-                ["would read each row 2 times"],
-            ),
-            (
-                {"data": 4, "model": 4},
-                {"microbatches": 5, "global_batch_size": 60, "num_records": 6000},
-                ["each row is read 2 times.* global batch of 80 rows"],
-            ),
-            (
-                {"data": 16},
-                {"global_batch_size": 8, "num_records": 8000},
-                ["8 rows of padding", "nothing but padding on 4 of 8 hosts"],
-            ),
-            (
-                {"data": 16},
-                {"hardware": HardwareType.H100},
-                ["rows per device: Batch size 4 is below minimum recommended 64 for h100"],
-            ),
-            (
-                {"data": 16},
-                {
-                    "hardware": HardwareType.H100,
-                    "global_batch_size": 1600,
-                    "num_records": 16000,
-                },
-                ["Batch size 100 is below critical size 298"],
-            ),
-            (
-                {"data": 16},
-                {
-                    "hardware": HardwareType.H100,
-                    "global_batch_size": 16 * 320,
-                    "num_records": 51200,
-                },
-                [],
-            ),
-        ],
-    )
-    def test_warnings(self, axes, options, expected):
-        plan = planned(axes, 8, 2, **(self.GOOD | options))
-        assert len(plan.warnings) == len(expected), plan.warnings
-        for warning, pattern in zip(plan.warnings, expected, strict=True):
-            assert re.search(pattern, warning), warning
-        assert str(plan).count("warning: ") == len(expected)
+
+@pytest.mark.parametrize(("axes", "batch", "records", "options", "expected"), WARNINGS)
+def test_warnings(axes, batch, records, options, expected):
+    plan = planned(axes, 8, 2, global_batch_size=batch, num_records=records, **options)
+    assert len(plan.warnings) == len(expected), plan.warnings
+    for warning, pattern in zip(plan.warnings, expected, strict=True):
+        assert re.search(pattern, warning), warning
+    assert str(plan).count("warning: ") == len(expected)
 
 
 @needs_libtpu

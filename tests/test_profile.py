@@ -132,6 +132,10 @@ READING = {"read": [("t", 0, 10)], "wait": [("main", 0, 8)], "step": [("main", 8
 BOTH_HALF, REST_HALF = [("t", 0, 4.9), ("u", 0, 4.9)], [("t", 4.9, 10), ("u", 4.9, 10)]
 # The loop waits long for the first of five batches, and half a second for each of the others.
 UNEVENLY = [("main", 0, 4), *(("main", at, at + 0.5) for at in (5, 6, 7, 8))]
+OWN_WORK = {
+    "wait": [("main", 0, 3), *(("main", at, at + 0.5) for at in (4, 5, 6))],
+    "step": [("main", 7, 10)],
+}
 
 
 @pytest.mark.parametrize(
@@ -161,24 +165,8 @@ UNEVENLY = [("main", 0, 4), *(("main", at, at + 0.5) for at in (5, 6, 7, 8))]
         ),
         ({**READING, "read": [("t", 0, 9)], "place": [("d", 0, 8)]}, "read"),
         # Nearly as busy as the loop has own work, or as busy: larger buffers help only before.
-        (
-            {
-                "read": [("t", 0, 5.4)],
-                "room": [("t", 5.4, 10)],
-                "wait": [("main", 0, 3), *(("main", at, at + 0.5) for at in (4, 5, 6))],
-                "step": [("main", 7, 10)],
-            },
-            "buffer",
-        ),
-        (
-            {
-                "read": [("t", 0, 5.5)],
-                "room": [("t", 5.5, 10)],
-                "wait": [("main", 0, 3), *(("main", at, at + 0.5) for at in (4, 5, 6))],
-                "step": [("main", 7, 10)],
-            },
-            "read",
-        ),
+        ({**OWN_WORK, "read": [("t", 0, 5.4)], "room": [("t", 5.4, 10)]}, "buffer"),
+        ({**OWN_WORK, "read": [("t", 0, 5.5)], "room": [("t", 5.5, 10)]}, "read"),
         # Half of the waiting while nothing is at work.
         ({**READING, "read": [("t", 0, 4)], "room": [("t", 4, 10)]}, "handover"),
         ({**READING, "read": [("t", 0, 4.1)], "room": [("t", 4.1, 10)]}, "unseen"),

@@ -57,46 +57,30 @@ class TestPadToDivisible:
     @pytest.mark.parametrize(
         ("n", "batch", "pad", "expected"),
         [
-            (
-                4,
-                2,
-                PadToDivisible(2),
-                [
-                    {"x": [0, 1], "valid_mask": [True, True]},
-                    {"x": [2, 3], "valid_mask": [True, True]},
-                ],
-            ),
-            (
-                5,
-                3,
-                PadToDivisible(2),
-                [
-                    {"x": [0, 1, 2, 0], "valid_mask": [True, True, True, False]},
-                    {"x": [3, 4, 0, 0], "valid_mask": [True, True, False, False]},
-                ],
-            ),
-            (3, 2, PadToDivisible(1, mask_key=None), [{"x": [0, 1]}, {"x": [2, 0]}]),
-            (
-                3,
-                2,
-                PadToDivisible(2, mask_key="real"),
-                [{"x": [0, 1], "real": [True, True]}, {"x": [2, 0], "real": [True, False]}],
-            ),
-            (5, 2, PadToDivisible(2, "drop", None), [{"x": [0, 1]}, {"x": [2, 3]}]),
-            (4, 2, PadToDivisible(2, "error", None), [{"x": [0, 1]}, {"x": [2, 3]}]),
+            # Of each batch the rows, and how many of them are valid.
+            (4, 2, PadToDivisible(2), [([0, 1], 2), ([2, 3], 2)]),
+            (5, 3, PadToDivisible(2), [([0, 1, 2, 0], 3), ([3, 4, 0, 0], 2)]),
+            (3, 2, PadToDivisible(2, mask_key="real"), [([0, 1], 2), ([2, 0], 1)]),
+            (3, 2, PadToDivisible(1, mask_key=None), [([0, 1], 2), ([2, 0], 1)]),
+            (5, 2, PadToDivisible(2, "drop", None), [([0, 1], 2), ([2, 3], 2)]),
+            (4, 2, PadToDivisible(2, "error", None), [([0, 1], 2), ([2, 3], 2)]),
             # Fewer records than one batch: as large as a full one all the same.
-            (1, 3, PadToDivisible(2, mask_key=None), [{"x": [0, 0, 0, 0]}]),
+            (1, 3, PadToDivisible(2, mask_key=None), [([0, 0, 0, 0], 1)]),
             # To a size of one's own.
             (
                 3,
                 2,
                 PadToDivisible(2, mask_key=None, global_batch_size=5),
-                [{"x": [0, 1, 0, 0, 0, 0]}, {"x": [2, 0, 0, 0, 0, 0]}],
+                [([0, 1, 0, 0, 0, 0], 2), ([2, 0, 0, 0, 0, 0], 1)],
             ),
         ],
     )
     def test_table(self, build, n, batch, pad, expected):
-        assert lists(build(n, batch).pipe(pad)) == expected
+        masks = {pad.mask_key} - {None}
+        assert lists(build(n, batch).pipe(pad)) == [
+            {"x": rows, **{key: [row < valid for row in range(len(rows))] for key in masks}}
+            for rows, valid in expected
+        ]
 
     def test_a_state_of_batches_of_another_size_is_refused(self):
         mesh = data_mesh(2)
