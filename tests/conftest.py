@@ -95,6 +95,48 @@ def to_numpy(batch):
     return jax.tree.map(np.asarray, batch)
 
 
+class CountingSource:
+    """Records that are their own indices; each index that is read is appended to `read`."""
+
+    def __init__(self, num_records):
+        self._num_records, self.read = num_records, []
+
+    def __len__(self):
+        return self._num_records
+
+    def __getitem__(self, index):
+        self.read.append(int(index))
+        return int(index)
+
+    def __repr__(self):  # the same on every host
+        return f"CountingSource({self._num_records})"
+
+
+class Restorable:
+    """A user's own iterator over batches, with a state; it counts how often it is closed."""
+
+    def __init__(self, batches):
+        self.batches, self.next, self.closed = batches, 0, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == len(self.batches):
+            raise StopIteration
+        self.next += 1
+        return self.batches[self.next - 1]
+
+    def get_state(self):
+        return {"next": np.int64(self.next)}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+    def close(self):
+        self.closed += 1
+
+
 class Made(grain.IterDataset):
     """A user's own stream of ``make(0)``, ``make(1)``, ...; its state counts them.
 

@@ -9,8 +9,22 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Sharding
 
 from grain_shard import rehearse
+
+
+def refuse_collective_device_put():
+    """On a host: from now on `jax.device_put` fails where it would compare data across hosts."""
+    device_put = jax.device_put
+
+    def checked(x, device=None, **kwargs):
+        host_data = not isinstance(x, jax.Array) or x.is_fully_addressable
+        spans_hosts = isinstance(device, Sharding) and not device.is_fully_addressable
+        assert not (host_data and spans_hosts), "device_put would compare x across hosts"
+        return device_put(x, device, **kwargs)
+
+    jax.device_put = checked
 
 
 def cases_of(module):

@@ -119,26 +119,26 @@ def test_a_device_that_tells_its_limit_need_not_be_told(monkeypatch):
     assert estimate_max_batch_size(weighted_rows, make_batch, WEIGHTS) == 120
 
 
-def test_cpu_tells_no_limit_so_the_error_asks_for_one():
-    with pytest.raises(ValueError, match=r"kind 'cpu' does not tell.*memory_limit_bytes="):
-        estimate_max_batch_size(weighted_rows, make_batch, WEIGHTS)
+def without_the_batch(weights, batch):
+    return weights.sum()
 
 
-def test_an_error_when_not_even_the_smallest_batch_fits():
-    with pytest.raises(ValueError, match="A batch of 8 takes 69,632 bytes on a device that holds"):
-        estimate_max_batch_size(weighted_rows, make_batch, WEIGHTS, memory_limit_bytes=KB)
-
-
-def test_an_error_when_make_batch_ignores_the_size():
-    with pytest.raises(ValueError, match="of the same size"):
-        estimate_max_batch_size(
-            weighted_rows, lambda batch_size: make_batch(4), WEIGHTS, memory_limit_bytes=MB
-        )
-
-
-@pytest.mark.parametrize("limit", [MB, 2**30])
-def test_an_error_when_the_step_ignores_the_batch(limit):
-    with pytest.raises(ValueError, match="it does not use the batch"):
-        estimate_max_batch_size(
-            lambda weights, batch: weights.sum(), make_batch, WEIGHTS, memory_limit_bytes=limit
-        )
+@pytest.mark.parametrize(
+    ("step", "make", "limit", "problem"),
+    [
+        # The CPU tells no limit.
+        (weighted_rows, make_batch, None, r"kind 'cpu' does not tell.*memory_limit_bytes="),
+        (
+            weighted_rows,
+            make_batch,
+            KB,
+            "A batch of 8 takes 69,632 bytes on a device that holds",
+        ),
+        (weighted_rows, lambda batch_size: make_batch(4), MB, "of the same size"),
+        (without_the_batch, make_batch, MB, "it does not use the batch"),
+        (without_the_batch, make_batch, 2**30, "it does not use the batch"),
+    ],
+)
+def test_refusals(step, make, limit, problem):
+    with pytest.raises(ValueError, match=problem):
+        estimate_max_batch_size(step, make, WEIGHTS, memory_limit_bytes=limit)

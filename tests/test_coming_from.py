@@ -1,10 +1,13 @@
-"""Every row of the tables of docs/coming_from.md, as a program that runs.
+"""Every row of the tables of docs/coming_from.md is kept by a test.
 
-A test is registered under the beginning of the row's left cell. A row without a test fails, and so
-does a test without a row. The right cell is what runs; of the left one, what another library does
-is shown where that library is at hand.
+A test is registered under the beginning of the row's left cell: here, where the row alone makes
+the promise, or in `ELSEWHERE`, where the promise is one of the package's own. A row without a test
+fails, and so does a test without a row.
 """
 
+import functools
+import importlib
+import itertools
 import re
 from pathlib import Path
 
@@ -12,31 +15,65 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
-from grain_shard.errors import ShardingError
-from grain_shard.placement import DevicePlacement, distribute_batch, prefetch_to_device
+from grain_shard.placement import distribute_batch
 from grain_shard.training import (
     create_1d_mesh,
-    create_2d_mesh,
-    create_sharded_pipeline,
-    data_parallel_train_step,
-    fsdp_rules,
-    partition_spec_for_names,
-    place_batch_on_shards,
-    place_model_state_on_shards,
-    reduce_gradient_tree,
 )
 
-PAGE = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text()
+HERE = Path(__file__).parent
+PAGE = (HERE.parent / "docs" / "coming_from.md").read_text()
 
 TESTS = {}
+
+# By the test that keeps them, the rows that promise no more than the package does anyway.
+ELSEWHERE = {
+    "test_contract.py: test_every_record_is_in_exactly_one_valid_row": (
+        "a short last batch wraps around",
+        "`Pipeline(source, batch_size=...)`",
+        "`DataLoader(batch_size=per_gpu)`",
+        "the last batch repeats samples",
+        "`drop_last=True`",
+        "`batch(global_batch_size, drop_remainder=True)`",
+    ),
+    "test_contract.py: test_the_batches_are_grains_own_in_order": (
+        "`experimental_distribute_dataset`",
+    ),
+    "test_contract.py: test_concatenated_valid_rows_are_the_records_in_order": (
+        "`grain.DataLoader(source, sampler, operations)`",
+    ),
+    "test_lifecycle.py: TestMemory": ("`prefetch(AUTOTUNE)`",),
+    "test_workers.py: TestTheSameAsWithout": (
+        "`num_workers=8`",
+        "`.mp_prefetch(MultiprocessingOptions(8))`",
+    ),
+    "test_from_iterable.py: test_a_loaders_batches_are_padded_masked_and_placed": (
+        "`for batch in loader`",
+    ),
+    "test_transforms.py: TestPlaces": ("`grain.experimental.device_put(ds, sharding)`",),
+    "test_placement.py: TestShardBatchDim": ("`placement.shard_batch_dim`",),
+    "test_placement.py: TestPrefetch": ("`prefetch_to_device` starts", "after `close`"),
+    "test_placement.py: TestPrefetchState": ("it has no state",),
+    "test_data_parallel.py: TestDataParallelTrainStep": (
+        "`data_parallel_train_step` is",
+        "its `state` has",
+        "its `loss_fn(variables",
+    ),
+    "test_data_parallel.py: test_defect_in_peer_gradients_become_scalars": (
+        "`reduce_gradient_tree`",
+    ),
+    "test_place_state.py: test_defect_in_peer_fsdp_replicates": (
+        '`place_model_state_on_shards(state, mesh, "fsdp")`',
+    ),
+    "test_place_state.py: test_by_path": ("with a dict of paths",),
+    "test_meshes.py: test_2d_mesh_with_a_given_second_axis": ("`.create_hybrid_mesh(4, 2)`",),
+    "test_meshes.py: test_rules": ("`fsdp_rules()`",),
+    "test_throughput.py: TestCreateShardedPipeline": ("the guide's `create_sharded_pipeline`",),
+}
 
 
 def row(*beginnings):
@@ -48,12 +85,21 @@ def row(*beginnings):
 
 
 def rows_of_the_page():
-    """The left cells of all tables, but that of names (see test_reference_documents.py)."""
+    """The left cells of all tables, but that of names."""
     lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
     cells = [line.strip("| ").split(" | ")[0] for line in lines]
     heads = {"`datarax.distributed`", "datarax", "PyTorch", "tf.data", "Grain"}
-    names = PAGE[: PAGE.index("For those that are not taken over")]
+    names = PAGE[: PAGE.index("For each name that is not kept")]
     return [cell for cell in cells if cell not in heads and f"| {cell} |" not in names]
+
+
+for keeper, beginnings in ELSEWHERE.items():
+    row(*beginnings)(lambda mesh, keeper=keeper: assert_defined(keeper))
+
+
+def assert_defined(keeper):
+    file, name = keeper.split(": ")
+    assert re.search(rf"(def|class) {name}\b", (HERE / file).read_text()), keeper
 
 
 @pytest.mark.parametrize("cell", rows_of_the_page())
@@ -65,6 +111,70 @@ def test_row(cell, mesh):
 def test_no_test_is_without_its_row():
     for beginning in TESTS:
         assert any(cell.startswith(beginning) for cell in rows_of_the_page()), beginning
+
+
+# `datarax.distributed.__all__` of datarax 0.1.4.
+DATARAX_NAMES = [
+    "BatchSizeRecommendation",
+    "DeviceMeshManager",
+    "DevicePlacement",
+    "HardwareType",
+    "MeshRules",
+    "all_gather",
+    "collect_from_devices",
+    "create_data_parallel_sharding",
+    "create_named_sharding",
+    "data_parallel_rules",
+    "data_parallel_train_step",
+    "distribute_batch",
+    "fsdp_rules",
+    "get_batch_size_recommendation",
+    "partition_spec_for_names",
+    "place_batch_on_shards",
+    "place_model_state_on_shards",
+    "place_nnx_state_on_shards",
+    "place_on_device",
+    "prefetch_to_device",
+    "reduce_custom",
+    "reduce_gradient_tree",
+    "reduce_gradients_across_devices",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_mean_collective",
+    "reduce_min",
+    "reduce_sum",
+    "reduce_sum_collective",
+    "spmd_train_step",
+]
+
+
+class TestNamesOfDatarax:
+    @functools.cached_property
+    def table(self):
+        """The first table of the page: the left column's names, by the right column."""
+        _, first_table, *_ = re.split(r"^\|---\|---\|\n", PAGE, flags=re.MULTILINE)
+        rows = re.findall(r"^\| (.+) \| (.+) \|$", first_table, re.MULTILINE)[:3]
+        return {right: re.findall(r"`(\w+)`", left) for left, right in rows}
+
+    def test_the_table_has_each_name_once(self):
+        assert list(self.table) == [
+            "`grain_shard.placement`",
+            "`grain_shard.training`",
+            "not taken over",
+        ]
+        assert sorted(itertools.chain(*self.table.values())) == DATARAX_NAMES
+        assert [len(names) for names in self.table.values()] == [7, 13, 10]
+
+    def test_they_are_those_of_datarax(self):
+        datarax = pytest.importorskip("datarax.distributed", exc_type=ImportError)
+        assert sorted(datarax.__all__) == DATARAX_NAMES
+
+    @pytest.mark.parametrize("module", ["grain_shard.placement", "grain_shard.training"])
+    def test_each_name_that_is_kept_is_there_and_has_an_example(self, module):
+        public = importlib.import_module(module)
+        assert set(self.table[f"`{module}`"]) <= set(public.__all__)
+        for name in public.__all__:
+            assert ">>> " in getattr(public, name).__doc__, name
 
 
 def numbers(count):
@@ -87,11 +197,6 @@ def device_mesh(mesh):
 def data_parallel_mesh(mesh):
     assert dict(create_1d_mesh().shape) == {"data": 8}
     assert dict(create_1d_mesh("model", jax.devices()[:4]).shape) == {"model": 4}
-
-
-@row("`.create_hybrid_mesh(4, 2)`")
-def hybrid_mesh(mesh):
-    assert dict(create_2d_mesh(second_axis_size=2).shape) == {"data": 4, "model": 2}
 
 
 @row("`.get_mesh_info(mesh)`")
@@ -133,129 +238,6 @@ def collected(mesh):
 # datarax: what is kept and differs
 
 
-@row("`placement.shard_batch_dim`")
-def numpy_is_placed(mesh):
-    sharding = NamedSharding(mesh, P("data"))
-    for place in (
-        lambda x: DevicePlacement().shard_batch_dim(x, mesh),
-        lambda x: place_batch_on_shards(x, mesh),
-    ):
-        for x in np.arange(8), jnp.arange(8):
-            assert place({"x": x})["x"].sharding.is_equivalent_to(sharding, 1)
-        with pytest.raises(ShardingError):
-            place({"x": np.arange(7)})
-    with pytest.raises(ShardingError):
-        DevicePlacement().shard_batch_dim({"x": np.arange(8)}, mesh, mesh_axis="model")
-    ours, theirs = place_batch_on_shards(np.arange(8), mesh), distribute_batch(np.arange(8), mesh)
-    assert ours.sharding == theirs.sharding
-
-
-@row("`prefetch_to_device` starts")
-def starts_with_the_first_next(mesh):
-    made = []
-
-    def batches():
-        made.append("a batch")
-        yield {"x": np.zeros(8)}
-
-    with prefetch_to_device(batches()) as prefetched:
-        assert made == []
-        next(prefetched)
-        assert made == ["a batch"]
-
-
-@row("after `close`")
-def next_after_close(mesh):
-    prefetched = prefetch_to_device(iter([{"x": np.zeros(8)}]))
-    next(prefetched)
-    with pytest.raises(StopIteration):
-        next(prefetched)
-    prefetched.close()
-    with pytest.raises(ValueError, match="closed"):
-        next(prefetched)
-
-
-@row("it has no state")
-def prefetching_has_a_state(mesh):
-    ds = numbers(40).batch(8).to_iter_dataset()
-    with prefetch_to_device(iter(ds)) as prefetched:
-        next(prefetched)
-        state = prefetched.get_state()
-    with prefetch_to_device(iter(ds), cpu_buffer_size=1) as prefetched:
-        prefetched.set_state(state)
-        assert next(prefetched)["id"].tolist() == list(range(8, 16))
-
-
-@row("`data_parallel_train_step` is", "its `state` has", "its `loss_fn(variables")
-def a_training_step(mesh):
-    traces = []
-
-    def loss_fn(params, batch):
-        traces.append("one")
-        return jnp.mean((batch["x"] * params["w"] - batch["y"]) ** 2)
-
-    def noisy(params, batch, rngs):
-        return loss_fn(params, batch) + 0 * jax.random.normal(rngs)
-
-    params, optimizer = {"w": jnp.zeros(())}, optax.sgd(0.1)
-    state = params, optimizer.init(params)
-    batch = {"x": np.arange(8.0), "y": np.arange(8.0)}
-    for _ in range(3):
-        state, metrics = data_parallel_train_step(loss_fn, optimizer, batch, state)
-    assert len(traces) == 1
-    assert (list(metrics), metrics["loss"].shape) == (["loss"], ())
-    assert state[0]["w"].shape == ()
-    linen = TrainState.create(apply_fn=None, params=params, tx=optimizer)
-    linen, _ = data_parallel_train_step(loss_fn, None, batch, linen)
-    assert int(linen.step) == 1
-    _, metrics = data_parallel_train_step(
-        noisy, optimizer, batch, (params, optimizer.init(params)), jax.random.key(0)
-    )
-    assert float(metrics["loss"]) == np.mean(np.arange(8.0) ** 2)
-
-
-@row("`reduce_gradient_tree`")
-def gradients_by_device(mesh):
-    reduced = reduce_gradient_tree({"w": np.arange(12.0).reshape(4, 3)})
-    assert reduced["w"].tolist() == [4.5, 5.5, 6.5]
-
-
-@row('`place_model_state_on_shards(state, mesh, "fsdp")`')
-def fsdp_shards(mesh):
-    placed = place_model_state_on_shards({"w": jnp.zeros((16, 8))}, mesh, "fsdp")
-    assert placed["w"].addressable_shards[0].data.size == 16
-    with pytest.raises(ShardingError, match="fsdp"):
-        place_model_state_on_shards({"w": jnp.zeros((16, 8))}, mesh, "fspd")
-
-
-@row("with a dict of paths")
-def paths_to_specs(mesh):
-    state = {"w": jnp.zeros((16, 8)), "b": jnp.zeros(8)}
-    placed = place_model_state_on_shards(state, mesh, {"w": P("data")})
-    assert placed["b"].sharding.is_fully_replicated
-    assert not placed["w"].sharding.is_fully_replicated
-    with pytest.raises(ShardingError, match="use one of b, w"):
-        place_model_state_on_shards(state, mesh, {"weights": P("data")})
-
-
-@row("`fsdp_rules()`")
-def rules_for_weights(mesh):
-    assert partition_spec_for_names(fsdp_rules(), "embed", "mlp") == P("data", None)
-    model = fsdp_rules(model_axis="model")
-    assert partition_spec_for_names(model, "embed", "mlp") == P("model", None)
-
-
-@row("the guide's `create_sharded_pipeline`", "a short last batch wraps around")
-def one_dataset(mesh):
-    ds = create_sharded_pipeline([{"id": i} for i in range(20)], mesh, batch_size_per_device=2)
-    assert ids_of(ds) == [list(range(16)), list(range(16, 20))]
-
-
-@row("`Pipeline(source, batch_size=...)`", "`DataLoader(batch_size=per_gpu)`")
-def the_global_batch(mesh):
-    assert numbers(64).batch(32).shard_to(mesh).abstract_batch()["id"].shape == (32,)
-
-
 # PyTorch
 
 
@@ -283,30 +265,6 @@ def epochs(mesh):
         assert ids_of(ds) == first
 
 
-@row("`for batch in loader`")
-def a_loader_as_it_is(mesh):
-    loader = [{"id": np.arange(8)}, {"id": np.arange(8, 12)}]
-    batches = grain_shard.from_iterable(loader, rows="local").shard_to(mesh)
-    assert ids_of(batches) == [list(range(8)), list(range(8, 12))]
-
-
-@row("`num_workers=8`", "`.mp_prefetch(MultiprocessingOptions(8))`")
-def worker_processes(mesh):
-    ds = grain.MapDataset.source([{"id": i} for i in range(16)]).batch(8)
-    with iter(ds.shard_to(mesh, num_workers=1)) as batches:
-        assert ids_of(batches) == [list(range(8)), list(range(8, 16))]
-
-
-@row("the last batch repeats samples", "`batch(global_batch_size, drop_remainder=True)`")
-def the_remainder_is_kept(mesh):
-    assert ids_of(numbers(10).batch(8).shard_to(mesh)) == [list(range(8)), [8, 9]]
-
-
-@row("`drop_last=True`")
-def the_remainder_is_dropped(mesh):
-    assert ids_of(numbers(10).batch(8).shard_to(mesh, remainder="drop")) == [list(range(8))]
-
-
 @row("a sampler's state", "`grain.checkpoint.CheckpointSave(it)`")
 def a_state_for_any(mesh):
     half = create_1d_mesh(devices=jax.devices()[:4])
@@ -321,18 +279,6 @@ def a_state_for_any(mesh):
 
 
 # tf.data and Grain
-
-
-@row("`experimental_distribute_dataset`")
-def distributed(mesh):
-    (batch,) = numbers(8).batch(8).shard_to(mesh)
-    assert len(batch["id"].addressable_shards) == 8
-
-
-@row("`prefetch(AUTOTUNE)`")
-def buffers(mesh):
-    ds = numbers(32).batch(8).shard_to(mesh, cpu_buffer_size=1, device_buffer_size=1)
-    assert len(ids_of(ds)) == 4
 
 
 @row("`.to_iter_dataset()`", "`.to_iter_dataset(ReadOptions(8, 32))`")
@@ -351,27 +297,6 @@ def read_options(mesh):
     assert threads_and_buffer((8, 32), num_threads=2) == ("2", 32)
     assert threads_and_buffer((8, 32), cpu_buffer_size=3) == ("8", 3)
     assert threads_and_buffer((16, 500))[1] == 4  # Grain's defaults are no wish
-
-
-@row("`grain.experimental.device_put(ds, sharding)`")
-def by_a_sharding(mesh):
-    sharding = NamedSharding(mesh, P("data"))
-    for ds in numbers(8).batch(8).shard_to(mesh), numbers(8).batch(8).shard_to(sharding):
-        (batch,) = ds
-        assert batch["id"].sharding.is_equivalent_to(sharding, 1)
-
-
-@row("`grain.DataLoader(source, sampler, operations)`")
-def a_dataset_in_place_of_a_loader(mesh):
-    ds = grain.MapDataset.source(range(16)).shuffle(seed=1).map(lambda i: {"id": i}).batch(8)
-    first, second = ids_of(ds.shard_to(mesh))
-    assert sorted(first + second) == list(range(16))
-
-
-def test_the_names_of_datarax_are_those_of_the_table():
-    datarax = pytest.importorskip("datarax.distributed", exc_type=ImportError)
-    table = PAGE[PAGE.index("| `datarax.distributed` |") : PAGE.index("For those that are not")]
-    assert set(re.findall(r"`(\w+)`", table)) == set(datarax.__all__)
 
 
 @row("`assert_equal_output_after_checkpoint(ds)`")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grain_shard import BatchLayout, PadToDivisible, ShardBatch, StateError, shard_to
+from grain_shard import BatchLayout, PadToDivisible, ShardBatch, StateError
 from tests.conftest import data_mesh, ids, numbered, to_numpy
 
 pytestmark = pytest.mark.usefixtures("hints")
@@ -347,7 +347,3 @@ def test_a_host_evaluates_its_own_rows_and_one_record_at_most_for_the_structure(
     assert batch["valid_mask"].tolist() == [False, False]
     last[2]
     assert seen == [0]
-
-
-def test_shard_to_is_a_function_too(mesh):
-    assert ids(numbered(8, 8).pipe(shard_to, mesh)) == [list(range(8))]

@@ -1,5 +1,6 @@
 """Data-parallel training gives the losses of one device on any number of them."""
 
+import contextlib
 import functools
 
 import flax.linen as nn
@@ -10,10 +11,12 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from grain_shard import rehearse
 from grain_shard.errors import ShardingError
+from grain_shard.placement import distribute_batch
 from grain_shard.training import (
     create_data_parallel_sharding,
     data_parallel,
@@ -26,6 +29,7 @@ from grain_shard.training import (
     reduce_gradients_across_devices,
     spmd_train_step,
 )
+from tests.on_hosts import refuse_collective_device_put
 
 NUM_CLASSES = 8
 NUM_STEPS = 3
@@ -137,91 +141,23 @@ class TestSharding:
         assert data_parallel_rules()("data", "embed", "mlp") == ("data", None, None)
 
 
-class TestPlaceBatch:
-    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
-    def test_defect_in_peer_numpy_leaves_stay_on_the_host(self, num_devices, axis_type):
-        mesh = mesh_of(num_devices, axis_type)
-        batch = numpy_batches()[0]
-        placed = place_batch_on_shards(batch, create_data_parallel_sharding(mesh))
-        for name, rows in batch.items():
-            assert isinstance(placed[name], jax.Array)
-            np.testing.assert_array_equal(placed[name], rows)
-            shards = placed[name].addressable_shards
-            assert [shard.data.shape[0] for shard in shards] == [16 // num_devices] * num_devices
-
-    def test_one_spec_serves_all_ranks(self):
-        mesh = jax.make_mesh((4, 2), ("data", "seq"))
-        placed = place_batch_on_shards(
-            {
-                "tokens": np.zeros((8, 6), np.int32),
-                "weight": np.zeros(8, np.float32),
-                "temperature": np.float32(0.5),
-                "epoch": 3,
-            },
-            NamedSharding(mesh, P("data", "seq")),
-        )
-        assert {name: leaf.sharding.spec for name, leaf in placed.items()} == {
-            "tokens": P("data", "seq"),
-            "weight": P("data"),
-            "temperature": P(),
-            "epoch": P(),
-        }
-        assert (float(placed["temperature"]), int(placed["epoch"])) == (0.5, 3)
-
-    def test_jax_arrays_and_keys(self, mesh):
-        sharding = create_data_parallel_sharding(mesh)
-        placed = place_batch_on_shards(
-            {"x": jnp.arange(8), "keys": jax.random.split(jax.random.key(0), 8)}, sharding
-        )
-        assert placed["x"].sharding == placed["keys"].sharding == sharding
-        assert place_batch_on_shards(placed, sharding)["x"].sharding == sharding
-
-    def test_on_one_device(self):
-        sharding = SingleDeviceSharding(jax.devices()[5])
-        placed = place_batch_on_shards({"x": np.arange(3)}, sharding)
-        assert placed["x"].sharding == sharding
-
-    def test_strings_stay_on_the_host(self, mesh):
-        names = np.array(["cat", "dog"])
-        batch = {"name": names, "x": np.zeros(8)}
-        placed = place_batch_on_shards(batch, create_data_parallel_sharding(mesh))
-        assert placed["name"] is names
-
-    def test_a_reused_host_buffer_does_not_change_the_batch(self, mesh):
-        # Page-aligned memory, such as Grain's workers return, is what the CPU backend aliases.
-        memory = np.zeros(8 * 4096 + 4096, np.uint8)
-        start = -memory.ctypes.data % 4096
-        buffer = memory[start : start + 8 * 4096].reshape(8, 4096)
-        placed = place_batch_on_shards(buffer, create_data_parallel_sharding(mesh))
-        buffer[:] = 1
-        assert int(placed.sum()) == 0
-
-    def test_defect_in_peer_indivisible_batch_passes(self, mesh):
-        with pytest.raises(ShardingError) as error:
-            place_batch_on_shards(
-                {"x": np.zeros((10, 3), np.float32)}, create_data_parallel_sharding(mesh)
-            )
-        assert str(error.value).splitlines()[:2] == [
-            "batch['x']: dim 0 has size 10, which mesh axis 'data' (size 8) does not divide.",
-            "  leaf:   float32[10, 3]   spec: P('data')   mesh: data=8",
-        ]
-        assert error.value.remedy
-
-    def test_ragged_rows_are_refused(self, mesh):
-        ragged = np.array([[1], [1, 2]] * 4, dtype=object)
-        with pytest.raises(ShardingError, match=r"batch\['x'\]: the leaf holds Python objects"):
-            place_batch_on_shards({"x": ragged}, create_data_parallel_sharding(mesh))
+def test_a_batch_is_placed_as_by_distribute_batch():
+    assert place_batch_on_shards is distribute_batch
 
 
 class TestSpmdTrainStep:
     @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
-    def test_losses_are_those_of_one_device(self, num_devices, axis_type):
+    @pytest.mark.parametrize("seed_004_under_set_mesh", [False, True])
+    def test_losses_are_those_of_one_device(self, num_devices, axis_type, seed_004_under_set_mesh):
         model = NnxModel(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-        mesh = mesh_of(num_devices, axis_type)
-        state = place_nnx_state_on_shards(nnx.state((model, optimizer)), mesh, {...: P()})
-        nnx.update((model, optimizer), state)
-        traces = []
+        mesh, batches, traces = mesh_of(num_devices, axis_type), numpy_batches(), []
+        in_context = contextlib.nullcontext
+        if seed_004_under_set_mesh:  # a step of a model that is placed nowhere
+            in_context, batches = functools.partial(jax.set_mesh, mesh), batches[:1]
+        else:
+            state = place_nnx_state_on_shards(nnx.state((model, optimizer)), mesh, {...: P()})
+            nnx.update((model, optimizer), state)
 
         @nnx.jit
         def train_step(model, optimizer, batch):
@@ -229,27 +165,13 @@ class TestSpmdTrainStep:
             return spmd_train_step(model, optimizer, nnx_loss, batch)
 
         sharding = create_data_parallel_sharding(mesh)
-        losses = [
-            float(train_step(model, optimizer, place_batch_on_shards(batch, sharding)))
-            for batch in numpy_batches()
-        ]
-        np.testing.assert_allclose(losses, one_device_nnx_losses(), rtol=1e-6)
+        with in_context():
+            losses = [
+                float(train_step(model, optimizer, place_batch_on_shards(batch, sharding)))
+                for batch in batches
+            ]
+        np.testing.assert_allclose(losses, one_device_nnx_losses()[: len(losses)], rtol=1e-6)
         assert len(traces) == 1
-
-    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
-    def test_seed_004_under_set_mesh(self, num_devices):
-        mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-        model = NnxModel(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-        batch = place_batch_on_shards(numpy_batches()[0], create_data_parallel_sharding(mesh))
-
-        @nnx.jit
-        def train_step(model, optimizer, batch):
-            return spmd_train_step(model, optimizer, nnx_loss, batch)
-
-        with jax.set_mesh(mesh):
-            loss = train_step(model, optimizer, batch)
-        np.testing.assert_allclose(loss, one_device_nnx_losses()[0], rtol=1e-6)
 
 
 class TestDataParallelTrainStep:
@@ -279,6 +201,7 @@ class TestDataParallelTrainStep:
         assert isinstance(new, TrainState)
         assert (state.step, int(new.step)) == (0, 1)
         assert set(metrics) == {"loss"}
+        assert metrics["loss"].shape == ()
 
     def test_defect_in_peer_each_call_traces_again(self):
         traces = []
@@ -294,19 +217,13 @@ class TestDataParallelTrainStep:
                 state, _ = data_parallel_train_step(loss_fn, ADAM, batch, state)
             assert len(traces) == 1
 
-    def test_unplaced_numpy_is_spread_over_all_devices(self):
-        state, _ = data_parallel_train_step(
-            linen_loss, ADAM, numpy_batches()[0], new_state("tuple")
-        )
-        for leaf in jax.tree.leaves(state):
-            assert leaf.sharding.num_devices == 8
-
-    def test_unplaced_numpy_goes_to_the_mesh_in_use(self, axis_type):
+    def test_unplaced_numpy_goes_to_all_devices_or_to_the_mesh_in_use(self, axis_type):
         unplaced = jax.tree.map(np.asarray, new_state("tuple"))
-        with jax.set_mesh(mesh_of(2, axis_type)):
-            state, _ = data_parallel_train_step(linen_loss, ADAM, numpy_batches()[0], unplaced)
-        for leaf in jax.tree.leaves(state):
-            assert leaf.sharding.num_devices == 2
+        in_use = functools.partial(jax.set_mesh, mesh_of(2, axis_type))
+        for in_context, num_devices in ((contextlib.nullcontext, 8), (in_use, 2)):
+            with in_context():
+                state, _ = data_parallel_train_step(linen_loss, ADAM, numpy_batches()[0], unplaced)
+            assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(state)} == {num_devices}
 
     def test_rows_really_are_split(self):
         # Per-device work: each device multiplies its own 2 of the 16 rows.
@@ -414,10 +331,49 @@ class TestDataParallelTrainStep:
             data_parallel_train_step(linen_loss, ADAM, batch, new_state("tuple")[0])
 
 
+def losses_of_each_placement():
+    """Of a linear model on all devices of all hosts."""
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    batch = {"x": x, "y": np.ones((8, 4), np.float32)}
+    params = {"w": np.eye(4, dtype=np.float32)}
+    losses = {}
+    for placement in ("replicate", "fsdp", "not placed"):
+        state = (params, ADAM.init(params))
+        if placement != "not placed":
+            state = place_model_state_on_shards(state, mesh, placement)
+        losses[placement] = []
+        for _ in range(3):
+            state, metrics = data_parallel_train_step(loss_fn, ADAM, batch, state)
+            losses[placement].append(float(metrics["loss"]))
+    return losses
+
+
+def without_collective_device_put(function):
+    refuse_collective_device_put()
+    return function()
+
+
+@pytest.mark.slow
+def test_on_two_hosts_losses_are_those_of_one():
+    (one,) = rehearse.run(losses_of_each_placement, hosts=1)
+    two = rehearse.run(
+        without_collective_device_put, losses_of_each_placement, hosts=2, devices_per_host=2
+    )
+    for losses in two:
+        assert list(losses) == ["replicate", "fsdp", "not placed"]
+        for of_placement in losses.values():
+            np.testing.assert_allclose(of_placement, one["replicate"], rtol=1e-6)
+
+
 class TestReduceGradients:
     @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
-    @pytest.mark.parametrize(("reduce_type", "expected"), [("mean", 1.0), ("sum", None)])
-    def test_across_devices(self, num_devices, reduce_type, expected):
+    @pytest.mark.parametrize("reduce_type", ["mean", "sum"])
+    def test_across_devices(self, num_devices, reduce_type):
         mesh = Mesh(np.array(jax.devices()[:num_devices]), ("batch",))
         gradients = {"w": jnp.ones((num_devices, 3)), "b": jnp.ones(num_devices)}
         reduced = jax.shard_map(
@@ -426,7 +382,7 @@ class TestReduceGradients:
             in_specs=P("batch"),
             out_specs=P(),
         )(gradients)
-        value = num_devices if expected is None else expected
+        value = {"mean": 1.0, "sum": num_devices}[reduce_type]
         np.testing.assert_array_equal(reduced["w"], np.full((1, 3), value))
         np.testing.assert_array_equal(reduced["b"], [value])
 
@@ -454,11 +410,10 @@ class TestReduceGradients:
             expected,
         )
 
-    def test_unknown_reduction_lists_the_valid_ones(self):
+    @pytest.mark.parametrize("reduce", [reduce_gradient_tree, reduce_gradients_across_devices])
+    def test_unknown_reduction_lists_the_valid_ones(self, reduce):
         with pytest.raises(ValueError, match=r"'max' is not one of \['mean', 'sum'\]"):
-            reduce_gradient_tree({"w": jnp.ones((2, 3))}, "max")
-        with pytest.raises(ValueError, match=r"'max' is not one of \['mean', 'sum'\]"):
-            reduce_gradients_across_devices({"w": jnp.ones((2, 3))}, "max")
+            reduce({"w": jnp.ones((2, 3))}, "max")
 
     def test_a_scalar_has_nothing_to_reduce(self):
         with pytest.raises(ShardingError, match=r"gradients\['b'\]: a scalar has no axis"):

@@ -33,6 +33,18 @@ def uneven(items):
     return {"image": np.zeros((4, 2)), "label": np.zeros(3, np.int32)}
 
 
+NO_BATCH = """\
+the dataset has no batch: it is empty, or has fewer records than one batch and drops the remainder.
+  mesh:   data=4
+  remedy: check the source; keep a short batch with .batch(B, drop_remainder=False) and remainder="pad"."""  # noqa: E501
+NO_SHARDS = """\
+a batch of 6 rows does not split into 4 shards.
+  mesh:   data=4
+  remedy: use a batch size of 8, or remainder="pad"."""
+A_NONE = """\
+batch['leaf0']: the leaf holds Python objects (ragged rows, or a None among them).
+  leaf:   NoneType   mesh: data=4
+  remedy: pad the rows to one shape and replace None by a number in .map, or drop the leaf."""
 AT_BUILD = {
     "an axis that does not exist": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("batch")),
@@ -70,17 +82,11 @@ cannot place batches by a str.
     ),
     "a batch size that the shards don't divide": (
         lambda: numbered(12, 6).shard_to(data_mesh(4), remainder="error"),
-        """\
-a batch of 6 rows does not split into 4 shards.
-  mesh:   data=4
-  remedy: use a batch size of 8, or remainder="pad".""",
+        NO_SHARDS,
     ),
     "the same when dropping": (
         lambda: numbered(12, 6).shard_to(data_mesh(4), remainder="drop"),
-        """\
-a batch of 6 rows does not split into 4 shards.
-  mesh:   data=4
-  remedy: use a batch size of 8, or remainder="pad".""",
+        NO_SHARDS,
     ),
     "records that do not fill the last batch": (
         lambda: numbered(9, 4).shard_to(data_mesh(4), remainder="error"),
@@ -91,10 +97,7 @@ the records do not fill the last batch of 4 rows.
     ),
     "fewer records than one batch": (
         lambda: numbered(3, 8, drop_remainder=True).shard_to(data_mesh(4)),
-        """\
-the dataset has no batch: it is empty, or has fewer records than one batch and drops the remainder.
-  mesh:   data=4
-  remedy: check the source; keep a short batch with .batch(B, drop_remainder=False) and remainder="pad".""",  # noqa: E501
+        NO_BATCH,
     ),
     "fewer records than one batch, dropped by us": (
         lambda: numbered(3, 8).shard_to(data_mesh(4), remainder="drop"),
@@ -105,10 +108,7 @@ no batch is left: there are fewer records than one batch of 8 rows, and remainde
     ),
     "an empty dataset": (
         lambda: grain.MapDataset.source([]).batch(8).shard_to(data_mesh(4)),
-        """\
-the dataset has no batch: it is empty, or has fewer records than one batch and drops the remainder.
-  mesh:   data=4
-  remedy: check the source; keep a short batch with .batch(B, drop_remainder=False) and remainder="pad".""",  # noqa: E501
+        NO_BATCH,
     ),
     "a slice of batches, to be dropped": (
         lambda: numbered(9, 4)[1:].shard_to(data_mesh(4), remainder="drop"),
@@ -222,17 +222,11 @@ batch['leaf0']: record 3 holds int64[], others hold float32[].
     ),
     "a None among the records": (
         lambda: dicts(lambda i: None if i == 2 else i).shard_to(data_mesh(4)),
-        """\
-batch['leaf0']: the leaf holds Python objects (ragged rows, or a None among them).
-  leaf:   NoneType   mesh: data=4
-  remedy: pad the rows to one shape and replace None by a number in .map, or drop the leaf.""",
+        A_NONE,
     ),
     "None in every record": (
         lambda: dicts(lambda i: None, lambda i: i).shard_to(data_mesh(4)),
-        """\
-batch['leaf0']: the leaf holds Python objects (ragged rows, or a None among them).
-  leaf:   NoneType   mesh: data=4
-  remedy: pad the rows to one shape and replace None by a number in .map, or drop the leaf.""",
+        A_NONE,
     ),
     "a dtype that no device holds": (
         lambda: dicts(lambda i: np.datetime64("2026-01-01")).shard_to(data_mesh(4)),

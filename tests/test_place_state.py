@@ -77,24 +77,46 @@ def test_fsdp_on_a_mesh_that_has_no_axis_for_it():
         place_model_state_on_shards(PARAMS, mesh, "fsdp")
 
 
-def test_by_path(mesh_2d):
-    placed = place_model_state_on_shards(
-        PARAMS, mesh_2d, {"up/kernel": P(None, "model"), "down/kernel": P("model", None)}
-    )
-    assert specs(placed) == {
-        "up/kernel": P(None, "model"),
-        "up/bias": P(),
-        "down/kernel": P("model"),
-        "down/bias": P(),
-    }
-
-
-def test_the_end_of_a_path_is_enough_and_the_longest_counts(mesh_2d):
-    placed = place_model_state_on_shards(
-        PARAMS, mesh_2d, {"kernel": P("model"), "up/kernel": P("data", "model"), "bias": P()}
-    )
-    assert specs(placed)["up/kernel"] == P("data", "model")
-    assert specs(placed)["down/kernel"] == P("model")
+@pytest.mark.parametrize(
+    ("state", "by_path", "expected"),
+    [
+        (
+            PARAMS,
+            {"up/kernel": P(None, "model"), "down/kernel": P("model", None)},
+            {
+                "up/kernel": P(None, "model"),
+                "up/bias": P(),
+                "down/kernel": P("model"),
+                "down/bias": P(),
+            },
+        ),
+        # The end of a path is enough, and the longest counts.
+        (
+            PARAMS,
+            {"kernel": P("model"), "up/kernel": P("data", "model"), "bias": P()},
+            {
+                "up/kernel": P("data", "model"),
+                "up/bias": P(),
+                "down/kernel": P("model"),
+                "down/bias": P(),
+            },
+        ),
+        # A longer spec is cut to the rank.
+        (
+            {"scale": np.ones(4), "step": 7},
+            {"scale": P("data", "model"), "step": P("data")},
+            {"scale": P("data"), "step": P()},
+        ),
+        # The leaves of NNX have paths without the "value" at their end.
+        (
+            nnx.state(nnx.Linear(8, 16, rngs=nnx.Rngs(0))),
+            {"kernel": P(None, "model")},
+            {"kernel/value": P(None, "model"), "bias/value": P()},
+        ),
+    ],
+)
+def test_by_path(mesh_2d, state, by_path, expected):
+    assert specs(place_model_state_on_shards(state, mesh_2d, by_path)) == expected
 
 
 def test_optimizer_moments_follow_their_parameter(mesh):
@@ -120,23 +142,6 @@ def test_optimizer_moments_follow_their_parameter(mesh):
     assert placed.step.dtype == jnp.int32
 
 
-def test_a_longer_spec_is_cut_to_the_rank(mesh_2d):
-    placed = place_model_state_on_shards(
-        {"scale": np.ones(4), "step": 7}, mesh_2d, {"scale": P("data", "model"), "step": P("data")}
-    )
-    assert specs(placed) == {"scale": P("data"), "step": P()}
-
-
-def test_defect_in_peer_unknown_word_replicates(mesh):
-    with pytest.raises(ShardingError) as error:
-        place_model_state_on_shards(PARAMS, mesh, "fspd")
-    assert str(error.value) == (
-        "param_sharding='fspd' is not known.\n"
-        "  mesh:   data=8\n"
-        "  remedy: use None, 'replicate', 'fsdp' or a dict from paths to PartitionSpec."
-    )
-
-
 @pytest.mark.parametrize("path", ["up/kernle", "p/kernel", "kernel/up", ""])
 def test_defect_in_peer_mistyped_path_is_ignored(mesh, path):
     with pytest.raises(ShardingError, match=f"the path '{path}' matches no leaf") as error:
@@ -151,19 +156,34 @@ def test_a_long_list_of_paths_is_cut(mesh):
         )
 
 
-def test_an_axis_that_the_mesh_does_not_have(mesh):
-    with pytest.raises(ShardingError, match="names the mesh axis 'modle', which does not exist"):
-        place_model_state_on_shards(PARAMS, mesh, {"kernel": P("modle")})
-
-
-def test_an_axis_that_does_not_divide_its_dim(mesh):
+@pytest.mark.parametrize(
+    ("param_sharding", "message"),
+    [
+        (
+            "fspd",
+            "param_sharding='fspd' is not known.\n"
+            "  mesh:   data=8\n"
+            "  remedy: use None, 'replicate', 'fsdp' or a dict from paths to PartitionSpec.",
+        ),
+        (
+            {"kernel": P("modle")},
+            "the spec names the mesh axis 'modle', which does not exist.\n"
+            "  spec:   P('modle')   mesh: data=8\n"
+            "  remedy: the mesh has 'data'; use each axis at most once.",
+        ),
+        (
+            {"down/kernel": P(None, "data")},
+            "down/kernel: dim 1 has size 3, which mesh axis 'data' (size 8) does not divide.\n"
+            "  leaf:   float32[16, 3]   spec: P(None, 'data')   mesh: data=8\n"
+            "  remedy: shard another dim of this leaf, or replicate it with PartitionSpec().",
+        ),
+    ],
+    ids=["defect in peer: unknown word replicates", "no such axis", "an axis that does not divide"],
+)
+def test_refusals(mesh, param_sharding, message):
     with pytest.raises(ShardingError) as error:
-        place_model_state_on_shards(PARAMS, mesh, {"down/kernel": P(None, "data")})
-    assert str(error.value) == (
-        "down/kernel: dim 1 has size 3, which mesh axis 'data' (size 8) does not divide.\n"
-        "  leaf:   float32[16, 3]   spec: P(None, 'data')   mesh: data=8\n"
-        "  remedy: shard another dim of this leaf, or replicate it with PartitionSpec()."
-    )
+        place_model_state_on_shards(PARAMS, mesh, param_sharding)
+    assert str(error.value) == message
 
 
 class NnxModel(nnx.Module):
@@ -171,13 +191,6 @@ class NnxModel(nnx.Module):
         self.up = nnx.Linear(8, 16, rngs=rngs)
         self.norm = nnx.BatchNorm(16, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-
-def test_nnx_state_has_paths_without_value(mesh_2d):
-    state = nnx.state(NnxModel(nnx.Rngs(0)))
-    placed = place_model_state_on_shards(state, mesh_2d, {"up/kernel": P(None, "model")})
-    assert specs(placed)["up/kernel/value"] == P(None, "model")
-    assert specs(placed)["dropout/rngs/key/value"] == P()
 
 
 @pytest.mark.parametrize("as_state_sharding", [False, True])

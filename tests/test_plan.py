@@ -24,6 +24,7 @@ from grain_shard import GrainShardError, ShardingError, rehearse
 from grain_shard.sharding.slices import slice_of
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.training.hardware import HardwareType
+from tests.conftest import CountingSource
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu comes with the plan extra, on Linux on x86-64"
@@ -133,21 +134,6 @@ def test_hosts_read_what_the_plan_says(jobs, name):
         assert of_host["rows_per_device"] == plan.rows_per_device
 
 
-class CountingSource:
-    def __init__(self, num_records):
-        self._num_records, self.read = num_records, []
-
-    def __len__(self):
-        return self._num_records
-
-    def __getitem__(self, index):
-        self.read.append(int(index))
-        return np.int32(index)
-
-    def __repr__(self):
-        return f"CountingSource({self._num_records})"
-
-
 def run_cases(cases):
     """On one host: of each case, an epoch, and which records were read for it."""
     return {name: run_case(case, np.array(jax.devices())) for name, case in cases.items()}
@@ -155,7 +141,7 @@ def run_cases(cases):
 
 def run_case(case, devices):
     source = CountingSource(case.records)
-    ds = grain.MapDataset.source(source).map(lambda i: {"id": i, "tokens": i})
+    ds = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i), "tokens": np.int32(i)})
     sharded = ds.batch(case.batch).shard_to(
         case.mesh(devices),
         case.spec,
@@ -275,19 +261,21 @@ class TestTopologies:
         assert_exact(plan, mesh, P("data"))
 
     @pytest.mark.parametrize(
-        ("name", "axes", "message"),
+        ("name", "slices", "axes", "message"),
         [
-            ("v5e:3x7", {"data": 21}, "no topology of 'v5e:3x7'"),
-            ("v9:2x2", {"data": 4}, "no topology of 'v9:2x2'"),
-            ("v5e", {"data": 4}, "no topology of 'v5e'"),
-            ("v5e:2x2", {"data": 5}, "a mesh of 5 devices, and there are 4"),
-            ("v5e:2x2", {"data": 4, "model": 0}, "mesh axis model=0"),
-            ("v6e:16x16", {"data": 128, "model": 2}, "jax.make_mesh.*refuses"),
+            ("v5e:3x7", 1, {"data": 21}, "no topology of 'v5e:3x7'"),
+            ("v9:2x2", 1, {"data": 4}, "no topology of 'v9:2x2'"),
+            ("v5e", 1, {"data": 4}, "no topology of 'v5e'"),
+            ("v5e:2x2", 1, {"data": 5}, "a mesh of 5 devices, and there are 4"),
+            ("v5e:2x2", 1, {"data": 4, "model": 0}, "mesh axis model=0"),
+            ("v6e:16x16", 1, {"data": 128, "model": 2}, "jax.make_mesh.*refuses"),
+            ("v5p:2x2x1", 0, {"data": 8}, "slices=0"),
+            ("v5p:2x2x1", 2, {"data": 4}, "a mesh of 4 devices, and there are 8"),
         ],
     )
-    def test_refusals(self, name, axes, message):
+    def test_refusals(self, name, slices, axes, message):
         with pytest.raises(ShardingError, match=message):
-            topology_mesh(name, axes)
+            topology_mesh(name, axes, slices=slices)
 
     @pytest.mark.parametrize(
         ("name", "slices", "axes", "of_slices"),
@@ -311,17 +299,6 @@ class TestTopologies:
         plan = grain_shard.plan(mesh, tuple_spec(axes), global_batch_size=48, num_records=48)
         assert plan.num_slices == slices
         assert_exact(plan, mesh, tuple_spec(axes))
-
-    @pytest.mark.parametrize(
-        ("slices", "axes", "message"),
-        [
-            (0, {"data": 8}, "slices=0"),
-            (2, {"data": 4}, "a mesh of 4 devices, and there are 8"),
-        ],
-    )
-    def test_refusals_of_slices(self, slices, axes, message):
-        with pytest.raises(ShardingError, match=message):
-            topology_mesh("v5p:2x2x1", axes, slices=slices)
 
 
 def tuple_spec(axes):
@@ -348,14 +325,12 @@ class TestFigures:
         ],
     )
     def test_an_epoch(self, axes, hosts, batch, records, remainder, steps, padding, dropped, rows):
-        plan = planned(
-            axes,
-            hosts,
-            8 // hosts,
-            global_batch_size=batch,
-            num_records=records,
-            remainder=remainder,
-        )
+        sizes = {"global_batch_size": batch, "num_records": records, "remainder": remainder}
+        plan = planned(axes, hosts, 8 // hosts, **sizes)
+        assert plan.device_bytes is None
+        assert plan.to_dict()["needed"]["hosts"][0]["bytes_per_step"] is None
+        with pytest.raises(ShardingError, match=f"host {hosts} is not in the mesh"):
+            plan.records(hosts, 0)
         assert plan.steps_per_epoch == steps
         assert plan.padded_rows_per_epoch == padding
         assert plan.dropped_records_per_epoch == dropped
@@ -374,21 +349,9 @@ class TestFigures:
         ],
     )
     def test_the_bytes_of_a_device(self, spec, device_bytes):
-        plan = planned(
-            {"data": 4, "model": 2},
-            2,
-            4,
-            spec,
-            global_batch_size=64,
-            num_records=640,
-            record_bytes=1000,
-        )
+        sizes = {"global_batch_size": 64, "num_records": 640, "record_bytes": 1000}
+        plan = planned({"data": 4, "model": 2}, 2, 4, spec, **sizes)
         assert plan.device_bytes == device_bytes
-
-    def test_nothing_said_of_bytes(self):
-        plan = planned({"data": 8}, 2, 4, global_batch_size=64, num_records=640)
-        assert plan.device_bytes is None
-        assert plan.to_dict()["needed"]["hosts"][0]["bytes_per_step"] is None
 
     @pytest.mark.parametrize(
         ("batch", "options", "read"),
@@ -406,12 +369,12 @@ class TestFigures:
         assert plan.read == plan.reads.read == read
         assert plan.needed.amplification == 2
         assert plan.hosts_with_the_same_rows == ((0, 1), (2, 3), (4, 5), (6, 7))
-
-    def test_once_is_none_where_the_devices_do_not_divide_the_batch(self):
-        plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=60, num_records=600)
-        assert plan.once is None
-        assert plan.to_dict()["once"] is None
-        assert 'read="once"' not in str(plan)
+        assert (plan.once is None) == (batch == 60)
+        assert (plan.to_dict()["once"] is None) == (batch == 60)
+        assert ('read="once"' in str(plan)) == (batch == 64)
+        assert plan.reads.amplification == (1 if read == "once" else 2)
+        assert (plan.num_slices, plan.rows_read_again, len(plan.reads.slices)) == (1, 0, 1)
+        assert "slice" not in str(plan)
 
     @pytest.mark.parametrize(
         ("options", "error"),
@@ -439,11 +402,6 @@ class TestFigures:
         if "=" not in error:
             assert re.search(r"mesh: +data=8\n", str(caught.value))
 
-    def test_a_host_that_is_not_there(self):
-        plan = planned({"data": 8}, 2, 4, global_batch_size=8, num_records=80)
-        with pytest.raises(ShardingError, match="host 2 is not in the mesh"):
-            plan.records(2, 0)
-
     def test_the_mesh_of_this_process(self, mesh):
         plan = grain_shard.plan(mesh, global_batch_size=8, num_records=80)
         assert (plan.num_hosts, plan.hardware) == (1, HardwareType.CPU)
@@ -451,98 +409,49 @@ class TestFigures:
         assert (device.num_devices, device.rows_per_device, device.specs) == (1, 8, ())
 
 
-class TestWarnings:
-    GOOD = {"global_batch_size": 64, "num_records": 6400}  # noqa: RUF012
+ROWS, MODEL = {"data": 16}, {"data": 4, "model": 4}
+H100 = {"hardware": HardwareType.H100}
+WARNINGS = [
+    # On 8 hosts of 2 devices each: the mesh, the global batch, the records, options, the warnings.
+    (ROWS, 64, 6400, {}, []),
+    (ROWS, 64, 6401, {}, []),  # 63 of 6464 rows are padding: 0.97%
+    (ROWS, 64, 4801, {}, ["1.3% of an epoch's rows are padding of its last"]),
+    (ROWS, 64, 10, {}, ["a batch of 64 rows takes more than the 10 records"]),
+    (ROWS, 64, 127, {"remainder": "drop"}, ["49.6% of the records come in no batch"]),
+    (ROWS, 63, 6300, {}, ["1 rows of padding.*16 shards do not divide 63.*64 rows"]),
+    (
+        ROWS,
+        64,
+        6400,
+        {"microbatches": 3},
+        ["32 rows of padding.*3 microbatches of 16 shards each do not divide 64.*96 rows"],
+    ),
+    (ROWS, 8, 8000, {}, ["8 rows of padding", "nothing but padding on 4 of 8 hosts"]),
+    (MODEL, 64, 6400, {}, ["would read each row 2 times"]),
+    (MODEL, 64, 6400, {"read": "needed"}, ["each row is read 2 times.*64 rows"]),
+    # The warning advises 64 rows, and with them each row is read once: see the first of `MODEL`.
+    (MODEL, 60, 6000, {}, ["each row is read 2 times.* global batch of 64 rows"]),
+    (MODEL, 80, 8000, {"microbatches": 5}, ["would read each row 2 times"]),
+    (MODEL, 60, 6000, {"microbatches": 5}, ["each row is read 2 times.* global batch of 80 rows"]),
+    (
+        ROWS,
+        64,
+        6400,
+        H100,
+        ["rows per device: Batch size 4 is below minimum recommended 64 for h100"],
+    ),
+    (ROWS, 1600, 16000, H100, ["Batch size 100 is below critical size 298"]),
+    (ROWS, 16 * 320, 51200, H100, []),
+]
 
-    @pytest.mark.parametrize(
-        ("axes", "options", "expected"),
-        [
-            ({"data": 16}, {}, []),
-            ({"data": 4, "model": 4}, {}, ["would read each row 2 times"]),
-            ({"data": 4, "model": 4}, {"read": "needed"}, ["each row is read 2 times.*64 rows"]),
-            (
-                {"data": 4, "model": 4},
-                {"global_batch_size": 60, "num_records": 6000},
-                ["each row is read 2 times.* global batch of 64 rows"],
-            ),
-            ({"data": 16}, {"num_records": 6401}, []),  # 63 of 6464 rows: 0.97%
-            (
-                {"data": 16},
-                {"num_records": 4801},
-                ["1.3% of an epoch's rows are padding of its last"],
-            ),
-            (
-                {"data": 16},
-                {"num_records": 10},
-                ["a batch of 64 rows takes more than the 10 records"],
-            ),
-            (
-                {"data": 16},
-                {"num_records": 127, "remainder": "drop"},
-                ["49.6% of the records come in no batch"],
-            ),
-            (
-                {"data": 16},
-                {"global_batch_size": 63, "num_records": 6300},
-                ["1 rows of padding.*16 shards do not divide 63.*64 rows"],
-            ),
-            (
-                {"data": 16},
-                {"microbatches": 3, "num_records": 6400},
-                ["32 rows of padding.*3 microbatches of 16 shards each do not divide 64.*96 rows"],
-            ),
-            (
-                {"data": 4, "model": 4},
-                {"microbatches": 5, "global_batch_size": 80, "num_records": 8000},
-                ["would read each row 2 times"],
-            ),
-            (
-                {"data": 4, "model": 4},
-                {"microbatches": 5, "global_batch_size": 60, "num_records": 6000},
-                ["each row is read 2 times.* global batch of 80 rows"],
-            ),
-            (
-                {"data": 16},
-                {"global_batch_size": 8, "num_records": 8000},
-                ["8 rows of padding", "nothing but padding on 4 of 8 hosts"],
-            ),
-            (
-                {"data": 16},
-                {"hardware": HardwareType.H100},
-                ["rows per device: Batch size 4 is below minimum recommended 64 for h100"],
-            ),
-            (
-                {"data": 16},
-                {
-                    "hardware": HardwareType.H100,
-                    "global_batch_size": 1600,
-                    "num_records": 16000,
-                },
-                ["Batch size 100 is below critical size 298"],
-            ),
-            (
-                {"data": 16},
-                {
-                    "hardware": HardwareType.H100,
-                    "global_batch_size": 16 * 320,
-                    "num_records": 51200,
-                },
-                [],
-            ),
-        ],
-    )
-    def test_warnings(self, axes, options, expected):
-        plan = planned(axes, 8, 2, **(self.GOOD | options))
-        assert len(plan.warnings) == len(expected), plan.warnings
-        for warning, pattern in zip(plan.warnings, expected, strict=True):
-            assert re.search(pattern, warning), warning
-        assert str(plan).count("warning: ") == len(expected)
 
-    def test_what_the_warning_advises_helps(self):
-        plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=60, num_records=6000)
-        assert plan.reads.amplification == 2
-        better = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=6000)
-        assert better.reads.amplification == 1
+@pytest.mark.parametrize(("axes", "batch", "records", "options", "expected"), WARNINGS)
+def test_warnings(axes, batch, records, options, expected):
+    plan = planned(axes, 8, 2, global_batch_size=batch, num_records=records, **options)
+    assert len(plan.warnings) == len(expected), plan.warnings
+    for warning, pattern in zip(plan.warnings, expected, strict=True):
+        assert re.search(pattern, warning), warning
+    assert str(plan).count("warning: ") == len(expected)
 
 
 @needs_libtpu
@@ -565,6 +474,8 @@ class TestSlices:
         assert (first.rows_per_epoch, second.rows_per_epoch) == (9 * 32 + 24, 9 * 32)
         assert [host.slice for host in plan.reads.hosts] == [0] * 4 + [1] * 4
         assert "nothing is exchanged: each slice reads rows of its own" in " ".join(words(plan))
+        assert plan.to_dict()["num_slices"] == 2
+        assert plan.to_dict()["once"]["slices"][1]["rows"] == [[32, 64]]
 
     def test_each_reads_all(self):
         plan = self.planned({"replica": 2, "data": 4, "model": 4}, P("data"))
@@ -583,26 +494,13 @@ class TestSlices:
         plan = grain_shard.plan(mesh, P("data"), **self.OPTIONS)
         assert (plan.read, plan.needed.amplification) == ("needed", 4)
         assert [warning[:30] for warning in plan.warnings][:1] == ["192 rows a step are read again"]
-
-    def test_of_padding_nothing_is_read(self):
         plan = self.planned({"replica": 2, "data": 16}, P("data"), global_batch_size=70)
         assert plan.reads.padded_batch_size == 80
-        assert plan.rows_read_again == 70
-
-    def test_json_has_the_slices(self):
-        shown = self.planned({"data": 8, "model": 4}).to_dict()
-        assert shown["num_slices"] == 2
-        assert shown["once"]["slices"][1]["rows"] == [[32, 64]]
+        assert plan.rows_read_again == 70, "of padding nothing is read"
 
 
 def words(plan):
     return str(plan).split()
-
-
-def test_one_slice_is_not_spoken_of():
-    plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=1000)
-    assert (plan.num_slices, plan.rows_read_again, len(plan.reads.slices)) == (1, 0, 1)
-    assert "slice" not in str(plan)
 
 
 def test_a_plan_shows_itself():

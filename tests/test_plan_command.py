@@ -59,16 +59,14 @@ class TestCommand:
             assert any(cell in line for line in shown.splitlines())
 
     def test_json_is_the_plan(self, capsys):
-        assert main([*self.ARGUMENTS.split(), "--json"]) == 0
-        plan = planned({"data": 4, "model": 4}, 8, 2, global_batch_size=64, num_records=1000)
+        assert main([*self.ARGUMENTS.split(), "--json", "--microbatches", "4"]) == 0
+        sizes = {"global_batch_size": 64, "num_records": 1000, "microbatches": 4}
+        plan = planned({"data": 4, "model": 4}, 8, 2, **sizes)
         shown = json.loads(capsys.readouterr().out)
         assert shown == plan.to_dict()
         assert {field.name for field in dataclasses.fields(plan)} == set(shown)
         assert shown["mesh"] == {"data": 4, "model": 4}
-
-    def test_microbatches(self, capsys):
-        assert main([*self.ARGUMENTS.split(), "--microbatches", "4"]) == 0
-        assert "64 rows; 4 of each of 4 microbatches on each device" in capsys.readouterr().out
+        assert "64 rows; 4 of each of 4 microbatches on each device" in str(plan)
 
     @pytest.mark.parametrize(
         ("text", "spec"),
@@ -107,35 +105,34 @@ class TestCommand:
         assert ". Remedy: " in complaint
         assert complaint.count("\n") == 1
 
+    NO_NUMBER = "is not a whole number of at least 1"
+
     @pytest.mark.parametrize(
-        "words",
+        ("words", "message"),
         [
-            "--mesh data=2",
-            "--hosts 2 --devices-per-host 1 --mesh data",
-            "--hosts 2 --devices-per-host 1 --mesh data=1,data=2",
-            "--hosts 2 --devices-per-host 1 --mesh data=2 --spec data++x",
-            "--hosts 2 --topology v5e:2x2 --mesh data=2",
-            "--hosts 0 --devices-per-host 1 --mesh data=2",
-            "--topology v5e:2x2 --mesh data=4 --compile train.py",
-            "--topology v5e:2x2 --mesh data=4 --compile :build",
-            "--topology v5e:2x2 --mesh data=4 --compile nowhere.py:build",
-            "--hosts 2 --devices-per-host 1 --mesh data=2 --picture mesh",
+            ("--mesh data=2", ""),
+            ("--hosts 2 --devices-per-host 1 --mesh data", ""),
+            ("--hosts 2 --devices-per-host 1 --mesh data=1,data=2", ""),
+            ("--hosts 2 --devices-per-host 1 --mesh data=2 --spec data++x", ""),
+            ("--hosts 2 --topology v5e:2x2 --mesh data=2", ""),
+            ("--hosts 0", f"argument --hosts: '0' {NO_NUMBER}"),
+            ("--hosts -1", f"argument --hosts: '-1' {NO_NUMBER}"),
+            ("--hosts x", f"argument --hosts: 'x' {NO_NUMBER}"),
+            ("--hosts 1.5", f"argument --hosts: '1.5' {NO_NUMBER}"),
+            ("--topology v5e:2x2 --mesh data=4 --compile train.py", ""),
+            ("--topology v5e:2x2 --mesh data=4 --compile :build", ""),
+            ("--topology v5e:2x2 --mesh data=4 --compile nowhere.py:build", ""),
+            ("--hosts 2 --devices-per-host 1 --mesh data=2 --picture mesh", ""),
         ],
     )
-    def test_what_is_no_command_line(self, words, capsys):
+    def test_what_is_no_command_line(self, words, message, capsys):
         with pytest.raises(SystemExit) as end:
             main(["plan", *words.split(), "--batch", "8", "--records", "80"])
         assert end.value.code == 2
         complaint = capsys.readouterr().err
         assert complaint.startswith("python -m grain_shard plan: ")
         assert complaint.count("\n") == 1
-
-    @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])
-    def test_what_is_no_number(self, number, capsys):
-        with pytest.raises(SystemExit):
-            main(["plan", "--hosts", number])
-        message = f"argument --hosts: {number!r} is not a whole number of at least 1"
-        assert message in capsys.readouterr().err
+        assert message in complaint
 
     @needs_libtpu
     def test_several_slices(self, capsys):
@@ -215,8 +212,7 @@ class TestPicture:
         colors = [{b.get_facecolor() for b in boxes if b.get_y() == y} for y in range(3)]
         assert [len(of_line) for of_line in colors] == [1, 1, 1]
         assert len(set.union(*colors)) == 3
-
-    def test_lines_of_the_same_hosts_have_one_color(self, drawn):
+        # Lines of the same hosts have one color.
         mesh = hosts_mesh({"data": 4, "model": 2}, hosts=2, devices_per_host=4)
         colors = [box.get_facecolor() for box in drawn(mesh, P("data"), 8).patches]
         assert colors[0] == colors[1] != colors[2] == colors[3]

@@ -42,17 +42,8 @@ def broken(mesh):
         raise ValueError("a step with a fault of its own")
     return step, *build(mesh)[1:]
 """
-ARGUMENTS = [
-    "plan",
-    "--topology",
-    "v5e:4x4",
-    "--mesh",
-    "data=8,model=2",
-    "--batch",
-    "256",
-    "--records",
-    "2560",
-]
+WORDS = "plan --topology v5e:4x4 --mesh data=8,model=2 --batch 256 --records 2560"
+ARGUMENTS = WORDS.split()
 
 
 @pytest.fixture

@@ -168,17 +168,6 @@ def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
 
 
 @pytest.mark.slow
-def test_the_command_line_ends_with_the_failure(script):
-    path = script("print('about to fail'); sys.exit(host and 7)")
-    command = [sys.executable, "-c", COMMAND_LINE, "--hosts", "2", path]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-    assert ended.returncode == 7
-    assert ended.stdout.count("[host 1] about to fail\n") == 1
-    assert ended.stderr == "rehearse: host 1 failed first, with exit code 7\n"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, script, capsys):
     path = script("import jax.numpy as jnp; print(float(jnp.ones(3).sum()))")
@@ -389,20 +378,6 @@ def test_a_crash_is_reported_even_if_another_host_notices_it_first(script, tmp_p
 
     assert "ConnectionError: lost host 1" in result.outputs[0]
     assert result.failed_host == 1
-
-
-@pytest.mark.slow
-def test_the_others_can_go_on_after_a_failure(script):
-    path = script("""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        if host == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        sys.exit(signal.sigtimedwait({signal.SIGTERM}, 1.5) is not None)
-    """)
-    result = rehearse.run_script([path], hosts=2, timeout_s=60, end_others=False)
-
-    assert (result.failed_host, result.exit_code) == (1, 137)
-    assert result.returncodes == [0, -signal.SIGKILL]
 
 
 @pytest.mark.slow
