@@ -98,7 +98,7 @@ class Figures:
 
     @_figure(DONE, "busiest: {}")
     def busiest(self) -> str | None:
-        """The stage whose threads were busiest: "read", "batch", "pad" or "place"."""
+        """The stage whose threads were busiest, which is "read", "batch", "pad" or "place"."""
         counts, seen = self.counts, self.counts.threads(*MAKING)
         # More threads may have been seen than are to work now.
         threads = max(1, min(seen, counts.reads.number or seen))
