@@ -103,7 +103,7 @@ class ShardedDataset(grain.IterDataset):
 
     @property
     def row_dims(self) -> int:
-        """The number of dims of a leaf that count rows. It is two with microbatches, otherwise one."""
+        """The number of dims of a leaf that count rows. With microbatches it is two, else one."""
         return 1 if self.shardings.microbatches is None else 2
 
     @property
