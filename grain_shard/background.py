@@ -265,9 +265,15 @@ class _Shared(Generic[T]):
         thread = threading.Thread(
             target=_run, args=(self, rank), name=f"{self._name}-{rank}", daemon=True
         )
-        thread.start()
+        # Recorded first: an interrupt may come as soon as the thread has started.
         self.threads.append(thread)
         self._running += 1
+        try:
+            thread.start()
+        except RuntimeError:  # the system allows no more threads
+            self.threads.pop()
+            self._running -= 1
+            raise
 
     def start_more(self) -> None:
         """Starts one more thread, if more should work.
@@ -286,11 +292,12 @@ class _Shared(Generic[T]):
             self._wait_for_next()
             if self._final is not None:
                 self._final.throw()
-            result = self._results.pop(self.taken)
+            result = self._results[self.taken]
             if isinstance(result, Raised):
                 self._final = result
                 result.throw()
-            self.taken += 1
+            self.taken += 1  # first: after an interrupt here, the next result can be waited for
+            del self._results[self.taken - 1]
             self._room_came.notify()  # wakes the thread that holds _one_draws, the only one waiting
             return result
 

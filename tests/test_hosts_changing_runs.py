@@ -286,7 +286,7 @@ def test_a_mixture_in_feeds_is_the_same_on_any_number_of_hosts(case):
 def test_hosts_that_mix_by_different_weights_are_told_so(case):
     for error in case("hosts_mix_by_different_weights"):
         assert error.startswith("the hosts do not run the same pipeline")
-        assert "transforms: " in error
+        assert "weights: " in error
 
 
 def test_the_mesh_in_use_may_span_hosts(case):

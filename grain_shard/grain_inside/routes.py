@@ -158,6 +158,14 @@ class Route:
 
         If the source reads many in a call, the first element reads all of them.
         """
+        if isinstance(self.ds, ElementsOfParents):
+            parents, below = self.ds.below(self.indices)
+            of_parents = [
+                route(parent, below[parents == i]).each(recovery)
+                for i, parent in enumerate(self.ds.parents)
+            ]
+            yield from self._up((next(of_parents[i]) for i in parents.tolist()), recovery)
+            return
         if not self.reads_many:
             yield from self._up(self._one_by_one(recovery), recovery)
             return

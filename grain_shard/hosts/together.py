@@ -158,6 +158,9 @@ class Together(Alone):
             self._failure = Raised(failure, failure.__traceback__)
             self._stop()
             raise
+        except KeyboardInterrupt:
+            self.has_compared = False  # the loop may go on, and compares then
+            raise
 
     def failed(self, error: BaseException) -> None:
         alarm, rounds = self._alarm, self._rounds

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grain
 
@@ -105,7 +105,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         opened = host.open(position)
         self._position, batches = opened.position, opened.batches
         meter.opens(opened.reads, opened.faults)
-        self._phase = _NOT_BEGUN
+        self._phase, self._pending = _NOT_BEGUN, cast(Placed | None, None)
         self._together.opens()
         # The threads must refer to this and not to self, which could never be collected then.
         place = Placing(self._placer, meter, self._position, keeps_last=host.ends_by_vote)
@@ -129,6 +129,18 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         if self._second_pass is not None and self._position == self._beginning:
             self._second_pass.begins()
         self.start_prefetch()
+        # An interrupt in comparing leaves the batch here, for the next call.
+        self._pending = self._pending or self._next_placed()
+        if not together.has_compared:
+            fields = {**self._host.next_batch(self._position), **self._placer.describe()}
+            together.compare(fields, self._placer.digest)
+        (batch, self._position, size), self._pending = self._pending, None
+        self._meter.handed_out(size)
+        return batch if self._reshard is None else self._reshard(batch)
+
+    def _next_placed(self) -> Placed:
+        """Takes the next batch from the background, and tells other hosts if there is none."""
+        together = self._together
         with self._meter:
             try:
                 placed = next(self._stage, None)
@@ -145,12 +157,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 together.ended(self._host.next_batch(self._position))
                 self._at_end()
                 raise StopIteration
-        if not together.has_compared:
-            fields = {**self._host.next_batch(self._position), **self._placer.describe()}
-            together.compare(fields, self._placer.digest)
-        batch, self._position, size = placed
-        self._meter.handed_out(size)
-        return batch if self._reshard is None else self._reshard(batch)
+        return placed
 
     def _at_end(self) -> None:
         if self._second_pass is not None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import grain
-import tenacity
 from absl import logging
 
 from grain_shard.errors import (
@@ -222,9 +221,7 @@ class Faults(Recovery):
         return isinstance(error, self._retries.on)
 
     def reads_again(self, error: Exception) -> bool:
-        if not self.may_heal(error):
-            return self.masks
-        if not self._retries.times:
+        if not self._retries.times or not self.may_heal(error):
             return self.masks
         if self._source_is_down:
             self._check_exhausted(error)
@@ -234,61 +231,43 @@ class Faults(Recovery):
     def recovered(
         self, error: Exception, again: Callable[[], Any], *, in_function: bool = False
     ) -> Any:
-        heals = self._is_named if in_function else self.may_heal
-        first, tries = [error], 0
-
-        def attempt() -> Any:
-            nonlocal tries
-            if first:
-                raise first.pop()
-            tries += 1
-            return again()
-
-        def is_over(state: tenacity.RetryCallState) -> bool:
-            is_last = state.attempt_number > self._retries.times
-            return is_last or self._is_stopped or self._source_is_down
-
-        trying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(
-                lambda one: isinstance(one, Exception) and heals(one)
-            ),
-            stop=is_over,
-            wait=tenacity.wait_exponential(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _GROWTH),
-            sleep=self._pause,
-            before_sleep=self._log_retry,
-            reraise=True,
-        )
+        heals, tries = (self._is_named if in_function else self.may_heal), 0
         try:
-            return trying(attempt)
-        except Exception as last:
-            error = last
-        if tries:
-            error.add_note(f"grain_shard: it was tried {tries + 1} times")
-        if self.may_leave_out(error) and (tries or (self._source_is_down and heals(error))):
-            self._check_exhausted(error)
-        return Unreadable(error)
+            while tries < self._retries.times and heals(error) and self._pause(tries, error):
+                tries += 1
+                try:
+                    return again()
+                except Exception as another:
+                    error = another
+            if tries:
+                error.add_note(f"grain_shard: it was tried {tries + 1} times")
+            if self.may_leave_out(error) and (tries or (self._source_is_down and heals(error))):
+                self._check_exhausted(error)
+            return Unreadable(error)
+        finally:
+            del error  # its traceback refers to this frame
 
-    def _log_retry(self, state: tenacity.RetryCallState) -> None:
-        assert state.outcome is not None
-        error = state.outcome.exception()
-        assert error is not None
+    def _pause(self, tries: int, error: Exception) -> bool:
+        """Waits before another try; returns False if there is to be none."""
+        if self._is_stopped or self._source_is_down:
+            return False
         logging.log_every_n_seconds(
             logging.WARNING,
             "a read has failed, and is tried again (try %d of %d): %s. It is retry %d of this"
             " pipeline. Others are not logged for %d s.",
             _LOG_EVERY_S,
-            state.attempt_number + 1,
+            tries + 2,
             self._retries.times + 1,
             describe_error(error),
             self.count(retries=1).retries,
             _LOG_EVERY_S,
         )
-
-    def _pause(self, seconds: float) -> None:
-        # Short sleeps without a lock, because the garbage collector may call `stop` at any point.
-        until = time.monotonic() + seconds * random.uniform(0.5, 1.0)
-        while not self._is_stopped and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, _SLICE_S))
+        longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _GROWTH ** min(tries, 20))
+        # In slices and without a lock, since the garbage collector may call `stop` anywhere.
+        until = time.monotonic() + longest_s * random.uniform(0.5, 1.0)
+        while not self._is_stopped and (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(left_s, _SLICE_S))
+        return not self._is_stopped
 
     def may_leave_out(self, error: BaseException) -> bool:
         """Returns whether a row of padding may take the place of a record with this error."""

@@ -113,7 +113,6 @@ def shard_to(
             "needed".
         timeout_s: The longest time that one host waits for another, in seconds, before it raises;
             ten times as long for a host whose training loop is busy elsewhere.
-            long for one whose training loop is busy with something else.
 
     Returns:
         A dataset of batches whose leaves are global `jax.Array`s, padded to a multiple of the
