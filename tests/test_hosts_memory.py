@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import grain_shard
 from grain_shard import rehearse
-from grain_shard.iteration import stream
+from grain_shard.iteration import host_batches
 from tests.conftest import HANG_S, eventually
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def pipeline(kind, cpu_buffer_size, device_buffer_size):
 def held(kind, buffers):
     """After each batch, how many more were made, and how many of these are here."""
     here, came = [], threading.Condition()
-    unwatched = stream._WithPosition.__next__
+    unwatched = host_batches._WithPositions.__next__
 
     def watched(self):
         batch, position = unwatched(self)
@@ -60,7 +60,7 @@ def held(kind, buffers):
     def alive():
         return sum(batch() is not None for batch in here)
 
-    stream._WithPosition.__next__ = watched
+    host_batches._WithPositions.__next__ = watched
     found = []
     try:
         with iter(pipeline(kind, *buffers)) as batches:
@@ -71,7 +71,7 @@ def held(kind, buffers):
                 eventually(lambda: alive() <= buffers[0] + 1)
                 found.append((len(here) - step, alive()))
     finally:
-        stream._WithPosition.__next__ = unwatched
+        host_batches._WithPositions.__next__ = unwatched
     return found
 
 
