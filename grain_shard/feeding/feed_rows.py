@@ -70,7 +70,7 @@ class FeedRows:
 
     @functools.cached_property
     def by_feed(self) -> dict[int, list[int]]:
-        """The feeds to run, and for each the rows of its turn that are kept.
+        """From each feed to run to the rows of its turn that this host keeps.
 
         Example:
             >>> FeedRows(4, 8, layout=BatchLayout(divisor=8, shards=(2, 3, 4))).by_feed

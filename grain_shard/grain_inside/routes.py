@@ -212,9 +212,10 @@ class Route:
         return _taken((found[number] for number in in_order), NEVER, recovery)
 
     def _many(self, read: BatchedRead, indices: list[int], recovery: Recovery) -> list[Any]:
-        """Reads in one call; if it fails and a further try may help, in ever smaller calls.
+        """Reads in one call. If the call fails, finds the element at fault, which no error names.
 
-        The error of a call for many elements does not name the element at fault.
+        If the recovery tries again or masks, each call is halved until it succeeds or asks for one
+        element. Otherwise the elements are read one by one.
         """
         try:
             result = read(indices)

@@ -68,7 +68,7 @@ class Alarm:
         self._failure: AgreementError | None = None
         self.is_at_end = False
         self._loop = threading.get_ident()  # the thread that asks for batches
-        # Gets something when the loop knows, or has no use for the iterator any more. No Event,
+        # Receives an item once the loop knows of the failure, or the iterator is closed. No Event,
         # since the garbage collector may close an iterator in any thread at any place.
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._listener = listener_of(runtime_client())
@@ -86,7 +86,7 @@ class Alarm:
         If it is not handled, this process does not wait for the others when it ends.
         """
         self._over.put(None)
-        with contextlib.suppress(AttributeError):  # it has slots; then the process waits
+        with contextlib.suppress(AttributeError):  # of a class with slots; the process then waits
             setattr(error, _ENDS_ALL, self.hosts_by_series)
 
     @property

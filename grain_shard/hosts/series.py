@@ -27,7 +27,7 @@ class Series:
         place: Where in the user's program that is: ``train.py:40``.
     """
 
-    # How many datasets of some hosts, made at some place, have been opened.
+    # The number of datasets opened so far, by their hosts and the place where they were made.
     _datasets: ClassVar[collections.Counter[str]] = collections.Counter()
 
     def __init__(self):

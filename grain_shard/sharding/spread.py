@@ -39,7 +39,7 @@ class Spread:
         cut = CutMesh.of(cast(Mesh, shardings[0].mesh))
         of_leaves = [cut.axes(batch_axes(sharding.spec)) for sharding in shardings]
         common = _common_start(of_leaves)
-        # The order of the most sharded leaf comes first, so that this leaf is exchanged least.
+        # The axes stand in the order of the most sharded leaf, so that this leaf moves least.
         most = max(shardings, key=num_shards)
         others = (*cut.axes(batch_axes(most.spec)), *cut.mesh.axis_names)
         within = [axis for axis in others if axis in cut.in_slice]

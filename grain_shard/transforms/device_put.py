@@ -201,10 +201,10 @@ def _warn_of_one_host(hosts: int) -> None:
 
 
 def _check_can_leave_out(ds: RowMapDataset) -> None:
-    """Refuses batches from which no row can be left out.
+    """Refuses ``on_bad_record="mask"`` for batches no row of which can be masked.
 
     Raises:
-        ShardingError: No row of these batches can be left out.
+        ShardingError: Rows cannot be read alone, or there is no mask.
     """
     if ds.batching.can_leave_out:
         return

@@ -43,7 +43,7 @@ def draw(measured: Measurement, bottleneck: str) -> Figure:
             bars = [(s.start * 1e3, (s.end - s.start) * 1e3) for s in spans if s.thread == thread]
             bottom = y - _LANE_HEIGHT / 2 + i * height
             color = _COLORS[lane]
-            # Every other bar is lighter, so that one sees where a batch ends.
+            # Every other bar is lighter, so that adjacent spans can be told apart.
             for shade, every_other in ((1.0, bars[::2]), (0.6, bars[1::2])):
                 axes.broken_barh(
                     every_other, (bottom, height), facecolor=(color, shade), edgecolor=color
