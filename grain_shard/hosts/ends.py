@@ -63,8 +63,8 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
         lines = [f"  host {host}: {text}" for host, text in failed.items()]
         return {"error": "\n".join(["a host's stream failed.", *lines])}
     ready = {host: batches for host, (batches, _) in answers.items()}
-    # There is no digest in later votes, of an empty stream, and with another setting of `rows`, which
-    # the comparison at the start reports.
+    # There is no digest in later votes, for an empty stream, and with another setting of `rows`,
+    # which the comparison at the start reports.
     digests = {host: digest for host, (_, digest) in answers.items() if digest}
     if same_rows and len(set(digests.values())) > 1:
         first = next(iter(digests))

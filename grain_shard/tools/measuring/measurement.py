@@ -103,7 +103,7 @@ class Measurement:
 
     @property
     def step_s(self) -> float:
-        """Seconds a batch from its arrival on the devices to the step's result; 0 without a step."""
+        """Seconds a batch from its arrival on the devices to the step's result; without one 0."""
         return self.figures.step_s
 
     @property
