@@ -259,6 +259,17 @@ class TestRetries:
         pauses = np.diff([0.0, *tries])
         np.testing.assert_allclose(pauses, [0.1, 0.3, 0.9, 2.7, 8.1, 10, 10])
 
+    def test_once_stopped_nothing_is_tried_again(self):
+        counting, tries = Faults(FaultRules(retries=7)), []
+
+        def fail():
+            tries.append(len(tries))
+            counting.stop()
+            raise OSError("away")
+
+        assert counting.recovered(OSError("first"), fail).error.args == ("away",)
+        assert tries == [0]
+
     def test_what_a_failed_read_held_is_let_go_without_the_garbage_collector(self, monkeypatch):
         """A frame that has failed, and whose read was healed by another try, may hold much."""
         held = weakref.WeakSet()

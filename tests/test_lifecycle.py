@@ -17,6 +17,7 @@ import pytest
 import grain_shard
 from grain_shard import DevicePut, ShardingTree, background, tasks
 from grain_shard.grain_inside import nodes
+from grain_shard.hosts import together
 from tests.conftest import (
     HANG_S,
     Made,
@@ -681,3 +682,25 @@ class TestInterpreterExit:
             assert process.returncode == -signal.SIGINT
             assert err.count("Traceback") == 1
             assert err.endswith("KeyboardInterrupt\n")
+
+
+class InterruptedOnce(together.Alone):
+    """Stands for other hosts; an interrupt comes while the first batch is compared with theirs."""
+
+    has_compared, interrupts = False, 1
+
+    def compare(self, fields, digest=None):
+        if self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
+        self.has_compared = True
+
+
+def test_an_interrupt_while_hosts_compare_loses_no_batch():
+    with iter(numbered(24, 8).shard_to(data_mesh(2))) as iterator:
+        iterator._together = InterruptedOnce()
+        before = iterator.get_state()
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        assert iterator.get_state() == before
+        assert ids(iterator) == [list(range(8)), list(range(8, 16)), list(range(16, 24))]

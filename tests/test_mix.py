@@ -1,5 +1,6 @@
 """`mix`: weights that change at given records. On several hosts: test_hosts_changing_runs.py."""
 
+import contextlib
 import itertools
 import json
 import pickle
@@ -15,7 +16,7 @@ import grain_shard
 from grain_shard import ShardingError, StateError, mix
 from grain_shard.grain_inside import routes
 from tests.conftest import data_mesh, ids
-from tests.counting_source import BatchedSource, nothing
+from tests.counting_source import BatchedSource, Source, nothing
 from tests.pipelines import IN_TURN, after, flat, going_on
 
 
@@ -365,3 +366,20 @@ def test_misuse_is_refused_and_says_what_to_do(datasets, weights, message):
         mix(datasets, weights)
     assert message in str(refusal.value)
     assert "\n  remedy: " in str(refusal.value)
+
+
+@pytest.mark.parametrize("kinds", [(Source, Source), (BatchedSource, Source), (BatchedSource,) * 2])
+def test_a_feed_evaluates_a_record_when_its_row_is_asked_for(kinds):
+    calls = []
+    parts = [
+        grain.MapDataset.source(kind(40, nothing)).map(
+            lambda i: calls.append(i) or {"id": np.int32(i)}
+        )
+        for kind in kinds
+    ]
+    mixture = grain_shard.mix(parts, {0: [1, 1]})
+    ds = grain_shard.feeds(lambda feed: mixture.to_iter_dataset(IN_TURN), num_feeds=1).batch(1)
+    with contextlib.closing(iter(ds)) as batches:
+        for rows in range(1, 31):
+            next(batches)
+            assert len(calls) == rows

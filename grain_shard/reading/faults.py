@@ -336,7 +336,6 @@ class Faults(Recovery):
         with self._lock:
             if len(self._listed) < _MOST_LISTED:
                 self._listed.append(bad)
-            listed = list(self._listed)
         if self._is_worker:
             return
         logging.log_every_n_seconds(
@@ -350,7 +349,9 @@ class Faults(Recovery):
             _LOG_EVERY_S,
         )
         if count > self._most():
-            some = listed[:10] if count <= 10 else [*listed[:9], bad]
+            with self._lock:
+                first = self._listed[:10]
+            some = first if count <= 10 else [*first[:9], bad]
             shown = "\n".join(f"    {one.name}: {one.error}" for one in some)
             raise BadRecordsError(
                 f"{count:,} of {records:,} records of this host cannot be read, more than"

@@ -196,10 +196,8 @@ class _Sequence:
         if not self._ahead:
             self._ahead.extend(self._found())
         builder = self._ahead.popleft()
-        builder.number, builder.position = (
-            self.begun,
-            self._position_after(self._indices[self.begun]),
-        )
+        builder.number = self.begun
+        builder.position = self._position_after(self._indices[builder.number])
         self.most_at_a_time, self.begun = builder.most_at_a_time, self.begun + 1
         return Part(builder, 0, builder.size)
 
