@@ -14,6 +14,7 @@ from .install import install as install
 from .install import uninstall as uninstall
 from .iteration.iterator import ShardedIterator as ShardedIterator
 from .iteration.sharded_dataset import ShardedDataset as ShardedDataset
+from .reading.array_source import ArraySource as ArraySource
 from .reading.batch_schedule import BatchSchedule as BatchSchedule
 from .reading.faults import Retries as Retries
 from .reading.hedged_source import HedgedSource as HedgedSource

@@ -65,6 +65,7 @@ def hints(request, monkeypatch):
         monkeypatch.setattr(nodes, "iter_batch_size", lambda ds: None)
         monkeypatch.setattr(routes, "_ELEMENTS", {})
         monkeypatch.setattr(routes, "_INDICES", {})
+        monkeypatch.setattr(routes, "_MIXTURES", ())
         monkeypatch.setattr(routes, "batched_read_of", lambda ds: None)
         monkeypatch.setattr(routes, "single_read_of", lambda ds: ds.__getitem__)
         monkeypatch.setattr(nodes, "seeds", lambda ds: ())

@@ -624,7 +624,7 @@ WAYS = {
     "a slice of a shuffle": (lambda source: shuffled(source)[1::2], True),
     "repeated": (lambda source: shuffled(source)[:7].repeat(3), True),
     "mixed": (mixed, True),
-    "concatenated": (lambda s: grain.MapDataset.concatenate([shuffled(s), shuffled(s)]), False),
+    "concatenated": (lambda s: grain.MapDataset.concatenate([shuffled(s), shuffled(s)]), True),
     "no source": (lambda source: grain.MapDataset.range(40).map(lambda i: source[i]), False),
 }
 

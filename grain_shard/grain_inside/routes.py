@@ -20,6 +20,7 @@ import grain
 import numpy as np
 
 from grain_shard.grain_inside import nodes
+from grain_shard.grain_inside.array_rows import ArrayRows
 from grain_shard.grain_inside.index_shuffle import shuffled
 from grain_shard.grain_inside.nodes import (
     MAP,
@@ -42,9 +43,16 @@ from grain_shard.grain_inside.source_reads import (
 Apply = Callable[..., Any]
 Step = tuple[Apply, np.ndarray | None]
 
+# Elements that were read: a list can be emptied as they are used, and rows are not read yet.
+Elements = list[Any] | ArrayRows
+
 NEVER = float("inf")
 
 _SHUFFLE = type(grain.MapDataset.range(1).shuffle(seed=0))
+_MIXTURES = (
+    type(grain.MapDataset.mix([grain.MapDataset.range(1)])),
+    type(grain.MapDataset.concatenate([grain.MapDataset.range(1)])),
+)
 
 # Functions from an element, and its index at the node, to another element.
 _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
@@ -87,6 +95,19 @@ class ElementsOfParents(grain.MapDataset):
         """
 
 
+def below_mixture(
+    ds: grain.MapDataset, indices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Maps indices to a dataset's parents, as `ElementsOfParents.below`; None if it mixes none."""
+    if isinstance(ds, ElementsOfParents):
+        return ds.below(indices)
+    choice = getattr(ds, "_selection_map", None) if type(ds) in _MIXTURES else None
+    if choice is None:
+        return None
+    pairs = np.array([choice[i] for i in indices.tolist()], np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
 @dataclass(frozen=True)
 class Route:
     """The route of some elements, from the dataset where they are read up to the one asked for.
@@ -117,8 +138,9 @@ class Route:
     @property
     def reads_many(self) -> bool:
         """True if one call for several elements costs less than several calls."""
-        if isinstance(self.ds, ElementsOfParents):
-            return any(route(parent, self.indices[:0]).reads_many for parent in self.ds.parents)
+        nothing = self.indices[:0]
+        if below_mixture(self.ds, nothing) is not None:
+            return any(route(parent, nothing).reads_many for parent in self.ds.parents)
         return batched_read_of(self.ds) is not None
 
     @property
@@ -126,7 +148,7 @@ class Route:
         """True if `read` runs no function of the user, so that `finish` runs them all."""
         return type(self.ds) in (SOURCE, RANGE)
 
-    def read(self, until: float = NEVER, recovery: Recovery = AT_ONCE) -> list[Any]:
+    def read(self, until: float = NEVER, recovery: Recovery = AT_ONCE) -> Elements:
         """Reads the elements at the lower end of the route.
 
         Args:
@@ -137,20 +159,23 @@ class Route:
         Raises:
             ValueError: A batched read returned more or fewer elements than it was asked for.
         """
-        if isinstance(self.ds, ElementsOfParents):
-            return self._of_parents(self.ds, recovery)
+        below = below_mixture(self.ds, self.indices)
+        if below is not None:
+            return self._of_parents(*below, recovery)
         read = batched_read_of(self.ds)
         if read is None and type(self.ds) is not SOURCE and len(self.indices) > 1:
-            read = getattr(self.ds, "_getitems", None)
+            getitems = getattr(self.ds, "_getitems", None)
+            read = getitems and (lambda indices: getitems(indices.tolist()))
         if read is None:
             return _taken(self._one_by_one(recovery), until, recovery)
-        indices = self.indices.tolist()
-        return self._many(read, indices, recovery) if indices else []
+        return self._many(read, self.indices, recovery) if len(self.indices) else []
 
     def finish(
         self, elements: Sequence[Any], until: float = NEVER, recovery: Recovery = AT_ONCE
-    ) -> list[Any]:
+    ) -> Elements:
         """Applies the functions on the way up, to the first elements that were read."""
+        if isinstance(elements, ArrayRows) and not self.steps:
+            return elements
         return _taken(self._up(elements, recovery), until, recovery)
 
     def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any]:
@@ -158,8 +183,9 @@ class Route:
 
         If the source reads many in a call, the first element reads all of them.
         """
-        if isinstance(self.ds, ElementsOfParents):
-            parents, below = self.ds.below(self.indices)
+        mixed = below_mixture(self.ds, self.indices)
+        if mixed is not None:
+            parents, below = mixed
             of_parents = [
                 route(parent, below[parents == i]).each(recovery)
                 for i, parent in enumerate(self.ds.parents)
@@ -199,19 +225,22 @@ class Route:
                 element = apply(element) if indices is None else apply(element, indices.item())
         return element
 
-    def _of_parents(self, ds: ElementsOfParents, recovery: Recovery) -> list[Any]:
+    def _of_parents(self, parents: np.ndarray, below: np.ndarray, recovery: Recovery) -> Elements:
         """Reads elements of the parents, and runs the functions on the way up from the parents."""
-        parents, below = ds.below(self.indices)
+        used, part_of = np.unique(parents, return_inverse=True)
+        parts = []
+        for i in used.tolist():
+            way = route(self.ds.parents[i], below[parents == i])
+            parts.append(way.finish(way.read(NEVER, recovery), NEVER, recovery))
+        if parts and all(isinstance(part, ArrayRows) for part in parts):
+            return ArrayRows.merged(parts, part_of)
         found: dict[int, Any] = {}
-        for i, parent in enumerate(ds.parents):
-            numbers = np.flatnonzero(parents == i)
-            way = route(parent, below[numbers])
-            elements = way.finish(way.read(NEVER, recovery), NEVER, recovery)
-            found.update(zip(numbers.tolist(), elements, strict=False))
+        for i, part in enumerate(parts):
+            found.update(zip(np.flatnonzero(part_of == i).tolist(), part, strict=False))
         in_order = itertools.takewhile(found.__contains__, range(len(self.indices)))
         return _taken((found[number] for number in in_order), NEVER, recovery)
 
-    def _many(self, read: BatchedRead, indices: list[int], recovery: Recovery) -> list[Any]:
+    def _many(self, read: BatchedRead, indices: np.ndarray, recovery: Recovery) -> Elements:
         """Reads in one call. If the call fails, finds the element at fault, which no error names.
 
         If the recovery tries again or masks, each call is halved until it succeeds or asks for one
@@ -235,18 +264,20 @@ class Route:
             return first
         return [*first, *self._many(read, indices[half:], recovery)]
 
-    def _found(self, read: BatchedRead, indices: list[int], failure: Exception) -> list[Any]:
+    def _found(self, read: BatchedRead, indices: np.ndarray, failure: Exception) -> list[Any]:
         """Reads one by one, to find the element for which a call failed."""
         elements = []
-        for index in indices:
+        for index in np.split(indices, len(indices)):
             try:
-                elements += self._checked(read([index]), [index])
+                elements += self._checked(read(index), index)
             except Exception as error:
                 return [*elements, Unreadable(error)]
         return [Unreadable(failure, among=len(indices))]
 
-    def _checked(self, result: Any, indices: list[int]) -> list[Any]:
-        elements = [] if isinstance(result, Mapping) else list(result)
+    def _checked(self, result: Any, indices: np.ndarray) -> Elements:
+        elements = [] if isinstance(result, Mapping) else result
+        if not isinstance(elements, ArrayRows):
+            elements = list(elements)
         if len(elements) != len(indices):
             raise ValueError(
                 f"the batched read of {self.ds} gave a {type(result).__name__} of"
@@ -288,8 +319,11 @@ def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[An
     return taken
 
 
-def _let_go(elements: list[Any]) -> Iterator[Any]:
+def _let_go(elements: Elements) -> Iterator[Any]:
     """Yields elements, and releases each once it is used."""
+    if isinstance(elements, ArrayRows):
+        yield from elements
+        return
     for i, element in enumerate(elements):
         elements[i] = None
         yield element
@@ -297,7 +331,7 @@ def _let_go(elements: list[Any]) -> Iterator[Any]:
 
 def read_together(
     ways: Sequence[Route], until: float = NEVER, recovery: Recovery = AT_ONCE
-) -> list[list[Any]]:
+) -> list[Elements]:
     """Reads the lower ends of several routes of one dataset, in one call if its source can."""
     indices = np.concatenate([way.indices for way in ways]) if len(ways) > 1 else ways[0].indices
     elements = Route(ways[0].ds, indices).read(until, recovery)
@@ -339,8 +373,8 @@ def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
         None if the route is unknown, or ends at a dataset that is no source.
     """
     way = route(ds, np.array([index]))
-    while isinstance(way.ds, ElementsOfParents):
-        parents, below = way.ds.below(way.indices)
+    while (mixed := below_mixture(way.ds, way.indices)) is not None:
+        parents, below = mixed
         way = route(way.ds.parents[parents.item()], below)
     source = getattr(way.ds, "_source", None) if type(way.ds) is SOURCE else None
     return None if source is None else (source, way.indices.item() % len(way.ds))

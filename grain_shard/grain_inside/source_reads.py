@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
+import numpy as np
 
-BatchedRead = Callable[[Sequence[int]], Sequence[Any]]
+BatchedRead = Callable[[np.ndarray], Sequence[Any]]  # of indices, int64[n]
 
 SOURCE = type(grain.MapDataset.source([0]))
 RANGE = type(grain.MapDataset.range(1))
@@ -33,5 +34,5 @@ def batched_read_of(ds: grain.MapDataset) -> BatchedRead | None:
     for name in ("_getitems", "__getitems__"):  # the second is used by PyTorch and array_record
         if (read := getattr(source, name, None)) is not None:
             length = len(ds)  # computed once: a source may compute its length in a slow call
-            return lambda indices: read([i % length for i in indices])
+            return lambda indices: read((indices % length).tolist())
     return None

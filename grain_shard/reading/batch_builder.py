@@ -17,7 +17,7 @@ import numpy as np
 
 from grain_shard.errors import BadRecordsError
 from grain_shard.grain_inside.recovery import Unreadable
-from grain_shard.grain_inside.routes import Route
+from grain_shard.grain_inside.routes import Elements, Route
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.origin import Origin
 from grain_shard.reading.pad_batch import Padding, pad_batch
@@ -123,7 +123,7 @@ class BatchBuilder:
         """Most records to read before they are written, if they are read one by one."""
         return self._rows.rows_at_a_time
 
-    def write(self, elements: list[Any], start: int, until: float) -> int:
+    def write(self, elements: Elements, start: int, until: float) -> int:
         """Applies the user's functions to elements, and writes them; several threads may call it.
 
         Args:
@@ -146,7 +146,8 @@ class BatchBuilder:
             with span(BATCH):
                 self._leave_out_bad(rows, start + first)
                 self._put(rows, start + first)
-            elements[first : first + len(rows)] = [None] * len(rows)
+            if isinstance(elements, list):
+                elements[first : first + len(rows)] = [None] * len(rows)
             first += len(rows)
         return first
 
@@ -154,7 +155,7 @@ class BatchBuilder:
         """Returns the route to the records from `start` up to `stop`."""
         return self._route.part(start, stop)
 
-    def _put(self, elements: list[Any], start: int) -> None:
+    def _put(self, elements: Elements, start: int) -> None:
         with self._lock:
             if self._stack is None:
                 self._stack = self._rows.stack(self.size, self.faults, elements)
@@ -195,23 +196,24 @@ class BatchBuilder:
                 " .batch(B, drop_remainder=True).",
             )
 
-    def _leave_out_bad(self, rows: list[Any], start: int) -> None:
+    def _leave_out_bad(self, rows: Elements, start: int) -> None:
         """Puts empty elements in place of unreadable ones, and counts these."""
-        bad = [i for i, row in enumerate(rows) if type(row) is Unreadable]
+        listed = rows if isinstance(rows, list) else []  # rows of arrays are never unreadable
+        bad = [i for i, row in enumerate(listed) if type(row) is Unreadable]
         for i in bad:
-            if not self.faults.may_leave_out(rows[i].error):
-                raise self._named(rows[i], start + i)
+            if not self.faults.may_leave_out(listed[i].error):
+                raise self._named(listed[i], start + i)
         if self.faults.masks:
             self.faults.count(records=len(rows))
         if not bad:
             return
-        good = [row for row in rows if type(row) is not Unreadable]
+        good = [row for row in listed if type(row) is not Unreadable]
         empty = self._rows.empty_element(self.faults, good)
         for i in bad:
             record = int(self._records[start + i])
-            self.faults.leave_out(rows[i], record, origin=self._rows.origin(record))
+            self.faults.leave_out(listed[i], record, origin=self._rows.origin(record))
             self._bad_rows.append(start + i)
-            rows[i] = empty
+            listed[i] = empty
 
     def _named(self, bad: Unreadable, start: int) -> BaseException:
         """Returns the error of a record, with a note that names the record.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from grain_shard.grain_inside.routes import Route, read_together
+from grain_shard.grain_inside.routes import Elements, Route, read_together
 from grain_shard.reading.faults import Faults
 from grain_shard.spans import READ, span
 from grain_shard.tasks import Raised, Task
@@ -38,7 +38,7 @@ class Sink(Protocol):
         """Returns the route to the records from `start` up to `stop`."""
         ...
 
-    def write(self, elements: list[Any], start: int, until: float) -> int:
+    def write(self, elements: Elements, start: int, until: float) -> int:
         """Writes elements that were read; returns the number written in time."""
         ...
 
@@ -57,7 +57,7 @@ class Part(NamedTuple):
     sink: Sink
     start: int
     stop: int
-    elements: list[Any] | None = None
+    elements: Elements | None = None
 
     def cut(self, count: int) -> tuple[Part, list[Part]]:
         """Returns the first `count` records, and a list with the rest, which may be empty."""
@@ -121,7 +121,7 @@ class Read(Task[Any]):
         return count
 
 
-def _read(parts: Sequence[Part], until: float) -> list[list[Any]]:
+def _read(parts: Sequence[Part], until: float) -> list[Elements]:
     """Reads the elements of each part, in one call if the source can."""
     with span(READ):
         ways = [sink.way(start, stop) for sink, start, stop, _ in parts]

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.grain_inside.array_rows import ArrayRows, Columns
 from grain_shard.host_arrays import empty
 from grain_shard.trees import Batch, as_arrays, flatten, is_text
 
@@ -89,6 +90,24 @@ class RowStacker:
                     " or pass a batch_fn that does.",
                 )
 
+    def check_columns(self, columns: Iterable[Columns]) -> None:
+        """Checks the columns from which rows are gathered.
+
+        Raises:
+            ShardingError: Their rows have another structure, shape or dtype.
+        """
+        for arrays, structure in columns:
+            same = structure == self.structure and all(
+                (array.shape[1:], array.dtype) == (like.shape, like.dtype)
+                for array, like in zip(arrays, self.likes, strict=True)
+            )
+            if not same:
+                rows = ArrayRows.of(Columns(arrays, structure), np.arange(1))
+                origins = ["0 of another array source"]
+                leaves = self.leaves_of(rows, origins)
+                for i, leaf in enumerate(leaves):
+                    self.check(i, [leaf], origins)
+
     def _refuse_structure(self, row: Any, origin: Any) -> None:
         paths, leaves, _ = flatten(row)
         as_arrays(paths, leaves)  # raises an error that names the path of a None
@@ -124,8 +143,13 @@ class Stack:
             start: Index in the batch of the first of these rows.
             origins: Origins of the rows, for messages.
         """
-        leaves, width = self._stacker.leaves_of(rows, origins), len(self._arrays)
         stop = start + len(rows)
+        if isinstance(rows, ArrayRows) and not self._texts:
+            self._stacker.check_columns(rows.columns)
+            for i, array in enumerate(self._arrays):
+                rows.gather(i, array[start:stop])
+            return
+        leaves, width = self._stacker.leaves_of(rows, origins), len(self._arrays)
         for i, array in enumerate(self._arrays):
             column = leaves[i::width]
             self._stacker.check(i, column, origins)

@@ -1,0 +1,138 @@
+"""`ArraySource`: the rows of arrays in memory or in files as records, gathered without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
+
+import jax
+import numpy as np
+
+from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.grain_inside.array_rows import ArrayRows, Columns
+from grain_shard.trees import flatten
+
+
+class ArraySource:
+    """Records that are the rows of a tree of arrays.
+
+    If only a choice of records stands between the source and the batch (``.shuffle``, ``.slice``,
+    ``.repeat``, mixing, concatenating, a `BatchSchedule`), the rows are gathered straight into the
+    batch, and no Python runs for a record. With a ``.map`` between them, the records are read one
+    by one; each is then a copy.
+
+    Example:
+        >>> source = ArraySource({"image": np.zeros((6, 2, 2)), "label": np.arange(6)})
+        >>> source, len(source), source[4]["label"]
+        (ArraySource(6 records: ['image'] float64[2, 2], ['label'] int64[]), 6, array(4))
+
+    Args:
+        arrays: A tree of arrays ``[num_records, ...]``: `numpy` arrays, memory maps, and anything
+            else with ``shape``, ``dtype`` and indexing, for example a dataset of zarr or h5py. The
+            arrays must not change while they are read. In another process, memory maps and h5py's
+            datasets are opened from their files again; numpy's arrays are copied there.
+
+    Raises:
+        ShardingError: A leaf is no array, has no axis, or holds Python objects; there is no leaf;
+            or two leaves differ in their number of records.
+    """
+
+    def __init__(self, arrays: Any):
+        self._paths, leaves, self._structure = flatten(arrays, "arrays")
+        self._arrays = [_checked(*pair) for pair in zip(self._paths, leaves, strict=True)]
+        if not self._arrays:
+            raise ShardingError("there is no array.", remedy="pass a tree of arrays.")
+        for path, array in zip(self._paths, self._arrays, strict=True):
+            if array.shape[0] != len(self):
+                raise ShardingError(
+                    f"it has {array.shape[0]:,} records, {self._paths[0]} has {len(self):,}.",
+                    path=path,
+                    leaf=describe_leaf(array),
+                    remedy="give every array one row for each record.",
+                )
+
+    def __len__(self) -> int:
+        return self._arrays[0].shape[0]
+
+    def __getitem__(self, index: SupportsIndex) -> Any:
+        record = index.__index__()
+        if not 0 <= record < len(self):
+            raise IndexError(f"record {record} of {len(self)} does not exist")
+        return self._getitems([record])[0]
+
+    def _getitems(self, indices: Sequence[int]) -> ArrayRows:
+        wanted = np.asarray(indices, np.int64)
+        if all(isinstance(array, np.ndarray) for array in self._arrays):
+            return ArrayRows.of(Columns(self._arrays, self._structure), wanted)
+        # Read at once, because a read of a file may fail. HDF5 takes ascending indices only.
+        wanted, places = np.unique(wanted, return_inverse=True)
+        arrays = [np.asarray(array[wanted]) for array in self._arrays]
+        return ArrayRows.of(Columns(arrays, self._structure), places)
+
+    def __reduce__(self) -> Any:
+        return _opened, (self._structure, [_in_file(array) for array in self._arrays])
+
+    def __repr__(self) -> str:
+        leaves = [
+            f"{path.removeprefix('arrays')} {array.dtype}{list(array.shape[1:])}".strip()
+            for path, array in zip(self._paths, self._arrays, strict=True)
+        ]
+        return f"ArraySource({len(self):,} records: {', '.join(leaves)})"
+
+
+def _checked(path: str, array: Any) -> Any:
+    if isinstance(array, jax.Array):
+        array = np.asarray(array)
+    problem = None
+    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        problem = "the leaf is no array."
+    elif not array.shape:
+        problem = "the leaf has no axis that counts the records."
+    elif np.dtype(array.dtype).hasobject:
+        problem = "the leaf holds Python objects."
+    if problem:
+        raise ShardingError(
+            problem,
+            path=path,
+            leaf=describe_leaf(array),
+            remedy="pass an array of numbers, [num_records, ...], made by np.asarray for example.",
+        )
+    return array
+
+
+def _opened(structure: Any, in_files: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
+    return ArraySource(structure.unflatten([open_it(*where) for open_it, where in in_files]))
+
+
+def _in_file(array: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a function, and its arguments, that give an array in another process."""
+    if isinstance(array, np.memmap):
+        root: Any = array
+        while isinstance(root.base, np.memmap):
+            root = root.base
+        offset = root.offset + _address(array) - _address(root)
+        return _mapped, (str(array.filename), array.dtype, offset, array.shape, array.strides)
+    if hasattr(array, "file"):  # one of h5py's datasets, which cannot be pickled
+        return _of_hdf5, (array.file.filename, array.name)
+    return _same, (array,)
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def _mapped(
+    path: str, dtype: np.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> np.ndarray:
+    file = np.memmap(path, np.uint8, mode="r")
+    return np.ndarray(shape, dtype, file, offset, strides)
+
+
+def _of_hdf5(path: str, name: str) -> Any:
+    import h5py  # only if the user's array is one of h5py's
+
+    return h5py.File(path, "r")[name]
+
+
+def _same(array: Any) -> Any:
+    return array

@@ -1,0 +1,238 @@
+"""`ArraySource`: rows of arrays, gathered straight into a batch."""
+
+import pickle
+
+import grain
+import h5py
+import jax
+import numpy as np
+import pytest
+import zarr
+from numpy.lib.stride_tricks import sliding_window_view
+
+import grain_shard
+from grain_shard import ArraySource, BatchSchedule, ShardingError
+from tests.conftest import data_mesh, to_numpy
+
+RECORDS = 50
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    return {
+        "image": rng.integers(0, 255, (RECORDS, 4, 3), dtype=np.uint8),
+        "pair": (np.arange(RECORDS), rng.normal(size=(RECORDS, 2)).astype(np.float32)),
+    }
+
+
+def in_memory(tmp_path):
+    return arrays()
+
+
+def memory_mapped(tmp_path):
+    def mapped(path, array):
+        file = tmp_path / f"{jax.tree_util.keystr(path)}.bin"
+        array.tofile(file)
+        return np.memmap(file, array.dtype, mode="r", shape=array.shape)
+
+    return jax.tree_util.tree_map_with_path(mapped, arrays())
+
+
+def hdf5(tmp_path):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        for path, array in jax.tree_util.tree_leaves_with_path(arrays()):
+            file[jax.tree_util.keystr(path)] = array
+    file = h5py.File(tmp_path / "data.h5", "r")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, array: file[jax.tree_util.keystr(path)], arrays()
+    )
+
+
+def in_zarr(tmp_path):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, array: zarr.array(
+            array,
+            store=tmp_path / f"{jax.tree_util.keystr(path)}.zarr",
+            chunks=(7, *array.shape[1:]),
+        ),
+        arrays(),
+    )
+
+
+def on_a_device(tmp_path):
+    return jax.tree.map(jax.numpy.asarray, arrays())
+
+
+KINDS = [in_memory, memory_mapped, hdf5, in_zarr, on_a_device]
+
+
+class OneByOne:
+    """The same records without a batched read: the plain path."""
+
+    def __init__(self, tree):
+        self._tree = tree
+
+    def __len__(self):
+        return RECORDS
+
+    def __getitem__(self, index):
+        return jax.tree.map(lambda array: np.asarray(array[index]), self._tree)
+
+
+def other(source):
+    return grain.MapDataset.source(source).shuffle(seed=7)[3:40]
+
+
+# Choices of indices between the source and the batch.
+CHOICES = {
+    "nothing": grain.MapDataset.source,
+    "shuffle": lambda source: grain.MapDataset.source(source).shuffle(seed=3),
+    "slice": lambda source: grain.MapDataset.source(source)[40:2:-3],
+    "repeat": lambda source: grain.MapDataset.source(source).seed(1).shuffle().repeat(3),
+    "mix": lambda source: grain_shard.mix(
+        [grain.MapDataset.source(source), other(source)], {0: (2, 1)}
+    ),
+    "Grain's mix": lambda source: grain.MapDataset.mix(
+        [grain.MapDataset.source(source), other(source)], [0.3, 0.7]
+    ).shuffle(seed=5),
+    "concatenate": lambda source: grain.MapDataset.concatenate(
+        [other(source), grain.MapDataset.source(source)]
+    ).repeat(2),
+}
+
+
+def assert_same_batches(found, expected):
+    for batch, like in zip(found, expected, strict=True):
+        assert jax.tree.structure(batch) == jax.tree.structure(like)
+        for leaf, like_leaf in zip(jax.tree.leaves(batch), jax.tree.leaves(like), strict=True):
+            assert leaf.dtype == like_leaf.dtype
+            np.testing.assert_array_equal(leaf, like_leaf)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_batches_are_those_of_records_read_one_by_one(kind, choice, tmp_path, mesh, hints):
+    def batches(source):
+        return map(to_numpy, CHOICES[choice](source).batch(16).shard_to(mesh))
+
+    assert_same_batches(batches(ArraySource(kind(tmp_path))), batches(OneByOne(arrays())))
+
+
+def test_a_schedule_of_batches(mesh):
+    def batches(source):
+        schedule = BatchSchedule({0: 8, 2: 16})
+        return map(to_numpy, grain.MapDataset.source(source).pipe(schedule).shard_to(mesh))
+
+    assert_same_batches(batches(ArraySource(arrays())), batches(OneByOne(arrays())))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_no_record_is_made_in_python(choice, mesh, monkeypatch):
+    monkeypatch.setattr(grain_shard.grain_inside.array_rows.ArrayRows, "__getitem__", only_slices)
+    ds = CHOICES[choice](ArraySource(arrays())).batch(16).shard_to(mesh)
+    assert all(batch["image"].shape == (16, 4, 3) for batch in ds)
+
+
+def only_slices(rows, index, getitem=grain_shard.grain_inside.array_rows.ArrayRows.__getitem__):
+    """One record of all is made, from which a batch's structure is learned."""
+    if not isinstance(index, slice):
+        assert index == 0
+    return getitem(rows, index)
+
+
+def test_a_map_gets_records_that_it_may_change(mesh):
+    tree = arrays()
+
+    def brighter(record):
+        record["image"] += 1
+        return record
+
+    ds = grain.MapDataset.source(ArraySource(tree)).map(brighter).batch(10).shard_to(data_mesh(2))
+    found = np.concatenate([np.asarray(batch["image"]) for batch in ds])
+    np.testing.assert_array_equal(found, arrays()["image"] + 1)
+    np.testing.assert_array_equal(tree["image"], arrays()["image"])
+
+
+def test_feeds_take_the_records(mesh):
+    source = ArraySource(arrays())
+
+    def make_feed(feed):
+        return grain.MapDataset.source(source)[feed.shard_index :: 2].to_iter_dataset()
+
+    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(10).shard_to(data_mesh(2))
+    found = np.concatenate([np.asarray(batch["pair"][0]) for batch in ds])
+    assert sorted(found.tolist()) == list(range(RECORDS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [in_memory, memory_mapped, hdf5, in_zarr])
+def test_worker_processes_read_the_same(kind, tmp_path, mesh):
+    ds = grain.MapDataset.source(ArraySource(kind(tmp_path))).shuffle(seed=1).batch(16)
+    expected = list(map(to_numpy, ds.shard_to(mesh)))
+    assert_same_batches(map(to_numpy, ds.shard_to(mesh, num_workers=1)), expected)
+
+
+@pytest.mark.parametrize("kind", [memory_mapped, hdf5])
+def test_a_pickle_refers_to_the_files(kind, tmp_path):
+    source = ArraySource(kind(tmp_path))
+    pickled = pickle.dumps(source)
+    assert len(pickled) < 1500
+    np.testing.assert_array_equal(pickle.loads(pickled)[17]["image"], source[17]["image"])
+
+
+def token_file(tmp_path):
+    tokens = np.arange(1000, dtype=np.uint16)
+    tokens.tofile(tmp_path / "train.bin")
+    return np.memmap(tmp_path / "train.bin", np.uint16, mode="r")
+
+
+@pytest.mark.parametrize("stride", [16, 5])
+def test_windows_of_a_token_file(stride, tmp_path, mesh):
+    tokens = token_file(tmp_path)
+    windows = sliding_window_view(tokens, 17, subok=True)[::stride]
+    source = ArraySource({"tokens": windows[:, :-1], "targets": windows[:, 1:]})
+    source = pickle.loads(pickle.dumps(source))
+    assert len(pickle.dumps(ArraySource(windows))) < 1500
+    ds = grain.MapDataset.source(source).shuffle(seed=0).batch(8, drop_remainder=True)
+    for batch in ds.shard_to(mesh):
+        starts = np.asarray(batch["tokens"])[:, 0]
+        assert not (starts % stride).any()
+        expected = starts[:, None] + np.arange(16)
+        np.testing.assert_array_equal(batch["tokens"], expected)
+        np.testing.assert_array_equal(batch["targets"], expected + 1)
+
+
+BAD_ARRAYS = {
+    "unequal lengths": ({"a": np.zeros((3, 2)), "b": np.zeros(4)}, "arrays['b']", "4 records"),
+    "no axis": ({"a": np.zeros(3), "b": np.float32(1)}, "arrays['b']", "no axis"),
+    "objects": ({"a": np.array([None, "x"])}, "arrays['a']", "Python objects"),
+    "lists": ({"a": [1, 2]}, "arrays['a'][0]", "no array"),
+    "None": ({"a": None}, "arrays['a']", "no array"),
+    "no leaf": ({}, "", "no array"),
+}
+
+
+@pytest.mark.parametrize(("tree", "path", "problem"), BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+def test_what_is_no_array_of_records_is_refused(tree, path, problem):
+    with pytest.raises(ShardingError) as caught:
+        ArraySource(tree)
+    assert path in str(caught.value)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("index", [-1, RECORDS])
+def test_a_record_that_does_not_exist(index):
+    with pytest.raises(IndexError, match=f"record {index} of {RECORDS}"):
+        ArraySource(arrays())[index]
+
+
+def test_sources_of_other_dtypes_cannot_be_mixed(mesh):
+    a, b = ArraySource({"x": np.zeros(20, np.int32)}), ArraySource({"x": np.zeros(20, np.float32)})
+    ds = grain.MapDataset.concatenate([grain.MapDataset.source(a), grain.MapDataset.source(b)])
+    with pytest.raises(ShardingError, match=r"float32\[\].* others hold int32"):
+        list(ds.batch(8).shard_to(mesh))
+
+
+def test_the_text_names_every_array():
+    leaves = "['image'] uint8[4, 3], ['pair'][0] int64[], ['pair'][1] float32[2]"
+    assert repr(ArraySource(arrays())) == f"ArraySource(50 records: {leaves})"
