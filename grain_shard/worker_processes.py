@@ -13,6 +13,7 @@ both. Three things are added here:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -125,10 +126,7 @@ class _SendableErrorsIterator(grain.DatasetIterator):
         except StopIteration:
             raise
         except BaseException as error:
-            _note_cause(error)
-            if _can_be_sent(error):
-                raise
-            raise _told(error) from None
+            raise sendable(error) from None
 
     def get_state(self) -> dict[str, Any]:
         return self._source.get_state()
@@ -137,26 +135,19 @@ class _SendableErrorsIterator(grain.DatasetIterator):
         self._source.set_state(state)
 
 
-def _note_cause(error: BaseException) -> None:
-    """Adds the cause of an error as a note, since the cause is not sent along."""
+def sendable(error: BaseException) -> BaseException:
+    """Returns the error, with its cause as a note; or one that says the same, if it cannot be sent.
+
+    The cause of an error is not sent along.
+    """
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         told = "".join(traceback.format_exception(cause)).rstrip()
         error.add_note(f"grain_shard: it was raised from, in a worker process:\n{told}")
-
-
-def _can_be_sent(error: BaseException) -> bool:
-    if not isinstance(error, Exception):  # Grain's worker dies of it
-        return False
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True
-
-
-def _told(error: BaseException) -> RuntimeError:
-    """Returns an error with the same text and traceback."""
+    if isinstance(error, Exception):  # of any other, Grain's worker dies
+        with contextlib.suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return error
     told = RuntimeError(f"{type(error).__name__}: {error}")
     for note in getattr(error, "__notes__", ()):
         told.add_note(note)

@@ -7,6 +7,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from typing import Any
 
 import grain
@@ -15,6 +16,7 @@ from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
+from grain_shard.iteration.executor_batches import ExecutorBatches
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.pace import MOST_THREADS, ReadPace
 from grain_shard.reading.batching import Batching
@@ -40,6 +42,7 @@ class RandomAccess(HostBatches):
         num_threads: Threads that read side by side; None adapts the number while the loop runs.
         num_workers: Grain worker processes that make the batches instead, if not 0. Grain keeps at
             least four batches for each worker, so more may be on the host.
+        executor: Makes the batches instead, if given; at most as many at a time as `buffer_size`.
         fault_rules: The rules for failed reads.
         passes: Passes over the dataset.
     """
@@ -54,11 +57,13 @@ class RandomAccess(HostBatches):
         buffer_size: int,
         num_threads: int | None,
         num_workers: int,
+        executor: Executor | None,
         fault_rules: FaultRules,
         passes: int = 1,
     ):
         self._batching, self._buffer_size, self._passes = batching, buffer_size, passes
         self._num_threads, self._num_workers = num_threads, num_workers
+        self._executor = executor
         self._fault_rules, self.padding = fault_rules, batching.pad_rows
         self.fingerprint = batching.fingerprint()
         self.host_batch_sizes = batching.host_batch_sizes if batching.has_several_sizes else ()
@@ -133,6 +138,17 @@ class RandomAccess(HostBatches):
         if self._num_workers and indices:
             faults = Faults(self._fault_rules)
             batches = self._from_workers(batching, start.step, faults)
+            return Opened(start, batches, faults=faults.counts)
+        if self._executor is not None:
+            faults = Faults(self._fault_rules)
+            tasks = ExecutorBatches(self._executor, batching, indices, self._fault_rules, faults)
+            batches = Background(
+                lambda index: (tasks.made(index), cuts.progress(index + 1)),
+                tasks,
+                buffer_size=self._buffer_size,
+                num_threads=self._buffer_size,
+                name=THREAD,
+            )
             return Opened(start, batches, faults=faults.counts)
         most = min(MOST_THREADS, self._buffer_size * max(1, batching.records_per_batch))
         pace, faults = ReadPace(self._num_threads, most=most), Faults(self._fault_rules)

@@ -106,6 +106,11 @@ class FaultRules:
             )
 
     @property
+    def times(self) -> int:
+        """Number of times that the source is asked again."""
+        return self.retries.times if isinstance(self.retries, Retries) else self.retries
+
+    @property
     def masks(self) -> bool:
         """True if unreadable records are left out."""
         return self.on_bad_record == "mask"

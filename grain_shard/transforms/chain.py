@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -38,6 +39,7 @@ def shard_to(
     device_buffer_size: int = 2,
     num_threads: int | None = None,
     num_workers: int = 0,
+    executor: Executor | None = None,
     retries: int | Retries = Retries(),  # noqa: B008 (it is frozen)
     on_bad_record: OnBadRecord = "error",
     max_bad_records: float = 0.01,
@@ -92,6 +94,10 @@ def shard_to(
         num_workers: Grain worker processes that make the batches in place of threads. With `feeds`
             each worker runs some of this host's feeds with `num_threads` threads; at most one
             worker per feed is started.
+        executor: A `concurrent.futures.Executor` that makes the batches in place of threads
+            (`MapDataset` only), for example Dask's ``client.get_executor()``, with workers on other
+            machines. At most `cpu_buffer_size` batches are under way. A task whose worker was lost
+            is submitted again, `retries` times. The executor is not shut down.
         retries: Number of times that a source is asked again, with growing pauses, after an
             `OSError`, a `TimeoutError` or an exception of a busy bucket. `Retries` adds classes of
             exceptions, including those that a ``.map`` raises.
@@ -146,6 +152,7 @@ def shard_to(
         device_buffer_size=device_buffer_size,
         num_threads=num_threads,
         num_workers=num_workers,
+        executor=executor,
         fault_rules=FaultRules(retries, on_bad_record, max_bad_records),
         rows=rows,
         remainder=remainder,

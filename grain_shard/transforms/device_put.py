@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import grain
@@ -57,6 +58,7 @@ class DevicePut(Stage):
             run feeds side by side (`FeedBatches`; None for one).
         num_workers: Grain worker processes that make the batches (`MapDataset`) or run this host's
             feeds (`FeedBatches`), if not 0.
+        executor: Makes the batches instead of this process (`MapDataset` only); None for none.
         final_shardings: If not None, the shardings to which the devices move each batch as it is
             handed out; batches are then read in `shardings`.
         rows: The rows that a stream yields on several hosts: "global" batches, the same on each, or
@@ -72,6 +74,7 @@ class DevicePut(Stage):
     device_buffer_size: int = 2
     num_threads: int | None = None
     num_workers: int = 0
+    executor: Executor | None = None
     final_shardings: ShardingTree | None = None
     rows: Rows | None = None
     remainder: Remainder = "pad"
@@ -88,6 +91,16 @@ class DevicePut(Stage):
             raise ShardingError(
                 f"timeout_s={self.timeout_s!r} is not a positive number of seconds.",
                 remedy="pass how long one host may wait for another.",
+            )
+        if self.executor is not None and not hasattr(self.executor, "submit"):
+            raise ShardingError(
+                f"executor={self.executor!r} is no concurrent.futures.Executor.",
+                remedy="pass one, for example client.get_executor() of Dask.",
+            )
+        if self.executor is not None and self.num_workers:
+            raise ShardingError(
+                "executor and num_workers are given, and only one of them can make the batches.",
+                remedy="leave out num_workers: the executor has workers of its own.",
             )
         if not isinstance(self.shardings, ShardingTree):
             raise ShardingError(
@@ -112,6 +125,7 @@ class DevicePut(Stage):
             buffer_size=self.cpu_buffer_size,
             num_threads=self.num_threads,
             num_workers=self.num_workers,
+            executor=self.executor,
             fault_rules=rules,
         )
         return self._sharded(
@@ -126,8 +140,10 @@ class DevicePut(Stage):
         """Returns global batches, in the order of the stream.
 
         Raises:
-            ShardingError: Records may be left out, which a stream does not support.
+            ShardingError: Records may be left out, or an executor is given, which a stream does not
+                support.
         """
+        self._refuse_executor()
         if self.fault_rules.masks:
             raise ShardingError(
                 'on_bad_record="mask" needs random access or feeds: a stream hands out what its'
@@ -147,6 +163,7 @@ class DevicePut(Stage):
         Raises:
             ShardingError: The hosts of the mesh cannot share the feeds among them.
         """
+        self._refuse_executor()
         if ds.rows.layout is None:
             ds = ds.of_host(self.shardings.layout())
         layouts = self.shardings.layouts()
@@ -156,6 +173,14 @@ class DevicePut(Stage):
         run = FeedRun(self.num_threads or 1, self.num_workers, self.cpu_buffer_size, rules)
         host = HostFeeds(ds, run, feeds_to_save(ds, layouts, jax.process_index()))
         return self._sharded(ds, host, lambda: ds.global_batch_size, is_stream=True)
+
+    def _refuse_executor(self) -> None:
+        if self.executor is not None:
+            raise ShardingError(
+                "an executor makes batches by their number, and these come in order only.",
+                remedy="keep a MapDataset down to .batch; or leave executor out: feeds have"
+                " num_workers, and a stream has .mp_prefetch before .shard_to.",
+            )
 
     def _sharded(
         self,

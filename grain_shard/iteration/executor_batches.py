@@ -1,0 +1,156 @@
+"""Batches made by a `concurrent.futures.Executor`: in other processes, or on other machines.
+
+A task is the number of a batch and the pickled pipeline, which holds no mesh and no device. A
+worker keeps the pipelines that it has unpickled, with their open files, for its next tasks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import socket
+import time
+from concurrent.futures import CancelledError, Executor, Future
+
+import cloudpickle
+from absl import logging
+
+from grain_shard.errors import GrainShardError, describe_error
+from grain_shard.host_arrays import owned
+from grain_shard.reading.batching import Batching
+from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
+from grain_shard.spans import READ, span
+from grain_shard.tasks import Producer
+from grain_shard.trees import Batch
+from grain_shard.worker_processes import sendable
+
+# Interval, in seconds, at which a thread that waits for a task checks if it should end.
+_CHECK_S = 0.1
+# The pause before a lost task is submitted again, in seconds: another worker may have to start.
+_PAUSE_S = 1.0
+# A pipeline of some kB is sent along with each task; one that is larger than this holds its data.
+_LARGE_BYTES = 2**20
+# Pipelines that a worker keeps.
+_KEPT = 8
+
+Made = tuple[Batch, FaultCounts] | BaseException
+
+
+class ExecutorBatches(Producer[int]):
+    """The numbers of the batches to make, and the function that has each of them made.
+
+    Args:
+        executor: Runs the tasks. It is left as it is: the user shuts it down.
+        batching: This host's batches.
+        indices: The numbers of the batches.
+        rules: The rules for failed reads. A task whose worker was lost is submitted again as often
+            as a failed read is tried again.
+        faults: Receives the counts of the workers.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        batching: Batching,
+        indices: range,
+        rules: FaultRules,
+        faults: Faults,
+    ):
+        self._executor, self._indices, self._faults = executor, iter(indices), faults
+        self._pipeline = cloudpickle.dumps((batching, rules))
+        if len(self._pipeline) > _LARGE_BYTES:
+            logging.warning(
+                "grain_shard: each task for the executor carries the pipeline, of %.1f MB. Let its"
+                " source read files that every worker reaches, in place of arrays in memory.",
+                len(self._pipeline) / 1e6,
+            )
+        self._tries = 1 + rules.times
+        self._is_stopped = False
+
+    def __next__(self) -> int:
+        return next(self._indices)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+    def made(self, index: int) -> Batch:
+        """Returns a batch in arrays without other references; several threads may call it.
+
+        Raises:
+            GrainShardError: The executor takes no task, or has lost this one too often.
+            BaseException: The error of the batch, as the worker raised it.
+        """
+        tries = 0
+        while True:
+            future, tries = self._submitted(index), tries + 1
+            try:
+                with span(READ):
+                    found = self._result(future)
+                break
+            except Exception as error:  # of the executor: a task returns its own
+                if self._is_stopped or tries == self._tries:
+                    raise _lost(self._executor, index, tries, error) from error
+                logging.warning(
+                    "grain_shard: the executor has lost batch %d, which is submitted again (try %d"
+                    " of %d): %s",
+                    index,
+                    tries + 1,
+                    self._tries,
+                    describe_error(error),
+                )
+                time.sleep(_PAUSE_S)
+        if isinstance(found, BaseException):
+            raise found
+        batch, counts = found
+        self._faults.add(counts)
+        return owned(batch)
+
+    def _submitted(self, index: int) -> Future[Made]:
+        try:
+            return self._executor.submit(make_batch, self._pipeline, index)
+        except Exception as error:
+            raise GrainShardError(
+                f"the executor {_name(self._executor)} takes no task: {describe_error(error)}\n"
+                "  remedy: shut it down only after the iterator is closed; an executor whose"
+                " workers have died has to be made anew. The state of the iterator goes on with it."
+            ) from error
+
+    def _result(self, future: Future[Made]) -> Made:
+        while not self._is_stopped:
+            try:
+                return future.result(timeout=_CHECK_S)
+            except TimeoutError:
+                if future.done():
+                    return future.result()
+        future.cancel()
+        raise CancelledError
+
+
+def _name(executor: Executor) -> str:
+    return type(executor).__name__
+
+
+def _lost(executor: Executor, index: int, tries: int, error: BaseException) -> GrainShardError:
+    return GrainShardError(
+        f"the executor {_name(executor)} did not make batch {index} (tries: {tries}):"
+        f" {describe_error(error)}\n"
+        "  remedy: see whether its workers run, have memory enough, and can import grain_shard and"
+        " the modules of the pipeline."
+    )
+
+
+def make_batch(pipeline: bytes, index: int) -> Made:
+    """Makes one batch, in a worker; returns it with the counts of failed reads, or its error."""
+    try:
+        batching, rules = _unpickled(pipeline)
+        faults = Faults(rules, is_worker=True)
+        return batching.read_batch(index, faults), faults.counts()
+    except Exception as error:
+        error.add_note(f"grain_shard: in process {os.getpid()} of {socket.gethostname()}")
+        return sendable(error)
+
+
+@functools.lru_cache(_KEPT)
+def _unpickled(pipeline: bytes) -> tuple[Batching, FaultRules]:
+    return pickle.loads(pipeline)

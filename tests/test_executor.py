@@ -1,0 +1,303 @@
+"""`executor=`: batches made by any `concurrent.futures.Executor`, bit for bit those of threads."""
+
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import signal
+import threading
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+import grain_shard
+from grain_shard import GrainShardError, Retries, ShardingError, rehearse
+from grain_shard.errors import BadRecordsError
+from grain_shard.iteration import executor_batches
+from tests.conftest import data_mesh, to_numpy
+
+RECORDS, GLOBAL_BATCH_SIZE = 100, 16
+
+
+def record(i):
+    return {"id": np.int32(i), "text": f"#{i}"}
+
+
+def augmented(row, rng):
+    return row | {"noise": rng.normal(size=3)}
+
+
+def records():
+    return grain.MapDataset.range(RECORDS).seed(3).shuffle().map(record).random_map(augmented)
+
+
+PIPELINES = {
+    "padded": lambda: records().batch(GLOBAL_BATCH_SIZE),
+    "epochs": lambda: records().batch(GLOBAL_BATCH_SIZE).repeat(2),
+    "mapped after .batch": lambda: records().batch(GLOBAL_BATCH_SIZE).map(lambda b: b | {"n": 1.0}),
+    "a schedule": lambda: records().pipe(grain_shard.BatchSchedule({0: 8, 2: 16})),
+}
+
+
+def assert_same(found, expected):
+    for batch, like in zip(found, expected, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, to_numpy(batch), to_numpy(like))
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def processes():
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def dask():
+    distributed = pytest.importorskip("distributed")
+    cluster = distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+    )
+    with cluster, distributed.Client(cluster) as client:
+        yield client.get_executor()
+
+
+class OfRay(concurrent.futures.Executor):
+    """The adapter of docs/other_machines.md."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        import ray
+
+        return ray.remote(fn).remote(*args, **kwargs).future()
+
+
+@pytest.fixture(scope="module")
+def of_ray():
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": dict(os.environ)})
+    yield OfRay()
+    ray.shutdown()
+
+
+EXECUTORS = [
+    "threads",
+    pytest.param("processes", marks=pytest.mark.slow),
+    pytest.param("dask", marks=pytest.mark.long),
+    pytest.param(
+        "of_ray",  # starts its processes by fork, of which JAX warns
+        marks=[
+            pytest.mark.long,
+            pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(params=EXECUTORS)
+def executor(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_batches_are_those_of_threads(pipeline, executor, mesh):
+    ds = PIPELINES[pipeline]()
+    assert_same(ds.shard_to(mesh, executor=executor), ds.shard_to(mesh))
+
+
+def test_microbatches_and_buffers_of_any_size(executor, mesh):
+    ds = records().batch(GLOBAL_BATCH_SIZE)
+    options = {"microbatches": 2, "cpu_buffer_size": 7, "device_buffer_size": 1}
+    assert_same(ds.shard_to(mesh, executor=executor, **options), ds.shard_to(mesh, microbatches=2))
+
+
+def test_a_run_goes_on_with_it_and_without_it(executor, mesh):
+    ds = records().batch(GLOBAL_BATCH_SIZE).repeat(2)
+    expected, found, state = list(ds.shard_to(mesh)), [], None
+    for options in ({}, {"executor": executor}, {}):
+        with iter(ds.shard_to(mesh, **options)) as iterator:
+            if state is not None:
+                iterator.set_state(json.loads(state))
+            found += [next(iterator) for _ in range(3)]
+            state = json.dumps(iterator.get_state())
+    assert_same(found, expected[:9])
+
+
+def unreadable(i):
+    if i in (17, 30):
+        raise ValueError(f"record {i} is corrupt")
+    return record(i)
+
+
+def test_an_error_names_the_record_and_the_worker(executor, mesh):
+    ds = grain.MapDataset.range(RECORDS).map(unreadable).batch(GLOBAL_BATCH_SIZE)
+    found = []
+    with pytest.raises(ValueError, match="record 17 is corrupt") as caught:
+        found.extend(ds.shard_to(mesh, executor=executor))
+    assert len(found) == 1
+    notes = "\n".join(caught.value.__notes__)
+    assert "record 17 of the dataset above .batch" in notes
+    assert "grain_shard: in process" in notes
+
+
+def test_bad_records_are_masked_and_counted(executor, mesh):
+    ds = grain.MapDataset.range(RECORDS).map(unreadable).batch(GLOBAL_BATCH_SIZE)
+    options = {"on_bad_record": "mask", "executor": executor}
+    with iter(ds.shard_to(mesh, **options)) as iterator:
+        batches = list(iterator)
+        faults = iterator.stats().faults
+    assert sum(int(batch["valid_mask"].sum()) for batch in batches) == RECORDS - 2
+    assert sorted(one.record for one in faults.listed) == [17, 30]
+    assert faults.records == RECORDS
+    with pytest.raises(BadRecordsError):
+        list(ds.shard_to(mesh, max_bad_records=1, **options))
+
+
+def on_two_hosts():
+    mesh, ds = jax.make_mesh((4,), ("data",)), records().batch(GLOBAL_BATCH_SIZE)
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        for batch, like in zip(
+            ds.shard_to(mesh, executor=executor), ds.shard_to(mesh), strict=True
+        ):
+            for name in ("id", "noise", "valid_mask"):
+                for shard, other in zip(
+                    batch[name].addressable_shards, like[name].addressable_shards, strict=True
+                ):
+                    np.testing.assert_array_equal(shard.data, other.data)
+    return True
+
+
+@pytest.mark.slow
+def test_two_hosts_have_the_batches_of_threads():
+    assert rehearse.run(on_two_hosts, hosts=2, devices_per_host=2) == [True, True]
+
+
+class TestALostWorker:
+    @pytest.fixture(autouse=True)
+    def without_a_pause(self, monkeypatch):
+        monkeypatch.setattr(executor_batches, "_PAUSE_S", 0.0)
+
+    class Losing(concurrent.futures.ThreadPoolExecutor):
+        """Loses every task the first `times` times that it gets it."""
+
+        def __init__(self, times):
+            super().__init__(2)
+            self._times, self._seen = times, {}
+
+        def submit(self, fn, pipeline, index):
+            self._seen[index] = number = self._seen.get(index, 0) + 1
+            if number > self._times:
+                return super().submit(fn, pipeline, index)
+            future = concurrent.futures.Future()
+            if number % 2:
+                future.cancel()
+            else:
+                future.set_exception(ConnectionResetError("the worker is gone"))
+            return future
+
+    def test_its_task_is_submitted_again(self, mesh):
+        ds = records().batch(GLOBAL_BATCH_SIZE)
+        with self.Losing(4) as executor:
+            assert_same(ds.shard_to(mesh, executor=executor), ds.shard_to(mesh))
+
+    def test_as_often_as_retries_says(self, mesh):
+        ds = records().batch(GLOBAL_BATCH_SIZE)
+        with self.Losing(2) as executor, pytest.raises(GrainShardError) as caught:
+            list(ds.shard_to(mesh, executor=executor, retries=Retries(1)))
+        assert "Losing did not make batch 0 (tries: 2): ConnectionResetError" in str(caught.value)
+
+    @pytest.mark.long
+    def test_dask_five_workers_are_killed_in_the_middle(self, dask, mesh):
+        ds = records().batch(4).repeat(8)
+        client, expected, found = dask._client, list(ds.shard_to(mesh)), []
+        with iter(ds.shard_to(mesh, executor=dask)) as iterator:
+            for number, batch in enumerate(iterator):
+                found.append(batch)
+                if number % 40 == 20:
+                    client.wait_for_workers(2)
+                    pids = client.run(os.getpid)
+                    os.kill(min(pids.values()), signal.SIGKILL)
+        assert_same(found, expected)
+
+
+GO_ON = threading.Event()
+
+
+def waits(i):
+    GO_ON.wait(60)
+    return record(i)
+
+
+def test_closing_leaves_the_executor_and_cancels_what_has_not_begun(mesh):
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        iterator = iter(
+            grain.MapDataset.range(64).map(waits).batch(8).shard_to(mesh, executor=executor)
+        )
+        iterator.start_prefetch()
+        threading.Timer(0.2, iterator.close).start()
+        with pytest.raises((StopIteration, ValueError, GrainShardError)):
+            next(iterator)
+        GO_ON.set()
+        assert executor.submit(lambda: 7).result(60) == 7
+
+
+@pytest.mark.slow
+def test_a_pool_that_broke_is_an_error_and_no_hang(mesh):
+    context = multiprocessing.get_context("spawn")
+    ds = grain.MapDataset.range(64).map(ends_the_process).batch(8)
+    with (
+        concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor,
+        pytest.raises(GrainShardError, match="BrokenProcessPool"),
+    ):
+        list(ds.shard_to(mesh, executor=executor))
+
+
+def ends_the_process(i):
+    os._exit(1)
+
+
+def test_an_executor_that_was_shut_down_is_an_error(mesh):
+    executor = concurrent.futures.ThreadPoolExecutor(1)
+    executor.shutdown()
+    with pytest.raises(GrainShardError, match="takes no task"):
+        list(records().batch(GLOBAL_BATCH_SIZE).shard_to(mesh, executor=executor))
+
+
+REFUSED = {
+    "workers, too": (lambda: records().batch(16), {"num_workers": 1}, "num_workers are given"),
+    "a stream": (lambda: records().to_iter_dataset().filter(bool).batch(16), {}, "in order only"),
+    "feeds": (
+        lambda: grain_shard.feeds(lambda f: records().to_iter_dataset(), num_feeds=2).batch(16),
+        {},
+        "in order only",
+    ),
+    "no executor": (lambda: records().batch(16), {"executor": "dask"}, "no concurrent.futures"),
+}
+
+
+@pytest.mark.parametrize(("ds", "options", "problem"), REFUSED.values(), ids=REFUSED)
+def test_refused_when_the_pipeline_is_built(ds, options, problem, threads, mesh):
+    with pytest.raises(ShardingError, match=problem):
+        ds().shard_to(data_mesh(2), **{"executor": threads, **options})
+
+
+def test_a_task_is_small_and_knows_no_device(threads, mesh, caplog):
+    sizes = []
+
+    class Measuring(concurrent.futures.ThreadPoolExecutor):
+        def submit(self, fn, *args):
+            sizes.append(sum(len(arg) for arg in args if isinstance(arg, bytes)))
+            return super().submit(fn, *args)
+
+    with Measuring(1) as executor:
+        list(records().batch(GLOBAL_BATCH_SIZE).shard_to(mesh, executor=executor))
+        assert max(sizes) < 8000
+        source = [{"x": row} for row in np.zeros((20, 10_000))]
+        list(grain.MapDataset.source(source).batch(4).shard_to(data_mesh(2), executor=executor))
+    assert "each task for the executor carries the pipeline, of 1.6 MB" in caplog.text
