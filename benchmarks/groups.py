@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks import (
     agreement,
+    arrays,
     counting,
     hosts,
     images,
@@ -34,6 +35,7 @@ MODULES = (
     many_feeds,
     restoring_feeds,
     agreement,
+    arrays,
     counting,
 )
 GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]

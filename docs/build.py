@@ -45,9 +45,9 @@ MADE = {"docs/messages.py": "messages.md"}
 SECTIONS = {
     "Tutorials": ["tutorials/*", "examples"],
     "How to": [
-        "data", "buckets", "saving", "evaluation", "slow_input", "other_machines", "seeing", "many_hosts",
-        "faults", "stats", "changing_runs", "mixtures", "microbatches", "meshes", "after_batch", "recipes",
-        "coming_from",
+        "data", "buckets", "saving", "evaluation", "slow_input", "other_machines", "seeing",
+        "many_hosts", "faults", "stats", "changing_runs", "mixtures", "microbatches", "meshes",
+        "after_batch", "recipes", "coming_from",
     ],
     "Reference": [
         "options", "names", "reference/*", "commands", "troubleshooting", "messages", "limits",
