@@ -49,6 +49,15 @@ def run_on(hosts, script, folder, *options):
 
 
 @pytest.fixture(scope="module")
+def token_file(tmp_path_factory):
+    """Ten million tokens: the bytes of a text, again and again."""
+    path = tmp_path_factory.mktemp("tokens") / "train.bin"
+    text = np.frombuffer(LANGUAGE_MODEL.read_bytes(), np.uint8).astype(np.uint16)
+    np.resize(text, 10_000_000).tofile(path)
+    return path
+
+
+@pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """The losses of each script on one host, in one go."""
 
@@ -62,29 +71,31 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("script", "option", "part", "whole", "num_losses"),
+    ("script", "reads_tokens", "option", "part", "whole", "num_losses"),
     [
-        (CLASSIFIER, "--epochs", 1, 3, 36),
-        (LANGUAGE_MODEL, "--steps", 7, 12, 12),
+        (CLASSIFIER, False, "--epochs", 1, 3, 36),
+        (LANGUAGE_MODEL, False, "--steps", 7, 12, 12),
+        (LANGUAGE_MODEL, True, "--steps", 7, 12, 12),
     ],
-    ids=["image_classifier", "language_model"],
+    ids=["image_classifier", "language_model", "language_model of a token file"],
 )
 def test_on_2_hosts_and_continued_on_1_the_losses_are_those_of_1_without_a_stop(
-    uninterrupted, tmp_path, script, option, part, whole, num_losses
+    uninterrupted, token_file, tmp_path, script, reads_tokens, option, part, whole, num_losses
 ):
-    expected = uninterrupted(script, option, whole)
+    data = ("--tokens", token_file) if reads_tokens else ()
+    expected = uninterrupted(script, option, whole, *data)
     assert len(expected) == num_losses
     assert expected[-1] < expected[0] - 0.5, "it learns"
 
-    run_on(2, script, tmp_path, option, part)
+    run_on(2, script, tmp_path, option, part, *data)
     before = losses_in(tmp_path)
-    run_here(script, tmp_path, option, whole)
+    run_here(script, tmp_path, option, whole, *data)
     continued = losses_in(tmp_path)
     assert 0 < len(before) < len(continued)
     assert continued[: len(before)] == before
     np.testing.assert_allclose(continued, expected, rtol=1e-3)
 
-    run_here(script, tmp_path, option, whole)  # nothing is left to do
+    run_here(script, tmp_path, option, whole, *data)  # nothing is left to do
     assert losses_in(tmp_path) == continued
 
 
