@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 
 import jax
 
-from grain_shard.pace import FixedPace, Pace
+from grain_shard.pace import Pace
 from grain_shard.spans import ROOM, counted_by, counter, span
 from grain_shard.tasks import Items, Known, Producer, Raised, Task, Tasks, log_unclosed
 
@@ -143,7 +143,7 @@ class Background(TaskStage[T], Generic[S, T]):
         num_threads: int = 1,
         name: str,
     ):
-        pace = FixedPace(min(num_threads, buffer_size))
+        pace = Pace(min(num_threads, buffer_size))
         super().__init__(_Mapped(work, source), buffer_size=buffer_size, pace=pace, name=name)
 
 

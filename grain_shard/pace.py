@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -150,42 +149,38 @@ class ThreadCount:
         self.threads, self.why = max(1, min(threads, self.most)), why
 
 
-class Pace(ABC):
-    """Says how many threads of a stage work side by side. Called under the stage's lock."""
+class Pace:
+    """Says how many threads of a stage work side by side: always the same number.
 
-    @property
-    @abstractmethod
-    def threads(self) -> int:
-        """The number of threads that are to work."""
+    Called under the stage's lock.
 
-    def limit(self, most: int) -> None:  # noqa: B027
-        """There cannot be more threads than this."""
-
-    def begun(self, now: float) -> None:  # noqa: B027
-        """A thread has begun a task; times are in seconds, by `time.perf_counter`."""
-
-    def done(self, start: float, now: float, processor_s: float, size: int) -> None:  # noqa: B027
-        """A thread has done a task of `size` records that it began at `start`."""
-
-    def consumer_waits(self, now: float) -> None:  # noqa: B027
-        """The consumer begins to wait for a result."""
-
-    def consumer_goes_on(self, now: float) -> None:  # noqa: B027
-        """It has waited."""
-
-
-class FixedPace(Pace):
-    """Always the same number of threads."""
+    Args:
+        threads: The number.
+    """
 
     def __init__(self, threads: int):
         self._threads = threads
 
     @property
     def threads(self) -> int:
+        """The number of threads that are to work."""
         return self._threads
 
     def limit(self, most: int) -> None:
+        """There cannot be more threads than this."""
         self._threads = most
+
+    def begun(self, now: float) -> None:
+        """A thread has begun a task; times are in seconds, by `time.perf_counter`."""
+
+    def done(self, start: float, now: float, processor_s: float, size: int) -> None:
+        """A thread has done a task of `size` records that it began at `start`."""
+
+    def consumer_waits(self, now: float) -> None:
+        """The consumer begins to wait for a result."""
+
+    def consumer_goes_on(self, now: float) -> None:
+        """It has waited."""
 
 
 class ReadPace(Pace):

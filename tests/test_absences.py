@@ -18,10 +18,7 @@ class Store:
     def put(self, topic, answer):
         self.topics.setdefault(topic, {})[0] = answer
 
-    def delete(self, topic):
-        del self.topics[topic][0]
-
-    def get_all(self, topic, *, in_series=True):
+    def get_all(self, topic):
         return self.topics.get(topic, {})
 
     def missing(self, round_):
@@ -49,11 +46,12 @@ def waits(monkeypatch):
 # the first vote, the topics, and the hosts that it gives up, with the reason.
 BUSY = "did not ask for its next batch"
 WAITS = [
-    (9, False, {"no data": {2: ""}}, {}),
+    (9, False, {"absent": {2: ["7", "had no data"]}}, {}),
     (11, False, {}, {}),
-    (11, False, {"no data": {2: ""}}, {2: "had no data"}),
-    (11, False, {"left": {2: ["train/0"]}}, {2: "closed its iterator"}),
-    (11, False, {"left": {2: ["evaluation/0"]}}, {}),
+    (11, False, {"absent": {2: ["7", "had no data"]}}, {2: "had no data"}),
+    (11, False, {"absent": {2: ["6", "had no data"]}}, {}),  # its data have come since then
+    (11, False, {"absent": {1: ["7", "had no data"]}}, {}),  # and it has voted
+    (11, False, {"absent": {2: [None, "closed its iterator"]}}, {2: "closed its iterator"}),
     (11, True, {}, {2: ""}),
     (101, False, {}, {2: BUSY}),
 ]
@@ -68,7 +66,7 @@ def test_a_wait_ends_where_it_is_in_vain(waits, seconds, is_first, topics, given
 
 
 def test_it_looks_now_and_then(waits):
-    of = Absences(Store({"no data": {2: ""}}))
+    of = Absences(Store({"absent": {2: ["7", "had no data"]}}))
     waits(of, 10.5)
     assert of.absent("7", False)
     assert not of.absent("7", False)
@@ -76,17 +74,14 @@ def test_it_looks_now_and_then(waits):
     assert of.absent("7", False)
 
 
-def test_a_host_says_that_it_has_no_data_until_they_have_come(waits):
+def test_a_host_says_that_it_has_no_data(waits):
     store = Store({})
     of = Absences(store)
     of.without_data("7")
     assert store.topics == {}, "the loop does not wait"
     waits(of, 11)
     of.without_data("7")
-    assert store.topics == {"no data": {0: ""}}
-    of.with_data()
-    assert store.topics == {"no data": {}}
-    of.with_data()
+    assert store.topics == {"absent": {0: ["7", "had no data"]}}
 
 
 def test_a_host_without_data_learns_that_others_have_given_up(waits):

@@ -85,7 +85,7 @@ class Meeting:
     """Where hosts that run in threads of this process meet, in place of a store."""
 
     def __init__(self, num_hosts):
-        self.num_hosts, self.posted, self.said = num_hosts, {}, {}
+        self.num_hosts, self.posted = num_hosts, {}
         self.came = threading.Condition()
         self.failed = []
 
@@ -113,11 +113,8 @@ class TestRounds:
     def __init__(self, host, meeting):
         self.host, self.meeting, self.forgotten = host, meeting, []
 
-    def put(self, topic, answer, in_series=True):
-        if in_series:
-            self.meeting.post(topic, self.host, answer)
-        else:
-            self.meeting.said[self.host] = answer
+    def put(self, topic, answer):
+        self.meeting.post(topic, self.host, answer)
 
     def fail(self, round_, text, decide):
         with self.meeting.came:
@@ -379,7 +376,7 @@ def test_a_host_that_closes_before_the_end_says_so(taken, said):
     for _ in range(taken):
         next(batches, None)
     batches.close()
-    assert ("series" in meeting.said.get(0, [])) == said
+    assert meeting.posted.get("absent") == ({0: [None, "closed its iterator"]} if said else None)
 
 
 @pytest.mark.parametrize("begun", [False, True])

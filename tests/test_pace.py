@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from grain_shard.pace import FixedPace, ReadPace, ThreadCount, Window
+from grain_shard.pace import Pace, ReadPace, ThreadCount, Window
 
 
 def waiting(rate, process_cores=0.02):
@@ -183,6 +183,6 @@ def test_there_are_no_more_threads_than_the_system_allows():
     clock.pace.consumer_waits(0.0)
     clock.reads([0.0], [0.1], records=1, processor_s=0.001)
     assert clock.pace.threads == 3
-    fixed = FixedPace(8)
+    fixed = Pace(8)
     fixed.limit(3)
     assert fixed.threads == 3

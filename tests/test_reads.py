@@ -306,14 +306,12 @@ class TestLife:
 
     def test_threads_that_rest_end_too(self):
         class OneAfterMany(Pace):
-            threads = 16
-
             def done(self, *args):
-                self.threads = 1
+                self.limit(1)
 
         tasks = background._Mapped(lambda n: n, background.Items(iter(range(10**6))))
         stage = background.TaskStage(
-            tasks, buffer_size=16, pace=OneAfterMany(), name="grain-shard-test"
+            tasks, buffer_size=16, pace=OneAfterMany(16), name="grain-shard-test"
         )
         assert [next(stage) for _ in range(100)] == list(range(100))
         threads = stage._shared.threads
@@ -338,13 +336,13 @@ class TestLife:
     @pytest.mark.parametrize("method", ["begun", "done"])
     def test_an_error_of_the_stage_itself_is_no_hang(self, method):
         class Broken(Pace):
-            threads = 2
+            pass
 
         def fail(self, *args):
             raise ZeroDivisionError("in the pace")
 
         setattr(Broken, method, fail)
         tasks = background._Mapped(lambda n: n, background.Items(iter(range(10**6))))
-        stage = background.TaskStage(tasks, buffer_size=2, pace=Broken(), name="grain-shard-test")
+        stage = background.TaskStage(tasks, buffer_size=2, pace=Broken(2), name="grain-shard-test")
         with pytest.raises(ZeroDivisionError, match="in the pace"):
             list(stage)

@@ -11,12 +11,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 import grain_shard
+from grain_shard.hosts import rounds
 from grain_shard.hosts import slowest as slowest_module
-from grain_shard.hosts.slowest import SlowestHost, SlowestOf, Waits, slowest
+from grain_shard.hosts.slowest import SlowestHost, SlowestOf, Waits, compare_waits, slowest
 from grain_shard.reading.faults import BadRecord, FaultCounts
 from grain_shard.spans import MAP, READ, counted_by, span
 from grain_shard.stats import meter as meter_module
-from grain_shard.stats.counts import Counts, ReadThreads
+from grain_shard.stats.counts import ReadThreads
 from grain_shard.stats.figures import Figures, Stats, waits
 from grain_shard.stats.meter import Meter
 from grain_shard.tools import prometheus
@@ -64,7 +65,7 @@ def take(meter, clock, *, wait_s=0.0, step_s=0.0, size=NOTHING, stages=()):
 def test_shares_and_times_follow_from_the_clock(meter, clock):
     for _ in range(10):
         take(meter, clock, wait_s=1.0, step_s=3.0, size={"records": 8, "bytes": 100})
-    total = Figures(meter.total())
+    total = meter.total()
     # Until the tenth batch was handed out: its step is not over.
     assert (total.seconds, total.batches, total.records, total.bytes) == (37.0, 10, 80, 1000)
     assert (total.wait_share, total.wait_s, total.step_s) == (10 / 37, 1.0, 2.7)
@@ -79,7 +80,7 @@ def test_a_wait_that_goes_on_counts(meter, clock):
 
 
 def test_before_the_first_batch_there_is_nothing(meter):
-    figures = Figures(meter.total())
+    figures = meter.total()
     assert (figures.seconds, figures.batches, figures.wait_share, figures.wait_s) == (0, 0, 0, 0)
     assert figures.read_s is figures.place_s is figures.busiest is None
     assert "not seen" in str(figures)
@@ -88,7 +89,7 @@ def test_before_the_first_batch_there_is_nothing(meter):
 def test_of_late_is_without_the_first_batch_and_what_was_long_ago(meter, clock):
     take(meter, clock, wait_s=60.0)
     take(meter, clock, wait_s=1.0, step_s=1.0)
-    assert Figures(meter.recent()).wait_share == 1.0
+    assert meter.recent().wait_share == 1.0
     assert (meter.recent()["seconds"], meter.recent()["batches"]) == (1.0, 1)
     for wait_s in [1.0] * 100 + [0.0] * 100:
         take(meter, clock, wait_s=wait_s, step_s=1.0)
@@ -116,21 +117,21 @@ STAGES = [
 @pytest.mark.parametrize(("stages", "busiest"), STAGES)
 def test_the_busiest_stage(meter, clock, stages, busiest):
     take(meter, clock, wait_s=10.0, stages=stages)
-    assert Figures(meter.total()).busiest == busiest
+    assert meter.total().busiest == busiest
 
 
 def test_the_busiest_stage_is_that_of_threads_that_are_to_work_now():
     # 80 threads were seen, one after the other; 8 read now.
     reading = {(thread, "read"): 1.0 for thread in range(80)}
     stages_s = {**reading, (80, "place"): 2.0}
-    counts = Counts({"seconds": 10.0}, stages_s, ReadThreads(8))
-    assert Figures(counts).busiest == "read"
+    figures = Figures({"seconds": 10.0}, stages_s, ReadThreads(8))
+    assert figures.busiest == "read"
 
 
 def test_seconds_of_a_stage_are_those_a_batch_of_all_threads(meter, clock):
     for _ in range(4):
         take(meter, clock, wait_s=1.0, stages=[("read", 3.0), ("read", 1.0), ("place", 0.5)])
-    figures = Figures(meter.total())
+    figures = meter.total()
     assert (figures.read_s, figures.place_s, figures.batch_s, figures.map_s) == (4, 0.5, None, None)
 
 
@@ -151,7 +152,7 @@ def test_a_span_counts_for_the_iterator_of_its_thread_alone(meter, clock):
 def test_a_stage_that_rests_is_seen_all_the_same(meter, clock):
     take(meter, clock, wait_s=1.0, stages=[("read", 1.0), ("place", 1.0)])
     take(meter, clock, wait_s=1.0, stages=[("place", 0.75)])
-    recent = Figures(meter.recent())
+    recent = meter.recent()
     assert (recent.read_s, recent.place_s, recent.batch_s) == (0.0, 0.75, None)
     assert recent.busiest == "place"
 
@@ -167,7 +168,7 @@ def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(meter):
     meter.opens(lambda: ReadThreads(2, "as asked for"), lambda: FaultCounts(0, 1, (bad[1],)))
     assert meter.total().reads == (2, "as asked for")
     assert meter.faults() == (2, 2, tuple(bad), 0)
-    figures = Figures(meter.total())
+    figures = meter.total()
     assert (figures.retries, figures.bad_records) == (2, 2)
     assert "2 reads tried again, 2 records masked as bad" in str(figures)
 
@@ -305,7 +306,7 @@ def test_as_dict_is_flat_and_has_numbers_alone(mesh):
 
 def test_the_slowest_host_is_in_it():
     host = SlowestHost(host=3, stage="read", wait_s=0.5, others_wait_s=0.25, share=0.5)
-    flat = Stats(Figures(Counts()), Figures(Counts()), slowest_host=host).as_dict()
+    flat = Stats(Figures(), Figures(), slowest_host=host).as_dict()
     assert flat["data/slowest_host"] == 3
     assert flat["data/slowest_host_behind_s"] == 0.25
     assert flat["data/slowest_host_share"] == 0.5
@@ -380,10 +381,8 @@ class Cluster:
 
     def __init__(self, monkeypatch, num_hosts):
         self.store, self.shares = Store(), [0.0] * num_hosts
-        self.exchanges, self.iterators, self.logged = [], [], []
-        monkeypatch.setattr(slowest_module, "runtime_client", lambda: self.store)
-        monkeypatch.setattr(slowest_module, "listener_of", lambda client: None)
-        monkeypatch.setattr(slowest_module, "_exchange_of", lambda _: self.exchanges[-1])
+        self.stores, self.iterators, self.logged = [], [], []
+        monkeypatch.setattr(rounds, "runtime_client", lambda: self.store)
         monkeypatch.setattr(
             slowest_module.logging,
             "warning",
@@ -391,21 +390,23 @@ class Cluster:
         )
         for host in range(num_hosts):
             monkeypatch.setattr(jax, "process_index", lambda host=host: host)
-            self.exchanges.append(slowest_module._Exchange(self.store))
-            self.iterators.append(self.join("train", host))
+            self.stores.append(rounds.Store())
+            self.iterators.append({"train": self.iterator(host)})
+        self.go_round()
 
-    def join(self, series, host):
+    def iterator(self, host):
         hosts = range(len(self.shares))
-        return SlowestOf(series, hosts, lambda least_s: Waits(self.shares[host], 0.01, "read"))
+        return SlowestOf(hosts, lambda least_s: Waits(self.shares[host], 0.01, "read"))
 
     def go_round(self, times=1):
-        for _ in range(3 * times):
-            for host, exchange in enumerate(self.exchanges):
+        for _ in range(times):
+            for host, store in enumerate(self.stores):
                 self.at_work = host
-                exchange.take_turn()
+                compare_waits(store, self.iterators[host], 30.0)
 
     def found(self):
-        return {one.found and (one.found.host, one.found.holds_others_up) for one in self.iterators}
+        all_found = [of_host["train"].found for of_host in self.iterators]
+        return {found and (found.host, found.holds_others_up) for found in all_found}
 
 
 class TestHostsThatTellEachOther:
@@ -413,17 +414,18 @@ class TestHostsThatTellEachOther:
         cluster = Cluster(monkeypatch, 16)
         assert cluster.found() == {None}
         cluster.shares[5] = 0.5
-        cluster.go_round()
+        cluster.go_round(2)
         assert cluster.found() == {(5, True)}
         entries, calls = len(cluster.store.entries), cluster.store.calls
-        assert (entries, calls) == (16 + 1, 16 + 2 + 16)
+        assert entries == 16 + 1
         cluster.go_round(10)
         assert len(cluster.store.entries) == entries
+        assert cluster.store.calls - calls == 10 * (2 * 16 + 2)
 
     def test_the_log_names_a_host_once_until_it_is_another(self, monkeypatch):
         cluster = Cluster(monkeypatch, 4)
         cluster.shares[2] = 0.5
-        cluster.go_round()
+        cluster.go_round(2)
         assert cluster.logged == []  # once may be chance
         cluster.go_round(5)
         assert [host for host, _ in cluster.logged] == [0, 2]
@@ -444,13 +446,10 @@ class TestHostsThatTellEachOther:
 
     def test_an_iterator_that_some_hosts_have_not_begun_is_not_compared(self, monkeypatch):
         cluster = Cluster(monkeypatch, 4)
-        monkeypatch.setattr(slowest_module, "_exchange_of", lambda _: cluster.exchanges[0])
-        early = cluster.join("eval", 0)
+        cluster.iterators[0]["eval"] = cluster.iterator(0)
         cluster.go_round(2)
-        assert early.found is None
+        assert cluster.iterators[0]["eval"].found is None
         assert cluster.found() == {(0, False)}
-        early.close()
-        assert list(cluster.exchanges[0].iterators) == ["train"]
 
 
 # Prometheus.
@@ -519,7 +518,7 @@ class TestPrometheus:
             slowest = None
 
             def stats(self):
-                return Stats(Figures(Counts()), Figures(Counts()), slowest_host=self.slowest)
+                return Stats(Figures(), Figures(), slowest_host=self.slowest)
 
         batches = Iterator()
         prometheus.export(batches, "train", registry)

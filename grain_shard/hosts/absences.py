@@ -18,10 +18,8 @@ from absl import logging
 from grain_shard.errors import AgreementError
 from grain_shard.hosts.rounds import Rounds
 
-# Topics. Under the second each host lists the series that it has left before their end. It is one
-# key a host and keeps the last few, because the store keeps all keys.
-_NO_DATA, _LEFT, _MOST_LEFT = "no data", "left", 16
-_left_here: list[str] = []
+# The topic under which a host says why it will not vote, with the round; None means in any round.
+_ABSENT = "absent"
 # In multiples of a host's timeout: the time that another host's training loop may be busy, and the
 # interval at which a waiting host asks again.
 _LOOPS_MAY_TAKE, _LOOK_AGAIN = 10, 0.1
@@ -41,8 +39,7 @@ class Absences:
     def __init__(self, rounds: Rounds):
         self._rounds = rounds
         self.loop_waits_since: float | None = None
-        self._since: float | None = None  # the wait that the looks belong to
-        self._looks, self._says_no_data = 0, False
+        self._next_look = 0.0
 
     def without_data(self, round_: str) -> None:
         """Notes that this host waits for its own data; tells the others once that takes too long.
@@ -50,16 +47,9 @@ class Absences:
         Raises:
             HostTimeoutError: Others have waited in vain for this host.
         """
-        if self._due("data of its own"):
-            self._says_no_data = True
-            self._rounds.put(_NO_DATA, "")
+        if self._waited_s("data of its own"):
+            self._rounds.put(_ABSENT, [round_, "had no data"])
             self._rounds.check(round_)
-
-    def with_data(self) -> None:
-        """Notes that this host's data have come."""
-        if self._says_no_data:
-            self._rounds.delete(_NO_DATA)
-            self._says_no_data = False
 
     def absent(self, round_: str, is_first: bool) -> Mapping[int, str]:
         """Returns the hosts whose votes are waited for no longer, each with the reason.
@@ -68,37 +58,32 @@ class Absences:
             round_: The round in which this host has voted.
             is_first: Whether it is the first vote, for which no host may be late.
         """
-        rounds = self._rounds
-        waited_s = self._due("another host's training loop")
+        rounds, waited_s = self._rounds, self._waited_s("another host's training loop")
         if not waited_s:
             return {}
-        absent = dict.fromkeys(rounds.get_all(_NO_DATA), "had no data")
-        for host, left in rounds.get_all(_LEFT, in_series=False).items():
-            if rounds.name in left:
-                absent[host] = "closed its iterator"
-        if not absent and is_first:
-            return dict.fromkeys(rounds.missing(round_), "")
-        if not absent and waited_s >= _LOOPS_MAY_TAKE * rounds.timeout_s:
-            return dict.fromkeys(rounds.missing(round_), "did not ask for its next batch")
-        return absent
+        missing, said = rounds.missing(round_), rounds.get_all(_ABSENT)
+        told = {
+            host: why
+            for host, (in_round, why) in said.items()
+            if host in missing and in_round in (round_, None)
+        }
+        if told or is_first:
+            return told or dict.fromkeys(missing, "")
+        is_late = waited_s >= _LOOPS_MAY_TAKE * rounds.timeout_s
+        return dict.fromkeys(missing, "did not ask for its next batch") if is_late else {}
 
     def leave(self) -> None:
         """This host's iterator is closed before its end."""
-        name = self._rounds.name
-        if name:
-            _left_here[:] = [*_left_here, name][-_MOST_LEFT:]
+        if self._rounds.name:
             with contextlib.suppress(AgreementError):  # the runtime has ended
-                self._rounds.put(_LEFT, _left_here, in_series=False)
+                self._rounds.put(_ABSENT, [None, "closed its iterator"])
 
-    def _due(self, waits_for: str) -> float:
+    def _waited_s(self, waits_for: str) -> float:
         """Returns for how long the loop has waited, when it is time to look; otherwise 0."""
-        since, timeout_s = self.loop_waits_since, self._rounds.timeout_s
-        if since is None or since != self._since:
-            self._since, self._looks = since, 0
-        waited_s = 0.0 if since is None else time.monotonic() - since
-        if since is None or waited_s < timeout_s * (1 + _LOOK_AGAIN * self._looks):
+        since, timeout_s, now = self.loop_waits_since, self._rounds.timeout_s, time.monotonic()
+        if since is None or now < max(since + timeout_s, self._next_look):
             return 0.0
-        if self._looks % (1 / _LOOK_AGAIN) == 0:
-            logging.warning("grain_shard: this host has waited %.0f s for %s", waited_s, waits_for)
-        self._looks += 1
-        return waited_s
+        self._next_look = now + _LOOK_AGAIN * timeout_s
+        text = "grain_shard: this host has waited %.0f s for %s"
+        logging.log_every_n_seconds(logging.WARNING, text, timeout_s, now - since, waits_for)
+        return now - since

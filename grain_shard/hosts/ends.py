@@ -24,7 +24,7 @@ from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.absences import Absences
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.rounds import Rounds
-from grain_shard.pace import FixedPace
+from grain_shard.pace import Pace
 from grain_shard.spans import AGREE, counted_by, counter, span
 from grain_shard.tasks import Known, Producer, Raised, Task, Tasks
 
@@ -32,9 +32,6 @@ T = TypeVar("T")
 
 # The longest sleep, in seconds, of a thread that waits for batches to vote about.
 _SLICE_S = 0.5
-
-_READ_THE_SAME = "read the same files with the same seed on every host"
-_OR_LOCAL = 'or shard the source by grain_shard.ShardByMesh and pass rows="local".'
 
 
 def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str, str]:
@@ -63,36 +60,31 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
         lines = [f"  host {host}: {text}" for host, text in failed.items()]
         return {"error": "\n".join(["a host's stream failed.", *lines])}
     ready = {host: batches for host, (batches, _) in answers.items()}
+    ended = [host for host, batches in ready.items() if batches == 0]
     # There is no digest in later votes, for an empty stream, and with another setting of `rows`,
     # which the comparison at the start reports.
     digests = {host: digest for host, (_, digest) in answers.items() if digest}
     if same_rows and len(set(digests.values())) > 1:
         first = next(iter(digests))
         other = next(host for host, digest in digests.items() if digest != digests[first])
-        return {
-            "error": 'rows="global" says that every host produces the same batches, and the first'
-            f" batches of hosts {first} and {other} differ.\n"
-            f"  remedy: {_READ_THE_SAME}, {_OR_LOCAL}"
-        }
-    ended = [host for host, batches in ready.items() if batches == 0]
-    if not ended:
+        problem = f"the first batches of hosts {first} and {other} differ."
+    elif 0 < len(ended) < len(ready):
+        problem = (
+            f"the streams of {len(ended)} of {len(ready)} hosts (the first: host {ended[0]}) end"
+            " earlier than the others."
+        )
+    else:
         return min(ready.values())
-    if len(ended) == len(ready):
-        return 0
-    too_early = (
-        f"the streams of {len(ended)} of {len(ready)} hosts (the first: host {ended[0]}) end"
-        " earlier than the others."
-    )
     if same_rows:
         return {
             "error": 'rows="global" says that every host produces the same batches, and'
-            f" {too_early}\n  remedy: read the same files on every host, {_OR_LOCAL}"
+            f" {problem}\n"
+            "  remedy: read the same files with the same seed on every host, or shard the source by"
+            ' grain_shard.ShardByMesh and pass rows="local".'
         }
     if remainder == "error":
-        return {
-            "error": f"{too_early}\n"
-            '  remedy: pass remainder="pad" (zeros and a mask) or remainder="drop".'
-        }
+        remedy = 'pass remainder="pad" (zeros and a mask) or remainder="drop".'
+        return {"error": f"{problem}\n  remedy: {remedy}"}
     return min(filter(None, ready.values())) if remainder == "pad" else 0
 
 
@@ -149,24 +141,23 @@ class _Votes(Tasks[None]):
             self._read.wake()  # for `_is_worth_a_vote`
 
     def draw(self, room: int) -> Task[None]:
-        if self._stopped:
-            raise StopIteration
         try:
             if self.is_asked:
                 self._hear()
             else:
                 self._ask()
-        except StopIteration:
-            raise
         except BaseException:
-            self._is_over = True  # the others know of the error, or learn it otherwise
+            self._is_over = True  # the others know of the end, or learn of the error otherwise
             raise
+        if self._stopped:
+            raise StopIteration
         return _OVER
 
     def _ask(self) -> None:
         """Votes, once there is something to vote about."""
         known, name = self._wait_for_batches(), str(self.number)
-        self.absences.with_data()
+        if known is None:
+            return
         ready = known.results - self.agreed
         if ready <= 0 and known.end is not None and not isinstance(known.end, StopIteration):
             # A batch that was agreed on and fails is told by the alarm: the others wait for it in
@@ -178,7 +169,8 @@ class _Votes(Tasks[None]):
         self._rounds.put(name, [max(0, ready), "" if self.agreed else self._first_digest()])
         self.is_asked = True
 
-    def _wait_for_batches(self) -> Known:
+    def _wait_for_batches(self) -> Known | None:
+        """Returns the batches once they are worth a vote; None if this was stopped."""
         # The first batch must be on the devices, where it is found out whether it fits.
         stage = self._read if self.agreed else self._placed
         while True:
@@ -187,7 +179,7 @@ class _Votes(Tasks[None]):
             if known.end is not None or (came and known.results > self.agreed):
                 return known
             if self._stopped or came is False:
-                raise StopIteration
+                return None
             self.absences.without_data(str(self.number))
 
     def _is_worth_a_vote(self, known: Known) -> bool:
@@ -208,8 +200,9 @@ class _Votes(Tasks[None]):
             absent=lambda: self.absences.absent(name, is_first=not self.number),
             stopped=lambda: self._stopped,
         )
+        if more is None:
+            return
         if not more:
-            self._is_over = more is not None  # it is None if this was stopped
             raise StopIteration
         if self.number:
             # All hosts have voted again, so they have read the verdict before.
@@ -273,7 +266,7 @@ class AgreedEnd(Producer[T]):
         self._placed, self._padding, self._counter = placed, padding, counter()
         self._votes = _Votes(placed, read, rounds, decider, first_digest)
         self._voting = TaskStage(
-            self._votes, buffer_size=1, pace=FixedPace(1), name="grain-shard-agreement"
+            self._votes, buffer_size=1, pace=Pace(1), name="grain-shard-agreement"
         )
         self._final: Raised | None = None
 

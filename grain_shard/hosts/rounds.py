@@ -24,6 +24,8 @@ from grain_shard.hosts.series import Series
 _SLICE_MS = 500
 # How much longer than the first host the others wait, so that they report its verdict.
 _GRACE_S = 5.0
+# All keys of this package.
+_FOLDER = "grain_shard"
 # The topic under which each host describes the iterator that it has opened last.
 _OPENED = "opened"
 
@@ -40,10 +42,72 @@ def _reaching_the_store() -> Iterator[None]:
         ) from error
 
 
-class Rounds:
+class Store:
+    """JSON values that the hosts share: the runtime's key-value store.
+
+    Under a topic each host has a value of its own. Each method raises an `AgreementError` where the
+    store is gone.
+
+    Attributes:
+        host: This host.
+        folder: All keys begin with it.
+    """
+
+    def __init__(self):
+        self._client, self.host = runtime_client(), jax.process_index()
+        self.folder = _FOLDER
+
+    @_reaching_the_store()
+    def put(self, topic: str, value: Any) -> None:
+        """Puts this host's value in place of an earlier one. Waits for no other host."""
+        key, text = f"{self.folder}/{topic}/{self.host}", json.dumps(value)
+        try:
+            self._client.key_value_set(key, text, allow_overwrite=True)
+        except jax.errors.JaxRuntimeError as error:
+            # A store drops some of too many calls. A second put of the same value is harmless.
+            if "CANCELLED" not in str(error):
+                raise
+            self._client.key_value_set(key, text, allow_overwrite=True)
+
+    @_reaching_the_store()
+    def put_once(self, key: str, value: Any) -> bool:
+        """Puts a value that has no host; False if there is one already."""
+        try:
+            self._client.key_value_set(f"{self.folder}/{key}", json.dumps(value))
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return False
+        return True
+
+    @_reaching_the_store()
+    def delete(self, key: str) -> None:
+        """Deletes a value, or all values of a topic."""
+        self._client.key_value_delete(f"{self.folder}/{key}")
+
+    @_reaching_the_store()
+    def get_all(self, topic: str) -> dict[int, Any]:
+        """Returns the values of a topic that are there by now, by host."""
+        entries = self._client.key_value_dir_get(f"{self.folder}/{topic}/")
+        values = {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in entries}
+        return dict(sorted(values.items()))
+
+    @_reaching_the_store()
+    def wait(self, key: str, wait_ms: int) -> Any:
+        """Returns a value; None if it does not come so soon."""
+        try:
+            text = self._client.blocking_key_value_get(f"{self.folder}/{key}", wait_ms)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+        return json.loads(text)
+
+
+class Rounds(Store):
     """A series of rounds; all its hosts take part in each.
 
-    Each method that reaches the store raises an `AgreementError` where the store is gone.
+    A round is a topic of the series, under which each host puts its answer.
 
     Args:
         hosts: The hosts that take part, this one among them. The first one makes the verdicts.
@@ -58,10 +122,9 @@ class Rounds:
     """
 
     def __init__(self, hosts: Sequence[int], timeout_s: float, series: Series):
-        self._client, self._series = runtime_client(), series
-        self.hosts, self.timeout_s = list(hosts), timeout_s
-        self._host, self._leader = jax.process_index(), self.hosts[0]
-        self._slice_ms = max(_SLICE_MS, len(self.hosts))
+        super().__init__()
+        self.hosts, self.timeout_s, self._series = list(hosts), timeout_s, series
+        self._is_leader = self.host == self.hosts[0]
         self.name, self.has_failed = "", False
 
     def begin(self, kind: str) -> None:
@@ -73,47 +136,16 @@ class Rounds:
         Args:
             kind: The kind of pipeline, which an error names if hosts wait in different rounds.
         """
-        name, number = self._series.open(self.hosts)
-        self.name = f"grain_shard/{name}"
+        self.name, number = self._series.open(self.hosts)
         opened = {"kind": kind, "made at": self._series.place, "iterator": number}
-        self.put(_OPENED, opened, in_series=False)
-
-    @_reaching_the_store()
-    def put(self, topic: str, answer: Any, *, in_series: bool = True) -> None:
-        """Puts this host's answer (JSON) in place of an earlier one. Waits for no other host.
-
-        Args:
-            topic: A round of the series, or any other topic.
-            answer: The answer.
-            in_series: Whether the topic belongs to this series, or to the process.
-        """
-        key, text = f"{self._folder(topic, in_series)}{self._host}", json.dumps(answer)
-        try:
-            self._client.key_value_set(key, text, allow_overwrite=True)
-        except jax.errors.JaxRuntimeError as error:
-            # A store drops some of too many calls. A second put of the same value is harmless.
-            if "CANCELLED" not in str(error):
-                raise
-            self._client.key_value_set(key, text, allow_overwrite=True)
-
-    @_reaching_the_store()
-    def delete(self, topic: str) -> None:
-        """Takes this host's answer back."""
-        self._client.key_value_delete(f"{self._folder(topic)}{self._host}")
-
-    @_reaching_the_store()
-    def get_all(self, topic: str, *, in_series: bool = True) -> dict[int, Any]:
-        """Returns the answers of this series' hosts that are there by now, by host."""
-        entries = self._client.key_value_dir_get(self._folder(topic, in_series))
-        answers = {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in entries}
-        return {host: answers[host] for host in self.hosts if host in answers}
+        Store().put(_OPENED, opened)
+        self.folder = f"{_FOLDER}/{self.name}"
 
     def missing(self, round_: str) -> list[int]:
         """Returns the hosts that have not answered yet; the first host where all have."""
         answers = self.get_all(round_)
-        return [host for host in self.hosts if host not in answers] or [self._leader]
+        return [host for host in self.hosts if host not in answers] or self.hosts[:1]
 
-    @_reaching_the_store()
     def fail(self, round_: str, text: str, decide: Callable[[Answers], Any]) -> None:
         """Puts that this host failed, and does not wait: the first host settles the round by it.
 
@@ -124,10 +156,9 @@ class Rounds:
         """
         answer, self.has_failed = {"failed": text}, True
         self.put(round_, answer)
-        if self._host == self._leader:
-            self._settle(round_, decide({self._host: answer}))
+        if self._is_leader:
+            self._settle(round_, decide({self.host: answer}))
 
-    @_reaching_the_store()
     def verdict(
         self,
         round_: str,
@@ -154,57 +185,51 @@ class Rounds:
             AgreementError: The verdict is ``{"error": message}``.
             HostTimeoutError: A host did not answer in time; the message names it.
         """
-        absent = absent or self._after_timeout(round_)
+        until = time.monotonic() + self.timeout_s + (0.0 if self._is_leader else _GRACE_S)
         verdict = None
         while verdict is None:
             if stopped():
                 return None
             verdict = self._try_verdict(round_, decide)
-            if verdict is None and (silent := absent()):
+            if verdict is not None:
+                break
+            if absent is not None:
+                silent = absent()
+            else:
+                is_late = time.monotonic() > until
+                silent = dict.fromkeys(self.missing(round_), "") if is_late else {}
+            if silent:
                 verdict = self._settle(round_, {"silent": silent})
         self._raise_for(verdict)
         return verdict
 
-    def _after_timeout(self, round_: str) -> Callable[[], Mapping[int, str]]:
-        grace_s = 0.0 if self._host == self._leader else _GRACE_S
-        until = time.monotonic() + self.timeout_s + grace_s
-
-        def absent() -> Mapping[int, str]:
-            return dict.fromkeys(self.missing(round_), "") if time.monotonic() > until else {}
-
-        return absent
-
     def _try_verdict(self, round_: str, decide: Callable[[Answers], Any]) -> Any:
         """Waits briefly for the verdict, which the first host makes; None if there is none yet."""
-        if self._host != self._leader:
-            text = self._soon(self._verdict_key(round_))
-            return None if text is None else json.loads(text)
+        slice_ms = max(_SLICE_MS, len(self.hosts))
+        if not self._is_leader:
+            return self.wait(_verdict(round_), slice_ms)
         answers = self.get_all(round_)
         missing = [host for host in self.hosts if host not in answers]
         if missing and not any(isinstance(a, dict) and "failed" in a for a in answers.values()):
             # Wait for one missing answer: once it is there, most others are likely there, too.
-            self._soon(f"{self._folder(round_)}{missing[-1]}")
+            self.wait(f"{round_}/{missing[-1]}", slice_ms)
             return None
         verdict = self._settle(round_, decide(answers))
-        self._client.key_value_delete(self._folder(round_))
+        self.delete(f"{round_}/")
         return verdict
 
-    @_reaching_the_store()
     def check(self, round_: str) -> None:
         """Raises the verdict of a round if other hosts have given up on this one.
 
         Raises:
             HostTimeoutError: They have.
         """
-        text = self._soon(self._verdict_key(round_), wait_ms=1)
-        if text is not None:
-            self._raise_for(json.loads(text))
+        self._raise_for(self.wait(_verdict(round_), wait_ms=1))
 
-    @_reaching_the_store()
     def forget(self, round_: str) -> None:
         """Deletes the verdict of a round that all hosts have read; the first host does it."""
-        if self._host == self._leader:
-            self._client.key_value_delete(self._verdict_key(round_))
+        if self._is_leader:
+            self.delete(_verdict(round_))
 
     def _settle(self, round_: str, verdict: Any) -> Any:
         """Posts the verdict, or yields to the one that stands.
@@ -212,41 +237,19 @@ class Rounds:
         A host that has waited in vain settles it for all: the first host, when it comes at last,
         must not go on alone.
         """
-        key = self._verdict_key(round_)
-        try:
-            self._client.key_value_set(key, json.dumps(verdict))
-        except jax.errors.JaxRuntimeError as error:
-            if not exists_already(error):
-                raise
-            return json.loads(self._client.blocking_key_value_get(key, _SLICE_MS))
-        return verdict
-
-    def _soon(self, key: str, wait_ms: int | None = None) -> str | None:
-        """Returns the value of a key, if it comes soon."""
-        try:
-            return self._client.blocking_key_value_get(key, wait_ms or self._slice_ms)
-        except jax.errors.JaxRuntimeError as error:
-            if is_timeout(error):
-                return None
-            raise
-
-    def _folder(self, topic: str, in_series: bool = True) -> str:
-        return f"{self.name}/{topic}/answers/" if in_series else f"grain_shard/{topic}/"
-
-    def _verdict_key(self, round_: str) -> str:
-        return f"{self.name}/{round_}/verdict"
+        key = _verdict(round_)
+        return verdict if self.put_once(key, verdict) else self.wait(key, _SLICE_MS)
 
     def _raise_for(self, verdict: Any) -> None:
-        if not isinstance(verdict, dict):
-            return
-        if "error" in verdict:
+        if isinstance(verdict, dict) and "error" in verdict:
             raise AgreementError(verdict["error"])
-        if silent := verdict.get("silent"):
-            self._raise_silent({int(host): reason for host, reason in silent.items()})
+        if isinstance(verdict, dict) and "silent" in verdict:
+            self._raise_silent({int(host): reason for host, reason in verdict["silent"].items()})
 
     def _raise_silent(self, silent: Mapping[int, str]) -> NoReturn:
         """Raises that hosts did not answer in time, with the reason of each, if there is one."""
-        opened = self.get_all(_OPENED, in_series=False)
+        of_all = Store().get_all(_OPENED)
+        opened = {host: of_all[host] for host in self.hosts if host in of_all}
         fields = ("kind", "made at", "iterator")
         differences = [line for field in fields if (line := difference(field, opened))]
         if differences:
@@ -258,11 +261,15 @@ class Rounds:
         raise HostTimeoutError(
             f"{hosts_text(silent)} did not answer in time (timeout_s={self.timeout_s:g}).\n"
             + "".join(f"{line}\n" for line in reasons + differences)
-            + f"  here:   host {self._host} of {len(self.hosts)}\n"
+            + f"  here:   host {self.host} of {len(self.hosts)}\n"
             "  remedy: look at its log: did it fail, take fewer steps, or open other iterators than"
             " this host? If it is only slow, raise timeout_s of .shard_to. To look at a batch on"
             " one host alone, iterate over what stands before .shard_to."
         )
+
+
+def _verdict(round_: str) -> str:
+    return f"{round_} verdict"
 
 
 def meet(barrier: str, hosts: Sequence[int], timeout_s: float) -> None:
@@ -271,7 +278,7 @@ def meet(barrier: str, hosts: Sequence[int], timeout_s: float) -> None:
     Raises:
         JaxRuntimeError: One did not come in time; the runtime's message names it.
     """
-    runtime_client().wait_at_barrier(f"grain_shard/{barrier}", int(timeout_s * 1000), list(hosts))
+    runtime_client().wait_at_barrier(f"{_FOLDER}/{barrier}", int(timeout_s * 1000), list(hosts))
 
 
 def runtime_client() -> Any:
@@ -279,13 +286,3 @@ def runtime_client() -> Any:
     from orbax.checkpoint import multihost  # it is slow to import, and needed on several hosts only
 
     return multihost.get_jax_distributed_client()
-
-
-def exists_already(error: Exception) -> bool:
-    """Returns whether an error of the runtime says that another host has set the key before."""
-    return "ALREADY_EXISTS" in str(error)
-
-
-def is_timeout(error: Exception) -> bool:
-    """Returns whether an error of the runtime says that a key was not there in time."""
-    return "DEADLINE_EXCEEDED" in str(error)

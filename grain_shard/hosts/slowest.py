@@ -5,30 +5,23 @@ for its *data* is the slow one, and the others wait for it in the step. Every ho
 in the distributed runtime's key-value store for how long its loop has waited, the first host
 compares them, and every host reads what came of it.
 
-That takes two keys a host, which are overwritten, and no host waits for another. It is done by the
-thread that listens for failures, in three turns: one to post, one to compare, one to read.
+That takes two keys a host, which are overwritten, and no host waits for another. The thread that
+listens for failures does it now and then.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 from absl import logging
 
-from grain_shard.hosts import alarm
-from grain_shard.hosts.alarm import Listener, listener_of
-from grain_shard.hosts.rounds import runtime_client
+from grain_shard.hosts.rounds import Store
 
-_WAITS = "grain_shard/waits/"  # and a host
-_SLOWEST = "grain_shard/slowest/{}/"  # the host that has compared
-_VERDICTS = "verdicts"
+# Topics: the waits of all iterators of a host, and the verdicts of a first host on its iterators.
+_WAITS, _SLOWEST = "waits", "slowest"
 # A host holds the others up if it waits for data for at least this larger share of the time. A
 # smaller difference may be chance, and a remedy would gain little.
 _MUCH = 0.1
@@ -111,7 +104,6 @@ class SlowestOf:
     """Learns which of the hosts of an iterator is the slowest.
 
     Args:
-        series: The name of the iterator's rounds, the same on all hosts.
         hosts: These hosts. The first one compares.
         waits: How the iterator's loop has waited since the last call, which is so many seconds ago
             at least. Called by another thread; must not refer to the iterator.
@@ -122,16 +114,10 @@ class SlowestOf:
         found: The last verdict of the hosts; None before the first.
     """
 
-    def __init__(self, series: str, hosts: Sequence[int], waits: Callable[[float], Waits]):
+    def __init__(self, hosts: Sequence[int], waits: Callable[[float], Waits]):
         self.hosts, self.waits = list(hosts), waits
         self.found: SlowestHost | None = None
         self._told: int | None = None  # which host the log has last named
-        self._series, self._exchange = series, _exchange_of(listener_of(runtime_client()))
-        self._exchange.iterators[series] = self
-
-    def close(self) -> None:
-        """The iterator is closed."""
-        self._exchange.iterators.pop(self._series, None)
 
     def hear(self, found: SlowestHost, this_host: int) -> None:
         """Takes the verdict of the hosts; logs a line if one holds the others up anew.
@@ -152,62 +138,25 @@ def _to_be_named(found: SlowestHost | None) -> int | None:
     return found.host if found is not None and found.holds_others_up else None
 
 
-class _Exchange:
-    """The messages between this process's iterators and the iterators of other processes.
+def compare_waits(store: Store, iterators: Mapping[str, SlowestOf], least_s: float) -> None:
+    """Puts the waits of this host, compares the waits of all hosts, and reads the verdicts.
 
-    Attributes:
-        iterators: The iterators, by the names of their series.
+    Args:
+        store: The store.
+        iterators: The iterators of this process, by the names of their series.
+        least_s: Seconds since the last call.
     """
-
-    def __init__(self, client: Any):
-        self._client, self._host = client, jax.process_index()
-        self.iterators: dict[str, SlowestOf] = {}
-        self._things = self._post, self._compare, self._read
-        self._turns = itertools.cycle(self._things)
-
-    def take_turn(self) -> None:
-        """Does one of the things that there are to be done."""
-        next(self._turns)()
-
-    def _post(self) -> None:
-        period_s = len(self._things) * alarm.TURN_S
-        waits = {series: one.waits(period_s) for series, one in self._alive()}
-        self._client.key_value_set(f"{_WAITS}{self._host}", json.dumps(waits), allow_overwrite=True)
-
-    def _compare(self) -> None:
-        own = [(series, one) for series, one in self._alive() if one.hosts[0] == self._host]
-        if not own:
-            return
-        of_all = {
-            int(key.rsplit("/", 1)[1]): json.loads(value)
-            for key, value in self._client.key_value_dir_get(_WAITS)
-        }
-        verdicts = {}
-        for series, one in own:
-            waits = {
-                host: Waits(*of_all[host][series])
-                for host in one.hosts
-                if series in of_all.get(host, ())
-            }
-            # The other hosts answer with their next turn.
-            if len(waits) == len(one.hosts) and (found := slowest(waits)) is not None:
+    store.put(_WAITS, {series: one.waits(least_s) for series, one in iterators.items()})
+    own = {series: one.hosts for series, one in iterators.items() if one.hosts[0] == store.host}
+    if own:
+        of_all, verdicts = store.get_all(_WAITS), {}
+        for series, hosts in own.items():
+            of_hosts = {host: of_all.get(host, {}).get(series) for host in hosts}
+            waits = {host: Waits(*own) for host, own in of_hosts.items() if own is not None}
+            # The other hosts put theirs with their next turn.
+            if len(waits) == len(hosts) and (found := slowest(waits)) is not None:
                 verdicts[series] = asdict(found)
-        key = _SLOWEST.format(self._host) + _VERDICTS
-        self._client.key_value_set(key, json.dumps(verdicts), allow_overwrite=True)
-
-    def _read(self) -> None:
-        for first in {one.hosts[0] for _, one in self._alive()}:
-            for _, text in self._client.key_value_dir_get(_SLOWEST.format(first)):
-                for series, found in json.loads(text).items():
-                    if (one := self.iterators.get(series)) is not None:
-                        one.hear(SlowestHost(**found), self._host)
-
-    def _alive(self) -> list[tuple[str, SlowestOf]]:
-        return list(self.iterators.items())
-
-
-@functools.lru_cache(maxsize=1)
-def _exchange_of(listener: Listener) -> _Exchange:
-    exchange = _Exchange(listener.client)
-    listener.take_turn = exchange.take_turn
-    return exchange
+        store.put(_SLOWEST, verdicts)
+    for of_first_host in store.get_all(_SLOWEST).values():
+        for series in iterators.keys() & of_first_host.keys():
+            iterators[series].hear(SlowestHost(**of_first_host[series]), store.host)

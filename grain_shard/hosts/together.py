@@ -135,8 +135,8 @@ class Together(Alone):
     def start(self, kind: str, stop: Callable[[], None], waits: Callable[[float], Waits]) -> None:
         self._rounds.begin(kind)
         name, hosts = self._rounds.name, self._rounds.hosts
-        self._alarm, self._stop = Alarm(name, hosts, stop), stop
-        self.slowest = SlowestOf(name, hosts, waits)
+        self.slowest, self._stop = SlowestOf(hosts, waits), stop
+        self._alarm = Alarm(name, hosts, stop, self.slowest)
 
     def check(self) -> None:
         if self._failure is not None:
@@ -175,7 +175,7 @@ class Together(Alone):
             return
         alarm.raise_failure()  # the iterator was stopped because another host failed
         if isinstance(error, AgreementError) or rounds.has_failed:
-            alarm.raised(error)  # the others know, or cannot be told
+            alarm.others_know()  # or they cannot be told
         elif not isinstance(error, KeyboardInterrupt):
             alarm.sound(error)
 
@@ -189,6 +189,5 @@ class Together(Alone):
         meet(barrier, self._across.hosts, self._across.timeout_s)
 
     def close(self) -> None:
-        for listening in (self._alarm, self.slowest):
-            if listening is not None:
-                listening.close()
+        if self._alarm is not None:
+            self._alarm.close()

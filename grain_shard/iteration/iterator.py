@@ -33,7 +33,7 @@ from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.iteration.second_pass import SecondPass
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
-from grain_shard.stats.figures import Figures, Stats
+from grain_shard.stats.figures import Stats
 from grain_shard.stats.meter import Meter
 from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
@@ -275,7 +275,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """Returns the figures of its work so far, and of the training loop's waiting; any time."""
         meter, one = self._meter, self._together.slowest
         slowest = None if one is None else one.found
-        return Stats(Figures(meter.total()), Figures(meter.recent()), meter.faults(), slowest)
+        return Stats(meter.total(), meter.recent(), meter.faults(), slowest)
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""

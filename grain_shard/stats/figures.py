@@ -1,4 +1,4 @@
-"""The views of an account: `Figures` are computed from `Counts`, and `Stats` are two of them.
+"""The account of an iterator: `Figures` are sums and all that follows, and `Stats` two of them.
 
 Each figure is one entry in `Figures`: a function of the sums, with the words for its result.
 `Stats.as_dict`, the text and Prometheus follow from the entries.
@@ -6,22 +6,23 @@ Each figure is one entry in `Figures`: a function of the sums, with the words fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 from grain_shard.hosts.slowest import SlowestHost, Waits
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.spans import AGREE, BATCH, MAP, PAD, PLACE, READ, STEP, WAIT
-from grain_shard.stats.counts import BUSY, MAKING, Counts, ReadThreads, busiest
+from grain_shard.stats.counts import BUSY, MAKING, ReadThreads, busiest
 
 _T = TypeVar("_T")
+_Key = TypeVar("_Key", bound=Hashable)
 _MS, _MB = 1e3, 1e-6
 # The lines of the text begin with these words.
 DONE, RATES, LOOP, THREADS = "done", "on this host", "a batch", "its making, of all threads"
 
 
-class Figure(property, Generic[_T]):
+class Figure(property):
     """One figure: a property of `Figures`, with the words for it.
 
     Args:
@@ -34,87 +35,109 @@ class Figure(property, Generic[_T]):
     """
 
     def __init__(
-        self, compute: Callable[[Any], _T], line: str, words: str, scale: float, is_sum: bool
+        self, compute: Callable[[Any], Any], line: str, words: str, scale: float, is_sum: bool
     ):
         super().__init__(compute)
         self.line, self.words, self.scale, self.is_sum = line, words, scale, is_sum
 
-    def __get__(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, figures: Any, owner: type | None = None
-    ) -> _T:
-        return super().__get__(figures, owner)
-
 
 def _figure(
     line: str, words: str, scale: float = 1, *, is_sum: bool = False
-) -> Callable[[Callable[[Any], _T]], Figure[_T]]:
-    return lambda compute: Figure(compute, line, words, scale, is_sum)
+) -> Callable[[Callable[[Any], _T]], _T]:
+    # For a type checker the attribute of `Figures` is the value.
+    return lambda compute: cast(Any, Figure(compute, line, words, scale, is_sum))
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of an iterator over some time, each an attribute.
+    """The figures of an iterator over its life or over a part of it, each an attribute.
 
     Seconds of stages are summed over all threads. A figure that cannot be measured is None, such as
     the stages of worker processes.
 
     Example:
         >>> sums = {"seconds": 2.0, "wait": 0.5, "step": 1.5, "batches": 100, "records": 25_600}
-        >>> of_late = Figures(Counts(sums))
+        >>> of_late = Figures(sums)
         >>> of_late.wait_share, of_late.wait_s, of_late.step_s, of_late.records_per_s
         (0.25, 0.005, 0.015, 12800.0)
 
     Attributes:
-        counts: The sums from which all figures follow.
+        sums: By name. "seconds" end when the last batch was handed out, or now if the loop waits
+            for one; the loop spent "wait" and "step" seconds of them. "batches" were handed out,
+            with this host's "records" and "bytes". "placed" batches are on the devices. "retries"
+            and "bad_records" are as in `FaultCounts`. A missing sum is 0.
+        stages_s: Seconds of each stage, by (thread, stage); a thread is its number or its name.
+        reads: The threads that read now.
     """
 
-    counts: Counts
+    sums: Mapping[str, float] = field(default_factory=dict)
+    stages_s: Mapping[tuple[int | str, str], float] = field(default_factory=dict)
+    reads: ReadThreads = field(default_factory=ReadThreads)
+
+    def __getitem__(self, name: str) -> float:
+        return self.sums.get(name, 0)
+
+    def since(self, before: Figures) -> Figures:
+        """Returns the figures of the time since then."""
+        return replace(
+            self,
+            sums=_difference(self.sums, before.sums),
+            stages_s=_difference(self.stages_s, before.stages_s),
+        )
+
+    def stage_s(self, *stages: str) -> float:
+        """Returns the seconds of these stages, of all their threads together."""
+        return sum((s for (_, stage), s in self.stages_s.items() if stage in stages), 0.0)
+
+    def threads(self, *stages: str) -> int:
+        """Returns the number of threads that were at work in these stages."""
+        return len({at for (at, stage), s in self.stages_s.items() if stage in stages and s > 0})
 
     @_figure(DONE, "{:,} batches", is_sum=True)
     def batches(self) -> int:
         """Batches that were handed out."""
-        return int(self.counts["batches"])
+        return int(self["batches"])
 
     @_figure(DONE, "{:,} records", is_sum=True)
     def records(self) -> int:
         """Rows of these batches on this host that are no padding."""
-        return int(self.counts["records"])
+        return int(self["records"])
 
     @_figure(DONE, "{:,.1f} MB", _MB, is_sum=True)
     def bytes(self) -> int:
         """Bytes of these batches on this host, padding included."""
-        return int(self.counts["bytes"])
+        return int(self["bytes"])
 
     @_figure(DONE, "{:,.1f} s", is_sum=True)
     def seconds(self) -> float:
         """Time until the last batch was handed out, or until now if the loop waits for one."""
-        return self.counts["seconds"]
+        return self["seconds"]
 
     @_figure(DONE, "of which the loop waited {:.0f} %", 100)
     def wait_share(self) -> float:
         """Share of the time, 0 to 1, in which the loop waited for a batch."""
         # A difference of sums may be below 0 by a rounding error.
-        return self.counts[WAIT] / ((self.counts[WAIT] + max(0.0, self.counts[STEP])) or 1)
+        return self[WAIT] / ((self[WAIT] + max(0.0, self[STEP])) or 1)
 
     @_figure(DONE, "busiest: {}")
     def busiest(self) -> str | None:
         """The stage whose threads were busiest, which is "read", "batch", "pad" or "place"."""
-        counts, seen = self.counts, self.counts.threads(*MAKING)
+        seen = self.threads(*MAKING)
         # More threads may have been seen than are to work now.
-        threads = max(1, min(seen, counts.reads.number or seen))
-        making = counts.stage_s(*MAKING) / threads / (self.seconds or 1)
-        placing = counts.stage_s(PLACE) / (self.seconds or 1)
-        return busiest(making, placing, counts.stage_s, least=0 if making else BUSY)
+        threads = max(1, min(seen, self.reads.number or seen))
+        making = self.stage_s(*MAKING) / threads / (self.seconds or 1)
+        placing = self.stage_s(PLACE) / (self.seconds or 1)
+        return busiest(making, placing, self.stage_s, least=0 if making else BUSY)
 
     @_figure(DONE, "{:,} reads tried again", is_sum=True)
     def retries(self) -> int:
         """Reads that failed and were tried again."""
-        return int(self.counts["retries"])
+        return int(self["retries"])
 
     @_figure(DONE, "{:,} records masked as bad", is_sum=True)
     def bad_records(self) -> int:
         """Unreadable records, whose rows are masked."""
-        return int(self.counts["bad_records"])
+        return int(self["bad_records"])
 
     @_figure(RATES, "{:,.0f} records/s")
     def records_per_s(self) -> float:
@@ -129,12 +152,12 @@ class Figures:
     @_figure(LOOP, "wait {:,.2f} ms", _MS)
     def wait_s(self) -> float:
         """Seconds a batch for which the loop waited; a loop without one waits for the first."""
-        return self.counts[WAIT] / max(1, self.batches)
+        return self[WAIT] / max(1, self.batches)
 
     @_figure(LOOP, "step {:,.2f} ms", _MS)
     def step_s(self) -> float:
         """Seconds of the loop between two batches."""
-        return max(0.0, self.counts[STEP]) / max(1, self.batches)
+        return max(0.0, self[STEP]) / max(1, self.batches)
 
     @_figure(THREADS, "read {:,.2f} ms", _MS)
     def read_s(self) -> float | None:
@@ -167,8 +190,8 @@ class Figures:
         return self._a_batch(AGREE)
 
     def _a_batch(self, stage: str) -> float | None:
-        counts = self.counts
-        return counts.stage_s(stage) / max(1, counts["placed"]) if counts.has_seen(stage) else None
+        is_seen = any(name == stage for _, name in self.stages_s)
+        return self.stage_s(stage) / max(1, self["placed"]) if is_seen else None
 
     def line(self, line: str) -> str:
         """Returns one line of the text, without its first words; None and 0 are left out."""
@@ -187,17 +210,21 @@ class Figures:
 FIGURES = {name: one for name, one in vars(Figures).items() if isinstance(one, Figure)}
 
 
-def waits(counts: Counts, least_s: float) -> Waits:
+def _difference(now: Mapping[_Key, float], before: Mapping[_Key, float]) -> dict[_Key, float]:
+    return {key: value - before.get(key, 0) for key, value in now.items()}
+
+
+def waits(figures: Figures, least_s: float) -> Waits:
     """Returns how the loop waited for this host's data, without its wait for other hosts' votes.
 
     Args:
-        counts: Sums over some time.
+        figures: The figures of some time.
         least_s: Least length of this time in seconds: a loop that has only begun, or rests most of
             the time, holds nobody up for long.
     """
-    wait_s = max(0.0, counts[WAIT] - counts.stage_s(AGREE))
-    share = wait_s / (max(counts["seconds"], least_s) or 1)
-    return Waits(share, wait_s / max(1, counts["batches"]), Figures(counts).busiest)
+    wait_s = max(0.0, figures[WAIT] - figures.stage_s(AGREE))
+    share = wait_s / (max(figures.seconds, least_s) or 1)
+    return Waits(share, wait_s / max(1, figures.batches), figures.busiest)
 
 
 @dataclass(frozen=True)
@@ -237,7 +264,7 @@ class Stats:
     @property
     def reads(self) -> ReadThreads:
         """The threads that read now; its text is empty if their number is not known."""
-        return self.total.counts.reads
+        return self.total.reads
 
     @property
     def read_threads(self) -> int | None:

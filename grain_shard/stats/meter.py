@@ -16,8 +16,8 @@ import numpy as np
 from grain_shard.hosts.slowest import Waits
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.spans import STEP, WAIT
-from grain_shard.stats.counts import Counts, ReadThreads, mask_of, size_of
-from grain_shard.stats.figures import waits
+from grain_shard.stats.counts import ReadThreads, mask_of, size_of
+from grain_shard.stats.figures import Figures, waits
 
 # Seconds that recent figures cover, and seconds between two kept sums.
 RECENT_S, _KEEP_S = 30.0, 5.0
@@ -33,7 +33,7 @@ class _Loop(NamedTuple):
     until: float = 0.0  # when the last call returned
     since: float | None = None  # when the call began that it waits in now
     wait_s: float = 0.0
-    sums: Mapping[str, int] = {"batches": 0}  # of batches that were handed out; never changed
+    sums: Mapping[str, int] = {}  # of batches that were handed out; never changed
 
 
 class Meter:
@@ -57,8 +57,8 @@ class Meter:
         self._reads: Callable[[], ReadThreads] = ReadThreads
         self._faults: Callable[[], FaultCounts] = FaultCounts
         self._faults_before = FaultCounts()
-        self._kept: deque[tuple[float, Counts]] = deque()  # sums, each with its time
-        self._reported = Counts()
+        self._kept: deque[tuple[float, Figures]] = deque()  # sums, each with its time
+        self._reported = Figures()
 
     def tally(self) -> dict[str, float]:
         """Returns the seconds by stage to which the calling thread, and no other, adds."""
@@ -92,18 +92,16 @@ class Meter:
 
     def handed_out(self, size: Mapping[str, int]) -> None:
         """Counts a batch that the loop has got, with the sums that `placed` returned."""
-        sums, now = self._loop.sums, self._clock()
-        more = {name: sums.get(name, 0) + number for name, number in size.items()}
-        self._loop = self._loop._replace(
-            until=now, sums={**sums, **more, "batches": sums["batches"] + 1}
-        )
+        before, now, more = self._loop.sums, self._clock(), {"batches": 1, **size}
+        sums = {name: before.get(name, 0) + number for name, number in more.items()}
+        self._loop = self._loop._replace(until=now, sums=sums)
         # The first batch is no part of "of late": it has the time of all that is done only once.
         if not self._kept or now - self._kept[-1][0] >= _KEEP_S:
             self._kept.append((now, self.total()))
             while len(self._kept) > 1 and self._kept[1][0] <= now - RECENT_S:
                 self._kept.popleft()
 
-    def total(self) -> Counts:
+    def total(self) -> Figures:
         """Returns the sums since the iterator began."""
         loop, faults = self._loop, self.faults()
         until = loop.until if loop.since is None else self._clock()
@@ -123,9 +121,9 @@ class Meter:
             for thread, tally in self._tallies.copy().items()
             for stage, seconds in tally.copy().items()
         }
-        return Counts(sums, stages_s, self._reads())
+        return Figures(sums, stages_s, self._reads())
 
-    def recent(self) -> Counts:
+    def recent(self) -> Figures:
         """Returns the sums of the last `RECENT_S` to `RECENT_S + _KEEP_S`.
 
         They are all sums as long as there are fewer than two batches.

@@ -80,7 +80,7 @@ class _Collector:
             figures = {name.partition("/")[2]: value for name, value in stats.as_dict().items()}
             sums = {name: figures[name] for name, one in FIGURES.items() if one.is_sum}
             sums["loop_seconds"] = stats.total.seconds
-            sums["wait_seconds"] = stats.total.counts[WAIT]
+            sums["wait_seconds"] = stats.total[WAIT]
             for name, value in (figures | sums).items():
                 kind = CounterMetricFamily if name in sums else GaugeMetricFamily
                 if name not in families:

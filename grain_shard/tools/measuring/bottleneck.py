@@ -61,7 +61,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
             ("put .repeat() before .batch, and profile again.",),
         )
     waits = f"the loop waits {measured.busy(WAIT):.0%} of the time"
-    if measured.busy(WAIT) < _LITTLE_WAIT and measured.counts.stage_s(STEP) > 0:
+    if measured.busy(WAIT) < _LITTLE_WAIT and measured.figures.stage_s(STEP) > 0:
         return Bottleneck(
             STEP,
             f"{waits}; the pipeline keeps up with the step.",
@@ -90,7 +90,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
                 "profile once with num_workers=0 to see which stage takes the time.",
             ),
         )
-    if not measured.counts.stage_s(READ):
+    if not measured.figures.stage_s(READ):
         return Bottleneck(
             "unseen",
             f"{waits}, and nothing tells when batches are read.",
@@ -251,7 +251,7 @@ def _rests(measured: Measurement) -> list[Span]:
 
 def _surely_waits(measured: Measurement) -> bool:
     """Returns whether the threads that make batches wait, and surely not for a processor."""
-    return measured.processor_s(*MAKING) < _SURELY_WAITS * measured.counts.stage_s(*MAKING)
+    return measured.processor_s(*MAKING) < _SURELY_WAITS * measured.figures.stage_s(*MAKING)
 
 
 def _making_cores(measured: Measurement) -> float:
@@ -270,7 +270,7 @@ def _busiest(measured: Measurement) -> str | None:
     wait for the interpreter's lock may do so in any stage.
     """
     placing, making = measured.busy(PLACE), _making_share(measured)
-    stage_s = measured.processor_s if _computes(measured) else measured.counts.stage_s
+    stage_s = measured.processor_s if _computes(measured) else measured.figures.stage_s
     return busiest(making, placing, stage_s, least=max(BUSY, 1 - measured.busy(WAIT)))
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from grain_shard.iteration.sharded_dataset import Settings
 from grain_shard.spans import LOOP, PAD, PLACE, ROOM, STAGES, Span
-from grain_shard.stats.counts import Counts
 from grain_shard.stats.figures import Figures
 from grain_shard.tools.measuring.loop import covered_s, cut
 
@@ -67,19 +66,14 @@ class Measurement:
         )
 
     @functools.cached_property
-    def counts(self) -> Counts:
-        """The sums over the spans of the measured loop, and over its global batches."""
+    def figures(self) -> Figures:
+        """The figures of `stats()` for this loop, of its global batches."""
         stages_s: dict[tuple[int | str, str], float] = defaultdict(float)
         for one in self.spans:
             stages_s[one.thread, one.stage] += one.end - one.start
         sums = {"batches": self.num_batches, "records": self.num_examples, "bytes": self.num_bytes}
-        spent = {stage: Counts(stages_s=stages_s).stage_s(stage) for stage in LOOP}
-        return Counts({**sums, **spent, "seconds": self.seconds}, stages_s)
-
-    @property
-    def figures(self) -> Figures:
-        """The figures of `stats()` for this loop."""
-        return Figures(self.counts)
+        spent = {stage: Figures(stages_s=stages_s).stage_s(stage) for stage in LOOP}
+        return Figures({**sums, **spent, "seconds": self.seconds}, stages_s)
 
     @property
     def examples_per_second(self) -> float:
@@ -109,7 +103,7 @@ class Measurement:
     @property
     def lanes_s(self) -> Mapping[str, float]:
         """Seconds of work in each lane that was seen, of all its threads together."""
-        return {lane: s for lane in (*STAGES, *LOOP) if (s := self.counts.stage_s(lane))}
+        return {lane: s for lane in (*STAGES, *LOOP) if (s := self.figures.stage_s(lane))}
 
     @property
     def stages_s(self) -> Mapping[str, float]:
@@ -131,7 +125,7 @@ class Measurement:
 
     def threads(self, *lanes: str) -> int:
         """Returns the number of threads that were seen at work in these lanes."""
-        return self.counts.threads(*lanes)
+        return self.figures.threads(*lanes)
 
     def busy(self, *lanes: str) -> float:
         """Returns the part of the time, 0 to 1, in which any thread was at work in these lanes.
@@ -144,7 +138,7 @@ class Measurement:
 
     def side_by_side(self, *lanes: str) -> float:
         """Returns the number of threads that were at work in these lanes at a time, on average."""
-        return self.counts.stage_s(*lanes) / self.seconds
+        return self.figures.stage_s(*lanes) / self.seconds
 
     def processor_s(self, *lanes: str) -> float:
         """Returns the seconds for which these lanes kept processors busy, of all threads."""
