@@ -24,13 +24,13 @@ from grain_shard.trees import Batch
 _MISSING = object()  # instead of a row that a feed no longer has
 
 
-def row_stacker(row: Any) -> RowStacker:
-    """Returns a stacker of rows that look like this one.
+def row_stacker(row: Any, feed: int) -> RowStacker:
+    """Returns a stacker of rows that look like this row of a feed.
 
     Raises:
         ShardingError: It cannot be a row.
     """
-    return RowStacker(row, "a row of feed {}")
+    return RowStacker(row, "a row of feed {}", feed)
 
 
 @dataclass(frozen=True)

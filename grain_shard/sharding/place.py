@@ -14,7 +14,7 @@ from grain_shard.host_arrays import copied
 from grain_shard.sharding.layout import mesh_axes_of
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits, trimmed
-from grain_shard.trees import ROOT, as_arrays, is_text
+from grain_shard.trees import as_arrays, is_text, path_of
 
 
 def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) -> Any:
@@ -38,7 +38,7 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
     pairs, structure = jax.tree_util.tree_flatten_with_path(data)
     if not pairs:
         return data  # such as the state of plain SGD
-    paths = [ROOT + jax.tree_util.keystr(keys) for keys, _ in pairs]
+    paths = [path_of(keys) for keys, _ in pairs]
     arrays = [_as_array(path, leaf, target) for path, (_, leaf) in zip(paths, pairs, strict=True)]
     shardings = target.match(structure.unflatten(arrays))
     return structure.unflatten(
