@@ -144,3 +144,45 @@ def test_a_digest_of_text_is_one_of_its_characters():
         for text in ("ab\0", "ab\0", "abc")
     )
     assert first == same != other
+
+
+BIG = {
+    "big": (np.int64, 3_000_000_000, "holds 3000000000, and JAX would cut it to int32"),
+    "small": (np.int64, -(2**31) - 1, "holds -2147483649, and JAX would cut it to int32"),
+    "unsigned": (np.uint64, 2**32, "holds 4294967296, and JAX would cut it to uint32"),
+}
+
+
+@pytest.mark.parametrize(("dtype", "value", "message"), BIG.values(), ids=BIG)
+@pipelines
+def test_an_integer_that_32_bits_cannot_hold_is_an_error(pipeline, dtype, value, message):
+    ds = pipeline(lambda i: {"x": np.full(2, value if i == 5 else i, dtype)}).shard_to(data_mesh(2))
+    with pytest.raises(ShardingError) as refusal:
+        list(ds)
+    row = 2 if pipeline is feeds else 1
+    assert str(refusal.value).startswith(f"batch['x']: row {row} of the batch {message}")
+    assert "mesh: data=2" in str(refusal.value)
+    assert 'remedy: call jax.config.update("jax_enable_x64", True)' in str(refusal.value)
+
+
+@pipelines
+def test_integers_that_32_bits_hold_are_placed(pipeline):
+    ends = np.array([-(2**31), 2**31 - 1])
+    first, *_ = pipeline(lambda i: {"x": ends, "y": ends.astype(np.uint64) % 2**32}).shard_to(
+        data_mesh(2)
+    )
+    assert np.asarray(first["x"])[0].tolist() == ends.tolist()
+    assert np.asarray(first["y"])[0].tolist() == [2**31, 2**31 - 1]
+
+
+@pipelines
+def test_with_x64_any_integer_is_placed(pipeline):
+    with jax.enable_x64(True):
+        first, *_ = pipeline(lambda i: {"x": 2**40 + i}).shard_to(data_mesh(2))
+        assert first["x"].dtype == np.int64
+        assert first["x"].tolist()[0] == 2**40
+
+
+def test_whole_arrays_are_checked_as_well():
+    with pytest.raises(ShardingError, match="the leaf holds 4294967296"):
+        grain_shard.DevicePlacement().distribute_batch({"x": 2**32}, jax.devices()[0])

@@ -13,7 +13,7 @@ from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.host_arrays import copied
 from grain_shard.sharding.layout import mesh_axes_of
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.sharding.specs import check_fits, trimmed
+from grain_shard.sharding.specs import check_fits, check_held, trimmed
 from grain_shard.trees import as_arrays, is_text, path_of
 
 
@@ -115,6 +115,7 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
             data = _place(path, jax.random.key_data(array), sharding, in_background)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     host_array = np.asarray(array)
+    check_held(path, host_array)
     # The CPU backend may use aligned host memory without a copy, and its owner may write to it.
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     shard = (lambda index: copied(host_array[index])) if on_cpu else host_array.__getitem__
