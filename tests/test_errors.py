@@ -284,14 +284,14 @@ batch['x']: batch 0 has 4 rows, made of 8 records: what stands after .batch chan
         """\
 batch: the batch is a ndarray, so there is no place for the mask.
   leaf:   int64[4]   mesh: data=4
-  remedy: turn records into dicts with .map before .batch, or pass mask_key=None.""",
+  remedy: turn records into dicts with .map before .batch, or pass mask_key=None with remainder="drop": without a mask, means include the zeros of padding.""",  # noqa: E501
     ),
     "keys that are no strings": (
         lambda: grain.MapDataset.range(8).map(lambda i: {1: i}).batch(4).shard_to(data_mesh(4)),
         """\
 batch[1]: the batch's keys are no strings, among which JAX could sort that of the mask.
   leaf:   int64[4]   mesh: data=4
-  remedy: give records string keys in .map, or pass mask_key=None.""",
+  remedy: give records string keys in .map, or pass mask_key=None with remainder="drop": without a mask, means include the zeros of padding.""",  # noqa: E501
     ),
     "a leaf called like the mask": (
         lambda: (
@@ -303,7 +303,7 @@ batch[1]: the batch's keys are no strings, among which JAX could sort that of th
         """\
 batch['valid_mask']: the batch already has a leaf 'valid_mask', the key of the mask.
   leaf:   int64[4]   mesh: data=4
-  remedy: pass another mask_key, or mask_key=None to pad without a mask.""",
+  remedy: pass another mask_key, or mask_key=None with remainder="drop": without a mask, means include the zeros of padding.""",  # noqa: E501
     ),
     "no batch at all": (
         lambda: (

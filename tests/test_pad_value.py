@@ -1,6 +1,7 @@
 """What rows of padding hold. On several hosts: test_hosts_changing_runs.py."""
 
 import json
+import warnings
 
 import grain
 import jax.numpy as jnp
@@ -115,6 +116,20 @@ def test_values_of_numpy_and_of_small_floats():
     batch = to_numpy(next(iter(ds.shard_to(data_mesh(2), pad_value=values))))
     assert np.isnan(batch["x"].astype(np.float32)).tolist() == [False, True]
     assert batch["y"].tolist() == [0, 5]
+
+
+def test_padding_without_a_mask_warns_once(pipeline):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            list(pipeline().shard_to(data_mesh(4), mask_key=None))
+    (warning,) = caught
+    assert "rows of padding and no mask" in str(warning.message)
+    assert 'Pass remainder="drop"' in str(warning.message)
+
+
+def test_batches_without_padding_need_no_mask(pipeline):
+    assert len(list(pipeline().shard_to(data_mesh(4), mask_key=None, remainder="drop"))) == 1
 
 
 class TestWhatIsPadding:

@@ -136,6 +136,8 @@ class FeedRows:
         ]
         if self.padding is None:
             found = [(feed, row) for feed, row in found if row is not _MISSING]
+        elif any(row is _MISSING for _, row in found):
+            self.padding.rows.made()
         padding = PadRows() if self.padding is None else self.padding.rows
         pad_row, stack = padding.row_like(stacker.like), Stack(stacker, len(found))
         rows = [pad_row if row is _MISSING else row for _, row in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,16 @@ class PadRows:
                 )
         return found
 
+    def made(self) -> None:
+        """Warns, where rows of padding are made, if no mask will mark them."""
+        if self.mask_key is None:
+            warnings.warn(
+                "a batch has rows of padding and no mask, so a mean over the batch includes them:"
+                ' zeros, or pad_value. Pass remainder="drop"; or leave out mask_key=None, which'
+                " needs records that are dicts, and divide by the sum of the mask.",
+                stacklevel=1,  # so that it is shown once
+            )
+
     def _is_mask(self, keys: Any) -> bool:
         return len(keys) == 1 and getattr(keys[0], "key", None) == self.mask_key
 
@@ -88,6 +99,7 @@ class PadRows:
 
         Scalars are unchanged: they belong to the whole batch, and are the same on every host.
         """
+        self.made()
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(
             [
