@@ -18,19 +18,19 @@ ROOT = "batch"
 MASK_KEY = "valid_mask"  # default key at which `shard_to` puts the mask of real rows
 
 
-def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
     """Returns paths, leaves and structure of a tree. As for JAX, None is a tree without leaves.
 
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
     """
     pairs, structure = _sorted(jax.tree_util.tree_flatten_with_path, tree)
-    return [path_of(keys) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
+    return [path_of(keys, root) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
 
 
-def path_of(keys: Iterable[Any]) -> str:
+def path_of(keys: Iterable[Any], root: str = ROOT) -> str:
     """Formats the keys that lead to a leaf of a batch: ``batch['image']``."""
-    return ROOT + jax.tree_util.keystr(tuple(keys))
+    return root + jax.tree_util.keystr(tuple(keys))
 
 
 def leaves_of(tree: Any) -> tuple[list[Any], Any]:
