@@ -186,3 +186,10 @@ def test_with_x64_any_integer_is_placed(pipeline):
 def test_whole_arrays_are_checked_as_well():
     with pytest.raises(ShardingError, match="the leaf holds 4294967296"):
         grain_shard.DevicePlacement().distribute_batch({"x": 2**32}, jax.devices()[0])
+
+
+def test_none_among_arrays_in_memory_is_none_in_the_batch():
+    arrays = {"id": np.arange(6), "input": Input(np.zeros((6, 3))), "none": None}
+    ds = grain.MapDataset.source(grain_shard.ArraySource(arrays)).batch(4).shard_to(data_mesh(2))
+    for batch in ds:
+        assert batch["none"] is batch["input"].images is None
