@@ -56,8 +56,13 @@ class Raised(NamedTuple):
     def of(cls, error: BaseException) -> Raised:
         """Wraps the error that the work has just raised."""
         if isinstance(error, StopIteration):  # only the end of the tasks may end the stage
-            wrapped = RuntimeError("the pipeline raised StopIteration")
+            wrapped = RuntimeError(
+                "the pipeline raised StopIteration\n"
+                "  remedy: look for a bare next() in the source, in a .map or in make_feed."
+            )
             wrapped.__cause__ = error
+            for note in getattr(error, "__notes__", ()):  # on the record
+                wrapped.add_note(note)
             return cls(wrapped, None)
         return cls(error, error.__traceback__)
 

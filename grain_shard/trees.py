@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,39 +18,105 @@ ROOT = "batch"
 MASK_KEY = "valid_mask"  # default key at which `shard_to` puts the mask of real rows
 
 
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
-
-
 def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
-    """Returns paths, leaves and structure of a tree; None is a leaf, so that it has a path."""
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
-    paths = [root + jax.tree_util.keystr(path) for path, _ in pairs]
-    return paths, [leaf for _, leaf in pairs], structure
-
-
-def child(node: Any, key: Any) -> Any:
-    """Returns the subtree at one key of a path; the tree may be a prefix.
+    """Returns paths, leaves and structure of a tree. As for JAX, None is a tree without leaves.
 
     Raises:
-        KeyError, IndexError, AttributeError, TypeError: The key does not exist there.
+        ShardingError: A dict has keys that cannot be sorted.
     """
-    if isinstance(key, jax.tree_util.GetAttrKey):
-        return getattr(node, key.name)
-    return node[getattr(key, "key", getattr(key, "idx", None))]
+    pairs, structure = _sorted(jax.tree_util.tree_flatten_with_path, tree)
+    return [path_of(keys, root) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
+
+
+def path_of(keys: Iterable[Any], root: str = ROOT) -> str:
+    """Formats the keys that lead to a leaf of a batch: ``batch['image']``."""
+    return root + jax.tree_util.keystr(tuple(keys))
+
+
+def leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """Returns leaves and structure of a tree, in less time than `flatten`.
+
+    Raises:
+        ShardingError: A dict has keys that cannot be sorted.
+    """
+    return _sorted(jax.tree.flatten, tree)
+
+
+def _sorted(flatten: Callable[..., Any], tree: Any) -> Any:
+    try:
+        return flatten(tree)
+    except ValueError:
+        pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_mixed_keys)[0]
+        for keys, node in pairs:
+            if _has_mixed_keys(node):
+                raise ShardingError(
+                    f"the keys {', '.join(map(repr, node))} have no order, in which JAX would put"
+                    " the leaves.",
+                    path=path_of(keys),
+                    leaf=describe_leaf(node),
+                    remedy="give the dict keys of one type in .map, such as strings.",
+                ) from None
+        raise
+
+
+def _has_mixed_keys(node: Any) -> bool:
+    return isinstance(node, dict) and len({isinstance(key, str) for key in node}) > 1
+
+
+def covering(
+    prefix: Any, keys: Sequence[Any], is_leaf: Callable[[Any], bool]
+) -> tuple[Any, Sequence[Any]] | None:
+    """Finds the leaf of a tree prefix that covers a leaf of the tree.
+
+    Args:
+        prefix: The tree prefix.
+        keys: The keys that lead to the leaf of the tree.
+        is_leaf: Returns True for a leaf of the prefix.
+
+    Returns:
+        The leaf of the prefix and the keys that lead to it; a node in place of the leaf if the
+        prefix goes deeper than the tree; None if the prefix does not have these keys.
+    """
+    for depth, key in enumerate(keys):
+        if is_leaf(prefix):
+            return prefix, keys[:depth]
+        try:
+            if isinstance(key, jax.tree_util.GetAttrKey):
+                prefix = getattr(prefix, key.name)
+            else:
+                prefix = prefix[getattr(key, "key", getattr(key, "idx", None))]
+        except (KeyError, IndexError, AttributeError, TypeError):
+            return None
+    return prefix, keys
+
+
+def covered_nones(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> set[str]:
+    """Returns the paths of the leaves of a tree prefix that cover a None, which has no leaves."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]
+    found = [covering(prefix, keys, is_leaf) for keys, leaf in pairs if leaf is None]
+    return {path_of(cover[1]) for cover in found if cover is not None}
+
+
+def is_none(leaf: Any) -> bool:
+    """Returns True for None, which JAX takes for a tree without leaves."""
+    return leaf is None
 
 
 def is_text(leaf: Any) -> bool:
     """Returns True if a leaf holds strings, which stay on the host."""
-    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "US"
+    if not isinstance(leaf, np.ndarray):
+        return False
+    # In an array of objects strings keep the NULs at their ends.
+    as_objects = leaf.dtype.kind == "O" and all(isinstance(text, str | bytes) for text in leaf.flat)
+    return leaf.dtype.kind in "US" or as_objects
 
 
 def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
     """Returns the leaves as numpy arrays of a dtype that JAX or, for text, the host can hold.
 
     Raises:
-        ShardingError: A leaf is None, ragged, of object dtype, or of another dtype that no device
-            can hold.
+        ShardingError: A leaf is ragged, of object dtype, or of another dtype that no device can
+            hold.
     """
     arrays = []
     for path, leaf in zip(paths, leaves, strict=True):
@@ -65,7 +131,7 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
                 leaf=describe_leaf(array),
                 remedy="fill it in .map, by .filled(0), and make the mask a leaf of its own.",
             )
-        if array.dtype.kind == "O":
+        if array.dtype.kind == "O" and not is_text(array):
             raise ShardingError(
                 "the leaf holds Python objects (ragged rows, or a None among them).",
                 path=path,
@@ -94,7 +160,7 @@ def is_numeric(dtype: np.dtype) -> bool:
         jax.eval_shape(lambda x: x, np.empty((), dtype))
     except TypeError:
         return False
-    return True
+    return dtype != jax.dtypes.float0  # which JAX takes, and puts on no device
 
 
 @dataclass(frozen=True)
@@ -118,7 +184,7 @@ class FlatBatch:
         Raises:
             ShardingError: A leaf cannot be a batch of rows, or two leaves differ in their rows.
         """
-        leaves, structure = jax.tree.flatten(batch, is_leaf=_is_none)
+        leaves, structure = leaves_of(batch)
         if not all(type(leaf) is np.ndarray and is_numeric(leaf.dtype) for leaf in leaves):
             leaves = as_arrays(_paths(structure), leaves)
         sizes = {len(array) for array in leaves if array.ndim}
@@ -133,7 +199,11 @@ class FlatBatch:
 
     def digest(self) -> str:
         """Returns sixteen hex digits of a digest of all leaves' values."""
-        content = b"".join(array.tobytes() for array in self.arrays)
+        content = b"".join(
+            # The bytes of an array of strings as objects are their addresses.
+            repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+            for array in self.arrays
+        )
         return hashlib.sha256(content).hexdigest()[:16]
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:

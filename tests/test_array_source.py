@@ -207,7 +207,7 @@ BAD_ARRAYS = {
     "no axis": ({"a": np.zeros(3), "b": np.float32(1)}, "arrays['b']", "no axis"),
     "objects": ({"a": np.array([None, "x"])}, "arrays['a']", "Python objects"),
     "lists": ({"a": [1, 2]}, "arrays['a'][0]", "no array"),
-    "None": ({"a": None}, "arrays['a']", "no array"),
+    "None alone": ({"a": None}, "there is no array", "remedy"),
     "no leaf": ({}, "", "no array"),
 }
 

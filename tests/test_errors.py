@@ -41,10 +41,10 @@ NO_SHARDS = """\
 a batch of 6 rows does not split into 4 shards.
   mesh:   data=4
   remedy: use a batch size of 8, or remainder="pad"."""
-A_NONE = """\
-batch['leaf0']: the leaf holds Python objects (ragged rows, or a None among them).
-  leaf:   NoneType   mesh: data=4
-  remedy: pad the rows to one shape and replace None by a number in .map, or drop the leaf."""
+UNSORTED = """\
+{}: the keys 'a', 1 have no order, in which JAX would put the leaves.
+  leaf:   dict   mesh: data=4
+  remedy: give the dict keys of one type in .map, such as strings."""
 AT_BUILD = {
     "an axis that does not exist": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("batch")),
@@ -222,11 +222,34 @@ batch['leaf0']: record 3 holds int64[], others hold float32[].
     ),
     "a None among the records": (
         lambda: dicts(lambda i: None if i == 2 else i).shard_to(data_mesh(4)),
-        A_NONE,
+        """\
+batch['leaf0']: record 2 has another structure than record 0: record 0 alone has batch['leaf0'].
+  mesh:   data=4
+  remedy: return the same tree for every row from .map; a leaf that is None in one row must be None in all.""",  # noqa: E501
     ),
-    "None in every record": (
-        lambda: dicts(lambda i: None, lambda i: i).shard_to(data_mesh(4)),
-        A_NONE,
+    "a list of numbers in each record": (
+        lambda: dicts(lambda i: {"ids": [1, 2, i]}).shard_to(data_mesh(4)),
+        """\
+batch['leaf0']['ids']: the row holds a list of 3 numbers or strings, which JAX takes for as many leaves, so the batch would hold an array for each position.
+  leaf:   list   mesh: data=4
+  remedy: turn it into an array: by .with_format("numpy") of a Hugging Face dataset, or by np.array(list) in .map before .batch.""",  # noqa: E501
+    ),
+    "a dtype of gradients that are none": (
+        lambda: dicts(lambda i: np.zeros(2, jax.dtypes.float0)).shard_to(data_mesh(4)),
+        """\
+batch['leaf0']: dtype [('float0', 'V')] is not one that JAX can hold.
+  leaf:   [('float0', 'V')][2]   mesh: data=4
+  remedy: convert it in .map to a number that JAX has: .astype(np.float32), say.""",
+    ),
+    "keys that cannot be sorted": (
+        lambda: dicts(lambda i: {"a": i, 1: i}).shard_to(data_mesh(4)),
+        UNSORTED.format("batch['leaf0']"),
+    ),
+    "keys that cannot be sorted, of an iterable": (
+        lambda: grain_shard.from_iterable(
+            [{"a": np.arange(4), 1: np.arange(4)}], rows="global"
+        ).shard_to(data_mesh(4)),
+        UNSORTED.format("batch"),
     ),
     "a dtype that no device holds": (
         lambda: dicts(lambda i: np.datetime64("2026-01-01")).shard_to(data_mesh(4)),
@@ -261,14 +284,14 @@ batch['x']: batch 0 has 4 rows, made of 8 records: what stands after .batch chan
         """\
 batch: the batch is a ndarray, so there is no place for the mask.
   leaf:   int64[4]   mesh: data=4
-  remedy: turn records into dicts with .map before .batch, or pass mask_key=None.""",
+  remedy: turn records into dicts with .map before .batch, or pass mask_key=None with remainder="drop": without a mask, means include the zeros of padding.""",  # noqa: E501
     ),
     "keys that are no strings": (
         lambda: grain.MapDataset.range(8).map(lambda i: {1: i}).batch(4).shard_to(data_mesh(4)),
         """\
 batch[1]: the batch's keys are no strings, among which JAX could sort that of the mask.
   leaf:   int64[4]   mesh: data=4
-  remedy: give records string keys in .map, or pass mask_key=None.""",
+  remedy: give records string keys in .map, or pass mask_key=None with remainder="drop": without a mask, means include the zeros of padding.""",  # noqa: E501
     ),
     "a leaf called like the mask": (
         lambda: (
@@ -280,7 +303,7 @@ batch[1]: the batch's keys are no strings, among which JAX could sort that of th
         """\
 batch['valid_mask']: the batch already has a leaf 'valid_mask', the key of the mask.
   leaf:   int64[4]   mesh: data=4
-  remedy: pass another mask_key, or mask_key=None to pad without a mask.""",
+  remedy: pass another mask_key, or mask_key=None with remainder="drop": without a mask, means include the zeros of padding.""",  # noqa: E501
     ),
     "no batch at all": (
         lambda: (

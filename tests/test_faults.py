@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import grain_shard
 from grain_shard import BadRecordsError, BatchLayout, BatchSchedule, Retries, ShardingError
+from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading import faults
 from grain_shard.reading.faults import BadRecord, FaultRules, Faults
 from grain_shard.reading.origin import Origin
@@ -783,3 +784,76 @@ def test_a_flood_of_errors_is_no_flood_of_lines(caplog):
     with caplog.at_level("WARNING"):
         list(masked(ds, max_bad_records=200))
     assert len([line for line in caplog.messages if "record" in line]) <= 2
+
+
+def bare(element, *rest):
+    """Returns the element, or ends like a bare ``next()`` if it is, or holds, number 13."""
+    if 13 in np.atleast_1d(element["id"] if isinstance(element, dict) else element):
+        next(iter([]))
+    return element
+
+
+def as_stream(ds):
+    return ds.to_iter_dataset(IN_TURN)
+
+
+def feeds_of_all(make):
+    return grain_shard.feeds(lambda feed: make(), num_feeds=1).batch(8)
+
+
+ROWS = grain.MapDataset.range(64).map(record)
+RECORD, ELEMENT = "record 13 of the dataset", "bare raised StopIteration for"
+BARE = {
+    "records": (lambda: ROWS.map(bare).batch(8), RECORD),
+    "batches": (lambda: ROWS.batch(8).map(bare), "batch 1 of the dataset"),
+    "stream of mapped records": (lambda: as_stream(ROWS.map(bare)).batch(8), RECORD),
+    "stream, map": (lambda: as_stream(ROWS).map(bare).batch(8), f"{ELEMENT} {{'id': "),
+    "stream, random map": (
+        lambda: as_stream(ROWS).random_map(bare, seed=1).batch(8),
+        f"{ELEMENT} {{'id': ",
+    ),
+    "stream, map with index": (
+        lambda: as_stream(ROWS).map_with_index(lambda i, row: (bare(i), row)[1]).batch(8),
+        "raised StopIteration for 13, {",
+    ),
+    "stream, filter": (lambda: as_stream(ROWS).filter(bare).batch(8), f"{ELEMENT} {{'id': "),
+    "stream, map of batches": (
+        lambda: as_stream(ROWS).batch(8).map(bare),
+        f"{ELEMENT} {{'id': array([ 8, ",
+    ),
+    "stream, batch_fn": (
+        lambda: as_stream(ROWS).batch(8, batch_fn=stacked),
+        "stacked raised StopIteration for [{'id': ",
+    ),
+    "feed of mapped records": (lambda: feeds_of_all(lambda: as_stream(ROWS.map(bare))), RECORD),
+    "feed, map": (lambda: feeds_of_all(lambda: as_stream(ROWS).map(bare)), ELEMENT),
+    "feed, filter": (lambda: feeds_of_all(lambda: as_stream(ROWS).filter(bare)), ELEMENT),
+}
+
+
+def stacked(rows):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *[bare(row) for row in rows])
+
+
+@pytest.mark.parametrize(("build", "named"), BARE.values(), ids=BARE)
+def test_a_bare_next_in_a_function_of_the_user_is_an_error_and_no_end(build, named):
+    seen = []
+    with iter(build().shard_to(data_mesh(2))) as batches:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="raised StopIteration") as failure:
+                seen.extend(batches)
+    assert ids(seen) == [list(range(8))]
+    told = "".join([str(failure.value), *failure.value.__notes__])
+    assert named in told
+    assert "look for a bare next()" in told
+
+
+def test_a_bare_next_in_make_feed_is_an_error_where_it_is_called():
+    with pytest.raises(RuntimeError, match="look for a bare next"):
+        iter(feeds_of_all(lambda: next(iter([]))).shard_to(data_mesh(2)))
+
+
+def test_a_function_that_cannot_end_a_stream_keeps_its_name():
+    ds = as_stream(ROWS).filter(bare).map(bare)
+    same = replace_read_ahead(ds, lambda records, options: records.to_iter_dataset(options))
+    assert (str(same), str(same.parents[0])) == (str(ds), str(ds.parents[0]))

@@ -1,9 +1,11 @@
 """What rows of padding hold. On several hosts: test_hosts_changing_runs.py."""
 
 import json
+import warnings
 
 import grain
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -116,6 +118,20 @@ def test_values_of_numpy_and_of_small_floats():
     assert batch["y"].tolist() == [0, 5]
 
 
+def test_padding_without_a_mask_warns_once(pipeline):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            list(pipeline().shard_to(data_mesh(4), mask_key=None))
+    (warning,) = caught
+    assert "rows of padding and no mask" in str(warning.message)
+    assert 'Pass remainder="drop"' in str(warning.message)
+
+
+def test_batches_without_padding_need_no_mask(pipeline):
+    assert len(list(pipeline().shard_to(data_mesh(4), mask_key=None, remainder="drop"))) == 1
+
+
 class TestWhatIsPadding:
     rows = PadRows({"x": 5})
 
@@ -137,10 +153,58 @@ class TestWhatIsPadding:
         assert PadRows({"x": float("nan")}).are_all_of(batch)
 
 
+NAN, INF = float("nan"), float("inf")
+# Of each dtype: values that it holds, and values that it does not hold.
+HELD = {
+    "bool": ([0, True, 1.0], [2, -1, 0.5, NAN, 1j]),
+    "int2": ([-2, 1, 1.0], [2, -3, 300, 0.5, NAN, INF, 1j]),
+    "uint2": ([0, 3], [4, -1, 1.5]),
+    "int4": ([-8, 7, np.int64(7)], [8, -9, 300, np.int64(300), 1.5, NAN]),
+    "uint4": ([0, 15], [16, -1, 300]),
+    "int8": ([-128, 127], [128, np.int64(300), 1.5]),
+    "uint8": ([255], [-1, 256, np.int64(-1), NAN, np.complex64(1j)]),
+    "int32": ([2**31 - 1], [2**31, 1e10, INF]),
+    "int64": ([2**63 - 1, 1e10], [2**63, NAN]),
+    "uint64": ([2**64 - 1], [2**64, -1]),
+    "float4_e2m1fn": ([6, -6, 0.1], [7, 300, NAN, INF]),
+    "float6_e2m3fn": ([7.5, 0.1], [8, NAN, INF]),
+    "float6_e3m2fn": ([-28], [30, NAN, -INF]),
+    "float8_e3m4": ([15.5, NAN, INF], [300]),
+    "float8_e4m3": ([240, NAN, -INF], [300]),
+    "float8_e4m3fn": ([300, 448, NAN], [500, 1e6, INF]),
+    "float8_e4m3b11fnuz": ([30, NAN], [31, INF]),
+    "float8_e4m3fnuz": ([240, NAN], [300, INF]),
+    "float8_e5m2": ([57344, NAN, INF], [1e6]),
+    "float8_e5m2fnuz": ([57344, NAN], [1e6, INF]),
+    "float8_e8m0fnu": ([2, 0.1, NAN], [-1, INF]),
+    "bfloat16": ([0.1, 1e38, NAN, INF, -INF], [1e39, 1j]),
+    "float16": ([0.1, 65504, NAN, INF], [65520, 1e6, np.complex64(1j)]),
+    "float32": ([0.1, 1e38, NAN, INF, np.float16(0.1)], [1e39, -1e39, 1j]),
+    "float64": ([0.1, 1e300], [1j, 10**400]),
+    "complex64": ([1j, 0.1 + 3e38j, NAN, INF], [1e39, 1e39j]),
+}
+
+
+@pytest.mark.parametrize(("dtype", "held", "refused"), [(k, *v) for k, v in HELD.items()])
+def test_padding_holds_the_value_or_it_is_refused(dtype, held, refused):
+    row = {"x": np.zeros(2, getattr(ml_dtypes, dtype, dtype))}
+    for value in held:
+        padded = PadRows({"x": value}).row_like(row)["x"].astype(complex)
+        np.testing.assert_allclose(padded, value, rtol=0.3, atol=0.15)
+    for value in refused:
+        with pytest.raises(ShardingError) as refusal:
+            PadRows({"x": value}).row_like(row)
+        assert f"batch['x']: its dtype cannot hold pad_value={value!r}." in str(refusal.value)
+        assert f"leaf:   {dtype}[2]" in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ("0", "pad_value is '0', which is no number"),
+        (np.str_("0"), "pad_value is np.str_('0'), which is no number"),
+        (np.datetime64(0, "s"), "which is no number"),
+        (None, "pad_value is None, which is no number"),
         ({"tokens": None}, "pad_value['tokens'] is None, which is no number"),
         ({"tokens": [1, "2"]}, "pad_value['tokens'][1] is '2', which is no number"),
     ],

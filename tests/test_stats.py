@@ -225,6 +225,7 @@ def test_what_each_kind_of_pipeline_tells(mesh, kind):
     assert (end.total.retries, end.total.bad_records, end.slowest_host) == (0, 0, None)
 
 
+@pytest.mark.filterwarnings("ignore:a batch has rows of padding")
 @pytest.mark.parametrize(
     ("options", "records"),
     [
@@ -240,6 +241,7 @@ def test_records_are_the_rows_that_are_no_padding(mesh, options, records):
         assert batches.stats().total.records == records
 
 
+@pytest.mark.filterwarnings("ignore:a batch has rows of padding")
 def test_batches_without_names_are_counted_by_their_rows(mesh):
     records = grain.MapDataset.range(20).batch(8)
     with iter(records.shard_to(mesh, mask_key=None)) as batches:

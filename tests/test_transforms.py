@@ -52,6 +52,7 @@ def lists(ds):
     return [jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), dict(b)) for b in ds]
 
 
+@pytest.mark.filterwarnings("ignore:a batch has rows of padding")
 class TestPadToDivisible:
     @BOTH
     @pytest.mark.parametrize(
@@ -426,6 +427,7 @@ class TestSpecs:
         (batch,) = grain.MapDataset.range(8).batch(8).shard_to(mesh, mask_key=None)
         assert batch.tolist() == list(range(8))
 
+    @pytest.mark.filterwarnings("ignore:a batch has rows of padding")
     @pytest.mark.parametrize("mask_key", [None, "real", "valid_mask"])
     def test_the_mask_has_the_key_that_was_asked_for(self, mesh, mask_key):
         batch = self.place(lambda i: {"id": i}, mesh, n=5, mask_key=mask_key)

@@ -390,6 +390,6 @@ class Stops:
 def test_a_stop_iteration_in_a_worker_is_an_error_and_no_end():
     ds = grain.MapDataset.range(42).map(Stops()).batch(8).shard_to(data_mesh(2), num_workers=1)
     seen = []
-    with iter(ds) as batches, pytest.raises(RuntimeError, match=r"ended after 2 of 6 batches"):
+    with iter(ds) as batches, pytest.raises(RuntimeError, match="raised StopIteration"):
         seen.extend(batches)
     assert ids(seen) == [list(range(8)), list(range(8, 16))]

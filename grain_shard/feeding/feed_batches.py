@@ -238,8 +238,8 @@ class FeedIterator(BatchIterator):
 
     def _joined(self, turns: Sequence[FeedTurn]) -> Batch:
         with span(BATCH):
-            rows = (row for turn in turns for row in turn.rows)
-            self._stacker = self._stacker or row_stacker(next(rows))
+            rows = ((row, turn.feed) for turn in turns for row in turn.rows)
+            self._stacker = self._stacker or row_stacker(*next(rows))
             return self._ds.rows.join(turns, self._stacker)
 
     def faults(self) -> FaultCounts:

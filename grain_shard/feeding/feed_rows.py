@@ -24,13 +24,13 @@ from grain_shard.trees import Batch
 _MISSING = object()  # instead of a row that a feed no longer has
 
 
-def row_stacker(row: Any) -> RowStacker:
-    """Returns a stacker of rows that look like this one.
+def row_stacker(row: Any, feed: int) -> RowStacker:
+    """Returns a stacker of rows that look like this row of a feed.
 
     Raises:
         ShardingError: It cannot be a row.
     """
-    return RowStacker(row, "a row of feed {}")
+    return RowStacker(row, "a row of feed {}", feed)
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,8 @@ class FeedRows:
         ]
         if self.padding is None:
             found = [(feed, row) for feed, row in found if row is not _MISSING]
+        elif any(row is _MISSING for _, row in found):
+            self.padding.rows.made()
         padding = PadRows() if self.padding is None else self.padding.rows
         pad_row, stack = padding.row_like(stacker.like), Stack(stacker, len(found))
         rows = [pad_row if row is _MISSING else row for _, row in found]

@@ -18,6 +18,7 @@ from grain_shard.hosts.feed_files import NUM_FEEDS
 from grain_shard.reading.faults import Faults, Skipped
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
 from grain_shard.reading.state_json import restore
+from grain_shard.tasks import Raised
 
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
 
@@ -101,10 +102,7 @@ class FeedReader:
             if "state" in self._feed_state:
                 restore(iterator, self._feed_state["state"], "the feed")
         except StopIteration as error:  # which would pass for the end
-            raise RuntimeError(
-                "the feed raised StopIteration before its first row: look for a bare next() in"
-                " make_feed."
-            ) from error
+            Raised.of(error).throw()
         return iterator
 
 
@@ -153,9 +151,11 @@ class FeedStreams:
         Raises:
             ShardingError: The user's function returned something else.
         """
-        ds: Any = self.make_feed(
-            grain.sharding.ShardOptions(shard_index=feed, shard_count=self.num_feeds)
-        )
+        part = grain.sharding.ShardOptions(shard_index=feed, shard_count=self.num_feeds)
+        try:
+            ds: Any = self.make_feed(part)
+        except StopIteration as error:  # which would pass for the end of the caller's iterator
+            Raised.of(error).throw()
         if not isinstance(ds, grain.IterDataset):
             raise ShardingError(
                 f"make_feed returned a {type(ds).__name__}.",

@@ -148,9 +148,10 @@ class _WorkerFeedsIterator(grain.DatasetIterator):
         turns, stacked = self._turns.of_one_batch(), None
         rows = [row for turn in turns for row in turn.rows]
         if rows:
-            self._stacker = self._stacker or row_stacker(rows[0])
+            feeds = [turn.feed for turn in turns for _ in turn.rows]
+            self._stacker = self._stacker or row_stacker(rows[0], feeds[0])
             stack = Stack(self._stacker, len(rows))
-            stack.write(rows, 0, [turn.feed for turn in turns for _ in turn.rows])
+            stack.write(rows, 0, feeds)
             stacked = stack.batch()
         shares = [(turn.feed, len(turn.rows), turn.feed_state) for turn in turns]
         return WithNote.of(stacked, (shares, self._faults.taken()))

@@ -75,7 +75,7 @@ class HostFeeds(HostBatches):
             ):
                 rows = reader.take(1)
             if rows:
-                return self._ds.rows.join((), row_stacker(rows[0]))
+                return self._ds.rows.join((), row_stacker(rows[0], feed))
         raise ShardingError(
             "no feed has a row, so nothing tells what a batch looks like.",
             remedy="check the source, and what make_feed filters out.",

@@ -1,12 +1,15 @@
 """Streams whose random-access parts are read by this package instead of Grain.
 
 ``.to_iter_dataset()`` makes a stream from a `MapDataset`, with threads of its own that read ahead.
-Here another dataset replaces that node, below the filters, mixes or packing of the stream.
+Here another dataset replaces that node, below the filters, mixes or packing of the stream. The
+user's functions in the stream are replaced by functions that cannot end it.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,8 @@ from grain_shard.grain_inside.nodes import read_ahead
 
 # Makes a stream of a random-access part, given the options of its ``.to_iter_dataset``.
 MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
+# Attributes in which Grain's nodes keep a user's function.
+_FUNCTIONS = ("_map_fn", "_filter_fn", "_batch_fn")
 
 
 def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.IterDataset:
@@ -30,7 +35,7 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
             that are None, with Grain's state (``{"next_index": ...}``).
 
     Returns:
-        The stream; `ds` itself if it has no known part to replace.
+        The stream; `ds` itself if it has no known part or function to replace.
     """
     known: dict[int, Any] = {}
 
@@ -48,12 +53,16 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
             stream.has_child = True  # or Grain may add a thread of its own above it
             return stream
         changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
-        if not changed:
+        functions = {name: fn for name in _FUNCTIONS if _is_users(fn := vars(node).get(name))}
+        if not changed and not functions:
             return node
         changed_node = copy.copy(node)
+        getattr(changed_node, "_transform_name", None)  # of the user's function; Grain keeps it
         # A node may also keep its parents in other attributes, and a mix keeps them in a tree.
         for name, value in vars(node).items():
             setattr(changed_node, name, _with_parents(value, changed))
+        for name, fn in functions.items():
+            setattr(changed_node, name, _without_end(fn))
         return changed_node
 
     try:
@@ -67,6 +76,28 @@ def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
     if isinstance(ds, grain.IterDataset) and read_ahead(ds) is not None:
         return True
     return bool(ds.parents) and all(map(begins_with_records, ds.parents))
+
+
+def _is_users(fn: Any) -> bool:
+    return callable(fn) and not (getattr(fn, "__module__", None) or "").startswith("grain.")
+
+
+def _without_end(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose StopIteration is an error, because Grain would end the stream."""
+
+    @functools.wraps(fn)
+    def without_end(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except StopIteration as error:
+            failure = error
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        raise RuntimeError(
+            f"{name} raised StopIteration for {', '.join(map(reprlib.repr, args))}\n"
+            "  remedy: look for a bare next() in it, which would pass for the end of the stream."
+        ) from failure
+
+    return without_end
 
 
 def _with_parents(value: Any, changed: dict[int, Any]) -> Any:

@@ -29,6 +29,7 @@ from grain_shard.reading.fingerprint import (
 )
 from grain_shard.reading.reads import Reads
 from grain_shard.stats.counts import ReadThreads
+from grain_shard.tasks import Raised
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import WithNote, WorkerProcesses
 
@@ -285,10 +286,6 @@ class _CountedBatches(grain.MapDataset):
         try:
             batch = self._batching.read_batch(index, faults)
         except StopIteration as error:
-            raise RuntimeError(
-                f"the worker processes ended after {index} of {len(self)} batches: the pipeline"
-                " raised StopIteration, which Grain takes for the end of a worker's data. Look for"
-                " a bare next() in the source or in a .map."
-            ) from error
+            Raised.of(error).throw()  # Grain would take it for the end of a worker's data
         counts = faults.counts()
         return WithNote.of(batch, None if counts == FaultCounts() else counts)

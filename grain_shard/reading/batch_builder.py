@@ -25,6 +25,9 @@ from grain_shard.spans import BATCH, MAP, PAD, READ, span
 from grain_shard.tasks import Raised
 from grain_shard.trees import Batch, FlatBatch
 
+# An element, and the record that it is.
+Known = tuple[Any, int]
+
 
 class Stacked(Protocol):
     """The arrays of an unfinished batch; `Stack` is one implementation."""
@@ -53,18 +56,18 @@ class Rows(ABC):
         return 1
 
     @abstractmethod
-    def stack(self, size: int, faults: Faults, elements: Sequence[Any]) -> Stacked:
+    def stack(self, size: int, faults: Faults, known: Known | None) -> Stacked:
         """Returns an empty stack.
 
         Args:
             size: The number of elements to be written.
             faults: The rules for failed reads, if an element must be read to learn the structure.
-            elements: Elements that were read already.
+            known: An element that was read already, and its record.
         """
 
     @abstractmethod
-    def empty_element(self, faults: Faults, elements: Sequence[Any]) -> Any:
-        """Returns an element of zeros with the structure of these elements, or of any record."""
+    def empty_element(self, faults: Faults, known: Known | None) -> Any:
+        """Returns an element of zeros with the structure of this element, or of any record."""
 
     @abstractmethod
     def name(self, record: int, among: int) -> str:
@@ -158,7 +161,8 @@ class BatchBuilder:
     def _put(self, elements: Elements, start: int) -> None:
         with self._lock:
             if self._stack is None:
-                self._stack = self._rows.stack(self.size, self.faults, elements)
+                known = elements[0], self._records[start]
+                self._stack = self._rows.stack(self.size, self.faults, known)
         self._stack.write(elements, start, self._records[start : start + len(elements)])
 
     def wrote(self, count: int) -> list[tuple[int, tuple[Batch, Any]]]:
@@ -173,7 +177,7 @@ class BatchBuilder:
     def finish(self) -> Batch:
         """Returns the batch with its padding: a tree of arrays with no other references."""
         stack, self._stack = self._stack, None
-        batch = (stack or self._rows.stack(0, self.faults, ())).batch()
+        batch = (stack or self._rows.stack(0, self.faults, None)).batch()
         if self._padding is None:
             return batch
         with span(PAD):
@@ -207,8 +211,9 @@ class BatchBuilder:
             self.faults.count(records=len(rows))
         if not bad:
             return
-        good = [row for row in listed if type(row) is not Unreadable]
-        empty = self._rows.empty_element(self.faults, good)
+        good = (i for i, row in enumerate(listed) if type(row) is not Unreadable)
+        known = next(((listed[i], self._records[start + i]) for i in good), None)
+        empty = self._rows.empty_element(self.faults, known)
         for i in bad:
             record = int(self._records[start + i])
             self.faults.leave_out(listed[i], record, origin=self._rows.origin(record))

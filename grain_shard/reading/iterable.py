@@ -13,7 +13,7 @@ import numpy as np
 from grain_shard.errors import ShardingError
 from grain_shard.host_arrays import owned
 from grain_shard.reading.state_json import NoState
-from grain_shard.trees import Batch
+from grain_shard.trees import Batch, leaves_of
 
 Rows = Literal["global", "local"]
 
@@ -129,7 +129,8 @@ class _Batches(grain.DatasetIterator):
 
     def __next__(self) -> Batch:
         with self._in_use:  # also for the copy: the next call may fill the arrays again
-            return owned(jax.tree.map(_as_numpy, next(self._iterator)))
+            leaves, structure = leaves_of(next(self._iterator))
+            return owned(structure.unflatten(map(_as_numpy, leaves)))
 
     def get_state(self) -> Any:
         with self._in_use:

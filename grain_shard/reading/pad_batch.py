@@ -15,6 +15,10 @@ from grain_shard.sharding.layout import round_up
 from grain_shard.trees import Batch, FlatBatch
 
 Remainder = Literal["pad", "drop", "error"]
+# The end of a remedy.
+_NO_MASK = (
+    'mask_key=None with remainder="drop": without a mask, means include the zeros of padding.'
+)
 REMAINDERS: tuple[str, ...] = get_args(Remainder)
 
 
@@ -57,6 +61,7 @@ def pad_batch(batch: Batch, size: int, padding: PadRows, bad_rows: Sequence[int]
     # Computed even if no row is missing, so that an error is raised at the first batch.
     values = padding.values(flat.structure.unflatten(arrays))
     if missing:
+        padding.made()
         arrays = [
             _with_rows(array, missing, value) if array.ndim else array
             for array, value in zip(arrays, values, strict=True)
@@ -72,19 +77,19 @@ def pad_batch(batch: Batch, size: int, padding: PadRows, bad_rows: Sequence[int]
     if not isinstance(padded, Mapping):
         flat.refuse(
             f"the batch is a {type(padded).__name__}, so there is no place for the mask.",
-            remedy="turn records into dicts with .map before .batch, or pass mask_key=None.",
+            remedy=f"turn records into dicts with .map before .batch, or pass {_NO_MASK}",
         )
     if not all(isinstance(key, str) for key in padded):
         flat.refuse(
             "the batch's keys are no strings, among which JAX could sort that of the mask.",
-            remedy="give records string keys in .map, or pass mask_key=None.",
+            remedy=f"give records string keys in .map, or pass {_NO_MASK}",
         )
     if mask_key in padded:
         raise ShardingError(
             f"the batch already has a leaf {mask_key!r}, the key of the mask.",
             path=f"batch[{mask_key!r}]",
             leaf=describe_leaf(padded[mask_key]),
-            remedy="pass another mask_key, or mask_key=None to pad without a mask.",
+            remedy=f"pass another mask_key, or {_NO_MASK}",
         )
     mask = np.arange(size) < flat.rows
     mask[bad] = False

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import functools
 import numbers
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.trees import MASK_KEY, ROOT, FlatBatch, child, is_text
+from grain_shard.trees import (
+    MASK_KEY,
+    FlatBatch,
+    covered_nones,
+    covering,
+    flatten,
+    is_none,
+    is_numeric,
+    is_text,
+    path_of,
+)
 
 
 @dataclass(frozen=True)
@@ -32,10 +45,9 @@ class PadRows:
     mask_key: str | None = MASK_KEY
 
     def __post_init__(self) -> None:
-        for keys, value in jax.tree_util.tree_flatten_with_path(self.pad_value, is_leaf=_is_none)[
-            0
-        ]:
-            if not isinstance(value, numbers.Number | np.generic):
+        values = jax.tree_util.tree_flatten_with_path(self.pad_value, is_leaf=is_none)[0]
+        for keys, value in values:
+            if not _is_number(value):
                 raise ShardingError(
                     f"pad_value{jax.tree_util.keystr(keys)} is {value!r}, which is no number.",
                     remedy='pass a number, or a tree of them: {"tokens": tokenizer.pad_id}.',
@@ -47,44 +59,37 @@ class PadRows:
         Raises:
             ShardingError: A leaf cannot hold its value, or the tree lacks a leaf of `pad_value`.
         """
-        pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
         if type(self.pad_value) is int and self.pad_value == 0:
-            return [np.zeros((), np.asarray(leaf).dtype) for _, leaf in pairs]
-        found, used = [], set()
-        for keys, leaf in pairs:
-            value, depth = self._walk(keys)
-            used.add(jax.tree_util.keystr(keys[:depth]))
-            path, array = ROOT + jax.tree_util.keystr(keys), np.asarray(leaf)
-            if is_text(array) or self._is_mask(keys):
-                value = 0
-            found.append(_as_dtype(value, array, path))
+            return [_as_dtype(0, np.asarray(leaf), ()) for leaf in jax.tree.leaves(tree)]
+        found, used = [], covered_nones(self.pad_value, tree, _is_number)
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            value, covered = covering(self.pad_value, keys, _is_number) or (0, keys)
+            used.add(path_of(covered))
+            if not _is_number(value):
+                raise ShardingError(
+                    "pad_value goes deeper than the batch.",
+                    path=path_of(keys),
+                    remedy="give this leaf a single number.",
+                )
+            found.append(_as_dtype(0 if self._is_mask(keys) else value, np.asarray(leaf), keys))
         for keys, _ in jax.tree_util.tree_flatten_with_path(self.pad_value)[0]:
-            if jax.tree_util.keystr(keys) not in used:
-                has = ", ".join(ROOT + jax.tree_util.keystr(keys) for keys, _ in pairs)
+            if path_of(keys) not in used:
                 raise ShardingError(
                     "pad_value names a leaf that the batch does not have.",
-                    path=ROOT + jax.tree_util.keystr(keys),
-                    remedy=f"mend its name; the batch has {has}.",
+                    path=path_of(keys),
+                    remedy=f"mend its name; the batch has {', '.join(flatten(tree)[0])}.",
                 )
         return found
 
-    def _walk(self, keys: Any) -> tuple[Any, int]:
-        """Returns the value for a leaf, and the number of the leaf's keys that lead to it."""
-        node = self.pad_value
-        for depth, key in enumerate(keys):
-            if isinstance(node, numbers.Number | np.generic):
-                return node, depth
-            try:
-                node = child(node, key)
-            except (KeyError, IndexError, AttributeError, TypeError):
-                return 0, len(keys)
-        if not isinstance(node, numbers.Number | np.generic):
-            raise ShardingError(
-                "pad_value goes deeper than the batch.",
-                path=ROOT + jax.tree_util.keystr(keys),
-                remedy="give this leaf a single number.",
+    def made(self) -> None:
+        """Warns, where rows of padding are made, if no mask will mark them."""
+        if self.mask_key is None:
+            warnings.warn(
+                "a batch has rows of padding and no mask, so a mean over the batch includes them:"
+                ' zeros, or pad_value. Pass remainder="drop"; or leave out mask_key=None, which'
+                " needs records that are dicts, and divide by the sum of the mask.",
+                stacklevel=1,  # so that it is shown once
             )
-        return node, len(keys)
 
     def _is_mask(self, keys: Any) -> bool:
         return len(keys) == 1 and getattr(keys[0], "key", None) == self.mask_key
@@ -94,20 +99,13 @@ class PadRows:
 
         Scalars are unchanged: they belong to the whole batch, and are the same on every host.
         """
-        leaves, structure = jax.tree.flatten(tree)
-        return structure.unflatten(
-            [
-                np.full_like(leaf, value) if np.ndim(leaf) else leaf
-                for leaf, value in zip(leaves, self.values(tree), strict=True)
-            ]
-        )
+        self.made()
+        return jax.tree.map(lambda x, pad: pad if np.ndim(x) else x, tree, self.row_like(tree))
 
     def row_like(self, row: Any) -> Any:
         """Returns a row of padding with the shapes and dtypes of another row, scalars included."""
         leaves, structure = jax.tree.flatten(row)
-        return structure.unflatten(
-            [np.full_like(leaf, v) for leaf, v in zip(leaves, self.values(row), strict=True)]
-        )
+        return structure.unflatten(map(np.full_like, leaves, self.values(row)))
 
     def are_all_of(self, batch: FlatBatch) -> bool:
         """Returns True if every row of a batch is padding."""
@@ -122,16 +120,21 @@ def _same(array: np.ndarray, value: np.ndarray) -> bool:
     return bool((array == value).all())
 
 
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
+def _is_number(value: Any) -> bool:
+    numpys = isinstance(value, np.generic) and is_numeric(value.dtype)
+    return numpys or isinstance(value, numbers.Number)
 
 
-def _as_dtype(value: Any, array: np.ndarray, path: str) -> np.ndarray:
+def _as_dtype(value: Any, array: np.ndarray, keys: Sequence[Any]) -> np.ndarray:
+    if is_text(array):
+        return np.array(next(iter(array.flat), "")[:0], array.dtype)
+    if type(value) is int and value == 0:
+        return np.zeros((), array.dtype)
     if _fits(value, array.dtype):
-        return np.zeros((), array.dtype) if is_text(array) else np.asarray(value, array.dtype)
+        return np.asarray(value, array.dtype)
     raise ShardingError(
         f"its dtype cannot hold pad_value={value!r}.",
-        path=path,
+        path=path_of(keys),
         leaf=describe_leaf(array),
         remedy="give each leaf a value of its own, by a dict; one that is left out gets 0.",
     )
@@ -139,10 +142,19 @@ def _as_dtype(value: Any, array: np.ndarray, path: str) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _fits(value: Any, dtype: np.dtype) -> bool:
-    """Returns True if an integer or boolean dtype holds a value exactly; other dtypes round it."""
-    if dtype.kind == "b":
-        return value in (0, 1)
-    if dtype.kind in "iu":
-        info = np.iinfo(dtype)
-        return value == value // 1 and info.min <= value <= info.max
-    return True
+    """Returns True if a dtype holds a value exactly, or the dtype is a float that rounds it."""
+    if np.iscomplexobj(value) and dtype.kind != "c":
+        return False
+    try:
+        with np.errstate(all="ignore"):
+            held = np.array(value, dtype).item()
+    except (TypeError, ValueError, OverflowError):
+        return False
+    if held == value or (held != held and value != value):
+        return True
+    # Floats beyond the largest become inf, NaN or, in four and six bits, the largest.
+    return (
+        jnp.issubdtype(dtype, np.inexact)
+        and np.isfinite(held)
+        and abs(value.real) <= float(jnp.finfo(dtype).max)
+    )

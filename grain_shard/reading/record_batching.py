@@ -15,7 +15,7 @@ from grain_shard.errors import BadRecordsError, describe_error
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
-from grain_shard.reading.batch_builder import BatchBuilder, Rows
+from grain_shard.reading.batch_builder import BatchBuilder, Known, Rows
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cut, Cuts
 from grain_shard.reading.faults import Faults
@@ -162,28 +162,28 @@ class RowTemplate(Rows):
         self.records: grain.MapDataset = records
         self._stacker: RowStacker | None = None
 
-    def stacker(self, faults: Faults, rows: Sequence[Any] = ()) -> RowStacker:
+    def stacker(self, faults: Faults, known: Known | None) -> RowStacker:
         """Returns a stacker for rows with the structure of the first row ever read.
 
         Args:
             faults: The rules for failed reads, if a record must be read.
-            rows: Rows that were read already; one of them may be the first.
+            known: A row that was read already, which may be the first, and its record.
         """
         if self._stacker is None:
             with _LEARNING:
                 if self._stacker is None:
-                    like = rows[0] if rows else self._first(faults)
-                    self._stacker = RowStacker(like, "record {}")
+                    row, record = known or self._first(faults)
+                    self._stacker = RowStacker(row, "record {}", record)
         return self._stacker
 
-    def _first(self, faults: Faults) -> Any:
-        """Returns the first readable record."""
+    def _first(self, faults: Faults) -> Known:
+        """Returns the row of the first readable record, and the record."""
         error: BaseException = LookupError("there is no record")
         for record in range(min(len(self.records), _MOST_LOOKED_AT)):
             way = route(self.records, np.array([record]))
             (row,) = way.finish(way.read(NEVER, faults), NEVER, faults)
             if type(row) is not Unreadable:
-                return row
+                return row, record
             error = row.error
             if not faults.may_leave_out(error):
                 raise error
@@ -193,11 +193,11 @@ class RowTemplate(Rows):
             "  remedy: look at the source, and at what .map does."
         ) from error
 
-    def stack(self, size: int, faults: Faults, elements: Sequence[Any]) -> Stack:
-        return Stack(self.stacker(faults, elements), size)
+    def stack(self, size: int, faults: Faults, known: Known | None) -> Stack:
+        return Stack(self.stacker(faults, known), size)
 
-    def empty_element(self, faults: Faults, elements: Sequence[Any]) -> Any:
-        return self.stacker(faults, elements).empty_row
+    def empty_element(self, faults: Faults, known: Known | None) -> Any:
+        return self.stacker(faults, known).empty_row
 
     @property
     def rows_at_a_time(self) -> int:

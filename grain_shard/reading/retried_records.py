@@ -8,6 +8,7 @@ import numpy as np
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.reading.faults import Faults
+from grain_shard.reading.origin import Origin, record_name
 from grain_shard.tasks import Raised
 
 
@@ -36,6 +37,9 @@ class RetriedRecords(grain.MapDataset):
             return self._records[index]
         except Exception as error:
             if isinstance(error, StopIteration):  # which would pass for the end of the stream
+                origin = Origin.of(self._records, index)
+                name = record_name(index, "the dataset above .to_iter_dataset", origin)
+                error.add_note(f"grain_shard: while evaluating {name}")
                 Raised.of(error).throw()
             if not self._faults.reads_again(error):
                 raise

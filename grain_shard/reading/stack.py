@@ -12,7 +12,7 @@ import numpy as np
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.grain_inside.array_rows import ArrayRows, Columns
 from grain_shard.host_arrays import empty
-from grain_shard.trees import Batch, as_arrays, flatten, is_text
+from grain_shard.trees import Batch, as_arrays, flatten, is_text, path_of
 
 # Rows are made and written into the batch this many bytes at a time, so that an unfinished batch
 # takes little more than its own memory, and many small rows are written at once.
@@ -25,13 +25,16 @@ class RowStacker:
     Args:
         row: This row.
         name: Name of a row in messages; ``{}`` in it is replaced by the row's origin.
+        origin: Origin of this row.
+
+    Raises:
+        ShardingError: The row cannot be stacked.
     """
 
-    def __init__(self, row: Any, name: str):
-        paths, leaves, _ = flatten(row)
-        self.paths: list[str] = paths
-        self.name: str = name
-        self.structure: Any = jax.tree.structure(row)
+    def __init__(self, row: Any, name: str, origin: Any):
+        self.paths, leaves, self.structure = flatten(row)
+        self.name, self._first = name, name.format(origin)
+        _refuse_lists(row)
         # Copies: a row may be a view of a much larger array, which it would keep in memory.
         self.likes: list[np.ndarray] = [np.array(like) for like in as_arrays(self.paths, leaves)]
         row_bytes = sum(like.nbytes for like in self.likes)
@@ -79,7 +82,7 @@ class RowStacker:
             return
         for value, origin in zip(column, origins, strict=True):
             array = np.asarray(value)
-            same_dtype = array.dtype.kind in "US" if text else array.dtype == like.dtype
+            same_dtype = is_text(array) if text else array.dtype == like.dtype
             if array.shape != like.shape or not same_dtype:
                 raise ShardingError(
                     f"{self.name.format(origin)} holds {describe_leaf(array)}, others hold"
@@ -109,15 +112,39 @@ class RowStacker:
                     self.check(i, [leaf], origins)
 
     def _refuse_structure(self, row: Any, origin: Any) -> None:
-        paths, leaves, _ = flatten(row)
-        as_arrays(paths, leaves)  # raises an error that names the path of a None
-        differing = sorted(set(paths) ^ set(self.paths))
+        name, found = self.name.format(origin), flatten(row)[0]
+        only = {name: set(found) - set(self.paths), self._first: set(self.paths) - set(found)}
+        sides = [f"{side} alone has {', '.join(sorted(has))}" for side, has in only.items() if has]
         raise ShardingError(
-            f"{self.name.format(origin)} has another structure than the others"
-            f" (only on one side: {', '.join(differing) or 'the containers'}).",
-            path=differing[0] if differing else None,
-            remedy="return the same tree for every row from .map.",
+            f"{name} has another structure than {self._first}:"
+            f" {'; '.join(sides) or 'the containers differ'}.",
+            path=min(set().union(*only.values()), default=None),
+            remedy="return the same tree for every row from .map; a leaf that is None in one row"
+            " must be None in all.",
         )
+
+
+def _refuse_lists(row: Any) -> None:
+    """Refuses a list of numbers or strings, each of which would become a leaf of its own.
+
+    Raises:
+        ShardingError: The row has such a list.
+    """
+    for keys, node in jax.tree_util.tree_flatten_with_path(row, is_leaf=_is_list_of_values)[0]:
+        if _is_list_of_values(node):
+            raise ShardingError(
+                f"the row holds a list of {len(node)} numbers or strings, which JAX takes for as"
+                " many leaves, so the batch would hold an array for each position.",
+                path=path_of(keys),
+                leaf="list",
+                remedy='turn it into an array: by .with_format("numpy") of a Hugging Face dataset,'
+                " or by np.array(list) in .map before .batch.",
+            )
+
+
+def _is_list_of_values(node: Any) -> bool:
+    values = bool | int | float | str | bytes
+    return type(node) is list and len(node) > 1 and all(isinstance(x, values) for x in node)
 
 
 class Stack:
@@ -170,5 +197,15 @@ class Stack:
         """
         arrays = list(self._arrays)
         for i, texts in self._texts.items():
-            arrays[i] = np.stack(texts) if texts else arrays[i]
+            arrays[i] = _joined(texts) if texts else arrays[i]
         return self._stacker.structure.unflatten(arrays)
+
+
+def _joined(texts: Sequence[Any]) -> np.ndarray:
+    """Returns strings, or arrays of strings, as one array."""
+    if not any(isinstance(text, str | bytes) and text[-1:] in ("\0", b"\0") for text in texts):
+        return np.stack(texts)
+    # NumPy's own dtypes for strings drop the NULs at their ends.
+    joined = np.empty(len(texts), object)
+    joined[:] = [text if isinstance(text, str | bytes) else text.item() for text in texts]
+    return joined

@@ -11,7 +11,7 @@ import numpy as np
 
 from grain_shard.grain_inside.routes import Route
 from grain_shard.host_arrays import copied, empty
-from grain_shard.reading.batch_builder import BatchBuilder, Rows
+from grain_shard.reading.batch_builder import BatchBuilder, Known, Rows
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts
 from grain_shard.reading.faults import Faults
@@ -162,7 +162,7 @@ class _Whole(Rows):
         self._batching, self._index = batching, index
         self._batch: Batch | None = None
 
-    def stack(self, size: int, faults: Faults, elements: Sequence[Any]) -> _Whole:
+    def stack(self, size: int, faults: Faults, known: Known | None) -> _Whole:
         return self
 
     def write(self, rows: Sequence[Any], start: int, origins: Any) -> None:
@@ -171,7 +171,7 @@ class _Whole(Rows):
     def batch(self) -> Batch:
         return self._batch
 
-    def empty_element(self, faults: Faults, elements: Sequence[Any]) -> Any:
+    def empty_element(self, faults: Faults, known: Known | None) -> Any:
         raise NotImplementedError("no row of a whole batch is left out")
 
     def name(self, record: int, among: int) -> str:

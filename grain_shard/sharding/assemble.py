@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.sharding.layout import BatchLayout, describe_parts
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.sharding.specs import check_fits
+from grain_shard.sharding.specs import check_fits, check_held
 from grain_shard.trees import Batch, FlatBatch
 
 
@@ -97,10 +97,7 @@ class Assembler:
             leaf.alike(array) for leaf, array in zip(leaves, arrays, strict=True)
         ):
             self._refuse(batch, leaves)
-        placed = [
-            self._place(array.reshape(leaf.host_shape), leaf)
-            for array, leaf in zip(arrays, leaves, strict=True)
-        ]
+        placed = [self._place(array, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
         return structure.unflatten(placed)
 
     def abstract(self, batch: Batch) -> Batch:
@@ -128,11 +125,16 @@ class Assembler:
             ]
         )
 
-    def _place(self, array: np.ndarray, leaf: _Leaf) -> jax.Array | np.ndarray:
+    def _place(self, rows: np.ndarray, leaf: _Leaf) -> jax.Array | np.ndarray:
+        array = rows.reshape(leaf.host_shape)
         if leaf.sharding is None:
             return array
+        layout = self._layout
+        check_held(
+            leaf.path, rows, lambda row: layout.rows(layout.global_batch_size(len(rows)))[row]
+        )
         global_shape, shard = leaf.global_shape, array.__getitem__
-        if global_shape and not self._layout.holds_all:
+        if global_shape and not layout.holds_all:
             shard = lambda index: array[self._host_index(index, global_shape)]  # noqa: E731
         return jax.make_array_from_callback(global_shape, leaf.sharding, shard)
 

@@ -13,8 +13,8 @@ from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.host_arrays import copied
 from grain_shard.sharding.layout import mesh_axes_of
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.sharding.specs import check_fits, trimmed
-from grain_shard.trees import ROOT, as_arrays, is_text
+from grain_shard.sharding.specs import check_fits, check_held, trimmed
+from grain_shard.trees import as_arrays, is_text, path_of
 
 
 def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) -> Any:
@@ -38,7 +38,7 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
     pairs, structure = jax.tree_util.tree_flatten_with_path(data)
     if not pairs:
         return data  # such as the state of plain SGD
-    paths = [ROOT + jax.tree_util.keystr(keys) for keys, _ in pairs]
+    paths = [path_of(keys) for keys, _ in pairs]
     arrays = [_as_array(path, leaf, target) for path, (_, leaf) in zip(paths, pairs, strict=True)]
     shardings = target.match(structure.unflatten(arrays))
     return structure.unflatten(
@@ -115,6 +115,7 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
             data = _place(path, jax.random.key_data(array), sharding, in_background)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     host_array = np.asarray(array)
+    check_held(path, host_array)
     # The CPU backend may use aligned host memory without a copy, and its owner may write to it.
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     shard = (lambda index: copied(host_array[index])) if on_cpu else host_array.__getitem__

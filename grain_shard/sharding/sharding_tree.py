@@ -32,7 +32,7 @@ from grain_shard.sharding.specs import (
     trimmed,
 )
 from grain_shard.sharding.spread import Spread
-from grain_shard.trees import ROOT, Batch, child, is_text
+from grain_shard.trees import Batch, covered_nones, covering, is_text, path_of
 
 Read = Literal["auto", "needed", "once"]
 
@@ -211,19 +211,19 @@ class ShardingTree:
             ShardingError: The tree is not a prefix of the batch's, or a spec does not fit its leaf.
         """
         pairs = jax.tree_util.tree_flatten_with_path(batch)[0]
+        covers = [(keys, leaf, *self._covering(keys, leaf)) for keys, leaf in pairs]
         found, used = [], {}
-        for keys, leaf in pairs:
-            sharding, depth = self._walk(keys, leaf)
-            path = jax.tree_util.keystr(keys[:depth])
-            fits = spec_rank(sharding) <= self._rank(leaf)
-            used[path] = used.get(path, False) or fits or is_text(leaf)
-            if not fits and depth == len(keys) and leaf.ndim:
+        for keys, leaf, sharding, covered in covers:
+            path = path_of(covered)
+            fits = is_text(leaf) or spec_rank(sharding) <= self._rank(leaf)
+            used[path] = used.get(path, False) or fits
+            if not fits and covered == keys and leaf.ndim:
                 self._refuse_rank(keys, leaf, sharding)
             found.append(None if is_text(leaf) else self._fitted(sharding, leaf))
-        for keys, leaf in pairs:
-            sharding, depth = self._walk(keys, leaf)
-            if not used[jax.tree_util.keystr(keys[:depth])] and leaf.ndim:
+        for keys, leaf, sharding, covered in covers:
+            if not used[path_of(covered)] and leaf.ndim:
                 self._refuse_rank(keys, leaf, sharding)
+        used.update(dict.fromkeys(covered_nones(self.prefix, batch, _is_sharding), True))
         self._refuse_unused(used)
         return found
 
@@ -236,31 +236,24 @@ class ShardingTree:
         has_microbatches = self.microbatches is not None and leaf.ndim
         return behind_microbatches(fitted) if has_microbatches else fitted
 
-    def _walk(self, keys: Sequence[Any], leaf: Any) -> tuple[Sharding, int]:
-        node = self.prefix
-        for depth, key in enumerate(keys):
-            if isinstance(node, Sharding):
-                return node, depth
-            try:
-                node = child(node, key)
-            except (KeyError, IndexError, AttributeError, TypeError):
-                path = ROOT + jax.tree_util.keystr(tuple(keys))
-                raise ShardingError(
-                    "the leaf has no spec.",
-                    path=path,
-                    leaf=describe_leaf(leaf),
-                    mesh_axes=self.mesh_axes,
-                    remedy=f"add it to the tree of specs, which has {self._all_paths()}.",
-                ) from None
-        if not isinstance(node, Sharding):
-            raise ShardingError(
-                "the tree of specs goes deeper than the batch.",
-                path=ROOT + jax.tree_util.keystr(tuple(keys)),
-                leaf=describe_leaf(leaf),
-                mesh_axes=self.mesh_axes,
-                remedy="give this leaf a single PartitionSpec.",
-            )
-        return node, len(keys)
+    def _covering(self, keys: Sequence[Any], leaf: Any) -> tuple[Sharding, Sequence[Any]]:
+        """Returns the sharding of a leaf, and the keys that lead to it in the tree of shardings."""
+        found = covering(self.prefix, keys, _is_sharding)
+        if found is None:
+            problem = "the leaf has no spec."
+            remedy = f"add it to the tree of specs, which has {', '.join(self._paths())}."
+        elif not _is_sharding(found[0]):
+            problem = "the tree of specs goes deeper than the batch."
+            remedy = "give this leaf a single PartitionSpec."
+        else:
+            return found
+        raise ShardingError(
+            problem,
+            path=path_of(keys),
+            leaf=describe_leaf(leaf),
+            mesh_axes=self.mesh_axes,
+            remedy=remedy,
+        )
 
     def _refuse_rank(self, keys: Sequence[Any], leaf: Any, sharding: Sharding) -> None:
         assert isinstance(sharding, NamedSharding)
@@ -268,7 +261,7 @@ class ShardingTree:
         cut = "" if self.microbatches is None else " besides that of the microbatches"
         raise ShardingError(
             f"the spec names {spec_rank(sharding)} dims, the leaf has {rank}{cut}.",
-            path=ROOT + jax.tree_util.keystr(tuple(keys)),
+            path=path_of(keys),
             leaf=describe_leaf(leaf),
             spec=sharding.spec,
             mesh_axes=self.mesh_axes,
@@ -280,17 +273,14 @@ class ShardingTree:
             if path not in used:
                 raise ShardingError(
                     "the tree of specs names a leaf that the batch does not have.",
-                    path=ROOT + path,
+                    path=path,
                     mesh_axes=self.mesh_axes,
                     remedy="remove it from the specs, or mend its name.",
                 )
 
     def _paths(self) -> list[str]:
         pairs = jax.tree_util.tree_flatten_with_path(self.prefix, is_leaf=_is_sharding)[0]
-        return [jax.tree_util.keystr(keys) for keys, _ in pairs]
-
-    def _all_paths(self) -> str:
-        return ", ".join(ROOT + path for path in self._paths())
+        return [path_of(keys) for keys, _ in pairs]
 
 
 def _holds_specs(tree: Any) -> bool:

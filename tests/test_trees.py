@@ -1,0 +1,195 @@
+"""Batches as trees: None is a tree without leaves, as for JAX, and text keeps every character."""
+
+import dataclasses
+import functools
+
+import grain
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import grain_shard
+from grain_shard import ShardingError
+from tests.conftest import data_mesh, to_numpy
+from tests.pipelines import IN_TURN
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "images"], meta_fields=[]
+)
+@dataclasses.dataclass
+class Input:
+    tokens: np.ndarray
+    images: np.ndarray | None = None
+
+
+def record(i):
+    return {
+        "id": np.int32(i),
+        "none": None,
+        "input": Input(np.full(3, i, np.int32)),
+        "list": [None, np.float32(i)],
+        "tuple": (np.float32(i), None),
+    }
+
+
+def random_access(make):
+    return grain.MapDataset.range(6).map(make).batch(4)
+
+
+def custom_batch(make):
+    return random_access(make).map(lambda batch: batch)
+
+
+def stream(make):
+    return grain.MapDataset.range(6).map(make).to_iter_dataset().batch(4)
+
+
+def feeds(make):
+    def make_feed(feed):
+        records = grain.MapDataset.range(6).map(make)[feed.shard_index :: feed.shard_count]
+        return records.to_iter_dataset(IN_TURN)
+
+    return grain_shard.feeds(make_feed, num_feeds=2).batch(4)
+
+
+PIPELINES = {
+    "random access": random_access,
+    "custom batch": custom_batch,
+    "stream": stream,
+    "feeds": feeds,
+}
+pipelines = pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+OPTIONS = {
+    "defaults": {},
+    "specs over None": {"spec": dict.fromkeys(["id", "none", "input", "list", "tuple"], P("data"))},
+    "a dataclass of specs": {
+        "spec": {
+            **dict.fromkeys(["id", "none", "list", "tuple"], P("data")),
+            "input": Input(P("data"), P("data")),
+        }
+    },
+    "padding over None": {"pad_value": {"none": 1, "input": 0}},
+    "microbatches": {"microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pipelines
+def test_none_in_every_record_is_none_in_the_batch(pipeline, options):
+    ds = pipeline(record).shard_to(data_mesh(2), **options)
+    batches = [to_numpy(batch) for batch in ds]
+    valid = [batch["id"][batch["valid_mask"]] for batch in batches]
+    assert sorted(np.concatenate(valid).tolist()) == list(range(6))
+    for batch in (*batches, ds.abstract_batch()):
+        assert batch["none"] is batch["input"].images is batch["list"][0] is batch["tuple"][1]
+        assert batch["none"] is None
+    for batch in batches:
+        np.testing.assert_array_equal(batch["input"].tokens[..., 0], batch["id"])
+        np.testing.assert_array_equal(batch["list"][1], batch["id"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [random_access, feeds])
+def test_none_and_text_come_out_of_worker_processes_too(pipeline):
+    def make(i):
+        return {**record(i), "name": b"%d\0" % i}
+
+    ds = pipeline(make).shard_to(data_mesh(2), num_workers=1)
+    for batch in map(to_numpy, ds):
+        assert batch["none"] is None
+        mask = batch["valid_mask"]
+        assert batch["name"][mask].tolist() == [b"%d\0" % i for i in batch["id"][mask]]
+
+
+DIFFERING = {
+    "random access": "batch['x']: record 5 has another structure than record 0: record 5 alone has",
+    "feeds": "batch['x']: a row of feed 1 has another structure than a row of feed 0: a row of",
+    "stream": "batch['x']: the batch is another tree than the first one",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), DIFFERING.items())
+def test_none_in_some_records_alone_is_an_error_that_names_two(name, message):
+    def make(i):
+        none = i < 4 if name == "stream" else i != 5  # in one batch Grain itself refuses it
+        return {"id": i, "x": None if none else i}
+
+    with pytest.raises(ShardingError) as refusal:
+        list(PIPELINES[name](make).shard_to(data_mesh(2), num_threads=1))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("nul", ["\0", b"\0"])
+@pytest.mark.parametrize("name", ["random access", "feeds"])  # in a stream Grain batches
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}])
+def test_text_keeps_the_nuls_at_its_end(name, options, nul):
+    ds = PIPELINES[name](lambda i: {"id": i, "name": i * nul}).shard_to(data_mesh(4), **options)
+    for batch in map(to_numpy, ds):
+        mask = batch["valid_mask"]
+        assert batch["name"][mask].tolist() == [i * nul for i in batch["id"][mask]]
+        assert not any(batch["name"][~mask])
+        assert batch["name"].shape == mask.shape
+
+
+def test_text_without_nuls_at_its_end_stays_an_array_of_its_characters():
+    first, _ = random_access(lambda i: {"id": i, "name": f"\0{i}"}).shard_to(data_mesh(2))
+    assert first["name"].dtype == np.dtype("<U2")
+
+
+def test_a_digest_of_text_is_one_of_its_characters():
+    first, same, other = (
+        grain_shard.trees.FlatBatch.of({"name": np.array([text * 2], object)}).digest()
+        for text in ("ab\0", "ab\0", "abc")
+    )
+    assert first == same != other
+
+
+BIG = {
+    "big": (np.int64, 3_000_000_000, "holds 3000000000, and JAX would cut it to int32"),
+    "small": (np.int64, -(2**31) - 1, "holds -2147483649, and JAX would cut it to int32"),
+    "unsigned": (np.uint64, 2**32, "holds 4294967296, and JAX would cut it to uint32"),
+}
+
+
+@pytest.mark.parametrize(("dtype", "value", "message"), BIG.values(), ids=BIG)
+@pipelines
+def test_an_integer_that_32_bits_cannot_hold_is_an_error(pipeline, dtype, value, message):
+    ds = pipeline(lambda i: {"x": np.full(2, value if i == 5 else i, dtype)}).shard_to(data_mesh(2))
+    with pytest.raises(ShardingError) as refusal:
+        list(ds)
+    row = 2 if pipeline is feeds else 1
+    assert str(refusal.value).startswith(f"batch['x']: row {row} of the batch {message}")
+    assert "mesh: data=2" in str(refusal.value)
+    assert 'remedy: call jax.config.update("jax_enable_x64", True)' in str(refusal.value)
+
+
+@pipelines
+def test_integers_that_32_bits_hold_are_placed(pipeline):
+    ends = np.array([-(2**31), 2**31 - 1])
+    first, *_ = pipeline(lambda i: {"x": ends, "y": ends.astype(np.uint64) % 2**32}).shard_to(
+        data_mesh(2)
+    )
+    assert np.asarray(first["x"])[0].tolist() == ends.tolist()
+    assert np.asarray(first["y"])[0].tolist() == [2**31, 2**31 - 1]
+
+
+@pipelines
+def test_with_x64_any_integer_is_placed(pipeline):
+    with jax.enable_x64(True):
+        first, *_ = pipeline(lambda i: {"x": 2**40 + i}).shard_to(data_mesh(2))
+        assert first["x"].dtype == np.int64
+        assert first["x"].tolist()[0] == 2**40
+
+
+def test_whole_arrays_are_checked_as_well():
+    with pytest.raises(ShardingError, match="the leaf holds 4294967296"):
+        grain_shard.DevicePlacement().distribute_batch({"x": 2**32}, jax.devices()[0])
+
+
+def test_none_among_arrays_in_memory_is_none_in_the_batch():
+    arrays = {"id": np.arange(6), "input": Input(np.zeros((6, 3))), "none": None}
+    ds = grain.MapDataset.source(grain_shard.ArraySource(arrays)).batch(4).shard_to(data_mesh(2))
+    for batch in ds:
+        assert batch["none"] is batch["input"].images is None
