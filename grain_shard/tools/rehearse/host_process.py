@@ -97,8 +97,9 @@ try:
         open(alone, "w").close()
     if in_order.compiled and not code:
         mesh = jax.make_mesh((jax.local_device_count(),), ("x",), devices=jax.local_devices())
+        sharding = jax.NamedSharding(mesh, jax.P("x"))
         with jax.set_mesh(mesh):
-            jax.numpy.zeros(mesh.size, device=jax.NamedSharding(mesh, jax.P("x"))).block_until_ready()
+            jax.numpy.zeros(mesh.size, device=sharding).block_until_ready()
 finally:
     if code:
         sys.stdout.flush()
