@@ -172,6 +172,15 @@ def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
     return getattr(batch_fn, "func", batch_fn) is grain.experimental.batch_and_pad
 
 
+def repeats_interleaved(ds: grain.IterDataset) -> bool:
+    """Returns whether a pipeline repeats a stream that interleaves others."""
+    return any(
+        type(node) is grain.experimental.RepeatIterDataset
+        and any(type(below) is grain.experimental.InterleaveIterDataset for below in walk(node))
+        for node in walk(ds)
+    )
+
+
 def below_read_ahead(
     ds: grain.MapDataset | grain.IterDataset,
 ) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
