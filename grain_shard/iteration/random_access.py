@@ -32,8 +32,8 @@ from grain_shard.stats.counts import ReadThreads
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import WithNote, WorkerProcesses
 
-# With more batches no run comes to an end. The length of ``.repeat()`` is `sys.maxsize`, and that
-# of its ``.batch(B)`` is one B-th.
+# A run of more batches has no end. ``.repeat()`` has `sys.maxsize` records, and its ``.batch(B)``
+# one B-th as many batches.
 _ENDLESS = sys.maxsize >> 24
 
 
