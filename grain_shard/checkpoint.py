@@ -34,6 +34,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from grain_shard.errors import ShardingError
 from grain_shard.iteration.iterator import ShardedIterator
 
 
@@ -55,26 +56,35 @@ class CheckpointHandler(ocp.CheckpointHandler):
         return args.iterator
 
 
+@dataclass
+class _OfIterator(ocp.args.CheckpointArgs):
+    iterator: ShardedIterator
+
+    def __post_init__(self):
+        if not isinstance(self.iterator, ShardedIterator):
+            raise ShardingError(
+                f"{type(self).__name__} takes an iterator of .shard_to(mesh), which has a state,"
+                f" and got a {type(self.iterator).__name__}.",
+                remedy="make one iterator, batches = iter(ds), loop over it, and pass batches.",
+            )
+
+
 @ocp.args.register_with_handler(CheckpointHandler, for_save=True)
 @dataclass
-class CheckpointSave(ocp.args.CheckpointArgs):
+class CheckpointSave(_OfIterator):
     """Saves the state of an iterator.
 
     Attributes:
         iterator: An iterator over a dataset that `shard_to` made, or over its epochs.
     """
 
-    iterator: ShardedIterator
-
 
 @ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
 @dataclass
-class CheckpointRestore(ocp.args.CheckpointArgs):
+class CheckpointRestore(_OfIterator):
     """Restores the state into an iterator, new or in use.
 
     Attributes:
         iterator: An iterator over the same pipeline, or over its epochs. Batch size, hosts and mesh
             may differ.
     """
-
-    iterator: ShardedIterator

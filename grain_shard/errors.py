@@ -31,6 +31,11 @@ class GrainShardError(Exception):
         ShardingError
     """
 
+    def add_note(self, note: str) -> None:
+        """Adds a note, but for Grain's on the frames that it removes from every traceback."""
+        if "Grain has removed its internal frames" not in note:
+            super().add_note(note)
+
 
 class ShardingError(GrainShardError, ValueError):
     """The data, the mesh, the spec or the batch size do not fit together.

@@ -19,15 +19,22 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, cast
 
 import grain
 import numpy as np
 
+from grain_shard.errors import ShardingError
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.tasks import Producer, naming_closed
+
+_GUARD = (
+    'put the loop of the script below if __name__ == "__main__":, as spawned processes need it.'
+)
 
 
 class WithNote(NamedTuple):
@@ -61,11 +68,18 @@ class WorkerProcesses(Producer[tuple[Any, Any]]):
     """
 
     def __init__(self, ds: grain.IterDataset, num_workers: int, *, buffer_size: int):
+        main = sys.modules.get("__mp_main__")
+        if main is not None and main is not sys.modules["__main__"]:
+            raise ShardingError(
+                "a worker process imports the main script, whose loop would start workers again.",
+                remedy=_GUARD,
+            )
         mark_flags_as_parsed()
         # Grain keeps 2 * per_worker + 2 elements for each worker: in its queue and in another one
         # of this process, one that the worker makes and one that is on its way.
         per_worker = max(1, buffer_size // (2 * num_workers) - 1)
         options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
+        self._begun, self._failure = False, cast(TracebackType | None, None)
         elements = iter(_SendableErrors(ds).mp_prefetch(options, _begin_worker))
         self._elements: grain.DatasetIterator | None = elements
 
@@ -76,7 +90,16 @@ class WorkerProcesses(Producer[tuple[Any, Any]]):
         """
         if self._elements is None:
             raise StopIteration
-        arrays, note = next(self._elements)
+        try:
+            arrays, note = next(self._elements)
+        except Exception as error:
+            self._failure = error.__traceback__
+            if not self._begun and "Worker process was terminated" in str(error):
+                error.add_note(
+                    f"grain_shard: it ended before any batch. If no reason is above, {_GUARD}"
+                )
+            raise
+        self._begun = True
         return arrays, None if note is None else pickle.loads(note.tobytes())
 
     def close(self) -> None:
@@ -85,6 +108,12 @@ class WorkerProcesses(Producer[tuple[Any, Any]]):
         if elements is not None:
             with naming_closed("the worker processes"):
                 elements.close()
+            # The frames of an error refer to those of Grain's threads, whose variables may hold the
+            # arrays of an element. Shared memory that lives as long as the error would leak.
+            for frame, _ in traceback.walk_tb(self._failure):
+                for caller, _ in traceback.walk_stack(frame):
+                    with contextlib.suppress(RuntimeError):  # it still runs
+                        caller.clear()
             # Grain's iterators are in reference cycles, with the semaphores of their processes. If
             # the collector finds those while others are being made, they leak.
             del elements

@@ -326,6 +326,7 @@ class TestBatchSchedule:
             (lambda ds: ds.to_iter_dataset().pipe(SCHEDULE), "Streams and feeds have one size"),
             (lambda ds: ds.filter(lambda r: True).pipe(SCHEDULE), "a .filter drops records"),
             (lambda ds: ds[:0].pipe(SCHEDULE), "there are no records to batch"),
+            (lambda ds: ds.batch(4).repeat().pipe(SCHEDULE), "a BatchSchedule follows .batch(4)"),
             (lambda ds: ds.pipe(SCHEDULE).map(stack).shard_to(), "put what it does before"),
             (lambda ds: ds.pipe(SCHEDULE)[1:].shard_to(), "put what it does before"),
             (lambda ds: ds.pipe(SCHEDULE).to_iter_dataset().map(len).shard_to(), "put what it"),
@@ -400,6 +401,7 @@ class TestSeek:
             (lambda it: it.seek(9), "there is no step 9: the dataset has 8 batches"),
             (lambda it: it.seek(-1), "there is no step -1"),
             (lambda it: it.seek("2"), "there is no step '2'"),
+            (lambda it: it.seek(2.0), "there is no step 2.0: a step is an int"),
             (lambda it: it.seek(record=59), "there is no record 59: all epochs together have 58"),
             (lambda it: it.seek(record=-1), "there is no record -1"),
             (lambda it: it.seek(record=1.0), "there is no record 1.0"),
@@ -578,6 +580,11 @@ class TestEpochs:
                 "call iter(ds) for each epoch",
             ),
             (lambda: records().batch(8).repeat().shard_to().epochs(2), "leave out its .repeat()"),
+            (lambda: records().repeat().batch(8).shard_to().epochs(2), "leave out its .repeat()"),
+            (
+                lambda: records().repeat().batch(8).map(dict).shard_to().epochs(2),
+                "leave out its .repeat()",
+            ),
         ],
     )
     def test_misuse_is_refused(self, build, message):

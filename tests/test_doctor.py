@@ -32,11 +32,11 @@ def answers(monkeypatch):
     given = {
         "devices": {
             "platform": "tpu",
-            "devices": {"TPU v5 lite": 8},
-            "local_devices": 4,
-            "bytes_per_device": 17_000_000_000,
+            "devices": "8 x TPU v5 lite",
+            "on_this_host": 4,
+            "device_bytes": 17_000_000_000,
             "hosts": 2,
-            "host": 1,
+            "this_host": 1,
         }
     }
 
@@ -66,9 +66,11 @@ def test_every_part_is_there_as_text_and_as_json(answers, capsys):
     assert parts["devices"] == answers["devices"]
     for line in (
         "  platform           tpu",
-        "  devices            8 x TPU v5 lite; 4 on this host",
-        "  memory of each     17.0 GB",
-        "  hosts              2, and this is host 1",
+        "  devices            8 x TPU v5 lite",
+        "  on this host       4",
+        "  device             17.0 GB",
+        "  hosts              2",
+        "  this host          1",
     ):
         assert line in text.splitlines()
 
@@ -83,8 +85,8 @@ def test_a_part_that_fails_says_why_and_the_others_are_there(answers, capsys, mo
     answers["devices"] = TimeoutError("no answer within 60 s: another process may hold the TPU.")
     monkeypatch.setattr("grain_shard.tools.doctor.machine.limits", lambda: 1 / 0)
     text = report(capsys)
-    assert "  cannot be said     ZeroDivisionError: division by zero\n" in text
-    assert "  cannot be said     no answer within 60 s: another process may hold the TPU.\n" in text
+    assert "  error              ZeroDivisionError: division by zero\n" in text
+    assert "  error              no answer within 60 s: another process may hold the TPU.\n" in text
     assert "  python  " in text
 
 
@@ -93,13 +95,12 @@ def test_of_files_it_says_what_a_read_takes(files, answers, capsys):
 
     answers["reads"] = found = reads.reads([f"{files}/train-*"])
     assert (found["files"], found["records"], found["record_bytes"]) == (2, 20, 100)
-    assert found["reads"] == 200
     assert 0 < found["median_read_ms"] <= found["slowest_read_ms"]
-    assert set(found["records_per_s_side_by_side"]) == {1, 4, 16, 64}
-    assert found["side_by_side_that_help"] in (1, 4, 16, 64)
+    assert set(found["records_per_s_side_by_side"]) == {"1", "4", "16", "64"}
+    assert found["side_by_side_that_help"] in ("1", "4", "16", "64")
     text = report(capsys, f"{files}/train-*")
-    assert "  files              2 with 20 records of 100 bytes or so\n" in text
-    assert "  that help  " in text
+    assert "  records            20\n  record             100 bytes\n" in text
+    assert "  side by side that help " in text
 
 
 @pytest.mark.slow
@@ -199,5 +200,6 @@ def test_a_low_limit_of_open_files_comes_with_advice(soft, advice, monkeypatch):
 def test_what_an_extra_lacks_is_named(monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "tqdm" else name)
     found = machine.extras()
-    assert found["demo"] == {"for": "python -m grain_shard demo", "missing": ["tqdm"]}
-    assert found["plan"]["missing"] == []
+    remedy = 'lacks tqdm: pip install "grain-shard[demo]"'
+    assert found["demo"] == f"{remedy} (for python -m grain_shard demo)"
+    assert found["plan"].startswith("there (for ")

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import DevicePut, PadToDivisible, ShardingError, ShardingTree
+from grain_shard.checkpoint import CheckpointSave
 from grain_shard.errors import describe_error
 from tests.conftest import data_mesh, ids, numbered
 
@@ -45,6 +46,10 @@ UNSORTED = """\
 {}: the keys 'a', 1 have no order, in which JAX would put the leaves.
   leaf:   dict   mesh: data=4
   remedy: give the dict keys of one type in .map, such as strings."""
+MAY_BE_SHORT = """\
+remainder='drop' needs to know which batches are short, and a slice or a shuffle stands between .batch and it.
+  mesh:   data=4
+  remedy: use .batch(B, drop_remainder=True), or slice and shuffle the records before .batch."""  # noqa: E501
 AT_BUILD = {
     "an axis that does not exist": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("batch")),
@@ -112,10 +117,11 @@ no batch is left: there are fewer records than one batch of 8 rows, and remainde
     ),
     "a slice of batches, to be dropped": (
         lambda: numbered(9, 4)[1:].shard_to(data_mesh(4), remainder="drop"),
-        """\
-remainder='drop' needs to know which batches are short, and a slice stands between .batch and it.
-  mesh:   data=4
-  remedy: use .batch(B, drop_remainder=True), or slice the records before .batch.""",
+        MAY_BE_SHORT,
+    ),
+    "batches that are shuffled, to be dropped": (
+        lambda: numbered(9, 4).shuffle(seed=1).shard_to(data_mesh(4), remainder="drop"),
+        MAY_BE_SHORT,
     ),
     "a remainder that is none": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), remainder="wrap"),
@@ -123,6 +129,32 @@ remainder='drop' needs to know which batches are short, and a slice stands betwe
 remainder='wrap' is not one of pad, drop, error.
   mesh:   data=4
   remedy: choose one of them.""",
+    ),
+    "batches of what is placed": (
+        lambda: numbered(8, 4).shard_to(data_mesh(4)).batch(2),
+        """\
+.batch follows .shard_to, whose batches are on the devices of all hosts.
+  mesh:   data=4
+  remedy: for larger batches, call .batch(B) with a larger B before .shard_to; a .map over the batches may follow it.""",  # noqa: E501
+    ),
+    "a filter of what is placed": (
+        lambda: numbered(8, 4).shard_to(data_mesh(4)).filter(bool),
+        """\
+.filter follows .shard_to, whose batches are on the devices of all hosts.
+  mesh:   data=4
+  remedy: filter the records in grain_shard.feeds before .shard_to; a .map over the batches may follow it.""",  # noqa: E501
+    ),
+    "feeds that are not batched": (
+        lambda: grain_shard.feeds(lambda feed: numbered(8, 4), num_feeds=2).shard_to(data_mesh(4)),
+        """\
+.shard_to follows feeds, whose rows are not batched.
+  remedy: call .batch(global_batch_size) on the feeds first: feeds(...).batch(B).shard_to(mesh).""",
+    ),
+    "a dataset to be saved": (
+        lambda: CheckpointSave(numbered(8, 4).shard_to(data_mesh(4))),
+        """\
+CheckpointSave takes an iterator of .shard_to(mesh), which has a state, and got a ShardedDataset.
+  remedy: make one iterator, batches = iter(ds), loop over it, and pass batches.""",
     ),
     "workers after placement": (
         lambda: numbered(8, 8).shard_to(data_mesh(4)).mp_prefetch(),
@@ -371,8 +403,7 @@ batch['image']: the first batch had float32[8, 2, 3] here, on this host.
 
 @pytest.mark.parametrize("remainder", ["drop", "error"])
 def test_a_short_batch_where_none_may_be_is_no_batch_of_zeros(remainder):
-    shuffled = (numbered(20, 8).shuffle(seed=seed) for seed in range(100))
-    ds = next(ds for ds in shuffled if len(ds[1]["id"]) == 4)  # the short batch comes second
+    ds = grain.MapDataset.concatenate([numbered(12, 8), numbered(8, 8)])
     iterator = iter(ds.shard_to(data_mesh(4), remainder=remainder))
     next(iterator)
     with pytest.raises(ShardingError, match="short in the middle of an epoch"):

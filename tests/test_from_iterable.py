@@ -8,6 +8,7 @@ import pytest
 
 import grain_shard
 from grain_shard import DevicePut, ShardingError, ShardingTree, StateError, from_iterable
+from grain_shard.tools.planning.topology import hosts_mesh
 from tests.conftest import Restorable, data_mesh, ids
 
 
@@ -178,7 +179,6 @@ def test_its_text_says_what_it_is():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: from_iterable([FOUR], rows=None), "rows=None is not one of global, local"),
         (lambda: from_iterable([FOUR], rows="all"), "rows='all' is not one of global, local"),
         (
             lambda: from_iterable(grain.MapDataset.range(3), rows="local"),
@@ -209,6 +209,16 @@ def test_misuse_is_refused_and_says_what_to_do(call, message):
 def test_what_cannot_be_iterated_over_is_refused():
     with pytest.raises(TypeError, match="int is not iterable; pass an iterable of batches"):
         from_iterable(3, rows="local")
+
+
+def test_one_host_need_not_say_what_it_yields():
+    assert ids(from_iterable(make_batches).shard_to(data_mesh(2))) == EXPECTED
+
+
+def test_several_hosts_have_to():
+    mesh = hosts_mesh({"data": 4}, hosts=2, devices_per_host=2)
+    with pytest.raises(ShardingError, match='pass rows="local" if each host'):
+        from_iterable(make_batches).shard_to(mesh)
 
 
 def test_saying_the_same_twice_is_no_contradiction():

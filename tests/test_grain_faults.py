@@ -437,3 +437,49 @@ class TestState:
             handler.restore(tmp_path / "grains", numbered(24, 8).to_iter_dataset().__iter__())
         state = grain_shard.hosts.state_files.read_state(tmp_path / "ours")
         assert state["step"] == 1
+
+
+def interleaved(repeat):
+    """15 records of two streams, four times, repeated above or below."""
+    parts = [grain.MapDataset.range(9), grain.MapDataset.range(9, 15)]
+    streams = [repeat(part.map(lambda i: {"id": i}).to_iter_dataset(), 4, False) for part in parts]
+    return repeat(grain.experimental.InterleaveIterDataset(streams, cycle_length=2), 4, True)
+
+
+def above(ds, times, is_interleaved):
+    return grain.experimental.RepeatIterDataset(ds, times) if is_interleaved else ds
+
+
+def below(ds, times, is_interleaved):
+    return ds if is_interleaved else grain.experimental.RepeatIterDataset(ds, times)
+
+
+def left_after(ds, taken):
+    """The number of elements after a restore."""
+    with contextlib.closing(iter(ds)) as iterator, contextlib.closing(iter(ds)) as restored:
+        for _ in range(taken):
+            next(iterator)
+        restored.set_state(iterator.get_state())
+        return len(list(restored))
+
+
+def test_grain_loses_epochs_of_a_repeated_interleave_after_a_restore():
+    assert left_after(interleaved(above), 33) == 15  # of 27
+
+
+def test_which_is_refused_and_the_remedy_loses_nothing():
+    for build in (
+        lambda: interleaved(above).batch(3).shard_to(data_mesh(1)),
+        lambda: list(grain_shard.feeds(lambda feed: interleaved(above), num_feeds=1).batch(3)),
+    ):
+        with pytest.raises(ShardingError, match="Grain loses the later epochs"):
+            build()
+    assert left_after(interleaved(below).batch(3).shard_to(data_mesh(1)), 11) == 9
+
+
+def test_an_elastic_iterator_is_refused_by_name():
+    elastic = grain.experimental.ElasticIterator(
+        grain.MapDataset.range(8), 4, grain.sharding.ShardOptions(0, 1)
+    )
+    with pytest.raises(ShardingError, match="an ElasticIterator cuts batches for one host"):
+        grain_shard.shard_to(elastic, data_mesh(1))

@@ -111,6 +111,20 @@ def test_many_steps_in_flight_do_not_starve_one_another():
     assert rehearse.run(train, 500, hosts=2, devices_per_host=2, timeout_s=60) == [500.0, 500.0]
 
 
+@pytest.mark.long
+def test_a_script_that_waits_for_no_result_ends_when_its_devices_have_finished(script):
+    path = script("""
+        import jax
+        jax.distributed.initialize()
+        rows = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P("data"))
+        x = jax.numpy.ones(8000, device=rows)
+        for _ in range(10):
+            x.sum()
+    """)
+    for _ in range(5):
+        assert rehearse.run_script([path], hosts=2, devices_per_host=4, timeout_s=60).exit_code == 0
+
+
 @pytest.mark.slow
 def test_a_function_is_sent_with_its_closure_and_returns_any_value():
     class Row:

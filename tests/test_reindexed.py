@@ -78,6 +78,37 @@ def test_rows_of_a_batch_are_read_alone_if_the_node_is_known(slice_of):
     assert batching.reads_rows_alone == slice_of.is_known
 
 
+SHUFFLES = {
+    "shuffle": lambda ds, seed: ds.seed(seed).shuffle(),
+    "window shuffle": lambda ds, seed: grain.experimental.WindowShuffleMapDataset(
+        ds, window_size=2, seed=seed
+    ),
+    "a map above it": lambda ds, seed: ds.seed(seed).shuffle().map(lambda batch: batch),
+    "epochs": lambda ds, seed: ds.seed(seed).shuffle().repeat(2),
+}
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES.values(), ids=SHUFFLES)
+@pytest.mark.parametrize("seed", range(4))
+def test_batches_may_be_shuffled_whichever_of_them_is_short(shuffle, seed):
+    ds = shuffle(grain.MapDataset.range(11).map(lambda i: {"id": np.int32(i)}).batch(2), seed)
+    assert ids(ds.shard_to(data_mesh(2))) == [batch["id"].tolist() for batch in ds]
+
+
+@pytest.mark.parametrize("remainder", ["drop", "error"])
+@pytest.mark.parametrize(
+    "chosen", [lambda ds: ds.shuffle(seed=1), lambda ds: ds[::-1], lambda ds: ds[1:].map(dict)]
+)
+def test_full_batches_may_be_chosen_whatever_becomes_of_short_ones(chosen, remainder):
+    ds = chosen(grain.MapDataset.range(8).map(lambda i: {"id": np.int32(i)}).batch(2))
+    sharded = ds.shard_to(data_mesh(2), remainder=remainder)
+    assert ids(sharded) == [batch["id"].tolist() for batch in ds]
+
+
+def test_of_shuffled_batches_only_the_rows_that_are_kept_are_read():
+    assert batching_of(five().batch(2).shuffle(seed=1)).reads_rows_alone
+
+
 def test_many_records_are_what_grain_gives_one_by_one(slice_of):
     order = grain.MapDataset.range(40).shuffle(seed=5)
     ds = slice_of(grain.MapDataset.range(50).seed(1).shuffle(), order).repeat(3)

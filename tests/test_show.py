@@ -135,9 +135,24 @@ class TestInATerminal:
         buffers = "buffers at most 2 batches on the devices, 4 on the host"
         assert buffers in map(" ".join, shown)
 
+    def test_a_list_of_thousands_of_records_takes_no_more_than_a_screen(self, capsys):
+        records = [record(i) for i in range(1797)]
+        grain_shard.show(records)
+        shown = capsys.readouterr().out
+        assert len(shown.splitlines()) <= 40
+        assert "  7,172 more leaves " in shown
+
+    def test_drawings_that_do_not_fit_a_screen_are_cut_off(self, capsys):
+        rows = jax.NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+        grain_shard.show([jax.ShapeDtypeStruct((8 * i,), "int8", sharding=rows) for i in range(9)])
+        shown = capsys.readouterr().out.splitlines()
+        assert len(shown) == 40
+        assert shown[-1] == "  and more"
+
     def test_microbatches(self, capsys):
-        ds = grain.MapDataset.range(100).map(record).batch(32)
-        grain_shard.show(ds.shard_to(mesh_2d(), SPECS, microbatches=2))
+        ds = grain.MapDataset.range(100).map(lambda i: {"tokens": np.arange(64)}).batch(32)
+        specs = {"tokens": P("data", "seq"), "valid_mask": P(("data", "seq"))}
+        grain_shard.show(ds.shard_to(mesh_2d(), specs, microbatches=2))
         shown = lines(capsys)
         for line in [
             ["microbatches", "2", "of", "16", "rows;", "one", "is", "drawn"],

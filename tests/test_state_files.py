@@ -26,5 +26,12 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
 
 def test_a_folder_without_a_state_lists_what_is_there(tmp_path):
     (tmp_path / "state-1-of-2.json").write_text('{"kind": "stream", "parent": {}}')
-    with pytest.raises(StateError, match=r"host 0 of 1(.|\n)*found:  state-1-of-2\.json"):
+    match = r"host 0 of 1(.|\n)*found:  state-1-of-2\.json\n  remedy: a stream has a state for each"
+    with pytest.raises(StateError, match=match):
         read_state(tmp_path)
+
+
+@pytest.mark.parametrize("name", [".", "not there"])
+def test_a_folder_whose_files_are_gone_is_not_taken_for_that_of_a_stream(tmp_path, name):
+    with pytest.raises(StateError, match=r"found:  nothing\n  remedy: name another step"):
+        read_state(tmp_path / name)

@@ -268,12 +268,29 @@ class TestScripts:
         # multiprocessing's tracker, which then does, says so.
         assert "Traceback" not in err
 
-    def test_without_the_guard_of_the_main_module_it_fails_and_python_says_why(self, tmp_path):
-        # Each worker imports the script, which would start workers. Python refuses that.
+    def test_without_the_guard_of_the_main_module_it_fails_and_says_why(self, tmp_path):
+        # Each worker imports the script, which would start workers.
         code, out, err = run(textwrap.dedent(self.PROGRAM) + "main()\n", tmp_path / "program.py")
         assert (code, out) == (1, "")
-        assert "if __name__ == '__main__':" in err
-        assert "Worker process was terminated unexpectedly" in err
+        assert err.count("ShardingError: a worker process imports the main script") == 2
+        assert 'no reason is above, put the loop of the script below if __name__ == "__main' in err
+
+    def test_an_error_in_a_worker_leaks_no_shared_memory(self, tmp_path):
+        code = textwrap.dedent("""
+            import grain, jax, numpy as np
+            import grain_shard
+
+            def fail(i):
+                return {"id": np.full(1000, 1 // (i - 30))}
+
+            if __name__ == "__main__":
+                ds = grain.MapDataset.range(80).map(fail).batch(8)
+                for batch in ds.shard_to(jax.devices()[0], num_workers=2):
+                    pass
+        """)
+        _, _, err = run(code, tmp_path / "program.py")
+        assert "ZeroDivisionError" in err
+        assert "leaked shared_memory" not in err
 
 
 class TestC10:

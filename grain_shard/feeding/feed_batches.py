@@ -87,6 +87,14 @@ class Feeds(FeedStreams):
         """
         return FeedBatches(self, FeedRows(self.num_feeds, global_batch_size))
 
+    def shard_to(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses feeds that are not batched yet."""
+        raise ShardingError(
+            ".shard_to follows feeds, whose rows are not batched.",
+            remedy="call .batch(global_batch_size) on the feeds first:"
+            " feeds(...).batch(B).shard_to(mesh).",
+        )
+
 
 @dataclass(frozen=True)
 class FeedRun:

@@ -17,6 +17,7 @@ from grain_shard.grain_inside.read_ahead import begins_with_records, replace_rea
 from grain_shard.hosts.feed_files import NUM_FEEDS
 from grain_shard.reading.faults import Faults, Skipped
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
+from grain_shard.reading.lost_epochs import refuse_lost_epochs
 from grain_shard.reading.state_json import restore
 from grain_shard.tasks import Raised
 
@@ -149,7 +150,8 @@ class FeedStreams:
         """Makes the stream of one feed.
 
         Raises:
-            ShardingError: The user's function returned something else.
+            ShardingError: The user's function returned something else, or a stream that loses
+                epochs.
         """
         part = grain.sharding.ShardOptions(shard_index=feed, shard_count=self.num_feeds)
         try:
@@ -162,6 +164,7 @@ class FeedStreams:
                 remedy="return a grain.IterDataset: end a grain.MapDataset with"
                 " .to_iter_dataset().",
             )
+        refuse_lost_epochs(ds)
         return ds
 
     def reader(

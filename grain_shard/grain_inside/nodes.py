@@ -55,8 +55,10 @@ class BatchNode:
         drop_remainder: True if Grain drops the short batch.
         only_stacks: True if a row of the batch depends on its record alone: Grain's default batch
             function, and no ``.map`` after it.
-        num_epochs: Epochs of the batch node in the dataset; None if the batches were sliced.
-        epoch_below: Maps an epoch of the dataset to an epoch of the records. Invalid after a slice.
+        num_epochs: Epochs of the batch node in the dataset; None if the batches were sliced or
+            shuffled.
+        epoch_below: Maps an epoch of the dataset to an epoch of the records. Invalid if the batches
+            were sliced or shuffled.
         batch_index: Maps an index of the dataset to an index of the batch node.
     """
 
@@ -72,14 +74,14 @@ class BatchNode:
 
 
 def batch_node(ds: grain.MapDataset) -> BatchNode | None:
-    """Finds the batch node under maps, seeds, slices and repeats; None if there is none."""
+    """Finds the batch node under maps, seeds, slices, shuffles and repeats, or returns None."""
     node, above, only_stacks, in_order = ds, [], True, True
     index_maps, repeated = [], []
     try:
         while type(node) is not _BATCH:
             above.append(node)
-            if type(node) in (SLICE, REINDEX):
-                index_maps.append(index_below_slice(node))
+            if chooses_batches(node):
+                index_maps.append(index_below(node))
                 in_order = False
             elif type(node) is REPEAT:
                 if node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
@@ -116,10 +118,15 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     )
 
 
-def index_below_slice(node: grain.MapDataset) -> Callable[[int], int]:
-    """Returns the index map of ``.slice(slice(1, 3))`` or of ``.slice([3, 1, 4])``."""
-    name = "_reindexed_index" if type(node) is REINDEX else "_sliced_index"
-    return getattr(node, name)
+def chooses_batches(node: grain.MapDataset) -> bool:
+    """Returns whether a node above ``.batch`` leaves batches out or changes their order."""
+    return type(node) in (SLICE, REINDEX, *_SHUFFLES)
+
+
+def index_below(node: grain.MapDataset) -> Callable[[int], int]:
+    """Returns the index map of a shuffle, ``.slice(slice(1, 3))`` or ``.slice([3, 1, 4])``."""
+    names = {SLICE: "_sliced_index", REINDEX: "_reindexed_index"}
+    return getattr(node, names.get(type(node), "_shuffled_index"))
 
 
 def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
@@ -163,6 +170,15 @@ def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
         return any(map(pads_batches, ds.parents))
     # The batch function is a functools.partial, whose arguments hold the padded size.
     return getattr(batch_fn, "func", batch_fn) is grain.experimental.batch_and_pad
+
+
+def repeats_interleaved(ds: grain.IterDataset) -> bool:
+    """Returns whether a pipeline repeats a stream that interleaves others."""
+    return any(
+        type(node) is grain.experimental.RepeatIterDataset
+        and any(type(below) is grain.experimental.InterleaveIterDataset for below in walk(node))
+        for node in walk(ds)
+    )
 
 
 def below_read_ahead(

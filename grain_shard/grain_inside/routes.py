@@ -381,7 +381,7 @@ def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
 
 
 def _below_slice(node: Any, indices: np.ndarray) -> np.ndarray:
-    below = nodes.index_below_slice(node)
+    below = nodes.index_below(node)
     return np.array([below(i) for i in indices.tolist()], dtype=np.int64)
 
 

@@ -66,10 +66,13 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
             return read_object(directory / name)
     if files := [file for file in map(FeedFile.named, found) if file]:
         return read_feeds(directory, files, feeds.run)
+    remedy = "a stream has a state for each host; restore it on as many hosts as saved it."
+    if not any(name.startswith("state-") for name in found):
+        remedy = "name another step, or the folder into which the state was saved."
     raise StateError(
         f"no state for host {jax.process_index()} of {jax.process_count()} in {directory}.\n"
         f"  found:  {', '.join(found) or 'nothing'}\n"
-        "  remedy: a stream has a state for each host; restore it on as many hosts as saved it."
+        f"  remedy: {remedy}"
     )
 
 

@@ -33,6 +33,10 @@ from grain_shard.tasks import Raised
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import WithNote, WorkerProcesses
 
+# A run of more batches has no end. ``.repeat()`` has `sys.maxsize` records, and its ``.batch(B)``
+# one B-th as many batches.
+_ENDLESS = sys.maxsize >> 24
+
 
 class RandomAccess(HostBatches):
     """The batches of a `MapDataset`.
@@ -77,9 +81,9 @@ class RandomAccess(HostBatches):
         return self._batching.num_batches()
 
     def repeated(self, times: int) -> RandomAccess:
-        if self._batching.num_batches() * times > sys.maxsize:
+        if self._batching.num_batches() > _ENDLESS:
             raise ShardingError(
-                f"{times} epochs of a dataset that is endless already have no border.",
+                f"the dataset has no end, so that no second of its {times} epochs can begin.",
                 remedy="leave out its .repeat().",
             )
         several = copy.copy(self)
@@ -109,9 +113,9 @@ class RandomAccess(HostBatches):
 
     def position_at(self, *, step: int | None, record: int | None) -> Progress:
         cuts, batches = self._batching.cuts, self._batching.num_batches()
-        step, record = _whole_number(step), _whole_number(record)
+        step, record = _whole_number("step", step), _whole_number("record", record)
         if step is not None:
-            if type(step) is not int or not 0 <= step <= batches:
+            if not 0 <= step <= batches:
                 raise ShardingError(
                     f"there is no step {step!r}: the dataset has {batches:,} batches.",
                     remedy=f"seek a step from 0 to {batches:,}; more than that are in"
@@ -124,7 +128,7 @@ class RandomAccess(HostBatches):
                 remedy=f"seek a step. {HOW_TO_COUNT_RECORDS}",
             )
         records = cuts.records * self._batching.num_epochs
-        if type(record) is not int or not 0 <= record <= records:
+        if record is None or not 0 <= record <= records:
             raise ShardingError(
                 f"there is no record {record!r}: all epochs together have {records:,}.",
                 remedy=f"seek a record from 0 to {records:,}.",
@@ -259,14 +263,22 @@ class RandomAccess(HostBatches):
         return Progress(step, epoch, record) if within or (epoch, record) == (epochs, 0) else None
 
 
-def _whole_number(value: Any) -> Any:
-    """Converts an integer of NumPy or JAX, such as a training state's step, to an int."""
-    if isinstance(value, bool):
-        return value
+def _whole_number(name: str, value: Any) -> int | None:
+    """Converts an integer of NumPy or JAX, such as a training state's step, to an int.
+
+    Raises:
+        ShardingError: The value is no integer.
+    """
+    if value is None:
+        return None
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        return value
+        pass
+    raise ShardingError(
+        f"there is no {name} {value!r}: a {name} is an int.", remedy=f"pass int({name})."
+    )
 
 
 class _CountedBatches(grain.MapDataset):

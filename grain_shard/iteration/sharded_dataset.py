@@ -204,16 +204,19 @@ class ShardedDataset(grain.IterDataset):
         )
 
     def __repr__(self) -> str:
-        return f"<ShardedDataset of {self._text()}>"
-
-    def __str__(self) -> str:
-        # As Grain prints a pipeline, every stage is called by its name.
-        return f"DevicePut({self._text()})"
-
-    def _text(self) -> str:
         batches = self.num_batches()
         count = "" if batches is None else f", {batches} {'batch' if batches == 1 else 'batches'}"
-        return f"{self._host.kind}, mesh ({self._mesh_text()}){count}"
+        return f"<ShardedDataset of {self._host.kind}, mesh ({self._mesh_text()}){count}>"
+
+    __str__ = __repr__
+
+    def batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses to batch the global batches."""
+        self._refuse_regrouping(".batch", "for larger batches, call .batch(B) with a larger B")
+
+    def filter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses to leave out some of the global batches, which hosts could not agree on."""
+        self._refuse_regrouping(".filter", "filter the records in grain_shard.feeds")
 
     def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuses Grain's workers, which must run before the batches are put on devices."""
@@ -229,6 +232,13 @@ class ShardedDataset(grain.IterDataset):
             " refers to devices.",
             mesh_axes=self.shardings.mesh_axes,
             remedy="copy what stands before .shard_to; for workers, pass it num_workers.",
+        )
+
+    def _refuse_regrouping(self, method: str, instead: str) -> NoReturn:
+        raise ShardingError(
+            f"{method} follows .shard_to, whose batches are on the devices of all hosts.",
+            mesh_axes=self.shardings.mesh_axes,
+            remedy=f"{instead} before .shard_to; a .map over the batches may follow it.",
         )
 
     def _refuse_workers(self) -> NoReturn:

@@ -62,7 +62,7 @@ class BatchSchedule:
             ds: The records.
 
         Raises:
-            ShardingError: The records cannot be read by index, or there are none.
+            ShardingError: The records cannot be read by index, are batches, or there are none.
         """
         if not isinstance(ds, grain.MapDataset):
             raise ShardingError(
@@ -75,6 +75,12 @@ class BatchSchedule:
             raise ShardingError(
                 "a .filter drops records, so that nobody can tell by its index what is in a batch.",
                 remedy="filter within feeds, by .to_iter_dataset().filter(...).",
+            )
+        if (node := nodes.batch_node(ds)) is not None and node.only_stacks:
+            raise ShardingError(
+                f"a BatchSchedule follows .batch({node.global_batch_size}), whose batches it would"
+                " take for records.",
+                remedy="leave .batch out: the BatchSchedule cuts the records.",
             )
         if len(ds) == 0:
             raise ShardingError("there are no records to batch.", remedy="check the source.")

@@ -71,7 +71,7 @@ class Batching(ABC):
         """Returns the cuts of the epochs' records; this may read batches.
 
         Returns:
-            None if the batches were sliced.
+            None if the batches were sliced or shuffled, and some of them may be short.
         """
 
     @abstractmethod
@@ -188,8 +188,9 @@ class Batching(ABC):
         if cuts is None:
             raise ShardingError(
                 f"remainder={padding.remainder!r} needs to know which batches are short, and a"
-                " slice stands between .batch and it.",
-                remedy="use .batch(B, drop_remainder=True), or slice the records before .batch.",
+                " slice or a shuffle stands between .batch and it.",
+                remedy="use .batch(B, drop_remainder=True), or slice and shuffle the records before"
+                " .batch.",
             )
         if padding.remainder == "drop":
             if cuts.records < largest:

@@ -83,8 +83,8 @@ def _mixture_in_order(
     records: grain.MapDataset, above: Sequence[grain.MapDataset]
 ) -> MixedByRecord | None:
     """Returns the mixture, if its record i is record i of the batched dataset."""
-    if any(type(node) in (nodes.SLICE, nodes.REINDEX) for node in above):
-        return None  # a slice chose batches, so their records do not follow from their number
+    if any(map(nodes.chooses_batches, above)):
+        return None  # some batches were chosen, so their records do not follow from their number
     while nodes.keeps_indices(records):
         (records,) = records.parents
     return records if isinstance(records, MixedByRecord) else None

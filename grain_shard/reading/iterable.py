@@ -19,7 +19,7 @@ Rows = Literal["global", "local"]
 
 
 def from_iterable(
-    source: Iterable[Batch] | Callable[[], Iterable[Batch]], *, rows: Rows
+    source: Iterable[Batch] | Callable[[], Iterable[Batch]], *, rows: Rows | None = None
 ) -> grain.IterDataset:
     """Returns a stream of a loader's batches, for a ``.shard_to(mesh)`` to follow.
 
@@ -33,7 +33,7 @@ def from_iterable(
         >>> def make_batches():
         ...     for i in range(2):
         ...         yield {"x": np.arange(4 - i) + 10 * i}
-        >>> for batch in from_iterable(make_batches, rows="global"):
+        >>> for batch in from_iterable(make_batches):
         ...     print(batch["x"])
         [0 1 2 3]
         [10 11 12]
@@ -46,17 +46,17 @@ def from_iterable(
             are copied, so their maker may fill them again.
         rows: The rows that each of several hosts yields. "local": the rows of the host's own
             devices, as from a loader with a sampler for each process. "global": the same whole
-            batches on every host. On one host both are the same.
+            batches on every host. On one host both are the same, and None is enough.
 
     Returns:
         A `grain.IterDataset`. Its iterators have a state if the source's iterators have
         ``get_state`` and ``set_state``, as the iterators of a `grain.DataLoader` do.
 
     Raises:
-        ShardingError: `rows` is neither "local" nor "global", or the source is a Grain dataset.
+        ShardingError: `rows` is something else, or the source is a Grain dataset.
         TypeError: The source cannot be iterated over.
     """
-    if rows not in ("global", "local"):
+    if rows not in ("global", "local", None):
         raise ShardingError(
             f"rows={rows!r} is not one of global, local.",
             remedy='say what each host yields: "local" for the rows of its own devices, "global"'
@@ -83,7 +83,7 @@ class IterableBatches(grain.IterDataset):
         rows: As for `from_iterable`.
     """
 
-    def __init__(self, source: Any, rows: Rows):
+    def __init__(self, source: Any, rows: Rows | None):
         super().__init__()
         self._source, self.rows = source, rows
         self._in_use = threading.Lock()
@@ -97,7 +97,8 @@ class IterableBatches(grain.IterDataset):
         return f"<{self}>"
 
     def __str__(self) -> str:
-        return f"from_iterable({type(self._source).__name__}, rows={self.rows!r})"
+        rows = f", rows={self.rows!r}" if self.rows else ""
+        return f"from_iterable({type(self._source).__name__}{rows})"
 
     def __iter__(self) -> grain.DatasetIterator:
         iterable = hasattr(self._source, "__iter__") or hasattr(self._source, "__getitem__")

@@ -105,7 +105,12 @@ class RecordBatching(Batching):
         return self.sliced.by_record.cut(self.sliced.index_below(index))
 
     def epochs(self) -> Cuts | None:
-        return self.cuts if self.sliced is None else None
+        if self.sliced is None:
+            return self.cuts
+        if self.by_record.has_short(1):
+            return None
+        (size,) = self.unpadded_sizes
+        return Cuts(self.cuts.records * size, {0: size})
 
     def dropping_remainder(self) -> RecordBatching:
         return replace(self, cuts=self.cuts.dropping_remainder())

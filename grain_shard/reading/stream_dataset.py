@@ -16,6 +16,7 @@ from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.host_arrays import owned
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.iterable import is_from_iterable
+from grain_shard.reading.lost_epochs import refuse_lost_epochs
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.spans import READ, span
@@ -88,7 +89,12 @@ class StreamDataset(grain.IterDataset):
 
     @classmethod
     def of(cls, ds: grain.IterDataset, *, global_batch_size: int | None = None) -> StreamDataset:
-        """Returns the batches of a user's dataset as a stream without steps."""
+        """Returns the batches of a user's dataset as a stream without steps.
+
+        Raises:
+            ShardingError: The dataset would lose epochs after a restore.
+        """
+        refuse_lost_epochs(ds)
         owns_arrays = is_from_iterable(ds)
         return cls(ds, ds, StreamFacts(global_batch_size, global_batch_size, 0, owns_arrays))
 

@@ -41,6 +41,12 @@ class Stage(ABC):
             return self.of_random_access(ds)
         if isinstance(ds, StreamDataset):
             return self.of_stream(ds)
+        if isinstance(ds, grain.experimental.ElasticIterator):
+            raise ShardingError(
+                "an ElasticIterator cuts batches for one host and can be gone through only once.",
+                remedy="call .batch(global_batch_size).shard_to(mesh) on its MapDataset, which goes"
+                " on on any number of hosts; cut a stream into grain_shard.feeds.",
+            )
         if isinstance(ds, grain.MapDataset | grain.IterDataset):
             _refuse_after_batch(ds)
         if isinstance(ds, grain.MapDataset):

@@ -10,21 +10,19 @@ from grain_shard.tools.libtpu import keep_libtpu_quiet
 
 
 def devices() -> dict[str, Any]:
-    """The devices and hosts as JAX has them without ``jax.distributed.initialize()``."""
+    """Returns the devices and hosts as JAX has them without ``jax.distributed.initialize()``."""
     keep_libtpu_quiet()
     import jax
 
     kinds = Counter(device.device_kind for device in jax.devices())
-    memory = [
-        (device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()[:1]
-    ]
+    first = next(iter(jax.local_devices()), None)
     return {
         "platform": jax.default_backend(),
-        "devices": dict(kinds),
-        "local_devices": jax.local_device_count(),
-        "bytes_per_device": memory[0] if memory else None,
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        "on_this_host": jax.local_device_count(),
+        "device_bytes": ((first and first.memory_stats()) or {}).get("bytes_limit"),
         "hosts": jax.process_count(),
-        "host": jax.process_index(),
+        "this_host": jax.process_index(),
     }
 
 

@@ -31,29 +31,30 @@ def versions() -> dict[str, str | None]:
 def machine() -> dict[str, Any]:
     """Returns cores, memory in bytes, and the variables of the environment that JAX reads."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
-    shared = "/dev/shm"
+    container, shared = Path("/sys/fs/cgroup/memory.max"), "/dev/shm"
+    limit = container.read_text().strip() if container.exists() else ""
     return {
         "cores": os.cpu_count(),
         "cores_for_us": len(affinity(0)) if affinity else None,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "memory_limit_bytes": _cgroup_limit(),
+        "memory_limit_bytes": int(limit) if limit.isdecimal() else None,
         "shared_memory_bytes": shutil.disk_usage(shared).total if os.path.isdir(shared) else None,
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_OF_JAX)},
     }
 
 
 def limits() -> dict[str, Any]:
-    """Returns the limits of this process, with advice on a low one; None is no limit."""
-    files, most_files = map(_limit, resource.getrlimit(resource.RLIMIT_NOFILE))
-    found: dict[str, Any] = {"open_files": files, "open_files_at_most": most_files, "advice": None}
-    if hasattr(resource, "RLIMIT_NPROC"):
-        found["threads"] = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+    """Returns the limits of open files, with advice on a low one; None is no limit."""
+    unlimited = resource.RLIM_INFINITY
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, most = (None if value == unlimited else value for value in limit)
+    advice = None
     if files is not None and files < _FEW_FILES:
-        found["advice"] = (
+        advice = (
             f"a source of more than some {files // 2} files needs more open files:"
-            f" ulimit -n {most_files or 65536}"
+            f" ulimit -n {most or 65536}"
         )
-    return found
+    return {"open_files": files, "open_files_at_most": most, "advice": advice}
 
 
 def accelerators() -> dict[str, Any]:
@@ -74,11 +75,14 @@ def accelerators() -> dict[str, Any]:
     return {"TPU": tpu, "libtpu": libtpu, "NVIDIA_GPU": nvidia, "CUDA": cuda, "advice": advice}
 
 
-def extras() -> dict[str, Any]:
+def extras() -> dict[str, str]:
     """Returns the optional parts of this package: the use of each, and the modules it lacks."""
-    return {
-        name: {"for": use, "missing": missing(modules)} for name, (modules, use) in EXTRAS.items()
-    }
+    found = {}
+    for name, (modules, use) in EXTRAS.items():
+        lacks = ", ".join(missing(modules))
+        there = f'lacks {lacks}: pip install "grain-shard[{name}]"' if lacks else "there"
+        found[name] = f"{there} (for {use})"
+    return found
 
 
 def _version(package: str) -> str | None:
@@ -86,14 +90,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _limit(value: int) -> int | None:
-    return None if value == resource.RLIM_INFINITY else value
-
-
-def _cgroup_limit() -> int | None:
-    """The bytes of memory that a container may have."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else ""
-    return int(text) if text.isdecimal() else None

@@ -7,19 +7,17 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from grain_shard.reading.sources import ArrayRecordSource
 
-_SINGLE_READS = 200
 _SIDE_BY_SIDE = 1, 4, 16, 64
-_EACH_S = 1.0  # for the single reads, and for each number side by side
+_EACH_S = 1.0  # for each number side by side
 
 
 def reads(paths: list[str]) -> dict[str, Any]:
-    """Milliseconds of opening the files and of reading single records anywhere in them.
+    """Returns the milliseconds of opening files and of reading single records anywhere in them.
 
     Args:
         paths: As for `ArrayRecordSource`.
@@ -32,60 +30,43 @@ def reads(paths: list[str]) -> dict[str, Any]:
         raise ValueError("the files hold no record")
     anywhere = random.Random(0)  # the same records each time, wherever this runs
 
-    def read() -> tuple[float, int]:
-        start = time.perf_counter()
-        record = source[anywhere.randrange(num_records)]
-        return time.perf_counter() - start, len(record)
+    def read_for_a_second(_: int) -> list[tuple[float, int]]:
+        start, read = time.perf_counter(), []
+        while not read or time.perf_counter() < start + _EACH_S:
+            before = time.perf_counter()
+            record = source[anywhere.randrange(num_records)]
+            read.append((time.perf_counter() - before, len(record)))
+        return read
 
-    singles = _for_a_second(read, _SINGLE_READS)
-    seconds = [taken for taken, _ in singles]
-    per_second = {number: _rate(read, number) for number in _SIDE_BY_SIDE}
+    rates, alone = {}, []
+    for number in _SIDE_BY_SIDE:
+        before = time.perf_counter()
+        with ThreadPoolExecutor(number) as pool:
+            found = [one for read in pool.map(read_for_a_second, range(number)) for one in read]
+        rates[str(number)] = round(len(found) / (time.perf_counter() - before), 1)
+        alone = alone or found
+    seconds, sizes = zip(*alone, strict=True)
+    times_s = {
+        "open_ms": opened - began,
+        "first_read_ms": seconds[0],
+        "median_read_ms": statistics.median(seconds),
+        "slowest_read_ms": max(seconds),
+    }
     return {
         "files": len(source.paths),
         "records": num_records,
-        "record_bytes": round(statistics.median(size for _, size in singles)),
-        "open_ms": _ms(opened - began),
-        "first_read_ms": _ms(seconds[0]),
-        "median_read_ms": _ms(statistics.median(seconds)),
-        "slowest_read_ms": _ms(max(seconds)),
-        "reads": len(singles),
-        "records_per_s_side_by_side": per_second,
+        "record_bytes": round(statistics.median(sizes)),
+        **{name: round(1000 * taken, 3) for name, taken in times_s.items()},
+        "records_per_s_side_by_side": rates,
         # The fewest threads within a tenth of the best rate: smaller differences are noise.
         "side_by_side_that_help": next(
-            n for n, rate in per_second.items() if rate >= 0.9 * max(per_second.values())
+            n for n, rate in rates.items() if rate >= 0.9 * max(rates.values())
         ),
     }
 
 
-def _for_a_second(read: Callable[[], Any], at_most: int = sys.maxsize) -> list[Any]:
-    """The answers to at least one read."""
-    deadline = time.perf_counter() + _EACH_S
-    answers = [read()]
-    while len(answers) < at_most and time.perf_counter() < deadline:
-        answers.append(read())
-    return answers
-
-
-def _rate(read: Callable[[], Any], number: int) -> float:
-    """Records a second, with this many reads side by side."""
-    began = time.perf_counter()
-    with ThreadPoolExecutor(number) as pool:
-        answers = pool.map(_for_a_second, [read] * number)
-        count = sum(map(len, answers))
-    return round(count / (time.perf_counter() - began), 1)
-
-
-def _ms(seconds: float) -> float:
-    return round(1000 * seconds, 3)
-
-
-def main(paths: list[str]) -> None:
-    """Prints the answer as JSON, or ends with the reason in one line."""
+if __name__ == "__main__":
     try:
-        print(json.dumps(reads(paths)))
+        print(json.dumps(reads(sys.argv[1:])))
     except (OSError, ValueError, RuntimeError) as error:
         sys.exit(" ".join(str(error).split()))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grain_shard.errors import GrainShardError, require_int
 from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.spans import STEP, WAIT
+from grain_shard.tools.extras import missing, not_installed
 from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
 from grain_shard.tools.measuring.loop import Loop
 from grain_shard.tools.measuring.measurement import Measurement
@@ -59,13 +60,8 @@ class Profile(Measurement):
         Raises:
             GrainShardError: matplotlib is not installed.
         """
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            raise GrainShardError(
-                "a timeline is drawn by matplotlib, which is not installed.\n"
-                '  remedy: pip install "grain-shard[plot]", or print the profile for its text.'
-            ) from error
+        if lacking := missing(("matplotlib",)):
+            raise not_installed("a timeline", "plot", lacking, ", or print the profile.")
         from grain_shard.tools.measuring.timeline_plot import draw
 
         return draw(self, self.bottleneck)

@@ -19,7 +19,7 @@ from typing import IO
 # program to ask for, and does not end the process.
 _GRACE_S = 2.0
 
-# Each process runs this: the script or module, as `python` would run it. It differs in three ways.
+# Each process runs this: the script or module, as `python` would run it. It differs in four ways.
 #
 # * A signal makes it print the stack of its main thread.
 # * As soon as the script has imported JAX, each computation is told to end before the next begins.
@@ -31,6 +31,9 @@ _GRACE_S = 2.0
 #   was measured to be up to 15 ms before the end of its process can be seen. A host that only says
 #   that another one has failed leaves later still. With these delays the first process to end is
 #   the one that failed first.
+# * A script that has compiled something ends when its devices have finished. A process that ends
+#   while collectives of its devices are under way may hang. The devices of a process begin one
+#   computation of all of them after the other, so that this program waits for one more.
 #
 # This program imports neither JAX nor this package, since the script may set variables that have to
 # be there before JAX is imported. A script that used JAX and ran to its end, or failed, without
@@ -39,6 +42,8 @@ _HOST_PROGRAM = """
 import faulthandler, importlib.util, os, runpy, signal, sys, time
 
 class InOrder:
+    compiled = False
+
     def find_spec(self, name, path=None, target=None):
         if name != "jax":
             return None
@@ -52,8 +57,13 @@ class InOrder:
     def exec_module(self, module):
         self.run(module)
         module.config.update("jax_cpu_enable_async_dispatch", False)
+        module.monitoring.register_event_duration_secs_listener(self.listen)
 
-sys.meta_path.insert(0, InOrder())
+    def listen(self, event, *args, **fields):
+        self.compiled |= event == "/jax/core/compile/backend_compile_duration"
+
+in_order = InOrder()
+sys.meta_path.insert(0, in_order)
 faulthandler.register(signal.SIGQUIT, all_threads=False)
 del sys.argv[0]
 alone = sys.argv.pop(0)
@@ -85,6 +95,11 @@ try:
     jax = sys.modules.get("jax")
     if jax and not jax.distributed.is_initialized() and jax.process_count() == 1:
         open(alone, "w").close()
+    if in_order.compiled and not code:
+        mesh = jax.make_mesh((jax.local_device_count(),), ("x",), devices=jax.local_devices())
+        sharding = jax.NamedSharding(mesh, jax.P("x"))
+        with jax.set_mesh(mesh):
+            jax.numpy.zeros(mesh.size, device=sharding).block_until_ready()
 finally:
     if code:
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -10,13 +11,13 @@ import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.console import Group
 
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.sharded_dataset import ShardedDataset, sharded
 from grain_shard.tools.showing.drawing import draw_batch
 from grain_shard.tools.showing.tables import (
+    FirstLines,
     FittingTable,
     describe_bytes,
     describe_ranges,
@@ -24,13 +25,15 @@ from grain_shard.tools.showing.tables import (
 )
 from grain_shard.trees import flatten
 
+_MAX_LINES, _MAX_LEAVES = 40, 16
+
 
 def show(batch_or_dataset: Any) -> None:
     """Shows the leaves of a batch: global shape, mesh axes, rows and bytes on each device.
 
-    Below them it shows which device holds what. It prints by itself, in a notebook as HTML, and
-    returns nothing. Nothing is computed on a device or moved from one, and no other host is asked,
-    so that one host of many may call it.
+    Below them it shows which device holds what. It prints by itself, 40 lines at most, in a
+    notebook as HTML, and returns nothing. Nothing is computed on a device or moved from one, and no
+    other host is asked, so that one host of many may call it.
 
     Args:
         batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.
@@ -81,7 +84,8 @@ def show(batch_or_dataset: Any) -> None:
     columns = ["leaf", "global array", "rows a device", "bytes a device"]
     tables.append(FittingTable(columns, _lines(batch, row_dims), left=2))
     drawn = jax.tree.map(_of_one_microbatch, batch) if row_dims > 1 else batch
-    to_screen(Group(*tables, *draw_batch(drawn)))
+    drawings = itertools.islice(draw_batch(drawn), _MAX_LINES)
+    to_screen(FirstLines([*tables, *drawings], _MAX_LINES))
 
 
 def _of_one_microbatch(leaf: Any) -> Any:
@@ -102,10 +106,12 @@ def _global_batch_size(batch: Any, row_dims: int) -> int | None:
 def _lines(batch: Any, row_dims: int) -> Iterator[tuple[str, ...]]:
     paths, leaves, _ = flatten(batch)
     described = [LeafText.of(leaf, row_dims) for leaf in leaves]
-    for path, leaf in zip(paths, described, strict=True):
+    for path, leaf in zip(paths[:_MAX_LEAVES], described, strict=False):
         rows = "" if leaf.rows_per_device is None else f"{leaf.rows_per_device:,}"
         on_device = leaf.bytes_per_device is not None
         yield path, leaf.text, rows, describe_bytes(leaf.bytes_per_device) if on_device else ""
+    if more := len(paths[_MAX_LEAVES:]):
+        yield f"{more:,} more leaves", "", "", ""
     total = sum(leaf.bytes_per_device or 0 for leaf in described)
     yield "a batch", "", "", describe_bytes(total)
 

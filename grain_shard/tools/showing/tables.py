@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -78,6 +79,27 @@ class FittingTable:
         for line in self._lines:
             table.add_row(*map(Text, line))  # rich takes words in brackets for a style
         return table
+
+
+class FirstLines:
+    """Tables and texts one below the other, up to a number of lines.
+
+    Args:
+        parts: The tables and texts.
+        most: The largest number of lines.
+    """
+
+    def __init__(self, parts: Sequence[Any], most: int):
+        self._parts, self._most = parts, most
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        rendered = (console.render_lines(part, options, pad=False) for part in self._parts)
+        lines = itertools.chain.from_iterable(rendered)
+        for line in itertools.islice(lines, self._most - 1):
+            yield from line
+            yield Segment.line()
+        if next(lines, None) is not None:
+            yield Text("  and more")
 
 
 class InNotebooks:
