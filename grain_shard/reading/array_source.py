@@ -24,7 +24,7 @@ class ArraySource:
     Example:
         >>> source = ArraySource({"image": np.zeros((6, 2, 2)), "label": np.arange(6)})
         >>> source, len(source), source[4]["label"]
-        (ArraySource(6 records: ['image'] float64[2, 2], ['label'] int64[]), 6, array(4))
+        (ArraySource(6 records: ['image'] float64[2, 2], ['label'] int64[]), 6, np.int64(4))
 
     Args:
         arrays: A tree of arrays ``[num_records, ...]``: `numpy` arrays, memory maps, and anything
