@@ -17,6 +17,7 @@ from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
+from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, Faults, read_by_several
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import BatchLayout, describe_parts
@@ -48,6 +49,8 @@ class HostFeeds(HostBatches):
     ):
         self._ds, self._run = ds, run
         self.fingerprint = ds.feeds.fingerprint
+        with naming_feed(0, ds.num_feeds):
+            self.contents = Contents(ds.feeds.make(0))
         own = list(ds.rows.by_feed)
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
         self.compared = {**self.fingerprint, "global_batch_size": ds.global_batch_size}
@@ -59,7 +62,9 @@ class HostFeeds(HostBatches):
         iterator = self._ds.iterate(self._run, position)
         # If workers make the batches, one waits here, out of their shared memory.
         buffer_size = 1 if self._run.num_workers else self._run.buffer_size
-        return opened_in_order(iterator, self.kind, buffer_size, iterator.faults)
+        return opened_in_order(
+            iterator, self.kind, buffer_size, iterator.faults, contents=self.contents
+        )
 
     def first(self) -> Batch:
         """Returns a batch of padding, for a host of which no feed has had a row yet.

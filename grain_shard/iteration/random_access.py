@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 
@@ -20,6 +20,7 @@ from grain_shard.iteration.executor_batches import ExecutorBatches
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.pace import MOST_THREADS, ReadPace
 from grain_shard.reading.batching import Batching
+from grain_shard.reading.contents import Contents
 from grain_shard.reading.cuts import START, Progress
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.fingerprint import (
@@ -38,6 +39,7 @@ class RandomAccess(HostBatches):
 
     Args:
         batching: This host's batches, in arrays that nothing else refers to.
+        contents: The contents of their source.
         buffer_size: Most batches that wait on the host or are unfinished.
         num_threads: Threads that read side by side; None adapts the number while the loop runs.
         num_workers: Grain worker processes that make the batches instead, if not 0. Grain keeps at
@@ -53,6 +55,7 @@ class RandomAccess(HostBatches):
     def __init__(
         self,
         batching: Batching,
+        contents: Contents,
         *,
         buffer_size: int,
         num_threads: int | None,
@@ -62,6 +65,7 @@ class RandomAccess(HostBatches):
         passes: int = 1,
     ):
         self._batching, self._buffer_size, self._passes = batching, buffer_size, passes
+        self.contents = contents
         self._num_threads, self._num_workers = num_threads, num_workers
         self._executor = executor
         self._fault_rules, self.padding = fault_rules, batching.pad_rows
@@ -159,6 +163,7 @@ class RandomAccess(HostBatches):
             pace,
             lambda index: cuts.progress(index + 1),
             faults=faults,
+            contents=self.contents,
         )
         batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=THREAD)
 
@@ -172,7 +177,8 @@ class RandomAccess(HostBatches):
     ) -> Background[Any, tuple[Batch, Any]]:
         """Returns batches that workers make; one waits here, copied out of shared memory."""
         cuts = batching.cuts
-        from_start = _CountedBatches(batching, self._fault_rules)[start:]
+        with_contents = _CountedBatches(batching, self._fault_rules, self.contents, start)
+        from_start = with_contents[start:]
         workers = WorkerProcesses(
             from_start.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
             self._num_workers,
@@ -181,10 +187,12 @@ class RandomAccess(HostBatches):
 
         steps = itertools.count(start + 1)
 
-        def taken(item: tuple[Batch, FaultCounts | None]) -> tuple[Batch, Progress]:
-            batch, counts = item
-            if counts is not None:
-                faults.add(counts)
+        def taken(item: tuple[Batch, _Note | None]) -> tuple[Batch, Progress]:
+            batch, note = item
+            if note is not None:
+                faults.add(note.counts)
+            if note is not None and note.digest is not None:
+                self.contents.learn(note.digest)
             return owned(batch), cuts.progress(next(steps))
 
         return Background(taken, workers, buffer_size=1, name=THREAD)
@@ -268,12 +276,20 @@ def _whole_number(value: Any) -> Any:
         return value
 
 
-class _CountedBatches(grain.MapDataset):
-    """Batches as worker processes return them: each with its fault counts, if there are any."""
+class _Note(NamedTuple):
+    """A batch's fault counts, and the digest of contents that were read beside it, or None."""
 
-    def __init__(self, batching: Batching, rules: FaultRules):
+    counts: FaultCounts
+    digest: str | None
+
+
+class _CountedBatches(grain.MapDataset):
+    """Batches as worker processes return them, with notes; contents are read beside one batch."""
+
+    def __init__(self, batching: Batching, rules: FaultRules, contents: Contents, first: int):
         super().__init__()
         self._batching, self._rules = batching, rules
+        self._contents, self._first = contents, first
 
     def __len__(self) -> int:
         return self._batching.num_batches()
@@ -290,5 +306,8 @@ class _CountedBatches(grain.MapDataset):
                 " raised StopIteration, which Grain takes for the end of a worker's data. Look for"
                 " a bare next() in the source or in a .map."
             ) from error
-        counts = faults.counts()
-        return WithNote.of(batch, None if counts == FaultCounts() else counts)
+        note = _Note(faults.counts(), None)
+        if index == self._first and not self._contents.is_read:
+            self._contents.read()
+            note = note._replace(digest=self._contents.digest)
+        return WithNote.of(batch, None if note == (FaultCounts(), None) else note)
