@@ -20,6 +20,7 @@ from grain_shard.feeding.feed_rows import FeedRows, row_stacker
 from grain_shard.feeding.feed_streams import FeedStreams, FeedTurn, MakeFeed
 from grain_shard.feeding.feed_turns import FeedTurns
 from grain_shard.feeding.feed_workers import FeedWorkers
+from grain_shard.reading.contents import without_digest
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.pad_batch import Padding
 from grain_shard.reading.stack import RowStacker
@@ -254,7 +255,7 @@ class FeedIterator(BatchIterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._require_open()
-        before = self._turns
+        before, (state, _) = self._turns, without_digest(state)
         # It moves before the old feeds are closed, which may fail: a closed feed would begin anew.
         self._go_to(
             FeedsPosition.of_state(state, self._ds.feeds.fingerprint, self._ds.rows.by_feed)

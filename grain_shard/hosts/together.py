@@ -59,12 +59,13 @@ class Alone:
         slowest: Learns which host is the slowest; None before the start and where there is one.
     """
 
+    has_compared = False
     slowest: SlowestOf | None = None
+    _failure: Raised | None = None
 
     def opens(self) -> None:
         """Notes that the iterator starts over, at any position."""
-        self.has_compared = False
-        self._failure: Raised | None = None
+        self.has_compared, self._failure = False, None
         self._stop: Callable[[], None] = lambda: None
 
     def until_agreed_end(
