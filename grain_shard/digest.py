@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-DIGITS = 4  # of an element's digest
+DIGITS = 4  # of an element's digest, if nothing else is said
 _MOST_BYTES = 2**20  # of an array; of a longer one, evenly spaced values stand for all
 
 
@@ -25,8 +25,8 @@ def digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
-def element_digest(element: Any) -> str:
-    """Returns four hex digits of an element's values, the same in every process.
+def element_digest(element: Any, digits: int = DIGITS) -> str:
+    """Returns a few hex digits of an element's values, the same in every process.
 
     Example:
         >>> element_digest({"x": np.zeros(2), "y": [b"a"]})
@@ -34,6 +34,7 @@ def element_digest(element: Any) -> str:
 
     Args:
         element: Bytes, text, numbers, arrays, images, dataclasses, or a tree of them.
+        digits: The number of hex digits.
 
     Raises:
         TypeError: A part of the element is any other object.
@@ -41,7 +42,7 @@ def element_digest(element: Any) -> str:
     found = hashlib.sha256()
     for part in _parts(element):
         found.update(part)
-    return found.hexdigest()[:DIGITS]
+    return found.hexdigest()[:digits]
 
 
 def _parts(value: Any) -> Iterator[bytes]:

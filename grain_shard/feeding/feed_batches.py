@@ -7,13 +7,16 @@ cannot be read by index.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import grain
 
+from grain_shard.digest import element_digest
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_position import FeedsPosition
 from grain_shard.feeding.feed_rows import FeedRows, row_stacker
@@ -29,6 +32,9 @@ from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
 from grain_shard.tasks import Raised
 from grain_shard.trees import Batch
+
+
+_LONG = 16  # digits of a digest by which rows of many feeds are told apart
 
 
 def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
@@ -190,6 +196,24 @@ class FeedBatches(grain.IterDataset):
         )
 
 
+def warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
+    """Warns if two feeds give the same rows, as they do if `make_feed` ignores its argument."""
+    turn_of: dict[str, FeedTurn] = {}
+    with contextlib.suppress(TypeError):  # an object in a row has no digest
+        for turn in turns:
+            same = turn_of.setdefault(element_digest(turn.rows[:1], _LONG), turn)
+            if same is turn or not turn.rows:
+                continue
+            if element_digest(same.rows, _LONG) == element_digest(turn.rows, _LONG):
+                warnings.warn(
+                    f"feeds {same.feed} and {turn.feed} begin with the same rows, so records are"
+                    " most likely read twice: make_feed must return another part of the source for"
+                    " each shard_index, as records[feed.shard_index :: feed.shard_count] does.",
+                    stacklevel=2,
+                )
+                return
+
+
 class FeedIterator(BatchIterator):
     """The batches of feeds.
 
@@ -239,8 +263,9 @@ class FeedIterator(BatchIterator):
 
     def _joined(self, turns: Sequence[FeedTurn]) -> Batch:
         with span(BATCH):
-            rows = (row for turn in turns for row in turn.rows)
-            self._stacker = self._stacker or row_stacker(next(rows))
+            if self._stacker is None:
+                warn_of_same_rows(turns)
+                self._stacker = row_stacker(next(row for turn in turns for row in turn.rows))
             return self._ds.rows.join(turns, self._stacker)
 
     def faults(self) -> FaultCounts:

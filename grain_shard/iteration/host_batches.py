@@ -100,7 +100,6 @@ class HostBatches(ABC):
             has no length.
         rows: The rows on each of several hosts: some rows of batches that are the same everywhere
             ("global"), rows of its own ("local"), or the rows of its feeds ("feeds").
-        fingerprint: The fields that must be the same when a state is restored.
         compared: The fields that must be the same on all hosts.
         contents: The contents of its source.
         padding: The content of rows of padding in its batches.
@@ -111,7 +110,6 @@ class HostBatches(ABC):
     kind: str
     ends_by_vote: bool = False
     rows: str = GLOBAL
-    fingerprint: Mapping[str, Any] = {}  # empty where nothing can be compared
     compared: Mapping[str, Any] = {}
     contents: Contents = Contents()
     padding: PadRows = PadRows()

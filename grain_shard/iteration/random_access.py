@@ -242,6 +242,7 @@ class RandomAccess(HostBatches):
             same = all(state.get(name, value) == value for name, value in current.items())
             if same or not all(key in state for key in keys):
                 self._require_counted_alike(state)
+        current = {KIND: self.kind, **current}
         check_fingerprint(state, current, kind="a random-access pipeline", keys=keys)
         if progress is None:
             stands = ", ".join(f"{key} {state[key]!r}" for key in keys)
@@ -263,7 +264,9 @@ class RandomAccess(HostBatches):
         if not self._batching.counts_records:
             return cuts.progress(step) if step <= self._batching.num_batches() else None
         within = epoch < epochs and record <= cuts.records
-        return Progress(step, epoch, record) if within or (epoch, record) == (epochs, 0) else None
+        if not (within or (epoch, record) == (epochs, 0)) or step > epoch * cuts.records + record:
+            return None  # each batch has a record at least
+        return Progress(step, epoch, record)
 
 
 def _whole_number(value: Any) -> Any:
