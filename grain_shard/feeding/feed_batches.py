@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import grain
+from absl import logging
 
 from grain_shard.digest import element_digest
 from grain_shard.errors import ShardingError
@@ -32,7 +32,6 @@ from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
 from grain_shard.tasks import Raised
 from grain_shard.trees import Batch
-
 
 _LONG = 16  # digits of a digest by which rows of many feeds are told apart
 
@@ -145,6 +144,7 @@ class FeedBatches(grain.IterDataset):
     def __init__(self, feeds: FeedStreams, rows: FeedRows):
         super().__init__()
         self.feeds, self.rows = feeds, rows
+        self.has_compared_rows = False  # of two feeds, in the first batch that was read
 
     def padded(self, padding: Padding) -> FeedBatches:
         """Returns batches of one size: padding in place of rows that feeds lack, and the mask."""
@@ -196,7 +196,7 @@ class FeedBatches(grain.IterDataset):
         )
 
 
-def warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
+def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
     """Warns if two feeds give the same rows, as they do if `make_feed` ignores its argument."""
     turn_of: dict[str, FeedTurn] = {}
     with contextlib.suppress(TypeError):  # an object in a row has no digest
@@ -205,11 +205,12 @@ def warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
             if same is turn or not turn.rows:
                 continue
             if element_digest(same.rows, _LONG) == element_digest(turn.rows, _LONG):
-                warnings.warn(
-                    f"feeds {same.feed} and {turn.feed} begin with the same rows, so records are"
-                    " most likely read twice: make_feed must return another part of the source for"
-                    " each shard_index, as records[feed.shard_index :: feed.shard_count] does.",
-                    stacklevel=2,
+                logging.warning(
+                    "grain_shard: feeds %d and %d begin with the same rows, so records are most"
+                    " likely read twice. make_feed must return another part of the source for each"
+                    " shard_index, as records[feed.shard_index :: feed.shard_count] does.",
+                    same.feed,
+                    turn.feed,
                 )
                 return
 
@@ -264,7 +265,9 @@ class FeedIterator(BatchIterator):
     def _joined(self, turns: Sequence[FeedTurn]) -> Batch:
         with span(BATCH):
             if self._stacker is None:
-                warn_of_same_rows(turns)
+                if not self._ds.has_compared_rows:
+                    self._ds.has_compared_rows = True
+                    _warn_of_same_rows(turns)
                 self._stacker = row_stacker(next(row for turn in turns for row in turn.rows))
             return self._ds.rows.join(turns, self._stacker)
 

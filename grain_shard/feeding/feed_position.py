@@ -39,9 +39,13 @@ class FeedsPosition(NamedTuple):
         Raises:
             StateError: The state was saved by other feeds, or lacks one of these.
         """
-        # A state of plain iteration, which pads nothing, has no remainder.
-        known = {k: v for k, v in fingerprint.items() if k != REMAINDER or k in state}
-        check_fingerprint(state, {KIND: FEEDS, **known}, kind="feeds", keys=(_STEP, FEED_ENTRIES))
+        check_fingerprint(
+            state,
+            {KIND: FEEDS, **fingerprint},
+            kind="feeds",
+            keys=(_STEP, FEED_ENTRIES),
+            optional=(REMAINDER,),  # a state of plain iteration, which pads nothing, has none
+        )
         step = state[_STEP]
         if type(step) is not int or not 0 <= step <= sys.maxsize:
             raise StateError(f"the state stands at batch {step!r}.\n{_UNCHANGED}")

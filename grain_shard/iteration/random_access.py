@@ -17,6 +17,7 @@ from grain_shard.errors import ShardingError, StateError
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
 from grain_shard.iteration.executor_batches import ExecutorBatches
+from grain_shard.iteration.grain_state import GrainState
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.pace import MOST_THREADS, ReadPace
 from grain_shard.reading.batching import Batching
@@ -146,8 +147,15 @@ class RandomAccess(HostBatches):
         if self._executor is not None:
             faults = Faults(self._fault_rules)
             tasks = ExecutorBatches(self._executor, batching, indices, self._fault_rules, faults)
+
+            def made(index: int) -> tuple[Batch, Progress]:
+                batch = tasks.made(index)
+                if index == indices.start:
+                    self.contents.read()
+                return batch, cuts.progress(index + 1)
+
             batches = Background(
-                lambda index: (tasks.made(index), cuts.progress(index + 1)),
+                made,
                 tasks,
                 buffer_size=self._buffer_size,
                 num_threads=self._buffer_size,
@@ -235,6 +243,8 @@ class RandomAccess(HostBatches):
         return {self._STEP: step, self._EPOCH: epoch, self._RECORD: record}
 
     def from_state(self, state: dict[str, Any]) -> Progress:
+        if (of_grain := GrainState.of(state)) is not None:
+            return of_grain.position(self.position_at)
         progress = self._progress_in(state)
         current = fingerprint_at(self.fingerprint, progress)
         keys = tuple(self._counted(START))
