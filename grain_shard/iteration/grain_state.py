@@ -47,9 +47,10 @@ class GrainState(NamedTuple):
             return None
         processes = state.get(PROCESSES, jax.process_count())
         for key, states in ((_BATCHES, state.get(_WORKERS, [state])), (_RECORDS, [state])):
-            counts = [one.get(key) if isinstance(one, Mapping) else None for one in states]
-            if all(type(count) is int for count in counts):
-                return cls(key, sum(counts), processes)
+            counts = [one.get(key) for one in states if isinstance(one, Mapping)]
+            whole = [count for count in counts if type(count) is int]
+            if whole and whole == counts:
+                return cls(key, sum(whole), processes)
         return None
 
     def position(self, position_at: Callable[..., T]) -> T:
@@ -74,19 +75,16 @@ class GrainState(NamedTuple):
                 " own, no place in this order has all that they have read behind it: begin with"
                 " the next epoch."
             )
-        to = {"step": None, "record": None}
-        to["step" if self.key == _BATCHES else "record"] = count
+        counts_batches = self.key == _BATCHES
+        step, record = (count, None) if counts_batches else (None, count)
         try:
-            position = position_at(**to)
+            position = position_at(step=step, record=record)
         except ShardingError as error:
             raise StateError(f"a Grain iterator has saved this state, but {error}") from error
-        text = "batches of this pipeline" if self.key == _BATCHES else "records of this pipeline"
         logging.warning(
-            "grain_shard: a Grain iterator has saved this state. %s=%d is taken for %d %s, in its"
-            " order and its batch size, and the run goes on after them.",
-            self.key,
+            "grain_shard: a Grain iterator has saved this state. It is taken for %d %s of this very"
+            " pipeline, in the same order and size; the run goes on after them.",
             count,
-            count,
-            text,
+            "batches" if counts_batches else "records",
         )
         return position
