@@ -26,12 +26,12 @@ class GrainState(NamedTuple):
 
     Attributes:
         key: The key of the state that counts them.
-        count: Their number.
+        given: Their number.
         processes: The processes that have saved such states.
     """
 
     key: str
-    count: int
+    given: int
     processes: int
 
     @classmethod
@@ -41,7 +41,7 @@ class GrainState(NamedTuple):
         Example:
             >>> workers = [{"next_index": 2}, {"next_index": 1}]
             >>> GrainState.of({"iterators_in_use_states": workers, "processes": 1})
-            GrainState(key='next_index', count=3, processes=1)
+            GrainState(key='next_index', given=3, processes=1)
         """
         if not isinstance(state, Mapping) or KIND in state:
             return None
@@ -64,7 +64,7 @@ class GrainState(NamedTuple):
                 records of their own, which the state does not tell. The message has the `seek`
                 that goes on.
         """
-        count, processes = self.count, self.processes
+        count, processes = self.given, self.processes
         if self.key == _BATCHES and processes > 1:
             raise StateError(
                 f"Grain's iterators on {processes} processes have saved this state: each had given"
