@@ -58,7 +58,7 @@ class Contents:
             self.why_not = f"one of the records {self._indices} cannot be read, or has no digest"
 
     def by_record(self, digest: str) -> dict[str, str]:
-        """Returns a digest of both records as that of each, by the record's name."""
+        """Returns the two parts of a digest, each by the name of its record."""
         names = [f"record {index} of {self._node}" for index in self._indices]
         return {name: digest[i * DIGITS :][:DIGITS] for i, name in enumerate(names) if digest}
 
