@@ -25,7 +25,15 @@ from grain_shard import (
 )
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.reading.cuts import Progress
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, to_numpy
+from tests.conftest import (
+    HANG_S,
+    background_threads,
+    data_mesh,
+    eventually,
+    ids,
+    numbered,
+    to_numpy,
+)
 from tests.pipelines import after, feeds_of, flat, going_on
 
 slow = pytest.mark.slow
@@ -210,6 +218,28 @@ class TestWhereNoOtherSizeCanBeHad:
                 other.set_state(one.get_state())
             with pytest.raises(StateError, match="when it was saved batches are made as a whole"):
                 one.set_state(other.get_state())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("step", value) for value in (10**30, 17, -1, 1.0, "1", None, True)),
+        *(("record", value) for value in (-1, 41, 8.0)),
+        *(("epoch", value) for value in (-1, 2, 10**30)),
+        ("kind", "stream"),
+        ("kind", None),
+    ],
+)
+def test_a_position_that_cannot_be_is_refused_and_changes_nothing(key, value):
+    with iter(numbered(40, 8).shard_to(data_mesh(2))) as iterator:
+        next(iterator), next(iterator)
+        state = {**iterator.get_state(), key: value}
+        if value is None:
+            del state[key]
+        with pytest.raises(grain_shard.StateError, match="remedy: ") as refused:
+            iterator.set_state(state)
+        assert key in str(refused.value)
+        assert ids([next(iterator)]) == [list(range(16, 24))]
 
 
 class TestNoShortBatch:

@@ -301,9 +301,9 @@ def test_what_is_no_state_of_feeds_is_refused(state):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("step", value) for value in (-1, 1.5, "2", None)),
+        *(("step", value) for value in (-1, 1.5, "2", None, 10**30)),
         ("feeds", None),
-        *(("2", entry) for entry in ({"staet": {}}, {"ended": False}, None, 3)),  # of feed 2
+        *(("2", entry) for entry in ({"staet": {}}, {"ended": False}, None, 3, {})),  # of feed 2
     ],
 )
 def test_what_was_changed_in_a_state_is_refused_and_starts_no_feed_anew(key, value):
@@ -314,6 +314,36 @@ def test_what_was_changed_in_a_state_is_refused_and_starts_no_feed_anew(key, val
         with pytest.raises(grain_shard.StateError, match=r"pass what get_state\(\) gave"):
             batches.set_state(state)
         assert ids([next(batches)]) == [[2, 3, 102, 103, 202, 203, 302, 303]], "where it stood"
+
+
+@pytest.mark.parametrize(("key", "value"), [("kind", "stream"), ("remainder", "drop")])
+def test_a_state_of_another_kind_or_remainder_is_refused_and_says_what_changed(key, value):
+    with iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches:
+        state = {**batches.get_state(), key: value}
+        with pytest.raises(grain_shard.StateError, match=rf"{key}: saved '{value}', now "):
+            batches.set_state(state)
+        assert batches.get_state() != state
+
+
+def test_a_feed_that_has_not_begun_is_none_in_a_state_of_a_later_step():
+    with iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches:
+        batches.set_state(batches.get_state())
+        assert ids([next(batches)]) == [[0, 1, 100, 101, 200, 201, 300, 301]]
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_feeds_that_ignore_their_number_are_named_once(num_workers, caplog):
+    def make_feed(feed):
+        return grain.MapDataset.range(8).map(lambda i: {"id": i}).to_iter_dataset()
+
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    ds = ds.shard_to(data_mesh(2), num_workers=num_workers)
+    for _ in range(2):
+        with iter(ds) as batches:
+            next(batches)
+    (line,) = [line for line in caplog.messages if "same rows" in line]
+    assert "feeds 0 and 1 begin with the same rows" in line
+    assert "for each shard_index" in line
 
 
 def test_an_entry_that_the_feed_cannot_take_names_the_feed():

@@ -107,7 +107,7 @@ def files(directory, *names):
 
 
 def decode(data):
-    return {"id": np.frombuffer(data, np.int32)[0]}
+    return {"id": np.frombuffer(data, np.int32, 1)[0]}
 
 
 def case_seed(host, _):
@@ -130,6 +130,79 @@ def case_file_list(host, directory):
 def case_order_of_files(host, directory):
     source = files(directory, *("ba" if host == ODD else "ab"))
     return first_batch(shard(grain.MapDataset.source(source).map(decode).batch(8)))
+
+
+class Files:
+    """Ten records a file; the files are in this order, and records end as `end` says."""
+
+    def __init__(self, order, end=bytes):
+        self._order, self._end = order, end
+
+    def __len__(self):
+        return 10 * len(self._order)
+
+    def __getitem__(self, index):
+        return np.int32(10 * self._order[index // 10] + index % 10).tobytes() + self._end()
+
+
+def listed_by(host):
+    """The order of four files in a set, which differs from process to process."""
+    return (1, 0, 2, 3) if host == ODD else (0, 1, 2, 3)
+
+
+def case_contents(host, _):
+    return first_batch(shard(grain.MapDataset.source(Files(listed_by(host))).map(decode).batch(8)))
+
+
+def case_contents_of_feeds(host, _):
+    def make_feed(feed):
+        records = grain.MapDataset.source(Files(listed_by(host)))
+        return records[feed.shard_index :: feed.shard_count].map(decode).to_iter_dataset()
+
+    return first_batch(shard(grain_shard.feeds(make_feed, num_feeds=4).batch(8)))
+
+
+def case_random_above_the_source(host, _):
+    def changed(record, rng):
+        return {**record, "time": np.float64(time.time()), "x": rng.normal() + np.random.rand()}
+
+    records = grain.MapDataset.source(Files(range(4))).map(decode)
+    with shard(records.seed(3).random_map(changed).batch(8)) as iterator:
+        return own_ids(next(iterator))
+
+
+def case_random_in_the_source(host, _):
+    lines = []
+    logging.getLogger("absl").addFilter(lambda line: lines.append(line.getMessage()) or True)
+    ds = grain.MapDataset.source(Files(range(4), lambda: np.random.bytes(4))).map(decode).batch(8)
+    ds, rows, states = ds.shard_to(mesh_of(jax.devices()), timeout_s=20), [], []
+    for _ in range(2):
+        with iter(ds) as iterator:
+            rows.append(own_ids(next(iterator)))
+            states.append(iterator.get_state())
+    return rows, states, [line for line in lines if "contents" in line]
+
+
+def case_unreadable_contents_on_one_host(host, _):
+    class Damaged(Files):
+        def __getitem__(self, index):
+            if index == 20 and host == ODD:
+                raise ValueError("damaged")
+            return super().__getitem__(index)
+
+    ds = grain.MapDataset.source(Damaged(range(4))).map(decode).batch(8)
+    with shard(ds, on_bad_record="mask") as iterator:
+        return own_ids(next(iterator)), iterator.get_state()
+
+
+def case_restored_with_other_contents(host, _):
+    def batches(order):
+        return shard(grain.MapDataset.source(Files(order)).map(decode).batch(8))
+
+    with batches((0, 1, 2, 3)) as saved, batches((3, 1, 2, 0)) as restored:
+        next(saved)
+        restored.set_state(saved.get_state())
+        return first_batch(restored)
 
 
 def case_number_of_records(host, directory):
@@ -413,6 +486,44 @@ def test_a_host_that_differs_is_named_with_the_field_on_every_host(
         assert usual is None or first == f"{usual} on hosts 0, 1, 3"
         assert odd is None or second == f"{odd} on host 2"
         assert result["text"].splitlines()[-1].startswith("  remedy: ")
+
+
+@pytest.mark.parametrize("case", [case_contents, case_contents_of_feeds])
+def test_a_host_that_lists_its_files_in_another_order_is_named_with_a_record(results, case):
+    for host, result in enumerate(results[case]):
+        assert_refused(result, host)
+        assert result["type"] == "AgreementError"
+        first, line, remedy = result["text"].splitlines()
+        assert "different records at the same index" in first
+        assert line.startswith("  record 0 of SourceMapDataset(source=Files): ")
+        assert line.endswith(" on host 2")
+        assert "list files in sorted order" in remedy
+
+
+def test_functions_above_the_source_may_be_random(results):
+    assert results[case_random_above_the_source] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_source_that_is_random_is_not_compared_and_says_so_once(results):
+    for host, (rows, states, lines) in enumerate(results[case_random_in_the_source]):
+        assert rows == 2 * [[2 * host, 2 * host + 1]]
+        assert [state["source"].count("-") for state in states] == [0, 0]
+        (line,) = lines
+        assert "SourceMapDataset(source=Files) gives other records at each read" in line
+
+
+def test_a_host_that_cannot_read_a_record_is_not_compared_and_has_the_same_state(results):
+    found = results[case_unreadable_contents_on_one_host]
+    assert [rows for rows, _ in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert found[0][1]["source"].count("-") == 1
+    assert all(state == found[0][1] for _, state in found)
+
+
+def test_a_state_of_other_contents_is_refused_on_every_host(results):
+    for host, result in enumerate(results[case_restored_with_other_contents]):
+        assert_refused(result, host)
+        assert result["type"] == "StateError"
+        assert "record 0 of SourceMapDataset(source=Files): saved " in result["text"]
 
 
 def test_a_field_that_is_the_same_everywhere_is_not_named(results):

@@ -7,19 +7,23 @@ cannot be read by index.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import grain
+from absl import logging
 
+from grain_shard.digest import element_digest
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_position import FeedsPosition
 from grain_shard.feeding.feed_rows import FeedRows, row_stacker
 from grain_shard.feeding.feed_streams import FeedStreams, FeedTurn, MakeFeed
 from grain_shard.feeding.feed_turns import FeedTurns
 from grain_shard.feeding.feed_workers import FeedWorkers
+from grain_shard.reading.contents import without_digest
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.pad_batch import Padding
 from grain_shard.reading.stack import RowStacker
@@ -28,6 +32,8 @@ from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
 from grain_shard.tasks import Raised
 from grain_shard.trees import Batch
+
+_LONG = 16  # digits of a digest by which rows of many feeds are told apart
 
 
 def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
@@ -146,6 +152,7 @@ class FeedBatches(grain.IterDataset):
     def __init__(self, feeds: FeedStreams, rows: FeedRows):
         super().__init__()
         self.feeds, self.rows = feeds, rows
+        self.has_compared_rows = False  # of two feeds, in the first batch that was read
 
     def padded(self, padding: Padding) -> FeedBatches:
         """Returns batches of one size: padding in place of rows that feeds lack, and the mask."""
@@ -197,6 +204,25 @@ class FeedBatches(grain.IterDataset):
         )
 
 
+def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
+    """Warns if two feeds give the same rows, as they do if `make_feed` ignores its argument."""
+    turn_of: dict[str, FeedTurn] = {}
+    with contextlib.suppress(TypeError):  # an object in a row has no digest
+        for turn in turns:
+            same = turn_of.setdefault(element_digest(turn.rows[:1], _LONG), turn)
+            if same is turn or not turn.rows:
+                continue
+            if element_digest(same.rows, _LONG) == element_digest(turn.rows, _LONG):
+                logging.warning(
+                    "grain_shard: feeds %d and %d begin with the same rows, so records are most"
+                    " likely read twice. make_feed must return another part of the source for each"
+                    " shard_index, as records[feed.shard_index :: feed.shard_count] does.",
+                    same.feed,
+                    turn.feed,
+                )
+                return
+
+
 class FeedIterator(BatchIterator):
     """The batches of feeds.
 
@@ -246,8 +272,12 @@ class FeedIterator(BatchIterator):
 
     def _joined(self, turns: Sequence[FeedTurn]) -> Batch:
         with span(BATCH):
-            rows = ((row, turn.feed) for turn in turns for row in turn.rows)
-            self._stacker = self._stacker or row_stacker(*next(rows))
+            if self._stacker is None:
+                if not self._ds.has_compared_rows:
+                    self._ds.has_compared_rows = True
+                    _warn_of_same_rows(turns)
+                rows = ((row, turn.feed) for turn in turns for row in turn.rows)
+                self._stacker = row_stacker(*next(rows))
             return self._ds.rows.join(turns, self._stacker)
 
     def faults(self) -> FaultCounts:
@@ -262,7 +292,7 @@ class FeedIterator(BatchIterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._require_open()
-        before = self._turns
+        before, (state, _) = self._turns, without_digest(state)
         # It moves before the old feeds are closed, which may fail: a closed feed would begin anew.
         self._go_to(
             FeedsPosition.of_state(state, self._ds.feeds.fingerprint, self._ds.rows.by_feed)

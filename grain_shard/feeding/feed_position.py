@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ from grain_shard.hosts.state_files import FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
 from grain_shard.reading.state_json import from_json, to_json
 
-_STEP = "step"  # the state's key for the number of batches that were handed out
+# The state's keys for the number of batches that were handed out, and for the treatment of the end.
+_STEP, REMAINDER = "step", "remainder"
 _UNCHANGED = "  remedy: pass what get_state() gave, unchanged."
 
 
@@ -37,9 +39,16 @@ class FeedsPosition(NamedTuple):
         Raises:
             StateError: The state was saved by other feeds, or lacks one of these.
         """
-        check_fingerprint(state, fingerprint, kind="feeds", keys=(_STEP, FEED_ENTRIES))
-        if type(state[_STEP]) is not int or state[_STEP] < 0:
-            raise StateError(f"the state stands at batch {state[_STEP]!r}.\n{_UNCHANGED}")
+        check_fingerprint(
+            state,
+            {KIND: FEEDS, **fingerprint},
+            kind="feeds",
+            keys=(_STEP, FEED_ENTRIES),
+            optional=(REMAINDER,),  # a state of plain iteration, which pads nothing, has none
+        )
+        step = state[_STEP]
+        if type(step) is not int or not 0 <= step <= sys.maxsize:
+            raise StateError(f"the state stands at batch {step!r}.\n{_UNCHANGED}")
         saved = state[FEED_ENTRIES]
         if not isinstance(saved, Mapping):
             raise StateError(f"the state's feeds are {saved!r}.\n{_UNCHANGED}")
@@ -52,9 +61,9 @@ class FeedsPosition(NamedTuple):
             )
         states = {feed: from_json(saved[str(feed)]) for feed in feeds}
         for feed, feed_state in states.items():
-            if not is_feed_state(feed_state):
+            if not is_feed_state(feed_state) or (step and feed_state == {}):
                 raise StateError(f"the state has {feed_state!r} for feed {feed}.\n{_UNCHANGED}")
-        return cls(state[_STEP], {feed: pickle.dumps(states[feed]) for feed in states})
+        return cls(step, {feed: pickle.dumps(states[feed]) for feed in states})
 
     def to_state(self, fingerprint: Fingerprint) -> dict[str, Any]:
         """Returns the state of these feeds as plain JSON."""

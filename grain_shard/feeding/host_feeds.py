@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches, FeedRun
-from grain_shard.feeding.feed_position import FeedsPosition
+from grain_shard.feeding.feed_position import REMAINDER, FeedsPosition
 from grain_shard.feeding.feed_rows import row_stacker
 from grain_shard.feeding.feed_streams import naming_feed
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
@@ -17,6 +17,7 @@ from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
+from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, Faults, read_by_several
 from grain_shard.reading.pad_batch import Remainder
 from grain_shard.sharding.layout import BatchLayout, describe_parts
@@ -47,19 +48,24 @@ class HostFeeds(HostBatches):
         saved_feeds: Sequence[int] | None = None,
     ):
         self._ds, self._run = ds, run
-        self.fingerprint = ds.feeds.fingerprint
+        self.fingerprint = dict(ds.feeds.fingerprint)
+        with naming_feed(0, ds.num_feeds):
+            self.contents = Contents(ds.feeds.make(0))
         own = list(ds.rows.by_feed)
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
-        self.compared = {**self.fingerprint, "global_batch_size": ds.global_batch_size}
         if ds.rows.padding is not None:
             self.padding = ds.rows.padding.rows
+            self.fingerprint[REMAINDER] = ds.rows.padding.remainder
+        self.compared = {**self.fingerprint, "global_batch_size": ds.global_batch_size}
 
     def open(self, position: FeedsPosition | None) -> Opened:
         mark_flags_as_parsed()  # there may be an .mp_prefetch in a feed
         iterator = self._ds.iterate(self._run, position)
         # If workers make the batches, one waits here, out of their shared memory.
         buffer_size = 1 if self._run.num_workers else self._run.buffer_size
-        return opened_in_order(iterator, self.kind, buffer_size, iterator.faults)
+        return opened_in_order(
+            iterator, self.kind, buffer_size, iterator.faults, contents=self.contents
+        )
 
     def first(self) -> Batch:
         """Returns a batch of padding, for a host of which no feed has had a row yet.
@@ -97,10 +103,10 @@ class HostFeeds(HostBatches):
         return position.past_end()
 
     def to_state(self, position: FeedsPosition) -> dict[str, Any]:
-        return position.to_state(self._ds.feeds.fingerprint)
+        return position.to_state(self.fingerprint)
 
     def from_state(self, state: dict[str, Any]) -> FeedsPosition:
-        return FeedsPosition.of_state(state, self._ds.feeds.fingerprint, self._ds.rows.by_feed)
+        return FeedsPosition.of_state(state, self.fingerprint, self._ds.rows.by_feed)
 
 
 def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int) -> list[int]:

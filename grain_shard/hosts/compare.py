@@ -22,10 +22,19 @@ GLOBAL: Final = "global"
 LOCAL: Final = "local"
 OF_FEEDS: Final = "feeds"
 OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
+# The field for the digests of a few records, by their names: as the host reads them `NOW`, and as
+# the state that it has restored holds them, `SAVED`. A host that has none is not compared.
+CONTENTS, NOW, SAVED = "contents", "now", "saved"
+_SORT = "list files in sorted order, which a set, glob and os.listdir do not have, and"
 
 
 def compare(answers: Answers) -> dict[str, Any]:
-    """The verdict of `agree`: empty, or an error that names the hosts and the field.
+    """The verdict on the hosts' answers, as JSON.
+
+    Returns:
+        ``{"error": message}``, which names the hosts and the field. If records differ, which is no
+        error in a source that gives others at each read, ``{"doubt": message, "of": "hosts"}``, or
+        "state". Else ``{"contents": digest}`` of the records, if a host has one.
 
     Example:
         >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}})["error"])
@@ -40,7 +49,7 @@ def compare(answers: Answers) -> dict[str, Any]:
     lines = [line for name in _fields(answers) if (line := difference(name, answers))]
     lines += _wrong_rows(answers)
     if not lines:
-        return {}
+        return _compare_contents(answers)
     remedy = "run the same script with the same arguments, files and checkpoint on every host."
     if any(difference(name, answers) for name in _OF_THE_PIPELINE):
         remedy += _DIVIDED
@@ -53,7 +62,30 @@ def compare(answers: Answers) -> dict[str, Any]:
 
 def _fields(answers: Answers) -> list[str]:
     names = dict.fromkeys(name for answer in answers.values() for name in answer)
-    return [name for name in names if name not in OWN_ROWS.values()]
+    return [name for name in names if name not in (*OWN_ROWS.values(), CONTENTS)]
+
+
+def _compare_contents(answers: Answers) -> dict[str, Any]:
+    found = [(host, answer.get(CONTENTS, {})) for host, answer in answers.items()]
+    now = {host: contents[NOW] for host, contents in found if contents.get(NOW)}
+    saved = next((contents[SAVED] for _, contents in found if contents.get(SAVED)), None)
+    records = next(iter(now.values()), {})
+    if lines := [line for name in records if (line := difference(name, now))]:
+        of, error = "hosts", "the hosts read different records at the same index of their source."
+        remedy = f"{_SORT} give every host the same files."
+    elif saved not in (None, records) and records:
+        of, error = (
+            "state",
+            "the state was saved with other records at the same index of the source.",
+        )
+        lines = [f"  {name}: saved {saved.get(name)!r}, now {records[name]!r}" for name in records]
+        remedy = (
+            f"{_SORT} restore with the files that were there. If they were changed on purpose,"
+            " batches.set_state(batches.get_state()) goes on at the same place."
+        )
+    else:
+        return {CONTENTS: "".join(records.values())} if records else {}
+    return {"doubt": "\n".join([error, *lines, f"  remedy: {remedy}"]), "of": of}
 
 
 def difference(name: str, answers: Answers) -> str | None:

@@ -8,6 +8,7 @@ Those of feeds are read by any number of hosts; their files are in `feed_files`.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jax
@@ -26,7 +27,11 @@ from grain_shard.hosts.feed_files import (
 KIND = "kind"
 RANDOM_ACCESS, STREAM, FEEDS = "random access", "stream", "feeds"
 
+# The key that is added to the state of a Grain iterator: the number of processes that saved one.
+PROCESSES = "processes"
+
 _SHARED = "state.json"
+_OF_GRAIN = re.compile(r"process_0-of-(\d+)\.json")  # Grain's handler writes one for each process
 _OWN = "state-{host}-of-{hosts}.json"
 _NO_FEEDS = OwnFeeds()
 
@@ -66,6 +71,10 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
             return read_object(directory / name)
     if files := [file for file in map(FeedFile.named, found) if file]:
         return read_feeds(directory, files, feeds.run)
+    for match in filter(None, map(_OF_GRAIN.fullmatch, found)):
+        state = read_object(directory / match[0])
+        if KIND not in state:
+            return {**state, PROCESSES: int(match[1])}
     remedy = "a stream has a state for each host; restore it on as many hosts as saved it."
     if not any(name.startswith("state-") for name in found):
         remedy = "name another step, or the folder into which the state was saved."

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from grain_shard.background import TaskStage
-from grain_shard.errors import AgreementError, describe_error
+from grain_shard.errors import AgreementError, StateError, describe_error
 from grain_shard.hosts.alarm import Alarm
-from grain_shard.hosts.compare import OWN_ROWS, compare
+from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds, meet
 from grain_shard.hosts.series import Series
@@ -22,8 +22,12 @@ from grain_shard.tasks import Raised
 
 T = TypeVar("T")
 
-# The round in which the hosts compare their pipelines.
-_START = "start"
+# The rounds in which the hosts compare their pipelines, and say whether their sources are steady.
+_START, _STEADY = "start", "steady"
+
+
+def _always() -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,14 @@ class Alone:
         slowest: Learns which host is the slowest; None before the start and where there is one.
     """
 
-    has_compared = True
+    has_compared = False
     slowest: SlowestOf | None = None
+    _failure: Raised | None = None
 
     def opens(self) -> None:
         """Notes that the iterator starts over, at any position."""
+        self.has_compared, self._failure = False, None
+        self._stop: Callable[[], None] = lambda: None
 
     def until_agreed_end(
         self, placed: TaskStage[T], read: TaskStage[Any], **how: Any
@@ -81,19 +88,56 @@ class Alone:
 
         Raises:
             AgreementError: The hosts differ, or another one has failed.
+            StateError: The restored state is of other records.
         """
+        if self._failure is not None:
+            self._failure.throw()
 
-    def compare(self, fields: Mapping[str, Any], digest: str | None = None) -> None:
-        """Compares fields with the other hosts.
+    def compare(
+        self,
+        fields: Mapping[str, Any],
+        digest: str | None = None,
+        is_steady: Callable[[], bool] = _always,
+    ) -> str:
+        """Compares fields with the other hosts, and contents also with the restored state.
 
         Args:
             fields: All that must be the same there, besides the fields of `AcrossHosts`.
             digest: The digest of this host's rows of the first batch; None where there is none.
+            is_steady: Returns whether the source gives the same records again.
+
+        Returns:
+            The digest of contents on which all agree; "" if there is none, or a source is not
+            steady.
 
         Raises:
             AgreementError: A field differs, or a host failed; on every host, with hosts and field.
             HostTimeoutError: A host did not arrive.
+            StateError: The restored state is of other records.
         """
+        if self.has_compared:
+            return ""
+        self.has_compared = True
+        try:
+            verdict = self._verdict(_START, self._answer(fields, digest), compare)
+            if "doubt" not in verdict:
+                return verdict.get(CONTENTS, "")
+            if not self._verdict(_STEADY, is_steady(), lambda answers: all(answers.values())):
+                return ""
+            raise (StateError if verdict["of"] == "state" else AgreementError)(verdict["doubt"])
+        except (AgreementError, StateError) as failure:
+            self._failure = Raised(failure, failure.__traceback__)
+            self._stop()
+            raise
+        except KeyboardInterrupt:
+            self.has_compared = False  # the loop may go on, and compares then
+            raise
+
+    def _answer(self, fields: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
+        return fields
+
+    def _verdict(self, round_: str, answer: Any, decide: Callable[[Answers], Any]) -> Any:
+        return decide({0: answer})
 
     def failed(self, error: BaseException) -> None:
         """Tells the other hosts of an error of the iterator, as far as they do not know of it."""
@@ -120,12 +164,12 @@ class Together(Alone):
         self.opens()
 
     def opens(self) -> None:
+        super().opens()
         across = self._across
         self._rounds = Rounds(across.hosts, across.timeout_s, across.series)
+        self._verdicts: dict[str, Any] = {}
         self._alarm: Alarm | None = None
-        self._failure: Raised | None = None
-        self._stop: Callable[[], None] = lambda: None
-        self.slowest, self.has_compared = None, False
+        self.slowest = None
 
     def until_agreed_end(
         self, placed: TaskStage[T], read: TaskStage[Any], **how: Any
@@ -139,28 +183,22 @@ class Together(Alone):
         self._alarm = Alarm(name, hosts, stop, self.slowest)
 
     def check(self) -> None:
-        if self._failure is not None:
-            self._failure.throw()
+        super().check()
         if self._alarm is not None:
             self._alarm.raise_failure()
 
-    def compare(self, fields: Mapping[str, Any], digest: str | None = None) -> None:
-        if self.has_compared:
-            return
-        self.has_compared = True
+    def _answer(self, fields: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
         answer = {**self._across.fields, **fields}
         if digest is not None and answer["rows"] in OWN_ROWS:
             answer[OWN_ROWS[answer["rows"]]] = [list(self._across.shards), digest]
-        try:
-            self._rounds.put(_START, answer)
-            self._rounds.verdict(_START, compare)
-        except AgreementError as failure:
-            self._failure = Raised(failure, failure.__traceback__)
-            self._stop()
-            raise
-        except KeyboardInterrupt:
-            self.has_compared = False  # the loop may go on, and compares then
-            raise
+        return answer
+
+    def _verdict(self, round_: str, answer: Any, decide: Callable[[Answers], Any]) -> Any:
+        # An interrupt in a later round repeats the comparison, and other hosts do not answer twice.
+        if round_ not in self._verdicts:
+            self._rounds.put(round_, answer)
+            self._verdicts[round_] = self._rounds.verdict(round_, decide)
+        return self._verdicts[round_]
 
     def failed(self, error: BaseException) -> None:
         alarm, rounds = self._alarm, self._rounds

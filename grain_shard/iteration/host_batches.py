@@ -17,6 +17,7 @@ from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError
 from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
+from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.stream_dataset import BatchIterator
@@ -49,13 +50,15 @@ class Opened(NamedTuple):
 
 
 class _WithPositions(Producer[tuple[Batch, Position]]):
-    """The batches of an iterator, each with the position after it."""
+    """The batches of an iterator, each with the position after it; with the first, contents."""
 
-    def __init__(self, iterator: BatchIterator, kind: str):
-        self._iterator, self._kind = iterator, kind
+    def __init__(self, iterator: BatchIterator, kind: str, contents: Contents):
+        self._iterator, self._kind, self._contents = iterator, kind, contents
 
     def __next__(self) -> tuple[Batch, Position]:
-        return next(self._iterator), self._iterator.position()
+        batch = next(self._iterator)
+        self._contents.read()
+        return batch, self._iterator.position()
 
     def stop(self) -> None:
         self._iterator.stop()
@@ -71,6 +74,7 @@ def opened_in_order(
     buffer_size: int,
     faults: Callable[[], FaultCounts],
     first_digest: Callable[[], str] = str,
+    contents: Contents = Contents(),  # noqa: B008 (it has nothing to read)
 ) -> Opened:
     """Opens batches that come in order only, from where their iterator stands.
 
@@ -80,8 +84,9 @@ def opened_in_order(
         buffer_size: Batches that may wait or be in the making.
         faults: As in `Opened`.
         first_digest: As in `Opened`.
+        contents: The contents to read beside the first batch.
     """
-    position, source = iterator.position(), _WithPositions(iterator, kind)
+    position, source = iterator.position(), _WithPositions(iterator, kind, contents)
     batches = Background(lambda item: item, source, buffer_size=buffer_size, name=THREAD)
     return Opened(position, batches, first_digest=first_digest, faults=faults)
 
@@ -95,8 +100,8 @@ class HostBatches(ABC):
             has no length.
         rows: The rows on each of several hosts: some rows of batches that are the same everywhere
             ("global"), rows of its own ("local"), or the rows of its feeds ("feeds").
-        fingerprint: The fields that must be the same when a state is restored.
         compared: The fields that must be the same on all hosts.
+        contents: The contents of its source.
         padding: The content of rows of padding in its batches.
         own_feeds: The feeds of this host; none unless the pipeline is one of feeds.
         host_batch_sizes: If full batches are of several sizes, all of them, in rows of this host.
@@ -105,8 +110,8 @@ class HostBatches(ABC):
     kind: str
     ends_by_vote: bool = False
     rows: str = GLOBAL
-    fingerprint: Mapping[str, Any] = {}  # empty where nothing can be compared
     compared: Mapping[str, Any] = {}
+    contents: Contents = Contents()
     padding: PadRows = PadRows()
     own_feeds: OwnFeeds = OwnFeeds()
     host_batch_sizes: tuple[int, ...] = ()

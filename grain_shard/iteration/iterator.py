@@ -24,13 +24,14 @@ import grain
 
 from grain_shard.background import Background, TaskStage, jax_context
 from grain_shard.errors import ShardingError, describe_mesh
-from grain_shard.hosts.compare import GLOBAL
+from grain_shard.hosts.compare import CONTENTS, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.hosts.together import AcrossHosts, Alone, Together
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.iteration.second_pass import SecondPass
+from grain_shard.reading.contents import with_digest, without_digest
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
 from grain_shard.stats.figures import Stats
@@ -104,6 +105,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         host, meter = self._host, self._meter
         opened = host.open(position)
         self._position, batches = opened.position, opened.batches
+        self._batches, self._saved_digest = batches, ""
         meter.opens(opened.reads, opened.faults)
         self._phase, self._pending = _NOT_BEGUN, cast(Placed | None, None)
         self._together.opens()
@@ -132,11 +134,28 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         # An interrupt in comparing leaves the batch here, for the next call.
         self._pending = self._pending or self._next_placed()
         if not together.has_compared:
-            fields = {**self._host.next_batch(self._position), **self._placer.describe()}
-            together.compare(fields, self._placer.digest)
+            self._compare()
         (batch, self._position, size), self._pending = self._pending, None
         self._meter.handed_out(size)
         return batch if self._reshard is None else self._reshard(batch)
+
+    def _compare(self) -> None:
+        """Compares the pipeline with other hosts', and its contents with the restored state's."""
+        contents = self._host.contents
+        self._batches.wait_for(lambda: contents.is_read)
+        by_record = {
+            NOW: contents.by_record(contents.digest),
+            SAVED: contents.by_record(self._saved_digest),
+        }
+        fields = {
+            **self._host.next_batch(self._position),
+            **self._placer.describe(),
+            CONTENTS: by_record,
+        }
+        agreed = self._together.compare(fields, self._placer.digest, contents.is_steady)
+        if contents.digest and not agreed:
+            contents.leave_out()
+        contents.digest, self._saved_digest = agreed, ""
 
     def _next_placed(self) -> Placed:
         """Takes the next batch from the background, and tells other hosts if there is none."""
@@ -167,17 +186,23 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch that ``next`` returned, as plain JSON."""
-        return self._host.to_state(self._position)
+        digest = self._host.contents.digest or self._saved_digest
+        return with_digest(self._host.to_state(self._position), digest)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on from a saved position, in an iterator that is new or in use.
+
+        The contents of the source are compared with the state's beside the next batch, which
+        raises a `StateError` if they differ.
 
         Raises:
             StateError: The state was saved by another pipeline; the message names what changed.
         """
         self._require_open()
         self.get_state()  # an iterator that has no state cannot take one
+        state, digest = without_digest(state)
         self.go_to(self._host.from_state(state))
+        self._saved_digest = digest
 
     def write_state(self, directory: Any) -> None:
         """Writes the state into files of a folder, once every host has called it."""

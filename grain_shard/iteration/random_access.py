@@ -17,9 +17,11 @@ from grain_shard.errors import ShardingError, StateError
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
 from grain_shard.iteration.executor_batches import ExecutorBatches
+from grain_shard.iteration.grain_state import GrainState
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.pace import MOST_THREADS, ReadPace
 from grain_shard.reading.batching import Batching
+from grain_shard.reading.contents import Contents
 from grain_shard.reading.cuts import START, Progress
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.fingerprint import (
@@ -43,6 +45,7 @@ class RandomAccess(HostBatches):
 
     Args:
         batching: This host's batches, in arrays that nothing else refers to.
+        contents: The contents of their source.
         buffer_size: Most batches that wait on the host or are unfinished.
         num_threads: Threads that read side by side; None adapts the number while the loop runs.
         num_workers: Grain worker processes that make the batches instead, if not 0. Grain keeps at
@@ -58,6 +61,7 @@ class RandomAccess(HostBatches):
     def __init__(
         self,
         batching: Batching,
+        contents: Contents,
         *,
         buffer_size: int,
         num_threads: int | None,
@@ -67,6 +71,7 @@ class RandomAccess(HostBatches):
         passes: int = 1,
     ):
         self._batching, self._buffer_size, self._passes = batching, buffer_size, passes
+        self.contents = contents
         self._num_threads, self._num_workers = num_threads, num_workers
         self._executor = executor
         self._fault_rules, self.padding = fault_rules, batching.pad_rows
@@ -147,8 +152,15 @@ class RandomAccess(HostBatches):
         if self._executor is not None:
             faults = Faults(self._fault_rules)
             tasks = ExecutorBatches(self._executor, batching, indices, self._fault_rules, faults)
+
+            def made(index: int) -> tuple[Batch, Progress]:
+                batch = tasks.made(index)
+                if index == indices.start:
+                    self.contents.read()
+                return batch, cuts.progress(index + 1)
+
             batches = Background(
-                lambda index: (tasks.made(index), cuts.progress(index + 1)),
+                made,
                 tasks,
                 buffer_size=self._buffer_size,
                 num_threads=self._buffer_size,
@@ -164,6 +176,7 @@ class RandomAccess(HostBatches):
             pace,
             lambda index: cuts.progress(index + 1),
             faults=faults,
+            contents=self.contents,
         )
         batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=THREAD)
 
@@ -188,6 +201,7 @@ class RandomAccess(HostBatches):
 
         def taken(item: tuple[Batch, FaultCounts | None]) -> tuple[Batch, Progress]:
             batch, counts = item
+            self.contents.read()
             if counts is not None:
                 faults.add(counts)
             return owned(batch), cuts.progress(next(steps))
@@ -232,6 +246,8 @@ class RandomAccess(HostBatches):
         return {self._STEP: step, self._EPOCH: epoch, self._RECORD: record}
 
     def from_state(self, state: dict[str, Any]) -> Progress:
+        if (of_grain := GrainState.of(state)) is not None:
+            return of_grain.position(self.position_at)
         progress = self._progress_in(state)
         current = fingerprint_at(self.fingerprint, progress)
         keys = tuple(self._counted(START))
@@ -239,6 +255,7 @@ class RandomAccess(HostBatches):
             same = all(state.get(name, value) == value for name, value in current.items())
             if same or not all(key in state for key in keys):
                 self._require_counted_alike(state)
+        current = {KIND: self.kind, **current}
         check_fingerprint(state, current, kind="a random-access pipeline", keys=keys)
         if progress is None:
             stands = ", ".join(f"{key} {state[key]!r}" for key in keys)
@@ -260,7 +277,9 @@ class RandomAccess(HostBatches):
         if not self._batching.counts_records:
             return cuts.progress(step) if step <= self._batching.num_batches() else None
         within = epoch < epochs and record <= cuts.records
-        return Progress(step, epoch, record) if within or (epoch, record) == (epochs, 0) else None
+        if not (within or (epoch, record) == (epochs, 0)) or step > epoch * cuts.records + record:
+            return None  # each batch has a record at least
+        return Progress(step, epoch, record)
 
 
 def _whole_number(name: str, value: Any) -> int | None:

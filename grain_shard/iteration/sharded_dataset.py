@@ -18,6 +18,7 @@ from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.second_pass import SecondPass
+from grain_shard.reading.contents import Contents
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.reshard import Resharder
@@ -110,6 +111,11 @@ class ShardedDataset(grain.IterDataset):
     def layout(self) -> BatchLayout:
         """The rows that this host reads."""
         return self._layout
+
+    @property
+    def contents(self) -> Contents:
+        """The contents of the source, which hosts and restored states compare."""
+        return self._host.contents
 
     def __len__(self) -> int:
         """The number of batches.

@@ -125,6 +125,7 @@ def check_fingerprint(
     *,
     kind: str,
     keys: Sequence[str],
+    optional: Sequence[str] = (),
 ) -> None:
     """Refuses a state that another pipeline saved.
 
@@ -133,6 +134,7 @@ def check_fingerprint(
         current: The fingerprint of the pipeline that restores the state.
         kind: Name of that pipeline, for messages.
         keys: Keys of the state besides the fingerprint.
+        optional: Fields of the fingerprint that a state may lack.
 
     Raises:
         StateError: A field of the fingerprint is missing or differs; the message names each.
@@ -141,7 +143,7 @@ def check_fingerprint(
         raise StateError(
             f"a state is a dict, not {state!r}.\n  remedy: pass what get_state() gave."
         )
-    missing = [name for name in (*keys, *current) if name not in state]
+    missing = [name for name in (*keys, *current) if name not in (*state, *optional)]
     changed = [name for name in current if name in state and state[name] != current[name]]
     if missing and (not changed or any(key in missing for key in keys)):
         raise StateError(

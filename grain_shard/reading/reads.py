@@ -17,6 +17,7 @@ from typing import Any
 from grain_shard.pace import ReadPace
 from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
+from grain_shard.reading.contents import Contents, ContentsRead
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
 from grain_shard.tasks import Raised, Tasks
@@ -39,6 +40,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
         pace: The number of concurrent reads, and the time that one record takes.
         position_after: Maps the index of a batch to the position after it.
         faults: The rules for failed reads.
+        contents: The contents to read beside the first batch.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class Reads(Tasks[tuple[Batch, Any]]):
         position_after: Callable[[int], Any],
         *,
         faults: Faults,
+        contents: Contents,
     ):
         self._sequence = _Sequence(batching, indices, position_after, faults)
         self._buffer_size, self._pace, self._faults = buffer_size, pace, faults
+        self._contents = None if contents.is_read else contents
         self._reads_many = batching.reads_many
         self._batch_size = max(1, batching.records_per_batch)
         self._batches_in_a_call = 1  # starts at 1 for a fast first batch, then doubles
@@ -62,7 +66,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
 
     @property
     def room_wanted(self) -> int:
-        if self._left or self._sequence.is_inside_a_batch:
+        if self._draws_contents or self._left or self._sequence.is_inside_a_batch:
             return 0
         batches_left = self._sequence.batches_left
         if not batches_left:
@@ -75,7 +79,14 @@ class Reads(Tasks[tuple[Batch, Any]]):
         batches = self._records_at_a_time() // self._batch_size
         return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
-    def draw(self, room: int) -> Read:
+    @property
+    def _draws_contents(self) -> bool:
+        return self._contents is not None and self._sequence.begun > 0
+
+    def draw(self, room: int) -> Read | ContentsRead:
+        if self._contents is not None and self._draws_contents:
+            contents, self._contents = self._contents, None
+            return ContentsRead(contents)
         with self._lock:
             parts = self._draw_left()
         begun = self._sequence.begun
@@ -88,7 +99,9 @@ class Reads(Tasks[tuple[Batch, Any]]):
             self._under_way += 1
         return Read(parts, self._reads_many, self._sequence.begun - begun)
 
-    def done(self, task: Read) -> bool:
+    def done(self, task: Read | ContentsRead) -> bool:
+        if isinstance(task, ContentsRead):
+            return False
         with self._lock:
             self._left += task.left
             self._under_way -= 1

@@ -25,6 +25,7 @@ from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.iteration.sharded_dataset import Settings, ShardedDataset
 from grain_shard.iteration.stream import Stream
+from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, read_by_several
 from grain_shard.reading.iterable import Rows, agreed_rows
 from grain_shard.reading.pad_batch import Remainder
@@ -122,6 +123,7 @@ class DevicePut(Stage):
         batching = ds.batching
         host = RandomAccess(
             batching,
+            Contents(ds),
             buffer_size=self.cpu_buffer_size,
             num_threads=self.num_threads,
             num_workers=self.num_workers,

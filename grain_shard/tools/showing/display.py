@@ -135,6 +135,8 @@ def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[
     if layout.num_hosts > 1:
         once = settings.reads_once
         yield "read", "once, then moved by the devices" if once else "what each host needs"
+    if why_not := ds.contents.why_not:
+        yield "contents", f"not compared: {why_not}"
     on_host, on_devices = settings.cpu_buffer_size, settings.device_buffer_size
     buffers = f"{on_devices} batches on the devices, {on_host} on the host"
     yield "buffers", f"at most {buffers}"

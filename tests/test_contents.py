@@ -1,0 +1,225 @@
+"""Two records of a source are compared with those of a restored state; the first batch shows it."""
+
+import dataclasses
+import itertools
+import json
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import grain
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import grain_shard
+from grain_shard import StateError, show
+from grain_shard.digest import element_digest
+from tests.conftest import data_mesh, ids
+
+
+class Files:
+    """Ten records a file, in this order of the files; `read` gets an index and its record."""
+
+    def __init__(self, order, read=lambda index, record: record):
+        self._order, self._read = order, read
+
+    def __len__(self):
+        return 10 * len(self._order)
+
+    def __getitem__(self, index):
+        return self._read(index, 10 * self._order[index // 10] + index % 10)
+
+
+def random_access(source, **options):
+    records = grain.MapDataset.source(source).seed(1).shuffle().map(lambda i: {"id": np.int32(i)})
+    return records.batch(8).shard_to(data_mesh(2), **options)
+
+
+def feeds(source, **options):
+    def make_feed(feed):
+        records = grain.MapDataset.source(source)[feed.shard_index :: feed.shard_count]
+        return records.map(lambda i: {"id": np.int32(i)}).to_iter_dataset()
+
+    return grain_shard.feeds(make_feed, num_feeds=4).batch(8).shard_to(data_mesh(2), **options)
+
+
+def with_workers(source):
+    return random_access(source, num_workers=1)
+
+
+def mixture(source):
+    parts = [
+        grain.MapDataset.source(s).map(lambda i: {"id": np.int32(i)}) for s in (source, range(7))
+    ]
+    return grain_shard.mix(parts, weights={0: [3, 1]}).batch(8).shard_to(data_mesh(2))
+
+
+def saved(ds):
+    with iter(ds) as iterator:
+        next(iterator)
+        return json.loads(json.dumps(iterator.get_state()))
+
+
+KINDS = [random_access, feeds, mixture]
+
+
+@pytest.mark.parametrize(
+    "build", [*KINDS, pytest.param(with_workers, marks=[pytest.mark.slow, pytest.mark.long])]
+)
+def test_a_state_of_other_contents_is_refused_and_the_remedy_goes_on(build):
+    same = random_access if build is with_workers else build
+    state = saved(same(Files([0, 1, 2, 3])))
+    with iter(build(Files([0, 1, 3, 2]))) as iterator:
+        iterator.set_state(state)
+        with pytest.raises(StateError, match="list files in sorted order") as refused:
+            next(iterator)
+        assert "record 20 of SourceMapDataset(source=Files): saved " in str(refused.value)
+        with pytest.raises(StateError) as again:
+            next(iterator)
+        assert again.value is refused.value
+        iterator.set_state(iterator.get_state())
+        assert iterator.get_state()["step"] == state["step"]
+        next(iterator)
+        assert iterator.get_state()["source"] != state["source"]
+
+
+@pytest.mark.parametrize("build", KINDS)
+@pytest.mark.parametrize("has_digest", [True, False])
+def test_a_state_of_the_same_contents_or_without_a_digest_goes_on(build, has_digest):
+    source = Files([0, 1, 2, 3])
+    state = saved(build(source))
+    assert state["source"].count("-") == 1
+    if not has_digest:
+        state["source"] = state["source"].split("-")[0]
+    with iter(build(source)) as iterator:
+        iterator.set_state(state)
+        assert iterator.get_state() == state
+        next(iterator)
+
+
+def test_seek_goes_on_with_any_contents():
+    state = saved(random_access(Files([0, 1, 2, 3])))
+    with iter(random_access(Files([3, 2, 1, 0]))) as iterator:
+        iterator.set_state(state)
+        iterator.seek(state["step"])
+        next(iterator)
+
+
+def test_a_source_that_differs_from_itself_is_not_compared_and_one_line_is_logged(caplog):
+    def random():
+        return random_access(Files([0, 1], lambda index, record: record + 100 * np.random.rand()))
+
+    state, ds = saved(random()), random()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with iter(ds) as iterator:
+                iterator.set_state(state)
+                next(iterator)
+                assert "-" not in iterator.get_state()["source"]
+    (line,) = caplog.messages
+    assert "SourceMapDataset(source=Files) gives other records at each read" in line
+
+
+@pytest.mark.parametrize("index", [0, 10])
+def test_a_record_that_cannot_be_read_stops_no_run_that_masks(index, capsys):
+    def read(at, record):
+        if at == index:
+            raise ValueError("damaged")
+        return record
+
+    ds = random_access(Files([0, 1], read), on_bad_record="mask")
+    with iter(ds) as iterator:
+        rows = sorted(itertools.chain(*ids(iterator)))
+        assert rows == [i for i in range(20) if i != index]
+        assert "-" not in iterator.get_state()["source"]
+    show(ds)
+    assert "cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("build", [random_access, feeds, mixture])
+def test_two_records_are_read_once_for_all_epochs_of_a_dataset(build):
+    asked = []
+    ds = build(Files([0, 1], lambda index, record: asked.append(index) or record))
+    assert sum(map(len, ids(ds))) > 7
+    in_first_pass = len(asked)
+    warnings.simplefilter("ignore")  # of a second pass in the same order
+    ids(ds)
+    assert in_first_pass == len(asked) - in_first_pass + 2
+
+
+def test_one_whose_source_is_not_known_is_not_compared_and_show_says_so(capsys):
+    class Numbers(grain.MapDataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            return self.slice(index) if isinstance(index, slice) else {"id": np.int32(index)}
+
+    ds = Numbers().batch(8).shard_to(data_mesh(2))
+    assert "-" not in saved(ds)["source"]
+    show(ds)
+    assert "no source is known" in " ".join(capsys.readouterr().out.split())
+
+
+@dataclasses.dataclass
+class Pair:
+    first: object
+    second: object
+
+
+ELEMENTS = [
+    b"abc",
+    "abc",
+    3,
+    3.0,
+    None,
+    True,
+    np.arange(6),
+    np.arange(6).reshape(2, 3),
+    np.float32(3),
+    np.arange(6, dtype=np.int8),
+    jnp.ones(2),
+    np.array(["a", None], object),
+    [1, 2],
+    [2, 1],
+    (1, 2),
+    {"a": 1, "b": [b"x"]},
+    {"a": 1, "b": [b"y"]},
+    {"u", "v", "w"},
+    Pair(1, b"x"),
+    Pair(b"x", 1),
+    Image.new("RGB", (4, 4)),
+    Image.new("L", (4, 4)),
+    bytes(3 * 2**20),
+    bytes(3 * 2**20 - 1),
+]
+
+
+def digests():
+    return [element_digest(element) for element in ELEMENTS]
+
+
+def test_digests_tell_elements_apart_and_are_the_same_in_every_process():
+    assert len(set(digests())) == len(digests())
+    script = "from tests.test_contents import digests; print(*digests())"
+    other = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[1], capture_output=True
+    )
+    assert other.stdout.decode().split() == digests()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [({"a": 1, "b": 2}, {"b": 2, "a": 1}), ("/one/file", "/other/file")],
+)
+def test_an_order_of_keys_and_the_folder_of_a_path_change_no_digest(one, other):
+    assert element_digest(one) == element_digest(other)
+
+
+def test_another_object_has_no_digest():
+    with pytest.raises(TypeError, match="a object has no digest"):
+        element_digest({"x": object()})

@@ -1,0 +1,135 @@
+"""A run goes on from the checkpoint that Grain's own iterators have written, or says how it can."""
+
+import logging
+
+import grain
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from absl import flags
+from jax.sharding import Mesh
+
+import grain_shard
+from grain_shard import StateError, rehearse
+from grain_shard.checkpoint import CheckpointRestore
+from tests.conftest import data_mesh, ids, numbered
+
+
+def records():
+    return grain.MapDataset.range(44).seed(3).shuffle().map(lambda i: {"id": np.int32(i)})
+
+
+def plain():
+    return records().batch(4).to_iter_dataset()
+
+
+def in_threads():
+    return grain.experimental.ThreadPrefetchIterDataset(plain(), prefetch_buffer_size=2)
+
+
+def in_workers():
+    flags.FLAGS.mark_as_parsed()
+    return plain().mp_prefetch(grain.MultiprocessingOptions(2))
+
+
+def elastic():
+    return grain.experimental.ElasticIterator(records(), 4, grain.sharding.NoSharding())
+
+
+def save_by_grain(iterator, folder):
+    with ocp.CheckpointManager(folder) as manager:
+        manager.save(1, args=ocp.args.Composite(data=grain.checkpoint.CheckpointSave(iterator)))
+        manager.wait_until_finished()
+
+
+def restore(iterator, folder, by):
+    with ocp.CheckpointManager(folder) as manager:
+        manager.restore(1, args=ocp.args.Composite(data=by(iterator)))
+
+
+HANDLERS = [CheckpointRestore, grain.checkpoint.CheckpointRestore]
+
+
+@pytest.mark.parametrize("by", HANDLERS)
+@pytest.mark.parametrize(
+    "build", [plain, in_threads, elastic, pytest.param(in_workers, marks=pytest.mark.slow)]
+)
+def test_the_batches_after_grains_checkpoint_follow_and_the_log_says_what_is_assumed(
+    build, by, tmp_path, caplog
+):
+    taken = iter(build())
+    for _ in range(3):
+        next(taken)
+    save_by_grain(taken, tmp_path)
+    if hasattr(taken, "close"):
+        taken.close()
+    with iter(records().batch(4).shard_to(data_mesh(2))) as iterator:
+        restore(iterator, tmp_path, by)
+        assert iterator.get_state()["record"] == 12
+        expected = [batch["id"].tolist() for batch in plain()][3:]
+        assert ids(iterator) == expected
+    (line,) = [line for line in caplog.messages if "Grain iterator" in line]
+    assert f"taken for {'12 records' if build is elastic else '3 batches'} of this" in line
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"next_index": 12}, "there is no step 12"),
+        ({"next_index": -1}, "there is no step -1"),
+        ({"next_index": 3.0}, "no state of a random-access pipeline"),
+        ({"global_next_index": 99}, "there is no record 99"),
+        ({"next_index": 3, "processes": 2}, r"seek\(record=6 \* b\)"),
+    ],
+)
+def test_a_place_that_is_not_there_or_not_known_is_refused_and_changes_nothing(state, message):
+    with iter(numbered(44, 4).shard_to(data_mesh(2))) as iterator:
+        next(iterator)
+        before = iterator.get_state()
+        with pytest.raises(StateError, match=message):
+            iterator.set_state(state)
+        assert iterator.get_state() == before
+
+
+def move_over(folder):
+    """On a host: how each handler refuses what Grain saved, and the rows after the seek."""
+    part = records()[jax.process_index() :: jax.process_count()]
+    taken = iter(part.batch(2).to_iter_dataset())
+    for _ in range(3):
+        next(taken)
+    save_by_grain(taken, folder)
+    texts, mesh = [], Mesh(np.array(jax.devices()), ("data",))
+    with iter(records().batch(4).shard_to(mesh, timeout_s=30)) as iterator:
+        for by in HANDLERS:
+            try:
+                restore(iterator, folder, by)
+            except StateError as error:
+                texts.append(str(error))
+        iterator.seek(record=6 * 2)
+        batch = next(iterator)["id"]
+        rows = [int(row) for part in batch.addressable_shards for row in np.asarray(part.data)]
+    return texts, rows, [batch["id"].tolist() for batch in grain_batches()][3]
+
+
+def grain_batches():
+    return records().batch(4)
+
+
+@pytest.mark.slow
+def test_of_two_processes_the_error_has_the_seek_that_goes_on(tmp_path):
+    found = rehearse.run(move_over, str(tmp_path), hosts=2, timeout_s=60)
+    for texts, _, _ in found:
+        assert len(texts) == len(HANDLERS)
+        for text in texts:
+            assert "2 processes" in text
+            assert "batches.seek(record=6 * b)" in text
+    assert [row for _, rows, _ in found for row in rows] == found[0][2]
+
+
+def test_the_state_of_another_iterator_of_grain_is_refused_with_what_it_lacks():
+    with iter(numbered(44, 4).shard_to(data_mesh(2))) as iterator:
+        loaders = {"last_seen_indices": {"0": 7}, "worker_count": 0}
+        with pytest.raises(grain_shard.StateError, match="it lacks 'step'"):
+            iterator.set_state(loaders)
