@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from grain_shard.errors import StateError
-from grain_shard.feeding.feed_streams import ENDED, FeedState, is_feed_state
+from grain_shard.feeding.feed_reader import ENDED, FeedState
 from grain_shard.hosts.feed_files import FEED_ENTRIES
 from grain_shard.hosts.state_files import FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
@@ -52,7 +52,8 @@ class FeedsPosition(NamedTuple):
             )
         states = {feed: from_json(saved[str(feed)]) for feed in feeds}
         for feed, feed_state in states.items():
-            if not is_feed_state(feed_state):
+            is_begun = isinstance(feed_state, Mapping) and set(feed_state) == {"state"}
+            if not is_begun and feed_state not in ({}, ENDED):  # it must not start the feed anew
                 raise StateError(f"the state has {feed_state!r} for feed {feed}.\n{_UNCHANGED}")
         return cls(state[_STEP], {feed: pickle.dumps(states[feed]) for feed in states})
 

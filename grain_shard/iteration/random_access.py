@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from typing import Any
-
-import grain
 
 from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, StateError
@@ -30,7 +29,7 @@ from grain_shard.reading.fingerprint import (
 from grain_shard.reading.reads import Reads
 from grain_shard.stats.counts import ReadThreads
 from grain_shard.trees import Batch
-from grain_shard.worker_processes import WithNote, WorkerProcesses
+from grain_shard.worker_processes import WorkerProcesses
 
 
 class RandomAccess(HostBatches):
@@ -172,13 +171,8 @@ class RandomAccess(HostBatches):
     ) -> Background[Any, tuple[Batch, Any]]:
         """Returns batches that workers make; one waits here, copied out of shared memory."""
         cuts = batching.cuts
-        from_start = _CountedBatches(batching, self._fault_rules)[start:]
-        workers = WorkerProcesses(
-            from_start.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-            self._num_workers,
-            buffer_size=self._buffer_size,
-        )
-
+        of_worker = functools.partial(_batches_of_worker, batching, self._fault_rules, start)
+        workers = WorkerProcesses(of_worker, self._num_workers, buffer_size=self._buffer_size)
         steps = itertools.count(start + 1)
 
         def taken(item: tuple[Batch, FaultCounts | None]) -> tuple[Batch, Progress]:
@@ -268,27 +262,25 @@ def _whole_number(value: Any) -> Any:
         return value
 
 
-class _CountedBatches(grain.MapDataset):
-    """Batches as worker processes return them: each with its fault counts, if there are any."""
+def _batches_of_worker(
+    batching: Batching, rules: FaultRules, start: int, worker: int, num_workers: int
+) -> Iterator[tuple[Batch, FaultCounts | None]]:
+    indices = range(start + worker, batching.num_batches(), num_workers)
+    return map(functools.partial(_counted_batch, batching, rules), indices)
 
-    def __init__(self, batching: Batching, rules: FaultRules):
-        super().__init__()
-        self._batching, self._rules = batching, rules
 
-    def __len__(self) -> int:
-        return self._batching.num_batches()
-
-    def __getitem__(self, index) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        faults = Faults(self._rules, is_worker=True)
-        try:
-            batch = self._batching.read_batch(index, faults)
-        except StopIteration as error:
-            raise RuntimeError(
-                f"the worker processes ended after {index} of {len(self)} batches: the pipeline"
-                " raised StopIteration, which Grain takes for the end of a worker's data. Look for"
-                " a bare next() in the source or in a .map."
-            ) from error
-        counts = faults.counts()
-        return WithNote.of(batch, None if counts == FaultCounts() else counts)
+def _counted_batch(
+    batching: Batching, rules: FaultRules, index: int
+) -> tuple[Batch, FaultCounts | None]:
+    """Reads a batch in a worker; returns it with its fault counts, if there are any."""
+    faults = Faults(rules, is_worker=True)
+    try:
+        batch = batching.read_batch(index, faults)
+    except StopIteration as error:
+        raise RuntimeError(
+            f"the worker processes ended after {index} of {batching.num_batches()} batches: the"
+            " pipeline raised StopIteration, which Grain takes for the end of a worker's data. Look"
+            " for a bare next() in the source or in a .map."
+        ) from error
+    counts = faults.counts()
+    return batch, None if counts == FaultCounts() else counts

@@ -102,13 +102,6 @@ class PadRows:
             ]
         )
 
-    def row_like(self, row: Any) -> Any:
-        """Returns a row of padding with the shapes and dtypes of another row, scalars included."""
-        leaves, structure = jax.tree.flatten(row)
-        return structure.unflatten(
-            [np.full_like(leaf, v) for leaf, v in zip(leaves, self.values(row), strict=True)]
-        )
-
     def are_all_of(self, batch: FlatBatch) -> bool:
         """Returns True if every row of a batch is padding."""
         values = self.values(batch.structure.unflatten(batch.arrays))
