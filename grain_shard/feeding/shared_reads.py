@@ -168,7 +168,9 @@ class _Line:
 
     def next_size(self, most: int) -> int:
         """Returns the number of records of the next part, if it is to have at most this many."""
-        return max(1, min(most, self._next_call if self.reads_many else self.most_in_time))
+        # Without reading ahead, a part is found at once and evaluated record by record.
+        by_time = self._ahead and not self.reads_many
+        return max(1, min(most, self.most_in_time if by_time else self._next_call))
 
     def begin(self, most: int) -> Part:
         """Begins the next part, of at most this many records."""
