@@ -22,9 +22,11 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
+import cloudpickle
 import grain
 import numpy as np
 
@@ -35,63 +37,54 @@ from grain_shard.tasks import Producer, naming_closed
 _GUARD = (
     'put the loop of the script below if __name__ == "__main__":, as spawned processes need it.'
 )
+# Makes the elements of one worker, from its number and the number of workers.
+MakeElements = Callable[[int, int], Iterator[Any]]
+# An array that travels begins at a multiple of this many bytes.
+_ALIGNMENT = 64
 
 
-class WithNote(NamedTuple):
-    """An element of a worker process: arrays, and a note about them.
+class WorkerProcesses(Producer[Any]):
+    """The elements that worker processes make: the next one of each worker in turn.
 
-    Attributes:
-        arrays: A tree of arrays, each of which travels in shared memory of its own.
-        note: Anything that is no array, pickled, as ``uint8[n]``; None for no note. A worker that
-            is to end waits until its pipe has been read, and shared memory needs no such wait.
-    """
-
-    arrays: Any
-    note: np.ndarray | None = None
-
-    @classmethod
-    def of(cls, arrays: Any, note: Any) -> WithNote:
-        """Puts both together; no note if it is None."""
-        return cls(arrays, None if note is None else np.frombuffer(pickle.dumps(note), np.uint8))
-
-
-class WorkerProcesses(Producer[tuple[Any, Any]]):
-    """The elements that worker processes make of a dataset: the next one of each worker in turn.
-
-    They start with the first ``next``, by ``spawn``.
+    They start with the first ``next``, by ``spawn``. An element is anything that can be pickled; it
+    travels in shared memory.
 
     Args:
-        ds: Yields `WithNote`. With several workers, Grain gives each its share by ``set_slice``.
-        num_workers: How many processes.
-        buffer_size: Elements that may wait or be in the making, of all workers together. Grain
-            keeps four for each of them at least.
+        make: Called in each worker, by its first element.
+        num_workers: Number of processes.
+        buffer_size: Most elements that wait or are unfinished, of all workers together. Grain keeps
+            at least four for each worker.
     """
 
-    def __init__(self, ds: grain.IterDataset, num_workers: int, *, buffer_size: int):
+    def __init__(self, make: MakeElements, num_workers: int, *, buffer_size: int):
         main = sys.modules.get("__mp_main__")
         if main is not None and main is not sys.modules["__main__"]:
             raise ShardingError(
                 "a worker process imports the main script, whose loop would start workers again.",
                 remedy=_GUARD,
             )
-        mark_flags_as_parsed()
         # Grain keeps 2 * per_worker + 2 elements for each worker: in its queue and in another one
         # of this process, one that the worker makes and one that is on its way.
         per_worker = max(1, buffer_size // (2 * num_workers) - 1)
-        options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
+        self._make, self._is_closed = make, False
+        self._options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
+        self._elements: grain.DatasetIterator | None = None
         self._begun, self._failure = False, cast(TracebackType | None, None)
-        elements = iter(_SendableErrors(ds).mp_prefetch(options, _begin_worker))
-        self._elements: grain.DatasetIterator | None = elements
 
-    def __next__(self) -> tuple[Any, Any]:
-        """Returns the next arrays and their note, or None for no note.
+    def __next__(self) -> Any:
+        """Returns the next element. Its arrays may lie in shared memory, which is freed with them.
 
-        The arrays may lie in shared memory, which is freed with them.
+        Raises:
+            ShardingError: `make` cannot be pickled.
         """
-        if self._elements is None:
+        if self._is_closed:
             raise StopIteration
+        if self._elements is None:
+            mark_flags_as_parsed()
+            share = _Share(_pickled(self._make))
+            self._elements = iter(share.mp_prefetch(self._options, _begin_worker))
         try:
-            arrays, note = next(self._elements)
+            packed, sizes = next(self._elements)
         except Exception as error:
             self._failure = error.__traceback__
             if not self._begun and "Worker process was terminated" in str(error):
@@ -100,11 +93,11 @@ class WorkerProcesses(Producer[tuple[Any, Any]]):
                 )
             raise
         self._begun = True
-        return arrays, None if note is None else pickle.loads(note.tobytes())
+        return _unpacked(packed, sizes)
 
     def close(self) -> None:
         """Ends the processes once the user's code returns; after 25 seconds in any case."""
-        elements, self._elements = self._elements, None
+        self._is_closed, elements, self._elements = True, self._elements, None
         if elements is not None:
             with naming_closed("the worker processes"):
                 elements.close()
@@ -133,35 +126,90 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)  # no loop is left to end the worker
 
 
-class _SendableErrors(grain.IterDataset):
-    """The same elements; their errors can be sent to another process."""
+def _pickled(make: MakeElements) -> bytes:
+    try:
+        return cloudpickle.dumps(make)
+    except Exception as error:
+        raise ShardingError(
+            f"the pipeline cannot be sent to a worker process: {type(error).__name__}: {error}.",
+            remedy="open files, connections and locks in the worker (inside make_feed, or in the"
+            " source's first read) instead of referring to them.",
+        ) from error
 
-    def __init__(self, parent: grain.IterDataset):
-        super().__init__(parent)
 
-    def __iter__(self) -> grain.DatasetIterator:
-        (parent,) = self.parents
-        return _SendableErrorsIterator(iter(parent))
+class _Share(grain.IterDataset):
+    """The elements of one worker, whose number and share Grain tells as a slice.
+
+    Args:
+        make: Makes the elements, pickled: Grain would copy it for each worker.
+    """
+
+    def __init__(self, make: bytes):
+        super().__init__()
+        self._make, self._worker = make, (0, 1)
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        self._worker = sl.start, sl.step
+
+    def __iter__(self) -> _ShareIterator:
+        return _ShareIterator(lambda: pickle.loads(self._make)(*self._worker))
 
 
-class _SendableErrorsIterator(grain.DatasetIterator):
-    def __init__(self, source: grain.DatasetIterator):
-        super().__init__(source)
-        self._source = source
+class _ShareIterator(grain.DatasetIterator):
+    """Makes the elements, and errors that can be sent to another process.
 
-    def __next__(self) -> Any:
+    It has no state: whoever asks for the elements tells where they begin.
+
+    Args:
+        make: Called by the first element: Grain makes an iterator in the loop's process, too.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Any]]):
+        super().__init__()
+        self._make, self._elements = make, None
+
+    def __next__(self) -> tuple[np.ndarray, np.ndarray]:
         try:
-            return next(self._source)
+            self._elements = self._elements or self._make()
+            return _packed(next(self._elements))
         except StopIteration:
             raise
         except BaseException as error:
             raise sendable(error) from None
 
     def get_state(self) -> dict[str, Any]:
-        return self._source.get_state()
+        return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._source.set_state(state)
+        pass
+
+
+def _packed(element: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes of an element, its arrays last, and how many bytes each of these has.
+
+    Both are arrays: a worker that is to end waits until its pipe has been read, and shared memory
+    needs no such wait.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(element, protocol=5, buffer_callback=buffers.append)
+    parts = [np.frombuffer(part, np.uint8) for part in (pickled, *(b.raw() for b in buffers))]
+    sizes = np.array([len(part) for part in parts])
+    starts = _starts(sizes)
+    packed = np.empty(starts[-1], np.uint8)
+    for start, part in zip(starts, parts, strict=False):
+        packed[start : start + len(part)] = part
+    return packed, sizes
+
+
+def _unpacked(packed: np.ndarray, sizes: np.ndarray) -> Any:
+    ranges = zip(_starts(sizes), sizes, strict=False)
+    pickled, *buffers = (packed[start : start + size] for start, size in ranges)
+    return pickle.loads(pickled, buffers=buffers)
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    """Returns where parts of these sizes begin, and where the last one ends."""
+    return np.cumsum([0, *(-(-sizes // _ALIGNMENT) * _ALIGNMENT)])
 
 
 def sendable(error: BaseException) -> BaseException:

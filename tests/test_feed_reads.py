@@ -1,9 +1,12 @@
 """The random-access parts of feeds, read in bulk: the rows and the states are those of Grain."""
 
 import contextlib
+import functools
 import gc
+import os
 import threading
 import time
+import weakref
 
 import grain
 import numpy as np
@@ -12,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grain_shard
-from grain_shard.feeding import feed_streams
-from grain_shard.feeding.feed_streams import wants_read_ahead
+from grain_shard.feeding import feed_reader
 from grain_shard.feeding.record_stream import RecordStream
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
@@ -106,7 +108,7 @@ def test_batches_and_states_are_those_of_grain(pipeline, options, monkeypatch, h
     ds = grain_shard.feeds(lambda feed: pipeline(feed, options), num_feeds=3).batch(6)
     ours = with_states(ds, count=12)
     resumed = with_states(ds, state=ours[5][1], count=6)
-    monkeypatch.setattr(feed_streams, "replace_read_ahead", lambda ds, make_stream: ds)
+    monkeypatch.setattr(feed_reader, "replace_read_ahead", lambda ds, make_stream: ds)
     expected = with_states(ds, count=12)
     assert len(ours) == 12
     assert_same(ours, expected)
@@ -134,8 +136,8 @@ def test_any_records_come_in_their_order_from_anywhere(num_records, steps, optio
         }[step](records)
     ds = records.to_iter_dataset(options)
     start = min(start, len(records))
-    with contextlib.closing(SharedReads(Faults(FAIL_AT_ONCE))) as reads:
-        ours = replace_read_ahead(ds, lambda records, _: RecordStream(records, reads.elements))
+    with contextlib.closing(SharedReads(Faults(FAIL_AT_ONCE), 8)) as reads:
+        ours = replace_read_ahead(ds, functools.partial(RecordStream, reads, 0))
         rows, expected = iter(ours), iter(ds)
         rows.set_state({"next_index": start})
         expected.set_state({"next_index": start})
@@ -153,7 +155,9 @@ def record_streams(ds):
 
 
 def replaced(ds):
-    return replace_read_ahead(ds, lambda records, _: RecordStream(records))
+    return replace_read_ahead(
+        ds, functools.partial(RecordStream, SharedReads(Faults(FAIL_AT_ONCE), 8), 0)
+    )
 
 
 def test_every_random_access_part_is_replaced_and_nothing_of_the_users_is_changed():
@@ -182,12 +186,11 @@ def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents():
     ],
 )
 def test_who_asks_for_no_thread_gets_none(options, is_read_ahead):
-    asked = []
-    replace_read_ahead(
-        grain.MapDataset.range(3).to_iter_dataset(options),
-        lambda records, options: asked.append(wants_read_ahead(options)) or RecordStream(records),
-    )
-    assert asked == [is_read_ahead]
+    stream = replaced(grain.MapDataset.range(3).to_iter_dataset(options))
+    assert stream.ahead == is_read_ahead
+    with contextlib.closing(iter(stream)) as rows:
+        assert next(rows) == 0
+        assert bool(background_threads()) == is_read_ahead
 
 
 NUMBERS = grain.MapDataset.range(9)
@@ -268,16 +271,91 @@ def test_all_feeds_together_have_a_bounded_number_of_threads_and_of_records_ahea
             assert len(background_threads()) <= 64
 
 
+class Alive:
+    """Records of a size; `peaks` has, by process, how many of them were alive at once."""
+
+    lock = threading.RLock()  # a record may go in a thread that holds it
+
+    def __init__(self, num_bytes, seconds, peaks):
+        self.num_bytes, self.seconds, self.peaks = num_bytes, seconds, peaks
+        self.alive = self.peak = self.read = 0
+
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        record = np.zeros(self.num_bytes, np.uint8)
+        with self.lock:
+            self.read, self.alive = self.read + 1, self.alive + 1
+            self.peak = max(self.peak, self.alive)
+            (self.peaks / str(os.getpid())).write_text(f"{self.read} {self.peak}")
+        weakref.finalize(record, self.let_go)
+        return {"x": record}
+
+    def let_go(self):
+        with self.lock:
+            self.alive -= 1
+
+
+class AliveInCalls(Alive):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "num_workers"),
+    [
+        (Alive, IN_TURN, 0),
+        (Alive, grain.ReadOptions(), 0),
+        (AliveInCalls, IN_TURN, 0),
+        (AliveInCalls, grain.ReadOptions(), 0),
+        pytest.param(AliveInCalls, grain.ReadOptions(), 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    ("num_bytes", "num_feeds", "batch_size", "most_ahead"),
+    [
+        (2**21, 2, 8, 8),  # a batch of 16 MB
+        (2**18, 4, 8, 32),  # of 2 MB, so 8 MB of records may be ahead
+        (3000, 4, 8, 2048),
+    ],
+)
+def test_no_more_bytes_are_read_ahead_than_a_batch_or_8_mb(
+    num_bytes, num_feeds, batch_size, most_ahead, kind, options, num_workers, tmp_path
+):
+    source = kind(num_bytes, 100e-6, tmp_path)
+
+    def make_feed(feed):
+        part = grain.MapDataset.source(source)[feed.shard_index :: feed.shard_count]
+        return part.to_iter_dataset(options)
+
+    ds = grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(batch_size)
+    with iter(ds.shard_to(data_mesh(1), num_workers=num_workers, cpu_buffer_size=2)) as batches:
+        for _ in range(9):
+            next(batches)
+    workers = max(1, num_workers)
+    for file in tmp_path.iterdir():
+        read, peak = map(int, file.read_text().split())
+        assert read >= 9 * batch_size / workers
+        # Besides: the batch that is being made, and the record that a feed has given last.
+        assert peak <= most_ahead // (workers if most_ahead == batch_size else 1) + (
+            batch_size + num_feeds
+        )
+
+
 def test_a_stream_that_is_slower_than_it_was_leaves_its_parts_to_others_in_order():
     def row(i):
         if i >= 300:
             time.sleep(3e-3)  # of what was fast, so many are read together
         return i
 
-    reads = SharedReads(Faults(FAIL_AT_ONCE))
+    reads = SharedReads(Faults(FAIL_AT_ONCE), 8)
     with (
         contextlib.closing(reads),
-        contextlib.closing(reads.elements(grain.MapDataset.range(500).map(row), 0)) as elements,
+        contextlib.closing(
+            reads.elements(grain.MapDataset.range(500).map(row), 0, ahead=True)
+        ) as elements,
     ):
         assert [next(elements) for _ in range(500)] == list(range(500))
 
@@ -309,9 +387,9 @@ def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again():
             raise failures.pop(0)
         return i
 
-    reads = SharedReads(Faults(FAIL_AT_ONCE))
+    reads = SharedReads(Faults(FAIL_AT_ONCE), 8)
     with contextlib.closing(reads):
-        rows = iter(RecordStream(grain.MapDataset.range(5).map(row), reads.elements))
+        rows = iter(RecordStream(reads, 0, grain.MapDataset.range(5).map(row), grain.ReadOptions()))
         assert [next(rows) for _ in range(3)] == [0, 1, 2]
         for match in ("once", "twice"):
             with pytest.raises(OSError, match=match):
@@ -348,7 +426,7 @@ def test_no_reader_outlives_feeds_that_wait_for_it(how, waiting):
 
 def test_stopped_while_it_waits_it_returns_although_the_read_does_not(waiting):
     ds, inside, release = waiting
-    rows, ended = ds.iterate(), []
+    rows, ended = iter(ds), []
 
     def consume():
         try:

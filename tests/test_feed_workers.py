@@ -20,11 +20,10 @@ import pytest
 from jax._src import xla_bridge
 
 import grain_shard
-from grain_shard.feeding import feed_workers
 from grain_shard.feeding.feed_batches import FeedRun
 from grain_shard.feeding.feed_turns import FeedTurns
 from grain_shard.feeding.host_feeds import HostFeeds
-from grain_shard.reading.faults import FAIL_AT_ONCE, FaultCounts, Faults
+from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import (
@@ -219,21 +218,10 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_before_one_starts():
         for _ in range(2):
             with pytest.raises(
                 grain_shard.ShardingError,
-                match=r"make_feed cannot be sent to a worker process: .*pickle.*lock",
+                match=r"the pipeline cannot be sent to a worker process: .*pickle.*lock",
             ):
                 next(batches)
         assert not children()
-
-
-def test_a_worker_that_ends_is_an_error_and_not_the_end_of_the_feeds(monkeypatch):
-    """Grain would go on with the other workers, whose parts would then be taken for its own."""
-    entries = {feed: {} for feed in range(4)}
-    workers = feed_workers.FeedWorkers(lambda entries: None, entries, 2, 1, Faults(FAIL_AT_ONCE))
-    note = [(feed, 0, b"") for feed in (0, 2)], FaultCounts()
-    parts = itertools.repeat((None, note))  # the second worker has ended
-    monkeypatch.setattr(feed_workers, "WorkerProcesses", lambda *args, **options: parts)
-    with pytest.raises(RuntimeError, match="a worker process has ended"):
-        workers.of_one_batch()
 
 
 # Life.

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import pickle
 import re
 import threading
 
@@ -15,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard.feeding.feed_batches import FeedRun
-from grain_shard.feeding.feed_streams import FeedReader
+from grain_shard.feeding.feed_turns import FeedTurns
 from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
+from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import HANG_S, Made, background_threads, data_mesh, eventually, ids
@@ -382,10 +384,9 @@ class Counted:
         )
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_fast_feeds_wait_for_a_slow_one(num_threads):
+def test_fast_feeds_wait_for_a_slow_one():
     counted = Counted(slow=1)
-    with iter(counted.batches(num_threads=num_threads)) as batches:
+    with iter(counted.batches()) as batches:
         batches.start_prefetch()
         for step in range(4):
             counted.release.release(2)  # the slow feed's rows of one batch
@@ -397,10 +398,9 @@ def test_fast_feeds_wait_for_a_slow_one(num_threads):
         counted.release.release(1000)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_no_feed_is_read_farther_ahead_than_the_buffers_go(num_threads):
+def test_no_feed_is_read_farther_ahead_than_the_buffers_go():
     counted = Counted()
-    with iter(counted.batches(num_threads=num_threads)) as batches:
+    with iter(counted.batches()) as batches:
         for step in range(1, 5):
             next(batches)
             eventually(lambda: min(counted.taken) >= 2 * (step + 3 + 2))
@@ -411,16 +411,16 @@ def test_no_feed_is_read_farther_ahead_than_the_buffers_go(num_threads):
     assert counted.taken == [2 * (4 + 3 + 2)] * 4
 
 
-def host_feeds(ds, *, buffer_size, num_threads=1):
+def host_feeds(ds, *, buffer_size):
     """All rows of four feeds, as a host's iterator asks for them."""
     whole = ds.of_host(BatchLayout(divisor=4, shards=(0, 1, 2, 3)))
-    return HostFeeds(whole, FeedRun(num_threads, buffer_size=buffer_size)).open(None).batches
+    return HostFeeds(whole, FeedRun(buffer_size=buffer_size)).open(None).batches
 
 
-@pytest.mark.parametrize(("buffer_size", "num_threads"), [(1, 1), (2, 1), (4, 1), (4, 3), (3, 8)])
-def test_batches_are_made_ahead_of_a_vote_and_are_bounded(buffer_size, num_threads):
+@pytest.mark.parametrize("buffer_size", [1, 2, 4])
+def test_batches_are_made_ahead_of_a_vote_and_are_bounded(buffer_size):
     counted = Counted()
-    batches = host_feeds(counted.feeds(), buffer_size=buffer_size, num_threads=num_threads)
+    batches = host_feeds(counted.feeds(), buffer_size=buffer_size)
     for step in range(1, 5):
         next(batches)
         eventually(lambda: min(counted.taken) >= 2 * (step + buffer_size))
@@ -429,10 +429,9 @@ def test_batches_are_made_ahead_of_a_vote_and_are_bounded(buffer_size, num_threa
     batches.close()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_stopped_it_waits_for_no_feed_that_waits_itself(num_threads):
+def test_stopped_it_waits_for_no_feed_that_waits_itself():
     counted = Counted(slow=1)
-    batches = host_feeds(counted.feeds(), buffer_size=2, num_threads=num_threads)
+    batches = host_feeds(counted.feeds(), buffer_size=2)
     consumer = threading.Thread(target=lambda: next(batches, None))
     consumer.start()
     eventually(lambda: counted.taken[0] == 2)  # and so a thread is in feed 1, or almost
@@ -444,16 +443,15 @@ def test_stopped_it_waits_for_no_feed_that_waits_itself(num_threads):
     eventually(lambda: not background_threads())
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Odd])
-def test_a_feed_that_raises_is_named_after_the_batches_before(error, num_threads):
+def test_a_feed_that_raises_is_named_after_the_batches_before(error):
     def row(feed, i):
         if (feed, i) == (2, 5):
             raise error("five")
         return {"id": np.int32(100 * feed + i)}
 
     ds = feeds_of(row, 4, 8, length=50)
-    with iter(ds.shard_to(data_mesh(4), num_threads=num_threads)) as batches:
+    with iter(ds.shard_to(data_mesh(4))) as batches:
         assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
         for _ in range(2):
             with pytest.raises(error, match="five") as raised:
@@ -496,15 +494,14 @@ def unclosable(fails, on_close):
     return Made(lambda i: {"id": np.int32(i)}, on_close=close)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_feed_that_cannot_be_closed_is_told_when_every_other_is_closed(num_threads):
+def test_a_feed_that_cannot_be_closed_is_told_when_every_other_is_closed():
     closed = []
 
     def make_feed(feed):
         number = feed.shard_index
         return unclosable(number == 1, lambda: closed.append(number))
 
-    batches = grain_shard.feeds(make_feed, num_feeds=3).batch(3).iterate(FeedRun(num_threads))
+    batches = iter(grain_shard.feeds(make_feed, num_feeds=3).batch(3))
     next(batches)
     with pytest.raises(OSError, match="cannot close") as raised:
         batches.close()
@@ -514,7 +511,7 @@ def test_a_feed_that_cannot_be_closed_is_told_when_every_other_is_closed(num_thr
 
 def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
     ds = grain_shard.feeds(lambda feed: unclosable(True, lambda: None), num_feeds=2).batch(2)
-    batches = ds.iterate()
+    batches = iter(ds)
     for _ in range(3):
         next(batches)
     state = batches.get_state()
@@ -526,15 +523,21 @@ def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
         batches.close()
 
 
-def test_a_reader_takes_what_there_is_and_says_where_it_stands():
-    ds = grain.MapDataset.range(3).to_iter_dataset(IN_TURN)
-    reader = FeedReader(lambda: ds, {})
-    assert reader.feed_state() == {}
-    assert reader.take(2) == [0, 1]
-    state = reader.feed_state()
-    assert (reader.take(2), reader.feed_state(), reader.take(2)) == ([2], {"ended": True}, [])
-    assert FeedReader(lambda: ds, state).take(5) == [2]
-    assert FeedReader(lambda: pytest.fail("opened"), {"ended": True}).take(5) == []
+def test_a_feeds_turns_are_what_there_is_and_say_where_it_stands():
+    feeds = grain_shard.feeds(lambda feed: grain.MapDataset.range(3).to_iter_dataset(), num_feeds=1)
+
+    def turns_from(state, rows_per_feed):
+        turns = FeedTurns(feeds, Faults(FAIL_AT_ONCE), rows_per_feed, None, {0: state})
+        with contextlib.closing(turns):
+            for _ in range(3):
+                (turn,) = next(turns)
+                yield turn.rows, pickle.loads(turn.feed_state)
+
+    (first, state), *rest = turns_from({}, 2)
+    assert first == [0, 1]
+    assert rest == [([2], {"ended": True}), ([], {"ended": True})]
+    assert [rows for rows, _ in turns_from(state, 5)] == [[2], [], []]
+    assert [rows for rows, _ in turns_from({"ended": True}, 5)] == [[], [], []]
 
 
 # What is refused.
@@ -699,8 +702,7 @@ def test_what_follows_the_batch_of_feeds_is_refused_with_what_to_do(follow, rows
     )
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row(num_threads):
+def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row():
     failures = [OSError("once")]
 
     def row(feed, i):
@@ -708,7 +710,7 @@ def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row(num_thr
             raise failures.pop()
         return {"id": np.int32(10 * feed + i)}
 
-    batches = feeds_of(row, 2, 2, length=4).iterate(FeedRun(num_threads))
+    batches = iter(feeds_of(row, 2, 2, length=4))
     assert next(batches)["id"].tolist() == [0, 10]
     state = batches.get_state()
     for _ in range(2):

@@ -541,6 +541,13 @@ EXITS = {
             next(iterator)
         print("end")
         """,
+    "with feeds that are iterated alone, and never closed": """
+        records = grain.MapDataset.range(100).map(lambda i: {"id": i})
+        ds = grain_shard.feeds(lambda feed: records.to_iter_dataset(), num_feeds=2).batch(4)
+        iterator = iter(ds)
+        next(iterator)
+        print("end")
+        """,
     "while a source that nobody refers to any more is being closed": """
         class Source(grain.IterDataset):
             def __iter__(self):

@@ -19,10 +19,9 @@ from absl import logging
 from grain_shard.digest import element_digest
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_position import FeedsPosition
+from grain_shard.feeding.feed_reader import FeedStreams, FeedTurn, MakeFeed
 from grain_shard.feeding.feed_rows import FeedRows, row_stacker
-from grain_shard.feeding.feed_streams import FeedStreams, FeedTurn, MakeFeed
-from grain_shard.feeding.feed_turns import FeedTurns
-from grain_shard.feeding.feed_workers import FeedWorkers
+from grain_shard.feeding.feed_turns import FeedTurns, FeedWorkers
 from grain_shard.reading.contents import without_digest
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.pad_batch import Padding
@@ -30,7 +29,7 @@ from grain_shard.reading.stack import RowStacker
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
-from grain_shard.tasks import Raised
+from grain_shard.tasks import Producer, Raised
 from grain_shard.trees import Batch
 
 _LONG = 16  # digits of a digest by which rows of many feeds are told apart
@@ -107,16 +106,15 @@ class FeedRun:
     """The way in which a host runs its feeds.
 
     Attributes:
-        num_threads: Threads that run feeds side by side, in each worker if there are some. One is
-            best for most, because Python's interpreter runs one at a time, and switching between
-            them costs a tenth of the time of packing.
+        num_threads: Threads that read ahead for the feeds, in each worker if there are some; None
+            finds their number.
         num_workers: Worker processes that run the feeds; 0 for none.
         buffer_size: Batches that these make ahead. Grain lets them make four at least, whatever
             their number.
         fault_rules: Decide on reads that fail.
     """
 
-    num_threads: int = 1
+    num_threads: int | None = None
     num_workers: int = 0
     buffer_size: int = 1
     fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
@@ -167,34 +165,11 @@ class FeedBatches(grain.IterDataset):
         padding = self.rows.padding or Padding(divisor=layout.multiple)
         return FeedBatches(self.feeds, replace(self.rows, padding=padding, layout=layout))
 
-    @property
-    def num_feeds(self) -> int:
-        """The number of feeds."""
-        return self.rows.num_feeds
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of a batch, of all hosts together."""
-        return self.rows.global_batch_size
-
-    def iterate(
-        self,
-        run: FeedRun = FeedRun(),
-        position: FeedsPosition | None = None,
-    ) -> FeedIterator:
-        """Returns an iterator over the batches.
-
-        Args:
-            run: The way to run the feeds.
-            position: The feeds' position at the start; None for the beginning.
-        """
-        return FeedIterator(self, run, position)
-
     def __iter__(self) -> FeedIterator:
-        return self.iterate()
+        return FeedIterator(self, FeedRun())
 
     def __repr__(self) -> str:
-        return f"FeedBatches({self.num_feeds} feeds, {self.global_batch_size} rows)"
+        return f"FeedBatches({self.rows.num_feeds} feeds, {self.rows.global_batch_size} rows)"
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
         """Refused; Grain calls it to divide a dataset among its workers."""
@@ -246,10 +221,10 @@ class FeedIterator(BatchIterator):
         open_turns = functools.partial(
             FeedTurns, ds.feeds, self._faults, ds.rows.per_feed, run.num_threads
         )
-        self._turns: FeedTurns | FeedWorkers
+        self._turns: Producer[list[FeedTurn]]
         if run.num_workers:
             workers = run.num_workers, run.buffer_size
-            self._turns = FeedWorkers(open_turns, states, *workers, self._faults)
+            self._turns = FeedWorkers(open_turns, self._faults, states, *workers)
         else:
             self._turns = open_turns(states)
 
@@ -258,10 +233,17 @@ class FeedIterator(BatchIterator):
         if self._end is not None:
             self._end.throw()
         try:
-            turns = self._turns.of_one_batch()
+            turns = next(self._turns)
             if self._ds.rows.end_with(turns):
                 raise StopIteration
-            batch = self._joined(turns)
+            with span(BATCH):
+                if self._stacker is None:
+                    if not self._ds.has_compared_rows:
+                        self._ds.has_compared_rows = True
+                        _warn_of_same_rows(turns)
+                    rows = ((row, turn.feed) for turn in turns for row in turn.rows)
+                    self._stacker = row_stacker(*next(rows))
+                batch = self._ds.rows.join(turns, self._stacker)
         except Exception as error:
             # The feeds have handed over this batch's rows, so a further ``next`` would skip them.
             self._end = Raised(error, error.__traceback__)
@@ -269,16 +251,6 @@ class FeedIterator(BatchIterator):
         states = {turn.feed: turn.feed_state for turn in turns}
         self._position = FeedsPosition(self._position.step + 1, states)
         return batch
-
-    def _joined(self, turns: Sequence[FeedTurn]) -> Batch:
-        with span(BATCH):
-            if self._stacker is None:
-                if not self._ds.has_compared_rows:
-                    self._ds.has_compared_rows = True
-                    _warn_of_same_rows(turns)
-                rows = ((row, turn.feed) for turn in turns for row in turn.rows)
-                self._stacker = row_stacker(*next(rows))
-            return self._ds.rows.join(turns, self._stacker)
 
     def faults(self) -> FaultCounts:
         """Returns the counts of reads that failed."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from grain_shard.errors import StateError
-from grain_shard.feeding.feed_streams import ENDED, FeedState, is_feed_state
+from grain_shard.feeding.feed_reader import ENDED, FeedState
 from grain_shard.hosts.feed_files import FEED_ENTRIES
 from grain_shard.hosts.state_files import FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
@@ -61,7 +61,9 @@ class FeedsPosition(NamedTuple):
             )
         states = {feed: from_json(saved[str(feed)]) for feed in feeds}
         for feed, feed_state in states.items():
-            if not is_feed_state(feed_state) or (step and feed_state == {}):
+            is_begun = isinstance(feed_state, Mapping) and set(feed_state) == {"state"}
+            # No other state: it would start the feed anew.
+            if not (is_begun or feed_state == ENDED or (feed_state == {} and not step)):
                 raise StateError(f"the state has {feed_state!r} for feed {feed}.\n{_UNCHANGED}")
         return cls(step, {feed: pickle.dumps(states[feed]) for feed in states})
 

@@ -11,17 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.feeding.feed_streams import FeedTurn
+from grain_shard.feeding.feed_reader import FeedTurn
 from grain_shard.reading.pad_batch import Padding, pad_batch
-from grain_shard.reading.pad_rows import PadRows
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.trees import Batch
-
-_MISSING = object()  # instead of a row that a feed no longer has
 
 
 def row_stacker(row: Any, feed: int) -> RowStacker:
@@ -76,23 +71,21 @@ class FeedRows:
             >>> FeedRows(4, 8, layout=BatchLayout(divisor=8, shards=(2, 3, 4))).by_feed
             {1: [0, 1], 2: [0]}
         """
-        rows = np.arange(self.global_batch_size)
-        if self.layout is not None:
-            rows = self.layout.rows(self._padded_size)
-        feeds, rows_of_feed = np.divmod(rows[rows < self.global_batch_size], self.per_feed)
-        return {int(feed): rows_of_feed[feeds == feed].tolist() for feed in np.unique(feeds)}
+        return self.rows_of(self.layout or BatchLayout(divisor=1, shards=(0,)))
 
-    def feeds_of(self, layout: BatchLayout) -> list[int]:
-        """Returns the feeds that a host runs, ascending; quickly, for jobs of many hosts.
+    def rows_of(self, layout: BatchLayout) -> dict[int, list[int]]:
+        """Returns `by_feed` for another host; quickly, for jobs of many hosts.
 
         Example:
-            >>> FeedRows(4, 8).feeds_of(BatchLayout(divisor=8, shards=(2, 3, 4)))
-            [1, 2]
+            >>> FeedRows(4, 8).rows_of(BatchLayout(divisor=2, shards=(1,)))
+            {2: [0, 1], 3: [0, 1]}
         """
-        size, found = self.per_feed, set[int]()
+        size, found = self.per_feed, dict[int, list[int]]()
         for start, stop in layout.ranges(self._padded_size):
-            found.update(range(start // size, min(-(-stop // size), self.num_feeds)))
-        return sorted(found)
+            for feed in range(start // size, min(-(-stop // size), self.num_feeds)):
+                rows = range(max(0, start - feed * size), min(size, stop - feed * size))
+                found.setdefault(feed, []).extend(rows)
+        return found
 
     @property
     def _padded_size(self) -> int:
@@ -129,25 +122,21 @@ class FeedRows:
             ShardingError: A row has another tree, shape or dtype.
         """
         given = {turn.feed: turn.rows for turn in turns}
-        found = [
-            (feed, given[feed][i] if i < len(given.get(feed, ())) else _MISSING)
-            for feed, rows in self.by_feed.items()
-            for i in rows
-        ]
-        if self.padding is None:
-            found = [(feed, row) for feed, row in found if row is not _MISSING]
-        elif any(row is _MISSING for _, row in found):
+        rows, feeds, missing = list[Any](), list[int](), list[int]()
+        for feed, kept in self.by_feed.items():
+            of_feed = given.get(feed, [])
+            rows += [of_feed[i] for i in kept if i < len(of_feed)]
+            if self.padding is not None and (count := sum(i >= len(of_feed) for i in kept)):
+                missing += range(len(rows), len(rows) + count)
+                rows += [stacker.empty_row] * count
+            feeds += [feed] * (len(rows) - len(feeds))
+        if missing and self.padding is not None:
             self.padding.rows.made()
-        padding = PadRows() if self.padding is None else self.padding.rows
-        pad_row, stack = padding.row_like(stacker.like), Stack(stacker, len(found))
-        rows = [pad_row if row is _MISSING else row for _, row in found]
-        stack.write(rows, 0, [feed for feed, _ in found])
+        stack = Stack(stacker, len(rows))
+        stack.write(rows, 0, feeds)
         if self.padding is None:
             return stack.batch()
-        size, mask_key = self._padded_size, padding.mask_key
+        size = self._padded_size
         if self.layout is not None:
             size = len(self.layout.rows(size))
-        padded = pad_batch(stack.batch(), size, padding)  # if the shards do not divide the batch
-        if mask_key is not None:
-            padded[mask_key][: len(found)] = [row is not _MISSING for _, row in found]
-        return padded
+        return pad_batch(stack.batch(), size, self.padding.rows, missing)

@@ -1,39 +1,26 @@
-"""The feeds' turns, taken by one feed after the other or by several feeds side by side."""
+"""The feeds' turns, one feed after the other, in this process or in worker processes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
-import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from grain_shard.background import Background
-from grain_shard.feeding.feed_streams import (
-    FeedReader,
-    FeedState,
-    FeedStreams,
-    FeedTurn,
-    naming_feed,
-)
+from grain_shard.feeding.feed_reader import FeedReader, FeedState, FeedStreams, FeedTurn
 from grain_shard.feeding.shared_reads import SharedReads
-from grain_shard.reading.faults import Faults
-from grain_shard.spans import READ, span
-from grain_shard.tasks import Producer, naming_closed
+from grain_shard.reading.faults import FaultCounts, Faults
+from grain_shard.tasks import Producer
+from grain_shard.worker_processes import WorkerProcesses
 
 
-class FeedTurns:
-    """Takes a turn of each feed for a batch: one after the other, or in several threads.
-
-    With threads, turns begin when a batch is asked for, and not before, so that no feed is read
-    farther ahead than the batch that is being made. Each feed has one turn of a batch, so two
-    threads never read the same feed.
+class FeedTurns(Producer[list[FeedTurn]]):
+    """Takes the next turn of every feed. It has no end: a feed that has ended gives no rows.
 
     Args:
         feeds: The feeds of all hosts.
         faults: Decides on records that cannot be read, and counts them.
         rows_per_feed: Rows of a turn.
-        num_threads: Threads that take turns.
+        num_threads: Threads that read ahead for the feeds; None finds their number.
         feed_states: The feeds to run, in the order of their rows, and their states at the start.
     """
 
@@ -42,89 +29,91 @@ class FeedTurns:
         feeds: FeedStreams,
         faults: Faults,
         rows_per_feed: int,
-        num_threads: int,
+        num_threads: int | None,
         feed_states: Mapping[int, FeedState],
     ):
-        self._reads = SharedReads(faults)
-        self._asked = _AskedTurns(
-            {
-                feed: feeds.reader(feed, state, faults, self._reads)
-                for feed, state in feed_states.items()
-            }
-        )
-        self._take = functools.partial(_take, feeds.num_feeds, rows_per_feed)
-        self._threads: Background | None = None
-        if min(num_threads, len(feed_states)) > 1:
-            self._threads = Background(
-                self._take,
-                self._asked,
-                buffer_size=len(feed_states),
-                num_threads=num_threads,
-                name="grain-shard-feed",
-            )
+        self._rows_per_feed = rows_per_feed
+        self._reads = SharedReads(faults, rows_per_feed * len(feed_states), num_threads)
+        self._readers = [
+            FeedReader(feeds, feed, at, self._reads) for feed, at in feed_states.items()
+        ]
 
-    def of_one_batch(self) -> list[FeedTurn]:
-        """Returns the next turn of every feed."""
-        if self._threads is None:
-            return [self._take(turn) for turn in self._asked.readers.items()]
-        self._asked.ask()
-        return [next(self._threads) for _ in self._asked.readers]
+    def __next__(self) -> list[FeedTurn]:
+        turns = [reader.turn(self._rows_per_feed) for reader in self._readers]
+        for row in (turn.rows[0] for turn in turns if turn.rows):
+            self._reads.learn_row(row)
+            break
+        return turns
 
     def stop(self) -> None:
-        """Ends the threads as soon as the user's code that they run returns."""
         self._reads.stop()
-        if self._threads is not None:
-            self._threads.stop()
 
     def close(self) -> None:
-        """Closes the feeds, once no thread is at work any more."""
+        """Closes the feeds, each of them also if closing another one fails."""
         self._reads.stop()  # first, because a feed may wait for it
-        try:
-            (self._asked if self._threads is None else self._threads).close()
-        finally:
-            self._reads.close()
+        errors: list[BaseException] = []
+        for close in (*(reader.close for reader in self._readers), self._reads.close):
+            try:
+                close()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
-def _take(num_feeds: int, rows_per_feed: int, turn: tuple[int, FeedReader]) -> FeedTurn:
-    feed, reader = turn
-    with span(READ), naming_feed(feed, num_feeds):
-        rows = reader.take(rows_per_feed)
-        return FeedTurn(feed, rows, pickle.dumps(reader.feed_state()))  # Grain may change it later
+OpenTurns = Callable[[Mapping[int, FeedState]], FeedTurns]
 
 
-class _AskedTurns(Producer[tuple[int, FeedReader]]):
-    """A queue of turns: each requested batch adds one turn of every feed, in order.
+class FeedWorkers(Producer[list[FeedTurn]]):
+    """Takes the next turn of every feed, as `FeedTurns` does, in worker processes.
 
-    Attributes:
-        readers: Each feed's reader.
+    The processes start with the first ``next``. The rows of a turn may lie in shared memory.
+
+    Args:
+        open_turns: Opens the turns of a worker's feeds, in the worker.
+        faults: Adds up the workers' counts of reads that failed. Pickled with `open_turns`, if that
+            refers to it, it counts for itself in each worker.
+        feed_states: The feeds to run, and their states at the start.
+        num_workers: Number of processes; no more are started than there are feeds.
+        buffer_size: Most batches that wait or are unfinished. Grain keeps at least four.
     """
 
-    def __init__(self, readers: Mapping[int, FeedReader]):
-        self.readers = readers
-        # A SimpleQueue, because the garbage collector may call `stop` in a thread inside `put`.
-        self._asked: queue.SimpleQueue[tuple[int, FeedReader] | None] = queue.SimpleQueue()
+    def __init__(
+        self,
+        open_turns: OpenTurns,
+        faults: Faults,
+        feed_states: Mapping[int, FeedState],
+        num_workers: int,
+        buffer_size: int,
+    ):
+        self._faults, self._num_workers = faults, min(num_workers, len(feed_states))
+        of_worker = functools.partial(_turns_of_worker, open_turns, faults, feed_states)
+        self._processes = WorkerProcesses(
+            of_worker, self._num_workers, buffer_size=buffer_size * self._num_workers
+        )
 
-    def ask(self) -> None:
-        """Asks for a turn of each feed."""
-        for turn in self.readers.items():
-            self._asked.put(turn)
-
-    def __next__(self) -> tuple[int, FeedReader]:
-        turn = self._asked.get()
-        if turn is None:
-            raise StopIteration
-        return turn
-
-    def stop(self) -> None:
-        self._asked.put(None)
+    def __next__(self) -> list[FeedTurn]:
+        turns: list[FeedTurn] = []
+        for _ in range(self._num_workers):
+            of_worker, counts = next(self._processes)
+            self._faults.add(counts)
+            turns += of_worker
+        return sorted(turns, key=lambda turn: turn.feed)
 
     def close(self) -> None:
-        # An ExitStack closes the other feeds even if closing one of them fails.
-        with contextlib.ExitStack() as closing:
-            for feed, reader in self.readers.items():
-                closing.callback(_close, feed, reader)
+        """Ends the processes, once the user's code that they run returns."""
+        self._processes.close()
 
 
-def _close(feed: int, reader: FeedReader) -> None:
-    with naming_closed(f"feed {feed}"):
-        reader.close()
+def _turns_of_worker(
+    open_turns: OpenTurns,
+    faults: Faults,
+    feed_states: Mapping[int, FeedState],
+    worker: int,
+    num_workers: int,
+) -> Iterator[tuple[list[FeedTurn], FaultCounts]]:
+    """Yields the turns of some feeds in a worker, with the counts of reads that failed."""
+    feeds = list(feed_states)[worker::num_workers]
+    with contextlib.closing(open_turns({feed: feed_states[feed] for feed in feeds})) as turns:
+        while True:
+            yield next(turns), faults.taken()

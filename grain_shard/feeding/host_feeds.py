@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from grain_shard.errors import ShardingError
-from grain_shard.feeding.feed_batches import FeedBatches, FeedRun
+from grain_shard.feeding.feed_batches import FeedBatches, FeedIterator, FeedRun
 from grain_shard.feeding.feed_position import REMAINDER, FeedsPosition
+from grain_shard.feeding.feed_reader import naming_feed
 from grain_shard.feeding.feed_rows import row_stacker
-from grain_shard.feeding.feed_streams import naming_feed
+from grain_shard.feeding.feed_turns import FeedTurns
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
+from grain_shard.grain_inside.read_ahead import begins_with_records
 from grain_shard.hosts.compare import OF_FEEDS
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import FEEDS
@@ -49,18 +51,18 @@ class HostFeeds(HostBatches):
     ):
         self._ds, self._run = ds, run
         self.fingerprint = dict(ds.feeds.fingerprint)
-        with naming_feed(0, ds.num_feeds):
+        with naming_feed(0, ds.feeds.num_feeds):
             self.contents = Contents(ds.feeds.make(0))
         own = list(ds.rows.by_feed)
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
         if ds.rows.padding is not None:
             self.padding = ds.rows.padding.rows
             self.fingerprint[REMAINDER] = ds.rows.padding.remainder
-        self.compared = {**self.fingerprint, "global_batch_size": ds.global_batch_size}
+        self.compared = {**self.fingerprint, "global_batch_size": ds.rows.global_batch_size}
 
     def open(self, position: FeedsPosition | None) -> Opened:
         mark_flags_as_parsed()  # there may be an .mp_prefetch in a feed
-        iterator = self._ds.iterate(self._run, position)
+        iterator = FeedIterator(self._ds, self._run, position)
         # If workers make the batches, one waits here, out of their shared memory.
         buffer_size = 1 if self._run.num_workers else self._run.buffer_size
         return opened_in_order(
@@ -75,13 +77,10 @@ class HostFeeds(HostBatches):
         """
         feeds, faults = self._ds.feeds, Faults(self._run.fault_rules)
         for feed in range(feeds.num_feeds):
-            with (
-                naming_feed(feed, feeds.num_feeds),
-                contextlib.closing(feeds.reader(feed, {}, faults)) as reader,
-            ):
-                rows = reader.take(1)
-            if rows:
-                return self._ds.rows.join((), row_stacker(rows[0], feed))
+            with contextlib.closing(FeedTurns(feeds, faults, 1, 1, {feed: {}})) as turns:
+                (turn,) = next(turns)
+            if turn.rows:
+                return self._ds.rows.join((), row_stacker(turn.rows[0], feed))
         raise ShardingError(
             "no feed has a row, so nothing tells what a batch looks like.",
             remedy="check the source, and what make_feed filters out.",
@@ -126,8 +125,8 @@ def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int
     """
     # Hosts often hold the same shards; one host stands for all of them.
     before = {layout.shards: layout for other, layout in layouts.items() if other < host}
-    saved_before = {feed for layout in before.values() for feed in ds.rows.feeds_of(layout)}
-    return [feed for feed in ds.rows.feeds_of(layouts[host]) if feed not in saved_before]
+    saved_before = {feed for layout in before.values() for feed in ds.rows.rows_of(layout)}
+    return [feed for feed in ds.rows.rows_of(layouts[host]) if feed not in saved_before]
 
 
 def fault_rules_of(
@@ -145,7 +144,7 @@ def fault_rules_of(
     """
     if not rules.masks:
         return rules
-    if not ds.feeds.begin_with_records:
+    if not begins_with_records(ds.feeds.make(0)):
         raise ShardingError(
             'on_bad_record="mask" needs feeds that begin with records that can be had by index, and'
             " feed 0 begins with something else.",
@@ -153,7 +152,7 @@ def fault_rules_of(
             " .to_iter_dataset() and any .filter follow; or catch the error in the .map that raises"
             " it, and .filter what that returns.",
         )
-    of_hosts = [ds.rows.feeds_of(layout) for layout in layouts.values()]
+    of_hosts = [ds.rows.rows_of(layout) for layout in layouts.values()]
     if sum(map(len, of_hosts)) > len(set().union(*of_hosts)):
         return read_by_several(rules)
     return rules
@@ -171,7 +170,7 @@ def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) ->
     if microbatches > 1 and kept < run * ds.rows.per_feed:
         groups = len({of_host.shards for of_host in layouts.values()})
         warnings.warn(
-            f"this host runs {run} of {ds.num_feeds} feeds, and keeps {kept} of the"
+            f"this host runs {run} of {ds.rows.num_feeds} feeds, and keeps {kept} of the"
             f" {run * ds.rows.per_feed} rows that these give to a batch: in each of"
             f" {microbatches} microbatches other feeds have its rows. With a multiple of"
             f" {microbatches * groups} feeds (microbatches times hosts that hold different rows)"
@@ -194,26 +193,26 @@ def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout], remainder: 
     """
     layout = next(iter(layouts.values()))  # of any host
     groups = len({of_host.shards for of_host in layouts.values()})
-    mesh_axes, up = layout.mesh_axes, layout.padded(ds.global_batch_size)
+    mesh_axes, up = layout.mesh_axes, layout.padded(ds.rows.global_batch_size)
     parts = describe_parts(layout.divisor, layout.microbatches)
-    if remainder != "pad" and up != ds.global_batch_size:
+    if remainder != "pad" and up != ds.rows.global_batch_size:
         raise ShardingError(
-            f"a batch of {ds.global_batch_size} rows does not split into {parts}.",
+            f"a batch of {ds.rows.global_batch_size} rows does not split into {parts}.",
             mesh_axes=mesh_axes,
             remedy=f'use a batch size of {up}, or remainder="pad".',
         )
-    if ds.num_feeds < groups:
+    if ds.rows.num_feeds < groups:
         raise ShardingError(
-            f"{ds.num_feeds} feeds are too few for {groups} hosts that hold different rows.",
+            f"{ds.rows.num_feeds} feeds are too few for {groups} hosts that hold different rows.",
             mesh_axes=mesh_axes,
             remedy="start with as many feeds as the most hosts that the run will ever see; their"
             " number is fixed for the life of a run.",
         )
     for host, of_host in layouts.items():
-        if of_host.shards[0] * (up // layout.multiple) >= ds.global_batch_size:
+        if of_host.shards[0] * (up // layout.multiple) >= ds.rows.global_batch_size:
             raise ShardingError(
                 f"host {host} would hold nothing but padding: {parts} of a batch of"
-                f" {ds.global_batch_size} rows.",
+                f" {ds.rows.global_batch_size} rows.",
                 mesh_axes=mesh_axes,
                 remedy=f"use a batch size that is a multiple of {layout.multiple}.",
             )

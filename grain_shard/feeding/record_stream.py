@@ -6,61 +6,37 @@ the source. Grain does that for each record, and it takes longer than most of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import grain
-import numpy as np
 
-from grain_shard.grain_inside.recovery import AT_ONCE, Recovery, Unreadable
-from grain_shard.grain_inside.routes import route
-from grain_shard.reading.faults import Skipped
+from grain_shard.feeding.shared_reads import SharedReads
+from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.tasks import Raised
-
-# How many records are found in one go, at first and at most. To find them takes microseconds. But a
-# source that reads many in a call reads them all at once, and the first rows must not wait for it.
-_FOUND, _READ_IN_A_CALL = (64, 1024), (4, 256)
-
-# Yields the records of a dataset from an index on, one after the other.
-Elements = Callable[[grain.MapDataset, int], Generator[Any]]
-
-
-def evaluated_in_turn(
-    records: grain.MapDataset, start: int, faults: Recovery = AT_ONCE
-) -> Generator[Any]:
-    """Evaluates records when they are asked for, and not before.
-
-    Only a source that reads many records in one call reads them ahead.
-    """
-    reads_many = route(records, np.arange(0)).reads_many
-    count, most = _READ_IN_A_CALL if reads_many else _FOUND
-    while start < len(records):
-        stop = min(start + count, len(records))
-        for element in route(records, np.arange(start, stop)).each(faults):
-            yield element
-            start += 1
-        count = min(2 * count, most)
 
 
 class RecordStream(grain.IterDataset):
     """Yields the elements of Grain's ``.to_iter_dataset()``, in less time.
 
     Args:
+        reads: Evaluates the records, with those of other streams.
+        feed: The feed's number.
         records: The records.
-        elements: Evaluates them.
-        skipped: Counts unreadable records, which are skipped; None if an unreadable record is an
-            error.
+        options: The options of ``.to_iter_dataset``: threads and a buffer have records read ahead.
     """
 
     def __init__(
         self,
+        reads: SharedReads,
+        feed: int,
         records: grain.MapDataset,
-        elements: Elements = evaluated_in_turn,
-        skipped: Skipped | None = None,
+        options: Any,
     ):
         super().__init__(records)
-        self.records, self.elements, self.skipped = records, elements, skipped
+        self.reads, self.feed, self.records = reads, feed, records
+        self.ahead = min(options.num_threads, options.prefetch_buffer_size) > 0
 
     def __iter__(self) -> RecordIterator:
         return RecordIterator(self)
@@ -75,25 +51,28 @@ class RecordIterator(grain.DatasetIterator):
         self._next_elements: Generator[Any] | None = None  # from the next index on
 
     def __next__(self) -> Any:
-        records, skipped = self._stream.records, self._stream.skipped
+        stream, faults = self._stream, self._stream.reads.faults
         while self._next_index < self._length:
             if self._next_elements is None:
-                self._next_elements = self._stream.elements(records, self._next_index)
+                self._next_elements = stream.reads.elements(
+                    stream.records, self._next_index, ahead=stream.ahead
+                )
             element = None
             try:
                 element = next(self._next_elements)
-                if type(element) is Unreadable and (
-                    skipped is None or not skipped.may_skip(element)
-                ):
+                if type(element) is Unreadable and not faults.may_leave_out(element.error):
                     Raised.of(element.error).throw()  # a StopIteration would pass for the end
             except BaseException as error:
                 self._next_elements = None  # whoever asks again gets the same record again
                 error.add_note(f"grain_shard: while evaluating {self._name(element)}")
                 raise
-            self._next_index += 1
-            if skipped is not None and skipped.skips(element, records, self._next_index - 1):
-                continue
-            if element is not None:  # Grain leaves out None, too
+            index, self._next_index = self._next_index, self._next_index + 1
+            if faults.masks:
+                faults.count(records=1)
+            if type(element) is Unreadable:
+                origin = Origin.of(stream.records, index)
+                faults.leave_out(element, index, feed=stream.feed, origin=origin)
+            elif element is not None:  # Grain leaves out None, too
                 return element
         raise StopIteration
 

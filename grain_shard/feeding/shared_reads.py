@@ -1,4 +1,4 @@
-"""The readers that all feeds of a host share, and one bound on the records that they read ahead.
+"""The readers that all feeds of a host share, and one bound on the memory that they read ahead.
 
 Each stream of records is a line of parts, in order. A reader takes the next part of the line that
 is least ahead of its consumer, and evaluates its records. So the feed that needs records most is
@@ -8,16 +8,18 @@ served first, and the number of threads does not grow with the number of feeds.
 from __future__ import annotations
 
 import collections
+import sys
 import threading
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 
 from grain_shard.background import TaskStage
-from grain_shard.grain_inside.routes import NEVER, Route, route
+from grain_shard.grain_inside.recovery import Unreadable
+from grain_shard.grain_inside.routes import Elements, Route, route
 from grain_shard.pace import ReadPace
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
@@ -25,10 +27,11 @@ from grain_shard.tasks import Raised, Tasks
 
 # Most records that wait or are unfinished, in all lines together. Grain has 500 for each.
 _MOST_AHEAD = 2048
-# Most records ahead in one line at the beginning. It doubles whenever the consumer has to wait.
-_FIRST_AHEAD = 4
-# Seconds of the functions that follow one call, for a source that reads many records in a call.
-_AFTER_CALL_S = 50e-3
+# Most bytes of these, if a batch is smaller. Otherwise as many bytes as a batch has.
+_BYTES_AHEAD = 2**23
+# Records of the first part of a line, if the source reads many in a call. Each next part is twice
+# as large: the first rows must not wait for a large call.
+_FIRST_CALL = 4
 # Handing a part to another thread and back costs more than evaluating records that take less than
 # this, in seconds. The consumer of such records evaluates them itself.
 _CHEAP_S = 20e-6
@@ -36,99 +39,115 @@ _CHEAP_S = 20e-6
 _MOST_READERS = 64
 
 
-class SharedReads:
+class SharedReads(TaskStage[None]):
     """Reads ahead for any number of streams. Its threads start when the first stream is read.
 
     Args:
         faults: The rules for failed reads.
+        num_rows: Rows of a batch that are made of these streams.
+        num_threads: Readers; None finds their number while they read.
     """
 
-    def __init__(self, faults: Faults):
-        # The threads hold the lines and not this object, so this object can be collected.
-        self._lines, self.faults = _Lines(faults), faults
-        self._stage: TaskStage[None] = TaskStage(
-            self._lines,
-            buffer_size=1,
-            pace=ReadPace(most=_MOST_READERS),
-            name="grain-shard-feed-read",
-        )
+    def __init__(self, faults: Faults, num_rows: int, num_threads: int | None = None):
+        self.faults, self._lines = faults, _Lines(faults, num_rows)
+        pace = ReadPace(num_threads, most=_MOST_READERS)
+        super().__init__(self._lines, buffer_size=1, pace=pace, name="grain-shard-feed-read")
 
-    def elements(self, records: grain.MapDataset, start: int) -> Generator[Any]:
-        """Yields records from an index on; reading ahead starts with the first ``next``.
+    def learn_row(self, row: Any) -> None:
+        """Learns the size of a batch from one of its rows."""
+        self._lines.row_bytes = _num_bytes(row)
+
+    def elements(self, records: grain.MapDataset, start: int, *, ahead: bool) -> Generator[Any]:
+        """Yields records from an index on.
+
+        Args:
+            records: The records.
+            start: The index of the first one.
+            ahead: True reads ahead from the first ``next`` on. False evaluates each record when it
+                is asked for; only a source that reads many records in a call reads them ahead.
 
         Raises:
             RuntimeError: The reads were stopped.
         """
-        line = self._lines.open(records, start)
+        line = self._lines.open(records, start, ahead)
         try:
-            self._stage.start()
-            while True:
-                if not line.has_come and (read := self._lines.draw_cheap(line)) is not None:
+            if ahead:
+                self.start()
+            while line.taken < line.length:
+                part = None if line.has_come else self._lines.begin(line)
+                if part is not None and not ahead:
+                    for element in line.way(part.start, part.stop).each(self.faults):
+                        line.learn(element)
+                        yield element
+                    line.taken = part.stop
+                    continue
+                if part is not None:
+                    read = Read([part], line.reads_many)
                     collections.deque(read.run(), maxlen=0)
                     self._lines.done(read)
-                elif not line.has_come:
-                    self._lines.starves(line)
-                    if not self._stage.wait_for(lambda: line.has_come):
-                        raise RuntimeError("the reads of this stream were stopped")
-                for element in self._lines.take(line):
-                    if isinstance(element, Raised):
-                        element.throw()
-                    yield element
+                elif not self.wait_for(lambda: line.has_come):
+                    raise RuntimeError("the reads of this stream were stopped")
+                elements = self._lines.take(line)
+                if isinstance(elements[0], Raised):
+                    elements[0].throw()
+                while elements:  # each is let go, because records may be large
+                    yield elements.pop()
         finally:
             self._lines.close_line(line)
 
-    def stop(self) -> None:
-        """Ends each thread as soon as its current call of the user's code returns."""
-        self._stage.stop()
-
-    def close(self) -> None:
-        """Stops the threads and waits for them; for user code they are in, only some seconds."""
-        self._stage.close()
-
 
 class _Line:
-    """A stream's records that were begun and not yet taken, and its speed: a `Sink`."""
+    """A stream's records that were begun and not yet taken, and their speed and size: a `Sink`.
+
+    Attributes:
+        length: The number of records.
+        begun: The index of the next record to begin.
+        taken: The index of the next record that the consumer takes.
+        come: Evaluated records, or an error as `Raised`, by the index of the first.
+        left: Parts that readers have left to others.
+        share: The number of records that may be ahead.
+        record_bytes: Bytes of a record; 0 before the first one.
+    """
 
     number = 0
 
-    def __init__(self, records: grain.MapDataset, start: int, faults: Faults):
-        self.records, self.length, self.faults = records, len(records), faults
-        self.begun = self.taken = start  # records
-        self.most_ahead = _FIRST_AHEAD
-        self.left: list[Part] = []  # parts that readers have left to others
-        self.seconds_per_record: float | None = None
+    def __init__(self, records: grain.MapDataset, start: int, faults: Faults, ahead: bool):
+        self._records, self.length, self.faults = records, len(records), faults
+        self.begun = self.taken = start
+        self.come: dict[int, list[Any]] = {}
+        self.left: list[Part] = []
+        self.share, self.record_bytes = 1, 0.0
         self.reads_many = route(records, np.arange(0)).reads_many
-        self._come: dict[int, list[Any]] = {}  # evaluated records, by the index of the first
-        self._seconds_before = self._seconds = _CHEAP_S  # per record, in the last two reads
+        self._next_call, self._ahead = _FIRST_CALL, ahead
+        self._seconds = collections.deque[float](maxlen=2)  # per record, in the last two reads
 
     def way(self, start: int, stop: int) -> Route:
-        return route(self.records, np.arange(start, stop))
+        return route(self._records, np.arange(start, stop))
 
-    def write(self, elements: list[Any], start: int, until: float) -> int:
-        began, way = time.perf_counter(), self.way(start, start + len(elements))
-        rows = way.finish(elements, NEVER if self.reads_many else until, self.faults)
-        if self.reads_many:
-            self.seconds_per_record = (time.perf_counter() - began) / len(rows)
-        self._come[start] = rows
+    def write(self, elements: Elements, start: int, until: float) -> int:
+        way = self.way(start, start + len(elements))
+        rows = list(way.finish(elements, until, self.faults))
+        self.learn(rows[0])
+        self.come[start] = rows
         return len(rows)
 
     def wrote(self, count: int) -> tuple[()]:
         return ()
 
     def failed(self, start: int, error: Raised) -> tuple[()]:
-        self._come[start] = [error]
+        self.come[start] = [error]
         return ()
+
+    def learn(self, element: Any) -> None:
+        """Updates the bytes per record."""
+        if type(element) is not Unreadable and element is not None:
+            size = _num_bytes(element)
+            self.record_bytes = (self.record_bytes + size) / 2 if self.record_bytes else size
 
     @property
     def has_come(self) -> bool:
         """True if the next records can be taken."""
-        return self.taken in self._come
-
-    def take(self) -> list[Any]:
-        """Takes the next records, which must be ready; an error, as `Raised`, is the last one."""
-        elements = self._come.pop(self.taken)
-        self.taken += len(elements)
-        return elements
+        return self.taken in self.come
 
     @property
     def ahead(self) -> int:
@@ -136,104 +155,119 @@ class _Line:
         return self.begun - self.taken
 
     @property
-    def is_cheap(self) -> bool:
-        """True if records are cheap. One slow read does not count, because it may be chance."""
-        return min(self._seconds, self._seconds_before) < _CHEAP_S
+    def is_for_readers(self) -> bool:
+        """True if records are to be read ahead, and are not cheap.
+
+        One slow read among cheap ones does not count, because it may be chance.
+        """
+        return self._ahead and min(self._seconds, default=_CHEAP_S) >= _CHEAP_S
 
     def took(self, seconds: float, count: int) -> None:
         """Updates the time per record from another read."""
-        self._seconds_before, self._seconds = self._seconds, seconds / max(1, count)
-        if not self.reads_many:
-            self.seconds_per_record = self._seconds
+        self._seconds.append(seconds / max(1, count))
 
-    def next_size(self, most_ahead: int) -> int:
-        """Returns the number of records that the next read should take."""
-        # Half of the bound, so that one part is read while the other is used.
-        size, each = max(1, most_ahead // 2), self.seconds_per_record
-        if not self.reads_many:
-            return min(size, records_in_time(each))
-        return size if each is None else max(1, min(size, int(_AFTER_CALL_S / max(each, 1e-9))))
+    def next_size(self, most: int) -> int:
+        """Returns the number of records of the next part, if it is to have at most this many."""
+        # Without reading ahead, a part is found at once and evaluated record by record.
+        by_time = self._ahead and not self.reads_many
+        return max(1, min(most, self.most_in_time if by_time else self._next_call))
+
+    def begin(self, most: int) -> Part:
+        """Begins the next part, of at most this many records."""
+        start, self.begun = self.begun, min(self.begun + self.next_size(most), self.length)
+        self._next_call = min(2 * self._next_call, _MOST_AHEAD)
+        return Part(self, start, self.begun)
+
+    @property
+    def most_in_time(self) -> int:
+        """Most records of a read, by the time that they take."""
+        return records_in_time(self._seconds[-1] if self._seconds else None)
 
 
 class _Lines(Tasks[None]):
-    """The lines, from which readers draw parts."""
+    """The lines, from which readers draw parts.
 
-    def __init__(self, faults: Faults):
+    Attributes:
+        row_bytes: Bytes of a row; 0 before the first one.
+    """
+
+    def __init__(self, faults: Faults, num_rows: int):
+        self.row_bytes = 0
         self._lines: list[_Line] = []
-        self._faults = faults
+        self._faults, self._num_rows = faults, num_rows
         self._wanted = threading.Condition()  # signalled when a part may have become ready to draw
         self._stopped = False
 
-    def open(self, records: grain.MapDataset, start: int) -> _Line:
-        line = _Line(records, start, self._faults)
+    def open(self, records: grain.MapDataset, start: int, ahead: bool) -> _Line:
+        line = _Line(records, start, self._faults, ahead)
         with self._wanted:
             self._lines.append(line)
+            self._divide(self._lines)
             self._wanted.notify()
         return line
 
     def close_line(self, line: _Line) -> None:
         with self._wanted:
-            if line in self._lines:  # it is not after `stop`
-                self._lines.remove(line)
-            self._wanted.notify()  # the other lines get more room
+            # The other lines get more room after their next reads, and not here: at the
+            # interpreter's exit, where this may run, the names of this module are gone.
+            self._lines.remove(line)
 
-    def starves(self, line: _Line) -> None:
-        """Lets a line read further ahead from now on, because its consumer has to wait."""
-        with self._wanted:
-            line.most_ahead = min(2 * line.most_ahead, _MOST_AHEAD)
-            self._wanted.notify()
+    def _divide(self, lines: Sequence[_Line]) -> None:
+        """Updates the shares of some lines."""
+        for line in lines:
+            most, size = self._num_rows, line.record_bytes
+            if size:
+                most = int(max(_BYTES_AHEAD, self._num_rows * (self.row_bytes or size)) // size)
+            line.share = max(1, min(_MOST_AHEAD, most) // max(1, len(self._lines)))
 
     def take(self, line: _Line) -> list[Any]:
-        """Takes the next records of a line, which must be ready."""
+        """Takes the next records of a line, which must be ready: the last one first."""
         with self._wanted:
-            elements = line.take()
-            if not line.is_cheap:
+            elements = line.come.pop(line.taken)
+            line.taken += len(elements)
+            if line.is_for_readers:
                 self._wanted.notify()
-        return elements
+        return elements[::-1]
 
-    def draw_cheap(self, line: _Line) -> _LineRead | None:
-        """Draws a read for a line's consumer to run itself; None if readers run it."""
+    def begin(self, line: _Line) -> Part | None:
+        """Begins a part for the line's consumer to evaluate; None if readers evaluate the next."""
         with self._wanted:
-            if self._stopped or not line.is_cheap or line.ahead or line.begun == line.length:
+            if self._stopped or line.is_for_readers or line.ahead:
                 return None
-            return self._draw_next(line, line.next_size(self._share()))
+            self._divide([line])
+            return line.begin(line.share)
 
-    def draw(self, room: int) -> _LineRead:
+    def draw(self, room: int) -> Read:
         with self._wanted:
             while not self._stopped:
-                if (drawn := self._draw()) is not None:
-                    return drawn
+                for line in sorted(self._lines, key=lambda line: line.ahead):
+                    if (part := self._next_part(line)) is not None:
+                        return Read([part], line.reads_many)
                 self._wanted.wait()
         raise StopIteration
 
-    def _draw(self) -> _LineRead | None:
-        share = self._share()
-        for line in sorted(self._lines, key=lambda line: line.ahead):
-            most_ahead = min(line.most_ahead, share)
-            size = line.next_size(most_ahead)
-            if line.left:
-                part, rest = line.left.pop(0).cut(size)
-                line.left[:0] = rest
-                return _LineRead(line, part)
-            is_wanted = line.ahead + size <= most_ahead and not line.is_cheap
-            if is_wanted and line.begun < line.length:
-                return self._draw_next(line, size)
-        return None
+    def _next_part(self, line: _Line) -> Part | None:
+        """Draws a part of a line, if readers should read one."""
+        if line.left:
+            part, rest = line.left.pop(0).cut(line.most_in_time)
+            line.left[:0] = rest
+            return part
+        # A third of what may be ahead: one part is used, while one waits and one is read. The part
+        # in use holds up to size - 1 records that were not yet asked for.
+        size = line.next_size((line.share + 1) // 3)
+        if line.ahead + 2 * size - 1 > line.share or line.begun == line.length:
+            return None
+        return line.begin(size) if line.is_for_readers else None
 
-    def _share(self) -> int:
-        """Returns the number of records of each line that may be ahead."""
-        return max(1, _MOST_AHEAD // max(1, len(self._lines)))
-
-    def _draw_next(self, line: _Line, size: int) -> _LineRead:
-        start, line.begun = line.begun, min(line.begun + size, line.length)
-        return _LineRead(line, Part(line, start, line.begun))
-
-    def done(self, task: _LineRead) -> bool:
+    def done(self, task: Read) -> bool:
         with self._wanted:
-            line = task.line
+            line = task.sink
+            assert isinstance(line, _Line)
             line.left[:0] = task.left
-            line.took(task.seconds, task.size)
-            if line.left or not line.is_cheap:
+            if task.is_new:
+                line.took(task.seconds, task.size)
+            self._divide([line])
+            if line.left or line.is_for_readers:
                 self._wanted.notify()
         return False
 
@@ -246,23 +280,8 @@ class _Lines(Tasks[None]):
             self._stopped = True
             self._wanted.notify_all()
 
-    def close(self) -> None:
-        with self._wanted:
-            self._lines.clear()
 
-
-class _LineRead(Read):
-    """A read of one line.
-
-    Attributes:
-        seconds: After the run, its wall-clock time.
-    """
-
-    def __init__(self, line: _Line, part: Part):
-        super().__init__([part], line.reads_many)
-        self.line, self.seconds = line, 0.0
-
-    def run(self) -> Iterator[tuple[int, Any]]:
-        began = time.perf_counter()
-        yield from super().run()
-        self.seconds = time.perf_counter() - began
+def _num_bytes(element: Any) -> int:
+    """Returns the bytes of an element's leaves; an object that is no array is measured alone."""
+    leaves = jax.tree.leaves(element)
+    return sum(getattr(leaf, "nbytes", None) or sys.getsizeof(leaf) for leaf in leaves)

@@ -21,7 +21,7 @@ from grain_shard.host_arrays import owned
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.spans import READ, span
-from grain_shard.tasks import Producer
+from grain_shard.tasks import Producer, Raised
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import sendable
 
@@ -144,11 +144,19 @@ def make_batch(pipeline: bytes, index: int) -> Made:
     """Makes one batch, in a worker; returns it with the counts of failed reads, or its error."""
     try:
         batching, rules = _unpickled(pipeline)
-        faults = Faults(rules, is_worker=True)
-        return batching.read_batch(index, faults), faults.counts()
+        return counted_batch(batching, rules, index)
     except Exception as error:
         error.add_note(f"grain_shard: in process {os.getpid()} of {socket.gethostname()}")
         return sendable(error)
+
+
+def counted_batch(batching: Batching, rules: FaultRules, index: int) -> tuple[Batch, FaultCounts]:
+    """Reads a batch in a worker; returns it with the counts of reads that failed."""
+    faults = Faults(rules, is_worker=True)
+    try:
+        return batching.read_batch(index, faults), faults.counts()
+    except StopIteration as error:
+        Raised.of(error).throw()  # Grain would take it for the end of a worker's data
 
 
 @functools.lru_cache(_KEPT)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from typing import Any
-
-import grain
 
 from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, StateError
 from grain_shard.host_arrays import owned
 from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
-from grain_shard.iteration.executor_batches import ExecutorBatches
+from grain_shard.iteration.executor_batches import ExecutorBatches, counted_batch
 from grain_shard.iteration.grain_state import GrainState
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
 from grain_shard.pace import MOST_THREADS, ReadPace
@@ -31,9 +30,8 @@ from grain_shard.reading.fingerprint import (
 )
 from grain_shard.reading.reads import Reads
 from grain_shard.stats.counts import ReadThreads
-from grain_shard.tasks import Raised
 from grain_shard.trees import Batch
-from grain_shard.worker_processes import WithNote, WorkerProcesses
+from grain_shard.worker_processes import WorkerProcesses
 
 # A run of more batches has no end. ``.repeat()`` has `sys.maxsize` records, and its ``.batch(B)``
 # one B-th as many batches.
@@ -190,20 +188,14 @@ class RandomAccess(HostBatches):
     ) -> Background[Any, tuple[Batch, Any]]:
         """Returns batches that workers make; one waits here, copied out of shared memory."""
         cuts = batching.cuts
-        from_start = _CountedBatches(batching, self._fault_rules)[start:]
-        workers = WorkerProcesses(
-            from_start.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-            self._num_workers,
-            buffer_size=self._buffer_size,
-        )
-
+        of_worker = functools.partial(_batches_of_worker, batching, self._fault_rules, start)
+        workers = WorkerProcesses(of_worker, self._num_workers, buffer_size=self._buffer_size)
         steps = itertools.count(start + 1)
 
-        def taken(item: tuple[Batch, FaultCounts | None]) -> tuple[Batch, Progress]:
+        def taken(item: tuple[Batch, FaultCounts]) -> tuple[Batch, Progress]:
             batch, counts = item
             self.contents.read()
-            if counts is not None:
-                faults.add(counts)
+            faults.add(counts)
             return owned(batch), cuts.progress(next(steps))
 
         return Background(taken, workers, buffer_size=1, name=THREAD)
@@ -300,23 +292,8 @@ def _whole_number(name: str, value: Any) -> int | None:
     )
 
 
-class _CountedBatches(grain.MapDataset):
-    """Batches as worker processes return them: each with its fault counts, if there are any."""
-
-    def __init__(self, batching: Batching, rules: FaultRules):
-        super().__init__()
-        self._batching, self._rules = batching, rules
-
-    def __len__(self) -> int:
-        return self._batching.num_batches()
-
-    def __getitem__(self, index) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        faults = Faults(self._rules, is_worker=True)
-        try:
-            batch = self._batching.read_batch(index, faults)
-        except StopIteration as error:
-            Raised.of(error).throw()  # Grain would take it for the end of a worker's data
-        counts = faults.counts()
-        return WithNote.of(batch, None if counts == FaultCounts() else counts)
+def _batches_of_worker(
+    batching: Batching, rules: FaultRules, start: int, worker: int, num_workers: int
+) -> Iterator[tuple[Batch, FaultCounts]]:
+    indices = range(start + worker, batching.num_batches(), num_workers)
+    return map(functools.partial(counted_batch, batching, rules), indices)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-import grain
 from absl import logging
 
 from grain_shard.errors import (
@@ -380,35 +379,6 @@ class Faults(Recovery):
 
 def _of_worker(rules: FaultRules) -> Faults:
     return Faults(rules, is_worker=True)
-
-
-class Skipped:
-    """Counts the records that a feed skips.
-
-    Args:
-        faults: The counts of all feeds.
-        feed: The number of the feed.
-    """
-
-    def __init__(self, faults: Faults, feed: int):
-        self._faults, self._feed = faults, feed
-
-    def may_skip(self, bad: Unreadable) -> bool:
-        """Returns whether an unreadable record may be skipped."""
-        return self._faults.may_leave_out(bad.error)
-
-    def skips(self, element: Any, records: grain.MapDataset, record: int) -> bool:
-        """Counts a record; returns whether it is skipped, because it could not be read.
-
-        Raises:
-            BadRecordsError: There are too many bad records.
-        """
-        self._faults.count(records=1)
-        if type(element) is not Unreadable:
-            return False
-        origin = Origin.of(records, record)
-        self._faults.leave_out(element, record, feed=self._feed, origin=origin)
-        return True
 
 
 def read_by_several(rules: FaultRules) -> FaultRules:

@@ -100,12 +100,13 @@ class PadRows:
         Scalars are unchanged: they belong to the whole batch, and are the same on every host.
         """
         self.made()
-        return jax.tree.map(lambda x, pad: pad if np.ndim(x) else x, tree, self.row_like(tree))
-
-    def row_like(self, row: Any) -> Any:
-        """Returns a row of padding with the shapes and dtypes of another row, scalars included."""
-        leaves, structure = jax.tree.flatten(row)
-        return structure.unflatten(map(np.full_like, leaves, self.values(row)))
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten(
+            [
+                np.full_like(leaf, value) if np.ndim(leaf) else leaf
+                for leaf, value in zip(leaves, self.values(tree), strict=True)
+            ]
+        )
 
     def are_all_of(self, batch: FlatBatch) -> bool:
         """Returns True if every row of a batch is padding."""

@@ -80,16 +80,22 @@ class Read(Task[Any]):
         begins: Results that this read is the first to work on.
 
     Attributes:
+        sink: The sink of the first part.
+        is_new: True if no part was read before, by a read that left it.
         left: After the run, the parts that are left to other reads.
+        seconds: After the run, its wall-clock time.
     """
 
     def __init__(self, parts: Sequence[Part], reads_many: bool, begins: int = 0):
         self._parts, self._reads_many = list(parts), reads_many
-        self.begins, self.size = begins, 0
+        self.sink, self.begins, self.size = parts[0].sink, begins, 0
+        self.is_new = all(part.elements is None for part in parts)
         self.left: list[Part] = []
+        self.seconds = 0.0
 
     def run(self) -> Iterator[tuple[int, Any]]:
-        until = time.perf_counter() + 2 * _READ_S
+        began = time.perf_counter()
+        until = began + 2 * _READ_S
         parts, self._parts = self._parts, []
         if len(parts) > 1 and self._reads_many:
             # If the call fails, each part is read alone, so that only the bad batch gets the error.
@@ -102,6 +108,7 @@ class Read(Task[Any]):
                 yield from part.sink.wrote(self._written(part, until))
             except BaseException as error:
                 yield from part.sink.failed(part.start, Raised.of(error))
+        self.seconds = time.perf_counter() - began
 
     def _written(self, part: Part, until: float) -> int:
         """Reads and writes a part until the time is over; returns the number of records written."""

@@ -87,10 +87,10 @@ def shard_to(
             worker (for feeds four in all), and this process one: 33 with 8 workers, 5 with feeds.
         device_buffer_size: Most batches that wait on the devices, including those on their way
             there.
-        num_threads: Threads that read side by side (`MapDataset`), or that run feeds side by side.
-            With None, the number of reads is adapted while the loop runs, and feeds run one after
-            the other. For a `MapDataset` with ``.to_iter_dataset(ReadOptions(...))``, the
-            `ReadOptions` give the defaults of `num_threads` and `cpu_buffer_size`.
+        num_threads: Threads that read side by side, of a `MapDataset` or for all feeds together.
+            With None, their number is adapted while the loop runs. For a `MapDataset` with
+            ``.to_iter_dataset(ReadOptions(...))``, the `ReadOptions` give the defaults of
+            `num_threads` and `cpu_buffer_size`.
         num_workers: Grain worker processes that make the batches in place of threads. With `feeds`
             each worker runs some of this host's feeds with `num_threads` threads; at most one
             worker per feed is started.
@@ -225,10 +225,10 @@ class _Chain(Stage):
             )
         target = self.put.shardings
         # With fewer feeds than hosts, some hosts would have no feed to run.
-        too_few = ds.num_feeds < len(target.hosts())
+        too_few = ds.rows.num_feeds < len(target.hosts())
         read = "needed" if too_few and self.read == "auto" else self.read
         padded = self._padded(ds, target.layout().divisor)
-        return self._reading(padded, read, ds.global_batch_size)
+        return self._reading(padded, read, ds.rows.global_batch_size)
 
     def _reading(self, padded: Any, read: Read, *global_batch_sizes: int) -> ShardedDataset:
         """Returns the chain; every row is read where it is needed, or once and then exchanged."""

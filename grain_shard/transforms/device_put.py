@@ -55,8 +55,8 @@ class DevicePut(Stage):
         shardings: Shardings of every leaf of the batch.
         cpu_buffer_size: Most batches on the host, including unfinished ones.
         device_buffer_size: Most batches that wait on the devices or are on their way there.
-        num_threads: Threads that read side by side (`MapDataset`; None adapts the number), or that
-            run feeds side by side (`FeedBatches`; None for one).
+        num_threads: Threads that read side by side (`MapDataset`, `FeedBatches`); None adapts the
+            number.
         num_workers: Grain worker processes that make the batches (`MapDataset`) or run this host's
             feeds (`FeedBatches`), if not 0.
         executor: Makes the batches instead of this process (`MapDataset` only); None for none.
@@ -172,9 +172,9 @@ class DevicePut(Stage):
         check_feeds(ds, layouts, self.remainder)
         warn_of_shared_feeds(ds, layouts)
         rules = fault_rules_of(ds, layouts, self.fault_rules)
-        run = FeedRun(self.num_threads or 1, self.num_workers, self.cpu_buffer_size, rules)
+        run = FeedRun(self.num_threads, self.num_workers, self.cpu_buffer_size, rules)
         host = HostFeeds(ds, run, feeds_to_save(ds, layouts, jax.process_index()))
-        return self._sharded(ds, host, lambda: ds.global_batch_size, is_stream=True)
+        return self._sharded(ds, host, lambda: ds.rows.global_batch_size, is_stream=True)
 
     def _refuse_executor(self) -> None:
         if self.executor is not None:

@@ -93,7 +93,7 @@ class ValidateBatchSize(Stage):
         Raises:
             ShardingError: Its batch size does not fit.
         """
-        self.check(ds.global_batch_size)
+        self.check(ds.rows.global_batch_size)
         return ds
 
     def check(self, global_batch_size: int) -> None:

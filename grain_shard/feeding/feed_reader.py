@@ -1,0 +1,183 @@
+"""The streams of a run's feeds, made by the user's function, and the rows of each, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grain
+
+from grain_shard.errors import ShardingError, require_int
+from grain_shard.feeding.record_stream import RecordStream
+from grain_shard.feeding.shared_reads import SharedReads
+from grain_shard.grain_inside.read_ahead import replace_read_ahead
+from grain_shard.hosts.feed_files import NUM_FEEDS
+from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
+from grain_shard.reading.lost_epochs import refuse_lost_epochs
+from grain_shard.reading.state_json import restore
+from grain_shard.spans import READ, span
+from grain_shard.tasks import Raised
+
+MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
+
+# The state of one feed, as plain JSON: {} at its beginning, {"state": the state of Grain's
+# iterator} later, and `ENDED` once it has no row left.
+FeedState = Mapping[str, Any]
+ENDED: FeedState = {"ended": True}
+
+
+class FeedTurn(NamedTuple):
+    """The part of one feed in one batch: its rows, and its state after them, pickled."""
+
+    feed: int
+    rows: list[Any]
+    feed_state: bytes
+
+
+@dataclass(frozen=True)
+class FeedStreams:
+    """A stream cut into feeds.
+
+    Attributes:
+        make_feed: Makes the stream of one feed.
+        num_feeds: The number of feeds, on all hosts together.
+
+    Raises:
+        ShardingError: `num_feeds` is no positive integer, or `make_feed` cannot be called.
+    """
+
+    make_feed: MakeFeed
+    num_feeds: int
+
+    def __post_init__(self) -> None:
+        require_int("num_feeds", self.num_feeds, 1)
+        if not callable(self.make_feed):
+            raise ShardingError(
+                f"a {type(self.make_feed).__name__} cannot make a feed.",
+                remedy="pass a function from grain.sharding.ShardOptions to a grain.IterDataset.",
+            )
+
+    @functools.cached_property
+    def fingerprint(self) -> Fingerprint:
+        """The fields that a state must agree with; feed 0 stands for the pipeline.
+
+        The batch size is not among them: each feed goes on at its own next row, however many rows
+        a batch takes.
+        """
+        with naming_feed(0, self.num_feeds):
+            feed_0 = self.make(0)
+        return {NUM_FEEDS: self.num_feeds, **pipeline_digests(feed_0)}
+
+    def make(self, feed: int) -> grain.IterDataset:
+        """Makes the stream of one feed.
+
+        Raises:
+            ShardingError: The user's function returned something else, or a stream that loses
+                epochs.
+        """
+        part = grain.sharding.ShardOptions(shard_index=feed, shard_count=self.num_feeds)
+        try:
+            ds: Any = self.make_feed(part)
+        except StopIteration as error:  # which would pass for the end of the caller's iterator
+            Raised.of(error).throw()
+        if not isinstance(ds, grain.IterDataset):
+            raise ShardingError(
+                f"make_feed returned a {type(ds).__name__}.",
+                remedy="return a grain.IterDataset: end a grain.MapDataset with"
+                " .to_iter_dataset().",
+            )
+        refuse_lost_epochs(ds)
+        return ds
+
+
+@contextlib.contextmanager
+def naming_feed(feed: int, num_feeds: int) -> Iterator[None]:
+    """Adds the number of a feed to its errors, which other hosts show, too."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"grain_shard: in feed {feed} of {num_feeds}")
+        raise
+
+
+class FeedReader:
+    """Takes the turns of one feed, which its first row opens.
+
+    Args:
+        feeds: The feeds of all hosts.
+        feed: The feed's number.
+        feed_state: The state from which it starts.
+        reads: Reads ahead for the feed.
+    """
+
+    def __init__(self, feeds: FeedStreams, feed: int, feed_state: FeedState, reads: SharedReads):
+        self._feeds, self._feed, self._feed_state, self._reads = feeds, feed, feed_state, reads
+        self._iterator: grain.DatasetIterator | None = None
+        self._ended = feed_state == ENDED
+        self._begun = bool(feed_state)  # whether it has given a row
+
+    def turn(self, num_rows: int) -> FeedTurn:
+        """Returns the next rows; fewer, or none, once the feed has ended.
+
+        Raises:
+            StateError: The feed cannot start from its state.
+            IndexError: There are fewer files than feeds, most likely.
+        """
+        with span(READ), naming_feed(self._feed, self._feeds.num_feeds):
+            rows = self._take(num_rows)
+            return FeedTurn(self._feed, rows, pickle.dumps(self._state()))  # Grain may change it
+
+    def _take(self, num_rows: int) -> list[Any]:
+        rows: list[Any] = []
+        if self._ended:
+            return rows
+        try:
+            if self._iterator is None:
+                self._iterator = self._open()
+            while len(rows) < num_rows:
+                rows.append(next(self._iterator))
+        except StopIteration:
+            self._ended = True
+            self.close()
+        except IndexError as error:
+            if self._begun or rows:
+                raise
+            raise IndexError(  # and no note: Grain's own would hide it
+                f"the feed failed before its first row ({error}): are there fewer files than"
+                " feeds?\n  remedy: make num_feeds no larger than the number of files, or divide"
+                " the rows of the files among the feeds."
+            ) from error
+        self._begun = True
+        return rows
+
+    def _state(self) -> FeedState:
+        if self._ended:
+            return ENDED
+        return self._feed_state if self._iterator is None else {"state": self._iterator.get_state()}
+
+    def close(self) -> None:
+        """Ends the threads and processes of the feed's own pipeline."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            try:
+                iterator.close()
+            except BaseException as error:
+                error.add_note(f"grain_shard: while closing feed {self._feed}")
+                raise
+
+    def _open(self) -> grain.DatasetIterator:
+        read = functools.partial(RecordStream, self._reads, self._feed)
+        try:
+            iterator = iter(replace_read_ahead(self._feeds.make(self._feed), read))
+            if "state" in self._feed_state:
+                restore(iterator, self._feed_state["state"], "the feed")
+        except StopIteration as error:  # which would pass for the end
+            raise RuntimeError(
+                "the feed raised StopIteration before its first row: look for a bare next() in"
+                " make_feed."
+            ) from error
+        return iterator
