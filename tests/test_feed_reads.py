@@ -336,6 +336,8 @@ def test_no_more_bytes_are_read_ahead_than_a_batch_or_8_mb(
             next(batches)
     workers = max(1, num_workers)
     for file in tmp_path.iterdir():
+        if num_workers and file.name == str(os.getpid()):
+            continue  # which only reads two records, to compare the contents of hosts
         read, peak = map(int, file.read_text().split())
         assert read >= 9 * batch_size / workers
         # Besides: the batch that is being made, and the record that a feed has given last.
