@@ -704,13 +704,13 @@ NOT_AGAIN = "RuntimeError is not tried again by itself: retries=Retries"
         ),
         (
             *(Source, 1, RuntimeError, Retries(2, on=KeyError), 1),
-            f"{ONE}{NOT_AGAIN}(2, on=(KeyError, RuntimeError)) has it tried again",
+            f"{ONE}{NOT_AGAIN}(2, on=RuntimeError) has it tried again",
         ),
         (Source, 1, OSError, 0, 1, f"{ONE}retries=Retries(4, on=OSError) has it tried more often"),
         (Source, 1, OSError, 4, 5, f"{ONE}retries=Retries(8, on=OSError) has it tried more often"),
         (
             *(Source, 1, KeyError, Retries(1, on=LookupError), 2),
-            f"{ONE}retries=Retries(2, on=LookupError) has it tried more often",
+            f"{ONE}retries=Retries(2, on=KeyError) has it tried more often",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -39,27 +39,24 @@ class Batching(ABC):
         padding: The padding of each batch; None for unpadded batches.
         rows: Maps the size of a padded batch to the rows of it to keep, int64[n], ascending; None
             to keep all.
+        reads_rows_alone: True if one row of a batch can be read without the others.
     """
 
     cuts: Cuts
     num_epochs: int = 1
     padding: Padding | None = None
     rows: Mapping[int, np.ndarray] | None = None
+    reads_rows_alone: ClassVar[bool] = False
 
     @property
-    @abstractmethod
     def counts_records(self) -> bool:
         """True if a batch can begin at any record, so that batches can be cut elsewhere."""
+        return False
 
     @property
-    @abstractmethod
-    def reads_rows_alone(self) -> bool:
-        """True if one row of a batch can be read without the others."""
-
-    @property
-    @abstractmethod
     def reads_many(self) -> bool:
         """True if one call for many records costs less than many calls."""
+        return False
 
     @property
     @abstractmethod

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import random
 import threading
@@ -186,13 +187,12 @@ class Faults(Recovery):
         self._retries: Retries = rules.retries
         self._counts = FaultCounts()
         self._listed: list[BadRecord] = []
-        # Records for which all tries were used up, and whether there are too many of them.
-        self._exhausted, self._source_is_down = 0, False
+        self._exhausted = 0  # records for which all tries were used up
         self._is_stopped = False
         self._lock = threading.Lock()
 
     def __reduce__(self):
-        return _of_worker, (self._rules,)
+        return functools.partial(Faults, is_worker=True), (self._rules,)
 
     def counts(self) -> FaultCounts:
         """Returns the counts so far."""
@@ -228,8 +228,7 @@ class Faults(Recovery):
     def reads_again(self, error: Exception) -> bool:
         if not self._retries.times or not self.may_heal(error):
             return self.masks
-        if self._source_is_down:
-            self._check_exhausted(error)
+        self._require_source(error)
         self.count(retries=1)
         return True
 
@@ -246,16 +245,19 @@ class Faults(Recovery):
                     error = another
             if tries:
                 error.add_note(f"grain_shard: it was tried {tries + 1} times")
-            if self.may_leave_out(error) and (tries or (self._source_is_down and heals(error))):
-                self._check_exhausted(error)
+                if self.may_leave_out(error):
+                    with self._lock:
+                        self._exhausted += 1
+                    self._require_source(error)
             return Unreadable(error)
         finally:
             del error  # its traceback refers to this frame
 
     def _pause(self, tries: int, error: Exception) -> bool:
         """Waits before another try; returns False if there is to be none."""
-        if self._is_stopped or self._source_is_down:
+        if self._is_stopped:
             return False
+        self._require_source(error)
         logging.log_every_n_seconds(
             logging.WARNING,
             "a read has failed, and is tried again (try %d of %d): %s. It is retry %d of this"
@@ -285,21 +287,17 @@ class Faults(Recovery):
         # One of several hosts that read the same rows may miss a file, or not reach a bucket.
         return not isinstance(error, OSError | ImportError) and not self.may_heal(error)
 
-    def _check_exhausted(self, error: Exception) -> None:
-        """Counts exhausted tries before the batch is done: if a source is down, all would pause.
+    def _require_source(self, error: Exception) -> None:
+        """Ends the run before a batch is done, if the source is down: each record would pause.
 
         Raises:
             BadRecordsError: All tries were used up for too many records.
         """
-        with self._lock:
-            self._exhausted += 1
-            exhausted = self._exhausted
-        self._source_is_down = exhausted > self._most()
-        if self._source_is_down:
+        if self._exhausted > self._most():
             raise BadRecordsError(
-                f"{exhausted:,} records could not be read by {self._retries.times + 1} tries each,"
-                f" more than max_bad_records={self._rules.max_bad_records!r} allows. The last:"
-                f" {describe_error(error)}.\n"
+                f"{self._exhausted:,} records could not be read by {self._retries.times + 1} tries"
+                f" each, more than max_bad_records={self._rules.max_bad_records!r} allows. The"
+                f" last: {describe_error(error)}.\n"
                 "  remedy: see whether the source can be reached from this host."
             ) from error
 
@@ -367,19 +365,10 @@ class Faults(Recovery):
     def advice(self, error: Exception) -> str:
         """Returns the remedy: the argument that makes the source be asked again, or more often."""
         name, times = type(error).__name__, self._retries.times
-        assert isinstance(self._retries.on, tuple)
-        classes = [one.__name__ for one in self._retries.on]
-        if not self._is_named(error):
-            classes.append(name)
-        on = classes[0] if len(classes) == 1 else f"({', '.join(classes)})"
         if self.may_heal(error):
-            return f"retries=Retries({2 * times or 4}, on={on}) has it tried more often"
-        again = f"retries=Retries({times or 4}, on={on}) has it tried again"
+            return f"retries=Retries({2 * times or 4}, on={name}) has it tried more often"
+        again = f"retries=Retries({times or 4}, on={name}) has it tried again"
         return f"{name} is not tried again by itself: {again}"
-
-
-def _of_worker(rules: FaultRules) -> Faults:
-    return Faults(rules, is_worker=True)
 
 
 class Skipped:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import grain
 import numpy as np
 
-from grain_shard.grain_inside.routes import Route
+from grain_shard.grain_inside.routes import Elements, Route
 from grain_shard.host_arrays import copied, empty
-from grain_shard.reading.batch_builder import BatchBuilder, Rows
+from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, fingerprint
 from grain_shard.reading.forgotten_batch import refuse_records, warn_of_records
-from grain_shard.reading.origin import Origin
 from grain_shard.reading.record_batching import RecordBatching
+from grain_shard.reading.row_template import RowTemplate
 from grain_shard.trees import Batch, FlatBatch
 
 
@@ -40,26 +40,13 @@ class WholeBatching(Batching):
     def of(cls, ds: grain.MapDataset, made_of: RecordBatching | None) -> WholeBatching:
         """Returns the batches of a dataset."""
         cuts = Cuts(len(ds), {0: 1}) if made_of is None else made_of.cuts
-        size = None if made_of is None else made_of.unpadded_sizes[0]
         return cls(
             cuts=cuts,
             num_epochs=1 if made_of is None else made_of.num_epochs,
-            batches=Wholes(ds, size),
+            batches=Wholes(ds, made_of),
             made_of=made_of,
             batches_per_epoch=cuts.steps_before(1),
         )
-
-    @property
-    def counts_records(self) -> bool:
-        return False
-
-    @property
-    def reads_rows_alone(self) -> bool:
-        return False
-
-    @property
-    def reads_many(self) -> bool:
-        return False
 
     @property
     def unpadded_sizes(self) -> tuple[int, ...]:
@@ -69,7 +56,7 @@ class WholeBatching(Batching):
         if self.made_of is not None:
             return self.made_of.epochs()
         size, last = self.batches.size, self.batches_per_epoch - 1
-        return Cuts(last * size + self.batches.rows_of(last), {0: size})
+        return Cuts(last * size + FlatBatch.of(self.batches.ds[last]).rows, {0: size})
 
     def dropping_remainder(self) -> WholeBatching:
         cuts = self.epochs()
@@ -80,22 +67,9 @@ class WholeBatching(Batching):
         return fingerprint(self.batches.ds)
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        ds = self.batches.ds
-        found = [np.array([self._dataset_index(index)]) for index in indices]
-        return [
-            BatchBuilder(
-                index,
-                below,
-                Route(ds, below),
-                _Whole(self, index),
-                faults,
-                0 if self.padding is None else self.host_batch_size_of(self.batches.size),
-                self.padding,
-            )
-            for index, below in zip(indices, found, strict=True)
-        ]
+        return [_WholeBatch(self, index, faults) for index in indices]
 
-    def _dataset_index(self, index: int) -> int:
+    def dataset_index(self, index: int) -> int:
         """Returns the index of a batch in the dataset, which includes the dropped batches."""
         epoch, record, _, size = self.cuts.cut(index)
         return epoch * self.batches_per_epoch + record // size
@@ -133,55 +107,46 @@ class Wholes:
 
     Args:
         ds: The dataset.
-        size: Rows of a full batch; None if only a batch shows it.
+        made_of: The records of the batches, if known.
     """
 
-    def __init__(self, ds: grain.MapDataset, size: int | None):
+    def __init__(self, ds: grain.MapDataset, made_of: RecordBatching | None):
         self.ds: grain.MapDataset = ds
-        self._size = size
+        self._made_of = made_of
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Rows of a full batch; the first use may read the first batch."""
-        if self._size is None:
-            batch = FlatBatch.of(self.ds[0])
-            refuse_records(self.ds, batch)
-            warn_of_records(self.ds, batch)
-            self._size = batch.rows
-        return self._size
-
-    def rows_of(self, index: int) -> int:
-        """Returns the rows of a batch; this reads the batch."""
-        return FlatBatch.of(self.ds[index]).rows
+        if self._made_of is not None:
+            return self._made_of.unpadded_sizes[0]
+        batch = FlatBatch.of(self.ds[0])
+        refuse_records(self.ds, batch)
+        warn_of_records(self.ds, batch)
+        return batch.rows
 
 
-class _Whole(Rows):
-    """One batch, evaluated as one record and stacked alone."""
+class _WholeBatch(BatchBuilder):
+    """One batch, read as one element of the dataset."""
 
-    def __init__(self, batching: WholeBatching, index: int):
-        self._batching, self._index = batching, index
-        self._batch: Batch | None = None
+    def __init__(self, batching: WholeBatching, index: int, faults: Faults):
+        ds = batching.batches.ds
+        below = np.array([batching.dataset_index(index)])
+        padded = 0  # unused without padding; the size may have to be read
+        if batching.padding is not None:
+            padded = batching.host_batch_size_of(batching.batches.size)
+        template = RowTemplate(ds)
+        super().__init__(index, below, Route(ds, below), template, faults, padded, batching.padding)
+        self._batching, self._batch = batching, None
 
-    def stack(self, size: int, faults: Faults, elements: Sequence[Any]) -> _Whole:
-        return self
+    def _put(self, elements: Elements, start: int) -> None:
+        self._batch = self._batching.kept(self._index, elements[0])
 
-    def write(self, rows: Sequence[Any], start: int, origins: Any) -> None:
-        self._batch = self._batching.kept(self._index, rows[0])
+    def _stacked(self) -> Batch:
+        batch, self._batch = self._batch, None
+        return batch
 
-    def batch(self) -> Batch:
-        return self._batch
-
-    def empty_element(self, faults: Faults, elements: Sequence[Any]) -> Any:
-        raise NotImplementedError("no row of a whole batch is left out")
-
-    def name(self, record: int, among: int) -> str:
+    def _name(self, record: int, among: int) -> str:
         return f"batch {record} of the dataset"
-
-    def origin(self, record: int) -> Origin | None:
-        return None
-
-    def evaluate(self, record: int) -> Any:
-        return self._batching.batches.ds[record]
 
 
 def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:

@@ -1,0 +1,70 @@
+"""`RowTemplate`: the structure of the rows of a pipeline, learned from the first row read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from grain_shard.errors import BadRecordsError, describe_error
+from grain_shard.grain_inside.recovery import Unreadable
+from grain_shard.grain_inside.routes import NEVER, route
+from grain_shard.reading.faults import Faults
+from grain_shard.reading.stack import RowStacker
+
+# The most records to try, if the first ones are unreadable, to learn the structure of all.
+_MOST_LOOKED_AT = 1000
+# Held while one record is read to learn the structure of all. It is no attribute of a template,
+# because templates are pickled for worker processes, and locks cannot be pickled.
+_LEARNING = threading.Lock()
+
+
+class RowTemplate:
+    """The records of a pipeline, and the structure of their rows once one was read.
+
+    Args:
+        records: The dataset that is batched.
+    """
+
+    def __init__(self, records: grain.MapDataset):
+        self.records: grain.MapDataset = records
+        self._stacker: RowStacker | None = None
+
+    def stacker(self, faults: Faults, rows: Sequence[Any] = ()) -> RowStacker:
+        """Returns a stacker for rows with the structure of the first row ever read.
+
+        Args:
+            faults: The rules for failed reads, if a record must be read.
+            rows: Rows that were read already; one of them may be the first.
+        """
+        if self._stacker is None:
+            with _LEARNING:
+                if self._stacker is None:
+                    like = rows[0] if rows else self._first(faults)
+                    self._stacker = RowStacker(like, "record {}")
+        return self._stacker
+
+    def _first(self, faults: Faults) -> Any:
+        """Returns the first readable record."""
+        error: BaseException = LookupError("there is no record")
+        for record in range(min(len(self.records), _MOST_LOOKED_AT)):
+            way = route(self.records, np.array([record]))
+            (row,) = way.finish(way.read(NEVER, faults), NEVER, faults)
+            if type(row) is not Unreadable:
+                return row
+            error = row.error
+            if not faults.may_leave_out(error):
+                raise error
+        raise BadRecordsError(
+            f"none of the first {min(len(self.records), _MOST_LOOKED_AT):,} records can be read, so"
+            f" the look of a row is not known; the last: {describe_error(error)}.\n"
+            "  remedy: look at the source, and at what .map does."
+        ) from error
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """The most rows to make before they are written."""
+        return 1 if self._stacker is None else self._stacker.rows_at_a_time
