@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,10 @@ class MixedByRecord(ElementsOfParents):
         self._schedule = schedule
 
     def __len__(self) -> int:
+        return self._length
+
+    @functools.cached_property
+    def _length(self) -> int:
         return self._schedule.length([len(ds) for ds in self.parents])
 
     def __repr__(self) -> str:
