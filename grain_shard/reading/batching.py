@@ -165,7 +165,7 @@ class Batching(ABC):
         """Returns the same records with other cuts, which may have other short batches."""
         other = replace(self, cuts=cuts, num_epochs=num_epochs)
         if self.padding is not None and self.padding.remainder == "error" and self.counts_records:
-            other.require_full()
+            other._require_full(cuts)
         return other
 
     def padded(self: B, padding: Padding) -> B:
@@ -177,9 +177,6 @@ class Batching(ABC):
         """
         padded = replace(self, padding=padding)
         if padding.remainder == "pad":
-            return padded
-        if padding.remainder == "error" and self.counts_records:
-            self.require_full()
             return padded
         cuts, largest = self.epochs(), max(self.unpadded_sizes)
         if cuts is None:
@@ -196,22 +193,24 @@ class Batching(ABC):
                     remedy='pass remainder="pad", or make the batch smaller.',
                 )
             return padded.dropping_remainder()
-        if cuts.has_short(self.num_epochs):
-            raise _short(f"of {largest} rows")
+        self._require_full(cuts)
         return padded
 
-    def require_full(self) -> None:
-        """Refuses batches if they are cut by records and one of them is short.
+    def _require_full(self, cuts: Cuts) -> None:
+        """Refuses cuts of the records if one of the batches is short.
 
         Raises:
             ShardingError: A batch is short.
         """
-        if self.cuts.has_short(self.num_epochs):
-            begin, sizes = self.cuts.begin, " or ".join(map(str, self.unpadded_sizes))
+        if cuts.has_short(self.num_epochs):
+            begin, sizes = cuts.begin, " or ".join(map(str, self.unpadded_sizes))
             from_there = (
                 f", from record {begin.record} of epoch {begin.epoch} on" if begin != START else ""
             )
-            raise _short(f"of {sizes} rows{from_there}")
+            raise ShardingError(
+                f"the records do not fill the last batch of {sizes} rows{from_there}.",
+                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+            )
 
     def read_batch(self, index: int, faults: Faults) -> Batch:
         """Reads one batch in the calling thread."""
@@ -222,10 +221,3 @@ class Batching(ABC):
                 elements = builder.way(done, builder.size).read(NEVER, faults)
             done += builder.write(elements, done, NEVER)
         return builder.finish()
-
-
-def _short(batch: str) -> ShardingError:
-    return ShardingError(
-        f"the records do not fill the last batch {batch}.",
-        remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
-    )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import random
 import threading
@@ -95,12 +96,9 @@ class FaultRules:
             object.__setattr__(self, "retries", Retries(self.retries))
         require_choice("on_bad_record", self.on_bad_record, get_args(OnBadRecord))
         most = self.max_bad_records
-        if isinstance(most, numbers.Integral) and not isinstance(most, bool):
-            most = int(most)  # it may be a NumPy integer
-            object.__setattr__(self, "max_bad_records", most)
-        is_number = isinstance(most, int | float) and not isinstance(most, bool)
-        # Written so that it also refuses NaN.
-        if not is_number or not most >= 0 or (isinstance(most, float) and not most <= 1):
+        largest = math.inf if isinstance(most, numbers.Integral) else 1.0
+        is_number = isinstance(most, numbers.Real) and not isinstance(most, bool)
+        if not is_number or not 0 <= most <= largest:  # NaN is refused, too
             raise ShardingError(
                 f"max_bad_records={most!r} is neither a number of records nor a share of them.",
                 remedy="pass a whole number, as 100, or a share from 0.0 to 1.0, as 0.01.",
@@ -258,17 +256,12 @@ class Faults(Recovery):
         if self._is_stopped:
             return False
         self._require_source(error)
-        logging.log_every_n_seconds(
-            logging.WARNING,
-            "a read has failed, and is tried again (try %d of %d): %s. It is retry %d of this"
-            " pipeline. Others are not logged for %d s.",
-            _LOG_EVERY_S,
-            tries + 2,
-            self._retries.times + 1,
-            describe_error(error),
-            self.count(retries=1).retries,
-            _LOG_EVERY_S,
+        text = (
+            f"a read has failed, and is tried again (try {tries + 2} of {self._retries.times + 1}):"
+            f" {describe_error(error)}. It is retry {self.count(retries=1).retries} of this"
+            f" pipeline. Others are not logged for {_LOG_EVERY_S} s."
         )
+        logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _GROWTH ** min(tries, 20))
         # In slices and without a lock, since the garbage collector may call `stop` anywhere.
         until = time.monotonic() + longest_s * random.uniform(0.5, 1.0)
@@ -304,8 +297,8 @@ class Faults(Recovery):
     def _most(self) -> float:
         """Returns the most records that may be bad, among those read so far."""
         most = self._rules.max_bad_records
-        if isinstance(most, int):
-            return most
+        if isinstance(most, numbers.Integral):
+            return float(most)
         return most * max(self._counts.records, _SHARE_OF_AT_LEAST)
 
     def leave_out(
@@ -341,16 +334,11 @@ class Faults(Recovery):
                 self._listed.append(bad)
         if self._is_worker:
             return
-        logging.log_every_n_seconds(
-            logging.WARNING,
-            "%s cannot be read, and is left out: %s. It is number %d of them. Others are not"
-            " logged for %d s.",
-            _LOG_EVERY_S,
-            bad.name,
-            bad.error,
-            count,
-            _LOG_EVERY_S,
+        text = (
+            f"{bad.name} cannot be read, and is left out: {bad.error}. It is number {count} of"
+            f" them. Others are not logged for {_LOG_EVERY_S} s."
         )
+        logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         if count > self._most():
             with self._lock:
                 first = self._listed[:10]

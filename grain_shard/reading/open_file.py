@@ -27,8 +27,8 @@ def open_file(options: str, path: str) -> ArrayRecordReader:
         raise _refusal(path, reader)
     size = re.search(r"group_size:(\d+)", reader.writer_options_string())
     if size and size[1] != "1":
-        text = "%s has group_size:%s: each read of a record decodes so many. Write group_size:1."
-        logging.log_first_n(logging.WARNING, text, 1, path, size[1])
+        text = f"{path}: a read of a record decodes group_size:{size[1]}. Write group_size:1."
+        logging.log_first_n(logging.WARNING, text, 1)
     return reader
 
 

@@ -254,16 +254,13 @@ def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]
             while not wait([call], _LATE_S).done:
                 if not threading.main_thread().is_alive():  # its end waits for this thread
                     raise RuntimeError(f"{item[0]!r} did not answer before the program ended")
-                logging.log_every_n_seconds(
-                    logging.WARNING,
-                    "%s has not answered for %.0f s or more: see whether this host reaches it. A"
-                    " bucket is tried for a quarter of an hour before that is an error: see whether"
-                    " this host has credentials for it, or mount it and give the path below the"
-                    " mount's folder.",
-                    _AGAIN_S,
-                    item[0],
-                    _LATE_S,
+                text = (
+                    f"{item[0]} has not answered for {_LATE_S:.0f} s or more: see whether this host"
+                    " reaches it. A bucket is tried for a quarter of an hour before that is an"
+                    " error: see whether this host has credentials for it, or mount it and give the"
+                    " path below the mount's folder."
                 )
+                logging.log_every_n_seconds(logging.WARNING, text, _AGAIN_S)
             results.append(call.result())
         return results
     finally:

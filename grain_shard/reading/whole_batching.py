@@ -28,35 +28,28 @@ class WholeBatching(Batching):
 
     Attributes:
         batches: The batches.
-        made_of: The records of the batches, if known.
-        batches_per_epoch: Batches in an epoch of the dataset. Some of them may be dropped here.
     """
 
     batches: Wholes
-    made_of: RecordBatching | None
-    batches_per_epoch: int
 
     @classmethod
     def of(cls, ds: grain.MapDataset, made_of: RecordBatching | None) -> WholeBatching:
-        """Returns the batches of a dataset."""
-        cuts = Cuts(len(ds), {0: 1}) if made_of is None else made_of.cuts
-        return cls(
-            cuts=cuts,
-            num_epochs=1 if made_of is None else made_of.num_epochs,
-            batches=Wholes(ds, made_of),
-            made_of=made_of,
-            batches_per_epoch=cuts.steps_before(1),
-        )
+        """Returns the batches of a dataset, made of these records if they are known."""
+        batches = Wholes(ds, made_of)
+        if made_of is None:
+            return cls(cuts=Cuts(len(ds), {0: 1}), batches=batches)
+        return cls(cuts=made_of.cuts, num_epochs=made_of.num_epochs, batches=batches)
 
     @property
     def unpadded_sizes(self) -> tuple[int, ...]:
         return (self.batches.size,)
 
     def epochs(self) -> Cuts | None:
-        if self.made_of is not None:
-            return self.made_of.epochs()
-        size, last = self.batches.size, self.batches_per_epoch - 1
-        return Cuts(last * size + FlatBatch.of(self.batches.ds[last]).rows, {0: size})
+        batches = self.batches
+        if batches.made_of is not None:
+            return batches.made_of.epochs()
+        last = len(batches.ds) - 1
+        return Cuts(last * batches.size + FlatBatch.of(batches.ds[last]).rows, {0: batches.size})
 
     def dropping_remainder(self) -> WholeBatching:
         cuts = self.epochs()
@@ -69,38 +62,6 @@ class WholeBatching(Batching):
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         return [_WholeBatch(self, index, faults) for index in indices]
 
-    def dataset_index(self, index: int) -> int:
-        """Returns the index of a batch in the dataset, which includes the dropped batches."""
-        epoch, record, _, size = self.cuts.cut(index)
-        return epoch * self.batches_per_epoch + record // size
-
-    def kept(self, index: int, batch: Batch) -> Batch:
-        """Returns the rows of a batch to keep, in arrays without other references.
-
-        Raises:
-            ShardingError: The batch has an unexpected number of rows.
-        """
-        flat = FlatBatch.of(batch)
-        rows = None if self.rows is None else self.rows_of(self.batches.size)
-        if self.made_of is not None:
-            sliced = self.made_of.sliced is not None
-            existing = (self.made_of if sliced else self.cuts).cut(index).num_records
-            if flat.rows != existing:
-                flat.refuse(
-                    f"batch {index} has {flat.rows} rows, made of {existing} records: what stands"
-                    " after .batch changes their number.",
-                    remedy="change it before .batch; or in a stream, .to_iter_dataset().batch(B)"
-                    ".map(...), whose first batch tells the size.",
-                )
-        if rows is not None and flat.rows > self.batches.size:
-            flat.refuse(
-                f"batch {index} has {flat.rows} rows, more than the {self.batches.size} of a full"
-                " batch.",
-                remedy="give every batch but the last of an epoch the same number of rows: shuffle,"
-                " mix or concatenate before .batch, or use .batch(B, drop_remainder=True).",
-            )
-        return take_rows(flat, rows)
-
 
 class Wholes:
     """The batches of a dataset, and the number of rows of a full one once it is known.
@@ -112,13 +73,18 @@ class Wholes:
 
     def __init__(self, ds: grain.MapDataset, made_of: RecordBatching | None):
         self.ds: grain.MapDataset = ds
-        self._made_of = made_of
+        self.made_of = made_of
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches in an epoch of the dataset; the chain may drop some of them."""
+        return len(self.ds) if self.made_of is None else self.made_of.cuts.steps_before(1)
 
     @functools.cached_property
     def size(self) -> int:
         """Rows of a full batch; the first use may read the first batch."""
-        if self._made_of is not None:
-            return self._made_of.unpadded_sizes[0]
+        if self.made_of is not None:
+            return self.made_of.unpadded_sizes[0]
         batch = FlatBatch.of(self.ds[0])
         refuse_records(self.ds, batch)
         warn_of_records(self.ds, batch)
@@ -129,8 +95,9 @@ class _WholeBatch(BatchBuilder):
     """One batch, read as one element of the dataset."""
 
     def __init__(self, batching: WholeBatching, index: int, faults: Faults):
-        ds = batching.batches.ds
-        below = np.array([batching.dataset_index(index)])
+        ds, (epoch, record, _, size) = batching.batches.ds, batching.cuts.cut(index)
+        # The index in the dataset, which includes the batches that are dropped here.
+        below = np.array([epoch * batching.batches.per_epoch + record // size])
         padded = 0  # unused without padding; the size may have to be read
         if batching.padding is not None:
             padded = batching.host_batch_size_of(batching.batches.size)
@@ -139,7 +106,36 @@ class _WholeBatch(BatchBuilder):
         self._batching, self._batch = batching, None
 
     def _put(self, elements: Elements, start: int) -> None:
-        self._batch = self._batching.kept(self._index, elements[0])
+        """Keeps some rows of the batch, in arrays without other references.
+
+        Raises:
+            ShardingError: The batch has an unexpected number of rows.
+        """
+        flat, batching = FlatBatch.of(elements[0]), self._batching
+        made_of = batching.batches.made_of
+        if made_of is not None:
+            cuts = batching.cuts if made_of.sliced is None else made_of
+            existing = cuts.cut(self._index).num_records
+            if flat.rows != existing:
+                flat.refuse(
+                    f"batch {self._index} has {flat.rows} rows, made of {existing} records: what"
+                    " stands after .batch changes their number.",
+                    remedy="change it before .batch; or in a stream, .to_iter_dataset().batch(B)"
+                    ".map(...), whose first batch tells the size.",
+                )
+        rows = None
+        if batching.rows is not None:
+            size = batching.batches.size
+            rows = batching.rows_of(size)
+            if flat.rows > size:
+                flat.refuse(
+                    f"batch {self._index} has {flat.rows} rows, more than the {size} of a full"
+                    " batch.",
+                    remedy="give every batch but the last of an epoch the same number of rows:"
+                    " shuffle, mix or concatenate before .batch, or use"
+                    " .batch(B, drop_remainder=True).",
+                )
+        self._batch = take_rows(flat, rows)
 
     def _stacked(self) -> Batch:
         batch, self._batch = self._batch, None
