@@ -685,11 +685,11 @@ class TestOrigins:
 
 ONE = (
     "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset above"
-    " .batch, for batch 5. Reading it a second time, to find the cause, succeeded. "
+    " .batch, for batch 5. A second read, to find the cause, succeeded. "
 )
 ONE_OF_SEVERAL = (
     "grain_shard: while evaluating one of the records 4 to 7 of the dataset above .batch, for"
-    " batch 1. Reading each of them a second time, to find which one it was, succeeded. "
+    " batch 1. A second read, to find the cause, succeeded. "
 )
 NOT_AGAIN = "RuntimeError is not tried again by itself: retries=Retries"
 

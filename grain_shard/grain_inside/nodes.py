@@ -90,6 +90,7 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         while type(node) is not _BATCH:
             above.append(node)
             if type(node) in (SLICE, REINDEX):
+                index_below_slice(node)  # if this version of Grain has the index map
                 in_order = False
             elif type(node) is REPEAT:
                 if node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]

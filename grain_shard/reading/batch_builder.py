@@ -181,11 +181,8 @@ class BatchBuilder:
                 found = error if bad.among == 1 else another
                 found.add_note(self._place(record, 1))
                 return found
-        again = "Reading it a second time, to find the cause, succeeded"
-        if len(records) > 1:
-            again = "Reading each of them a second time, to find which one it was, succeeded"
-        place = self._place(records[0], len(records))
-        error.add_note(f"{place}. {again}. {self.faults.advice(error)}")
+        place, advice = self._place(records[0], len(records)), self.faults.advice(error)
+        error.add_note(f"{place}. A second read, to find the cause, succeeded. {advice}")
         return error
 
     def _place(self, record: int, among: int) -> str:

@@ -72,10 +72,6 @@ class Batching(ABC):
         """
 
     @abstractmethod
-    def fingerprint_of_batches(self) -> Fingerprint:
-        """Returns the fields, without padding, with which a saved state must agree."""
-
-    @abstractmethod
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         """Begins batches, before any of their records is read; they take no memory yet.
 
@@ -137,19 +133,13 @@ class Batching(ABC):
         return any(len(rows) < size for size, rows in self.rows.items())
 
     @property
-    def can_leave_out(self) -> bool:
-        """True if an unreadable row may be left out, because the mask then shows it."""
-        return self.pad_rows.mask_key is not None and self.reads_rows_alone
-
-    @property
     def pad_rows(self) -> PadRows:
         """The rows of padding in its batches."""
         return PadRows(mask_key=None) if self.padding is None else self.padding.rows
 
     def fingerprint(self) -> Fingerprint:
         """Returns the fields with which a saved state must agree."""
-        found = self.fingerprint_of_batches()
-        return found if self.padding is None else {**found, "remainder": self.padding.remainder}
+        return {} if self.padding is None else {"remainder": self.padding.remainder}
 
     def beginning_at(self: B, progress: Progress) -> B:
         """Returns batches that begin at this position, if a batch can begin at any record."""

@@ -340,9 +340,7 @@ class Faults(Recovery):
         )
         logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         if count > self._most():
-            with self._lock:
-                first = self._listed[:10]
-            some = first if count <= 10 else [*first[:9], bad]
+            some = dict.fromkeys([*self._listed[:9], bad])
             shown = "\n".join(f"    {one.name}: {one.error}" for one in some)
             raise BadRecordsError(
                 f"{count:,} of {records:,} records of this host cannot be read, more than"

@@ -13,20 +13,6 @@ _NAMES_IN_A_FOLDER = ("*array_record*", "*arrayrecord*")
 _NAMES_SHOWN = 5
 
 
-def require_openable(path: str) -> None:
-    """Refuses a URL that array_record cannot open.
-
-    Raises:
-        ValueError: The path is such a URL.
-    """
-    if "://" in path and (glob.has_magic(path) or not path.startswith(BUCKET)):
-        raise ValueError(
-            f"{path!r}: of URLs, only that of one object that begins with {BUCKET} can be opened.\n"
-            "  remedy: mount the bucket and give the path or pattern below the mount's folder, or"
-            " write a source of your own (docs/buckets.md)."
-        )
-
-
 def find_files(path: str) -> list[str]:
     """Returns the files of a path, sorted by name, and so in the same order on every host.
 

@@ -58,7 +58,7 @@ def mix(
         raise ShardingError("there is nothing to mix.", remedy="pass at least one dataset.")
     schedule = WeightSchedule(weights, len(datasets))
     for i, ds in enumerate(datasets):
-        if len(ds) == 0 and schedule.uses(i):
+        if len(ds) == 0 and any(parts[i] for _, parts in schedule.weights):
             raise ShardingError(
                 f"dataset {i} of the mixture, {ds}, is empty.",
                 remedy="check its source, or leave it out.",

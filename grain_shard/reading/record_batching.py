@@ -84,10 +84,11 @@ class RecordBatching(Batching):
     def dropping_remainder(self) -> RecordBatching:
         return replace(self, cuts=self.cuts.dropping_remainder())
 
-    def fingerprint_of_batches(self) -> Fingerprint:
+    def fingerprint(self) -> Fingerprint:
         above = () if self.node is None else self.node.above
         drop_remainder = self.node is not None and self.node.drop_remainder
         found = records_fingerprint(self.template.records, above, drop_remainder)
+        found |= super().fingerprint()
         if self.sliced is None:
             return found
         (global_batch_size,) = self.unpadded_sizes

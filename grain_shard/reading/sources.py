@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import errno
 import functools
+import glob
 import itertools
 import os
 import re
@@ -21,7 +22,7 @@ from absl import logging
 from array_record.python.array_record_data_source import FileInstruction
 
 from grain_shard.reading.daemon_threads import DaemonThreads
-from grain_shard.reading.find_files import BUCKET, find_files, require_openable
+from grain_shard.reading.find_files import BUCKET, find_files
 from grain_shard.reading.open_file import open_file
 
 PathOrInstruction = str | os.PathLike[str] | FileInstruction
@@ -144,7 +145,8 @@ class ArrayRecordSource:
             IndexError: There is no such record.
         """
         record = index.__index__()
-        self._check(record)
+        if not 0 <= record < len(self):
+            raise IndexError(f"record {record} of {len(self)} does not exist")
         part = bisect.bisect_right(self._ends, record)
         return RecordPlace(self._parts[part].path, record + self._shifts[part])
 
@@ -158,7 +160,7 @@ class ArrayRecordSource:
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
         wanted = np.asarray(indices, np.int64)
         for index in wanted[(wanted < 0) | (wanted >= len(self))]:
-            self._check(int(index))
+            self.where(index)  # raises
         parts = np.searchsorted(self._ends, wanted, side="right")
         by_part = np.argsort(parts, kind="stable")
         borders = np.flatnonzero(np.diff(parts[by_part])) + 1
@@ -197,10 +199,6 @@ class ArrayRecordSource:
         # Another process opens the files itself.
         return {name: value for name, value in vars(self).items() if name != "_reader"}
 
-    def _check(self, index: int) -> None:
-        if not 0 <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)} does not exist")
-
     def _count(self, path: str, start: int, stop: int | None) -> int:
         return (self._reader(path).num_records() if stop is None else stop) - start
 
@@ -232,7 +230,13 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
             "  remedy: write the first record, and the one after the last: [0:100]."
         )
     for file in files:
-        require_openable(file)
+        if "://" in file and (glob.has_magic(file) or not file.startswith(BUCKET)):
+            raise ValueError(
+                f"{file!r}: of URLs, only that of one object that begins with {BUCKET} can be"
+                " opened.\n"
+                "  remedy: mount the bucket and give the path or pattern below the mount's folder,"
+                " or write a source of your own (docs/buckets.md)."
+            )
     return [_Part(file, start, stop) for file in files]
 
 

@@ -84,10 +84,6 @@ class WeightSchedule:
             components[here], records[here] = self._stages[stage].locate(indices[here])
         return components, records
 
-    def uses(self, component: int) -> bool:
-        """Returns whether any record comes from a component."""
-        return any(stage.parts[component] for stage in self._stages)
-
     def length(self, lengths: Sequence[int]) -> int:
         """Returns the number of records before the first one that a component lacks.
 

@@ -56,8 +56,8 @@ class WholeBatching(Batching):
         assert cuts is not None, "no batch of a slice is dropped"
         return replace(self, cuts=cuts.dropping_remainder())
 
-    def fingerprint_of_batches(self) -> Fingerprint:
-        return fingerprint(self.batches.ds)
+    def fingerprint(self) -> Fingerprint:
+        return {**fingerprint(self.batches.ds), **super().fingerprint()}
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         return [_WholeBatch(self, index, faults) for index in indices]
