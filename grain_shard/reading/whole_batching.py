@@ -16,7 +16,7 @@ from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, fingerprint
-from grain_shard.reading.forgotten_batch import refuse_records, warn_of_records
+from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.record_batching import RecordBatching
 from grain_shard.reading.row_template import RowTemplate
 from grain_shard.trees import Batch, FlatBatch
@@ -87,7 +87,6 @@ class Wholes:
             return self.made_of.unpadded_sizes[0]
         batch = FlatBatch.of(self.ds[0])
         refuse_records(self.ds, batch)
-        warn_of_records(self.ds, batch)
         return batch.rows
 
 
