@@ -73,7 +73,7 @@ def test_one_read_in_twenty_is_repeated_and_eight_in_a_row_at_most(reads, repeat
 
 
 # What is late is late at once, and as much may be asked for again as is read.
-IMPATIENT = {"_LEAST_S": 0.0, "_SHARE": 1.0}
+IMPATIENT = {"_LEAST_S": 1e-4, "_SHARE": 1.0}
 
 
 @pytest.fixture
@@ -216,20 +216,26 @@ class TestTheFirstAnswerWins:
             assert ids(iterator) == in_order(800, 8)[1:]
         assert source.requests[9] == 2
 
-    def test_where_all_threads_are_taken_a_read_is_asked_for_once(self, kind, monkeypatch):
+    def test_where_all_threads_are_taken_a_read_is_asked_for_once(self, monkeypatch):
         monkeypatch.setattr(hedged_source, "_THREADS", DaemonThreads("grain-shard-one", 1))
-        far_enough = threading.Event()
+        began, release = threading.Event(), threading.Event()
 
-        def wait_for_the_others(index, number):
+        def wait_for_the_other(index, number):
             if index == 9:
-                wait(far_enough)
+                began.set()
+                wait(release)
             elif index == 31:
-                far_enough.set()
+                release.set()
 
-        source = kind(400, wait_for_the_others)
-        ds = batched(HedgedSource(source)).shard_to(data_mesh(2), num_threads=31)
-        assert ids(ds) == in_order(400, 8)
-        assert source.requests[9] == 1
+        source = Source(32, wait_for_the_other)
+        hedged = HedgedSource(source)
+        assert hedged[0] == 0
+        reader = threading.Thread(target=hedged.__getitem__, args=(9,))
+        reader.start()
+        wait(began)
+        assert hedged[31] == 31
+        reader.join()
+        assert source.requests == {0: 1, 9: 1, 31: 1}
 
 
 @pytest.mark.usefixtures("impatient")
@@ -371,7 +377,7 @@ def test_the_batches_are_the_same_whatever_is_asked_for_again(
 ):
     with pytest.MonkeyPatch.context() as patch:
         # Whatever is under way is late, in no time.
-        patch.setattr(hedged_source, "_LEAST_S", 0.0)
+        patch.setattr(hedged_source, "_LEAST_S", 1e-4)
         patch.setattr(hedged_source, "_MANY_TIMES", 0)
         patch.setattr(hedged_source, "_SHARE", 1.0)
         kind = BatchedSource if many else Source
