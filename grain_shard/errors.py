@@ -16,7 +16,7 @@ sizes; the remedy. A part that is unknown, or has nothing to do with the error, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -205,4 +205,17 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ShardingError(
             f"{name}={value!r} is not one of {', '.join(choices)}.", remedy="choose one of them."
+        )
+
+
+def require_steps(name: str, given: Any, remedy: str) -> None:
+    """Refuses what does not map whole numbers, ascending from 0, to the values from there on.
+
+    Raises:
+        ShardingError: `given` is not such a mapping.
+    """
+    steps = list(given) if isinstance(given, Mapping) else []
+    if not all(type(step) is int for step in steps) or steps[:1] != [0] or steps != sorted(steps):
+        raise ShardingError(
+            f"{name} do not change at whole numbers that ascend from 0: {given!r}.", remedy=remedy
         )

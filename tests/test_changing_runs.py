@@ -329,19 +329,24 @@ class TestBatchSchedule:
     @pytest.mark.parametrize(
         ("sizes", "message"),
         [
-            ({}, "does not say which batch size holds when"),
-            (256, "256 does not say which batch size holds when"),
-            ([256, 512], "does not say which batch size holds when"),
-            ({5: 256}, "changes at steps [5], which do not ascend from 0"),
-            ({0: 256, -3: 512}, "at steps [0, -3]"),
-            ({0: 256, 9: 512, 5: 1024}, "at steps [0, 9, 5]"),
-            ({0.0: 256}, "at steps [0.0]"),
-            ({"0": 256}, "at steps ['0']"),
-            ({False: 256}, "at steps [False]"),
-            ({0: 0}, "the batch size from step 0 on is 0"),
-            ({0: 256, 5: -1}, "the batch size from step 5 on is -1"),
-            ({0: 2.5}, "the batch size from step 0 on is 2.5"),
-            ({0: None}, "the batch size from step 0 on is None"),
+            *(
+                (sizes, f"whole numbers that ascend from 0: {sizes!r}")
+                for sizes in (
+                    {},
+                    256,
+                    [256, 512],
+                    {5: 256},
+                    {0: 256, -3: 512},
+                    {0: 256, 9: 512, 5: 1024},
+                    {0.0: 256},
+                    {"0": 256},
+                    {False: 256},
+                )
+            ),
+            ({0: 0}, "the batch size from step 0 on=0"),
+            ({0: 256, 5: -1}, "the batch size from step 5 on=-1"),
+            ({0: 2.5}, "the batch size from step 0 on=2.5"),
+            ({0: None}, "the batch size from step 0 on=None"),
         ],
     )
     def test_a_bad_schedule_is_refused(self, sizes, message):

@@ -22,82 +22,58 @@ from hypothesis import strategies as st
 import grain_shard
 from grain_shard import HedgedSource, ShardingError
 from grain_shard.reading import hedged_source
-from grain_shard.reading.hedged_source import Lateness
+from grain_shard.reading.daemon_threads import DaemonThreads
 from grain_shard.reading.origin import Origin
 from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, nothing
 from tests.pipelines import after, going_on
 from tests.test_reads import in_order
 
-MS = 1e-3
+
+class Clock:
+    """A clock by which each read of `source` takes the next of some milliseconds."""
+
+    def __init__(self, *milliseconds):
+        self.milliseconds, self.now = milliseconds, 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def source(self):
+        def takes(index, number):
+            self.now += self.milliseconds[index] / 1e3
+
+        return Source(len(self.milliseconds), takes)
 
 
-SECOND = 5 * MS  # when the second read begins
+@pytest.mark.parametrize(
+    ("milliseconds", "least", "most"),
+    [
+        pytest.param([1] * 9 + [100], 90, 140, id="one in ten is longer"),
+        pytest.param([4] * 49 + [100], 3.6, 7, id="one in fifty is longer"),
+    ],
+)
+def test_the_usual_time_is_one_that_nineteen_of_twenty_reads_do_not_exceed(
+    milliseconds, least, most, monkeypatch
+):
+    clock = Clock(*milliseconds * (2000 // len(milliseconds)))
+    monkeypatch.setattr(hedged_source, "time", clock)
+    hedged = HedgedSource(clock.source())
+    for i in range(len(hedged)):
+        hedged[i]
+    assert least < 1e3 * hedged._usual_s < most
 
 
-def learned(*, reads=100, ms=5, processor_ms=0.0):
-    """After so many reads, of which one begins every 5 ms."""
-    lateness = Lateness()
-    for i in range(reads):
-        lateness.took(i * SECOND, i * SECOND + ms * MS, processor_ms * MS)
-    return lateness
-
-
-class TestLateness:
-    """Of a read that began with the second of the others."""
-
-    @pytest.mark.parametrize(
-        ("lateness", "ms_later", "is_late"),
-        [
-            pytest.param(learned(), 12, False, id="twice as long is not many times"),
-            pytest.param(learned(), 20, True, id="four times as long is"),
-            pytest.param(learned(reads=2000, ms=1), 9, False, id="a moment is never late"),
-            pytest.param(learned(reads=0), 10_000, False, id="nothing is known yet"),
-            pytest.param(learned(reads=19), 10_000, False, id="one in twenty of 19 is none"),
-            pytest.param(learned(reads=21), 10_000, True, id="of 21 it is one"),
-            pytest.param(learned(processor_ms=1), 10_000, False, id="reads that compute"),
-            pytest.param(learned(processor_ms=0.1), 10_000, True, id="reads that hardly do"),
-        ],
-    )
-    def test_what_is_late(self, lateness, ms_later, is_late):
-        assert lateness.is_late(SECOND, SECOND + ms_later * MS) is is_late
-
-    def test_none_is_late_before_one_that_began_later_was_answered(self):
-        lateness, last = learned(), 99 * 5 * MS
-        assert lateness.is_late(last - 1 * MS, 10.0)
-        assert not lateness.is_late(last, 10.0)
-
-    def test_a_read_that_is_alone_has_none_to_be_compared_with(self):
-        lateness, last = learned(), 99 * 5 * MS
-        assert lateness.is_late(last, 10.0, alone=True)
-        assert not lateness.is_late(last, last + 12 * MS, alone=True)
-
-    def test_usual_is_what_nineteen_of_twenty_stay_below(self):
-        lateness = Lateness()
-        for i in range(2000):
-            lateness.took(0.0, (100 if i % 10 == 0 else 1) * MS, 0.0)
-        assert 290 * MS < lateness.patience_s < 400 * MS
-        for i in range(2000):
-            lateness.took(0.0, (100 if i % 50 == 0 else 4) * MS, 0.0)
-        assert 11 * MS < lateness.patience_s < 20 * MS
-
-    def test_one_read_in_twenty_is_asked_for_again_and_eight_in_a_row_at_most(self):
-        lateness, asked = learned(reads=101), []
-        for _ in range(5):
-            while lateness.is_late(SECOND, 10.0):
-                lateness.asks_again()
-            asked.append(lateness.asked_again)
-            for _ in range(40):
-                lateness.took(0.0, 5 * MS, 0.0)
-        assert asked == [5, 7, 9, 11, 13]
-        lateness = learned(reads=10_000)
-        while lateness.is_late(SECOND, 100.0):
-            lateness.asks_again()
-        assert lateness.asked_again == 8
+@pytest.mark.parametrize(("reads", "repeated"), [(0, 0), (19, 0), (21, 1), (50, 2), (400, 8)])
+def test_one_read_in_twenty_is_repeated_and_eight_in_a_row_at_most(reads, repeated):
+    hedged = HedgedSource(range(reads))
+    assert list(hedged) == list(range(reads))
+    again = iter(lambda: hedged._repeated((int,)), None)
+    assert len(list(again)) == hedged.asked_again == repeated
 
 
 # What is late is late at once, and as much may be asked for again as is read.
-IMPATIENT = {"_LEAST_S": 0.0, "_COMPUTES": float("inf"), "_SHARE": 1.0}
+IMPATIENT = {"_LEAST_S": 1e-4, "_SHARE": 1.0}
 
 
 @pytest.fixture
@@ -190,7 +166,6 @@ class TestTheFirstAnswerWins:
         source = HedgedSource(kind(200, FirstWaitsForTheSecond()))
         plain = grain.MapDataset.source(kind(200, lambda index, number: None))
         assert ids(pipeline(grain.MapDataset.source(source))) == ids(pipeline(plain))
-        source.close()
 
     def test_what_the_user_maps_is_mapped_once_though_it_is_asked_for_twice(self, kind):
         mapped = collections.Counter()
@@ -241,19 +216,26 @@ class TestTheFirstAnswerWins:
             assert ids(iterator) == in_order(800, 8)[1:]
         assert source.requests[9] == 2
 
-    def test_where_all_threads_are_taken_a_read_is_asked_for_once(self, kind, monkeypatch):
-        monkeypatch.setattr(hedged_source, "_MOST_THREADS", 1)
-        far_enough = threading.Event()
+    def test_where_all_threads_are_taken_a_read_is_asked_for_once(self, monkeypatch):
+        monkeypatch.setattr(hedged_source, "_THREADS", DaemonThreads("grain-shard-one", 1))
+        began, release = threading.Event(), threading.Event()
 
-        def wait_for_the_others(index, number):
+        def wait_for_the_other(index, number):
             if index == 9:
-                wait(far_enough)
+                began.set()
+                wait(release)
             elif index == 31:
-                far_enough.set()
+                release.set()
 
-        source = HedgedSource(kind(400, wait_for_the_others))
-        assert ids(batched(source).shard_to(data_mesh(2), num_threads=31)) == in_order(400, 8)
-        assert source.asked_again == 0
+        source = Source(32, wait_for_the_other)
+        hedged = HedgedSource(source)
+        assert hedged[0] == 0
+        reader = threading.Thread(target=hedged.__getitem__, args=(9,))
+        reader.start()
+        wait(began)
+        assert hedged[31] == 31
+        reader.join()
+        assert source.requests == {0: 1, 9: 1, 31: 1}
 
 
 @pytest.mark.usefixtures("impatient")
@@ -277,7 +259,7 @@ class TestErrors:
         assert "record 17 of the dataset" in caught.value.__notes__[0]
 
     def test_what_has_failed_is_not_asked_for_again(self, monkeypatch):
-        monkeypatch.setattr(Lateness, "patience_s", None)  # before it has failed, either
+        monkeypatch.setattr(hedged_source, "_LEAST_S", HANG_S)  # before it has failed, either
         asked = []
 
         def fail(index, number):
@@ -331,20 +313,14 @@ class TestTheSameSource:
 
 
 class TestThreads:
-    @pytest.mark.parametrize("how", ["closed", "collected"])
-    def test_they_end_with_the_source(self, how):
+    def test_they_end_soon_after_the_last_read(self):
         before = background_threads()
         hedged = HedgedSource(range(8))
-        assert [hedged[i] for i in range(8)] == list(range(8))
-        threads = background_threads() - before
-        assert len(threads) == 1
-        if how == "closed":
-            hedged.close()
-        else:
-            del hedged
-        for thread in threads:
-            thread.join(HANG_S)
-        assert not any(thread.is_alive() for thread in threads)
+        assert list(hedged) == list(range(8))
+        (thread,) = background_threads() - before
+        thread.join(HANG_S)
+        assert not thread.is_alive()
+        assert hedged[3] == 3
 
     SCRIPT = """\
 import os, sys, threading, warnings
@@ -367,7 +343,7 @@ if sys.argv[1] == "fork":
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
     else:
-        print(hedged[5], hedged.answered, flush=True)
+        print(hedged[5], flush=True)
         os._exit(0)
 else:
     threading.Thread(target=lambda: hedged[7], daemon=True).start()
@@ -375,7 +351,7 @@ else:
 """
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("how", "said"), [("fork", "3\n5 1\n"), ("exit", "3\n")])
+    @pytest.mark.parametrize(("how", "said"), [("fork", "3\n5\n"), ("exit", "3\n")])
     def test_neither_a_fork_nor_a_read_that_never_ends_hangs(self, how, said, tmp_path):
         (tmp_path / "script.py").write_text(self.SCRIPT)
         done = subprocess.run(
@@ -401,8 +377,9 @@ def test_the_batches_are_the_same_whatever_is_asked_for_again(
 ):
     with pytest.MonkeyPatch.context() as patch:
         # Whatever is under way is late, in no time.
-        patch.setattr(Lateness, "is_late", lambda self, start, now, alone: True)
-        patch.setattr(Lateness, "patience_s", 0.0)
+        patch.setattr(hedged_source, "_LEAST_S", 1e-4)
+        patch.setattr(hedged_source, "_MANY_TIMES", 0)
+        patch.setattr(hedged_source, "_SHARE", 1.0)
         kind = BatchedSource if many else Source
         # Inside a read others get their turn, to ask for the same.
         source = HedgedSource(kind(num_records, lambda index, number: time.sleep(1e-4)))

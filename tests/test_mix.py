@@ -340,25 +340,26 @@ def test_in_feeds_each_feed_has_its_part_of_the_mixture():
         ([[1, 2]], {0: [1]}, "cannot mix a list by record"),
         ([component(0).to_iter_dataset()], {0: [1]}, "streams have grain.IterDataset.mix"),
         ([component(0), component(1, 0)], {0: [1, 1]}, "dataset 1 of the mixture"),
-        (components(2), [3, 1], "does not say which weights hold when"),
-        (components(2), {}, "does not say which weights hold when"),
-        (components(2), {5: [3, 1]}, "the weights change at records [5]"),
-        (components(2), {0: [1, 1], -3: [3, 1]}, "the weights change at records [0, -3]"),
-        (components(2), {0: [1, 1], 9: [2, 1], 5: [3, 1]}, "at records [0, 9, 5]"),
-        (components(2), {"0": [3, 1]}, "the weights change at ['0'], and not all of these"),
-        (components(2), {0.0: [3, 1]}, "not all of these are whole numbers"),
-        (
-            components(2),
-            {0: [3, 1], 10: [1]},
-            "from record 10 on are 1, [1], and",
+        *(
+            (components(2), weights, f"whole numbers that ascend from 0: {weights!r}")
+            for weights in (
+                [3, 1],
+                {},
+                {5: [3, 1]},
+                {0: [1, 1], -3: [3, 1]},
+                {0: [1, 1], 9: [2, 1], 5: [3, 1]},
+                {"0": [3, 1]},
+                {0.0: [3, 1]},
+            )
         ),
+        (components(2), {0: [3, 1], 10: [1]}, "the weights from record 10 on are [1]"),
         (components(2), {0: 3}, "the weights from record 0 on are 3"),
         (components(2), {0: "31"}, "the weights from record 0 on are '31'"),
-        (components(2), {0: [3, -1]}, "and -1 is no number of at least 0"),
-        (components(2), {0: [3, float("nan")]}, "and nan is no number of at least 0"),
-        (components(2), {0: [float("inf"), 1]}, "and inf is no number of at least 0"),
-        (components(2), {0: [3, None]}, "and None is no number of at least 0"),
-        (components(2), {0: [1, 1], 7: [0, 0]}, "the weights from record 7 on are all 0"),
+        (components(2), {0: [3, -1]}, "the weights from record 0 on are [3, -1]"),
+        (components(2), {0: [3, float("nan")]}, "the weights from record 0 on are [3, nan]"),
+        (components(2), {0: [float("inf"), 1]}, "the weights from record 0 on are [inf, 1]"),
+        (components(2), {0: [3, None]}, "the weights from record 0 on are [3, None]"),
+        (components(2), {0: [1, 1], 7: [0, 0]}, "the weights from record 7 on are [0, 0]"),
     ],
 )
 def test_misuse_is_refused_and_says_what_to_do(datasets, weights, message):

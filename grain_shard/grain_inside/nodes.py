@@ -57,9 +57,6 @@ class BatchNode:
             function, and no ``.map`` after it.
         num_epochs: Epochs of the batch node in the dataset; None if the batches were sliced or
             shuffled.
-        epoch_below: Maps an epoch of the dataset to an epoch of the records. Invalid if the batches
-            were sliced or shuffled.
-        batch_index: Maps an index of the dataset to an index of the batch node.
     """
 
     batches: grain.MapDataset
@@ -69,26 +66,36 @@ class BatchNode:
     drop_remainder: bool
     only_stacks: bool
     num_epochs: int | None
-    epoch_below: Callable[[int], int]
-    batch_index: Callable[[int], int]
+
+    def epoch_below(self, epoch: int) -> int:
+        """Returns the records' epoch of an epoch of the dataset. Invalid without `num_epochs`."""
+        for node in self.above:
+            if type(node) is REPEAT:
+                epoch %= len(node.parents[0]) // max(1, len(self.batches))
+        return epoch
+
+    def batch_index(self, index: int) -> int:
+        """Returns the batch node's index of an index of the dataset."""
+        for node in self.above:
+            if type(node) is REPEAT:
+                index %= len(node.parents[0])
+            elif chooses_batches(node):
+                index = index_below(node)(index)
+        return index
 
 
 def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     """Finds the batch node under maps, seeds, slices, shuffles and repeats, or returns None."""
     node, above, only_stacks, in_order = ds, [], True, True
-    index_maps, repeated = [], []
     try:
         while type(node) is not _BATCH:
             above.append(node)
             if chooses_batches(node):
-                index_maps.append(index_below(node))
+                index_below(node)  # if this version of Grain has the index map
                 in_order = False
             elif type(node) is REPEAT:
                 if node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
                     above.pop()
-                else:
-                    repeated.append(len(node.parents[0]))
-                    index_maps.append(_Modulo(repeated[-1]))
             elif type(node) in _ELEMENTWISE:
                 only_stacks = only_stacks and type(node) is SEED
             else:
@@ -104,7 +111,6 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
     # differs by more than that, Grain batches in an unknown way.
     if abs(len(node) - batches) > batches >> 50:
         return None
-    each = max(1, len(node))
     return BatchNode(
         batches=node,
         above=tuple(above),
@@ -112,9 +118,7 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         global_batch_size=size,
         drop_remainder=drop,
         only_stacks=only_stacks and default_batch_fn,
-        num_epochs=len(ds) // each if in_order else None,
-        epoch_below=_Composed(tuple(_Modulo(length // each) for length in repeated)),
-        batch_index=_Composed(tuple(index_maps)),
+        num_epochs=len(ds) // max(1, len(node)) if in_order else None,
     )
 
 
@@ -275,25 +279,3 @@ def _all_of(indices: Sequence[int] | grain.MapDataset) -> str:
         own = (str(indices), len(indices), seeds(indices), parameters(indices))
         return f"{own} of ({below})"
     return hashlib.sha256(np.asarray(indices, np.int64).tobytes()).hexdigest()
-
-
-@dataclass(frozen=True)
-class _Composed:
-    """Applies index maps one after the other; a class so that it pickles."""
-
-    maps: tuple[Callable[[int], int], ...]
-
-    def __call__(self, index: int) -> int:
-        for fn in self.maps:
-            index = fn(index)
-        return index
-
-
-@dataclass(frozen=True)
-class _Modulo:
-    """The index map of ``repeat(reseed_each_epoch=False)``."""
-
-    length: int
-
-    def __call__(self, index: int) -> int:
-        return index % self.length

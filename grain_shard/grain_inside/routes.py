@@ -190,13 +190,12 @@ class Route:
                 route(parent, below[parents == i]).each(recovery)
                 for i, parent in enumerate(self.ds.parents)
             ]
-            yield from self._up((next(of_parents[i]) for i in parents.tolist()), recovery)
-            return
-        if not self.reads_many:
-            yield from self._up(self._one_by_one(recovery), recovery)
-            return
-        elements = self.read(NEVER, recovery)
-        yield from self._up(_let_go(elements), recovery)
+            elements = (next(of_parents[i]) for i in parents.tolist())
+        elif self.reads_many:
+            elements = _let_go(self.read(NEVER, recovery))
+        else:
+            elements = self._one_by_one(recovery)
+        yield from self._up(elements, recovery)
 
     def _up(self, elements: Iterable[Any], recovery: Recovery) -> Iterator[Any]:
         steps = [(apply, None if i is None else i.tolist()) for apply, i in self.steps]

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,67 +17,13 @@ from grain_shard.errors import BadRecordsError
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route
 from grain_shard.reading.faults import Faults
-from grain_shard.reading.origin import Origin
+from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.pad_batch import Padding, pad_batch
+from grain_shard.reading.row_template import RowTemplate
+from grain_shard.reading.stack import Stack
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
 from grain_shard.tasks import Raised
 from grain_shard.trees import Batch, FlatBatch
-
-# An element, and the record that it is.
-Known = tuple[Any, int]
-
-
-class Stacked(Protocol):
-    """The arrays of an unfinished batch; `Stack` is one implementation."""
-
-    def write(self, rows: Sequence[Any], start: int, origins: Iterable[Any]) -> None:
-        """Writes some elements; several threads may call it, each for its own elements.
-
-        Args:
-            rows: The elements.
-            start: Position of the first element in the batch.
-            origins: Origins of the elements, for messages.
-        """
-        ...
-
-    def batch(self) -> Batch:
-        """Returns the batch, once every element is written."""
-        ...
-
-
-class Rows(ABC):
-    """The records that batches are made of: their stacking, and their names in messages."""
-
-    @property
-    def rows_at_a_time(self) -> int:
-        """The most rows to make before they are written."""
-        return 1
-
-    @abstractmethod
-    def stack(self, size: int, faults: Faults, known: Known | None) -> Stacked:
-        """Returns an empty stack.
-
-        Args:
-            size: The number of elements to be written.
-            faults: The rules for failed reads, if an element must be read to learn the structure.
-            known: An element that was read already, and its record.
-        """
-
-    @abstractmethod
-    def empty_element(self, faults: Faults, known: Known | None) -> Any:
-        """Returns an element of zeros with the structure of this element, or of any record."""
-
-    @abstractmethod
-    def name(self, record: int, among: int) -> str:
-        """Returns the name of a record, or of `among` consecutive records."""
-
-    @abstractmethod
-    def origin(self, record: int) -> Origin | None:
-        """Returns the origin of a record, if it is known."""
-
-    @abstractmethod
-    def evaluate(self, record: int) -> Any:
-        """Evaluates a record alone, on the public path."""
 
 
 class BatchBuilder:
@@ -89,7 +33,7 @@ class BatchBuilder:
         index: The number of the batch.
         records: int64[n], the records to read.
         route: The route to these records.
-        rows: Stacks the records, and names them.
+        template: The dataset of these records, and the structure of its rows.
         faults: The rules for failed reads.
         num_rows: Rows of the finished batch, if it is padded.
         padding: The padding; None for an unpadded batch.
@@ -106,25 +50,25 @@ class BatchBuilder:
         index: int,
         records: np.ndarray,
         route: Route,
-        rows: Rows,
+        template: RowTemplate,
         faults: Faults,
         num_rows: int,
         padding: Padding | None,
     ):
-        self._index, self._records, self._rows = index, records, rows
+        self._index, self._records, self._template = index, records, template
         self._route, self.faults = route, faults
         self._num_rows, self._padding = num_rows, padding
         self.size: int = len(records)
         self.number, self.position = 0, cast(Any, None)
         self._missing = self.size
         self._bad_rows: list[int] = []
-        self._stack: Stacked | None = None
+        self._stack: Stack | None = None
         self._lock = threading.Lock()
 
     @property
     def most_at_a_time(self) -> int:
         """Most records to read before they are written, if they are read one by one."""
-        return self._rows.rows_at_a_time
+        return self._template.rows_at_a_time
 
     def write(self, elements: Elements, start: int, until: float) -> int:
         """Applies the user's functions to elements, and writes them; several threads may call it.
@@ -159,11 +103,17 @@ class BatchBuilder:
         return self._route.part(start, stop)
 
     def _put(self, elements: Elements, start: int) -> None:
+        """Writes elements to the batch; several threads may call it, each for its own elements."""
         with self._lock:
             if self._stack is None:
                 known = elements[0], self._records[start]
-                self._stack = self._rows.stack(self.size, self.faults, known)
+                self._stack = Stack(self._template.stacker(self.faults, known), self.size)
         self._stack.write(elements, start, self._records[start : start + len(elements)])
+
+    def _stacked(self) -> Batch:
+        """Returns the batch without padding, once every element is written."""
+        stack, self._stack = self._stack, None
+        return (stack or Stack(self._template.stacker(self.faults), 0)).batch()
 
     def wrote(self, count: int) -> list[tuple[int, tuple[Batch, Any]]]:
         """Counts written records; after the last one, returns the batch and its position."""
@@ -176,29 +126,24 @@ class BatchBuilder:
 
     def finish(self) -> Batch:
         """Returns the batch with its padding: a tree of arrays with no other references."""
-        stack, self._stack = self._stack, None
-        batch = (stack or self._rows.stack(0, self.faults, None)).batch()
+        batch = self._stacked()
         if self._padding is None:
             return batch
         with span(PAD):
             if self._padding.remainder != "pad":
-                self._check_full(batch)
+                flat = FlatBatch.of(batch)
+                if flat.rows < self._num_rows:
+                    flat.refuse(
+                        "a batch is short in the middle of an epoch: something stands between"
+                        " .batch and .shard_to that changes the order of batches.",
+                        remedy="shuffle, mix or concatenate before .batch, or use"
+                        " .batch(B, drop_remainder=True).",
+                    )
             return pad_batch(batch, self._num_rows, self._padding.rows, self._bad_rows)
 
     def failed(self, start: int, error: Raised) -> list[tuple[int, Raised]]:
         """Returns an error in place of the batch."""
         return [(self.number, error)]
-
-    def _check_full(self, batch: Batch) -> None:
-        """Refuses a batch that is short but not the last one of its epoch."""
-        flat = FlatBatch.of(batch)
-        if flat.rows < self._num_rows:
-            flat.refuse(
-                "a batch is short in the middle of an epoch: something stands between .batch and"
-                " .shard_to that changes the order of batches.",
-                remedy="shuffle, mix or concatenate before .batch, or use"
-                " .batch(B, drop_remainder=True).",
-            )
 
     def _leave_out_bad(self, rows: Elements, start: int) -> None:
         """Puts empty elements in place of unreadable ones, and counts these."""
@@ -213,10 +158,11 @@ class BatchBuilder:
             return
         good = (i for i, row in enumerate(listed) if type(row) is not Unreadable)
         known = next(((listed[i], self._records[start + i]) for i in good), None)
-        empty = self._rows.empty_element(self.faults, known)
+        empty = self._template.stacker(self.faults, known).empty_row
         for i in bad:
             record = int(self._records[start + i])
-            self.faults.leave_out(listed[i], record, origin=self._rows.origin(record))
+            origin = Origin.of(self._template.records, record)
+            self.faults.leave_out(listed[i], record, origin=origin)
             self._bad_rows.append(start + i)
             listed[i] = empty
 
@@ -231,25 +177,22 @@ class BatchBuilder:
             return error
         records = self._records[start : start + bad.among].tolist()
         for record in records:
-            if (again := _error_of(self._rows.evaluate, record)) is not None:
-                found = error if bad.among == 1 else again
+            try:
+                self._template.records[record]  # by the public path
+            except Exception as another:
+                found = error if bad.among == 1 else another
                 found.add_note(self._place(record, 1))
                 return found
-        again = "Reading it a second time, to find the cause, succeeded"
-        if len(records) > 1:
-            again = "Reading each of them a second time, to find which one it was, succeeded"
-        place = self._place(records[0], len(records))
-        error.add_note(f"{place}. {again}. {self.faults.advice(error)}")
+        place, advice = self._place(records[0], len(records)), self.faults.advice(error)
+        error.add_note(f"{place}. A second read, to find the cause, succeeded. {advice}")
         return error
 
     def _place(self, record: int, among: int) -> str:
-        name = self._rows.name(record, among)
-        return f"grain_shard: while evaluating {name}, for batch {self._index}"
+        return f"grain_shard: while evaluating {self._name(record, among)}, for batch {self._index}"
 
-
-def _error_of(evaluate: Callable[[int], Any], record: int) -> Exception | None:
-    try:
-        evaluate(record)
-    except Exception as error:
-        return error
-    return None
+    def _name(self, record: int, among: int) -> str:
+        """Returns the name of a record, or of `among` consecutive records."""
+        above = "the dataset above .batch"
+        if among > 1:
+            return f"one of the records {record} to {record + among - 1} of {above}"
+        return record_name(record, above, Origin.of(self._template.records, record))

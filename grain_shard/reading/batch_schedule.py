@@ -8,11 +8,12 @@ from typing import Any
 
 import grain
 
-from grain_shard.errors import ShardingError
+from grain_shard.errors import ShardingError, require_int, require_steps
 from grain_shard.grain_inside import nodes
 from grain_shard.reading.cuts import Cuts
-from grain_shard.reading.record_batching import RecordBatching, RowTemplate
+from grain_shard.reading.record_batching import RecordBatching
 from grain_shard.reading.row_dataset import RowMapDataset
+from grain_shard.reading.row_template import RowTemplate
 
 
 @dataclass(frozen=True)
@@ -37,23 +38,10 @@ class BatchSchedule:
     sizes: Mapping[int, int]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sizes, Mapping) or not self.sizes:
-            raise ShardingError(
-                f"{self.sizes!r} does not say which batch size holds when.",
-                remedy="pass a dict from steps to sizes: {0: 256, 1_000: 512}.",
-            )
-        steps = list(self.sizes)
-        if not all(_is_int(step) for step in steps) or steps[0] != 0 or steps != sorted(steps):
-            raise ShardingError(
-                f"the batch size changes at steps {steps}, which do not ascend from 0.",
-                remedy="begin with step 0, and go on with larger whole numbers.",
-            )
+        remedy = "pass a dict from steps to rows, as whole numbers: {0: 256, 1_000: 512}."
+        require_steps("the batch sizes", self.sizes, remedy)
         for step, size in self.sizes.items():
-            if not _is_int(size) or size < 1:
-                raise ShardingError(
-                    f"the batch size from step {step} on is {size!r}, and not a number of rows.",
-                    remedy="pass a whole number, 1 or more.",
-                )
+            require_int(f"the batch size from step {step} on", size, 1)
 
     def __call__(self, ds: Any) -> RowMapDataset:
         """Returns the dataset of batches.
@@ -86,7 +74,3 @@ class BatchSchedule:
             raise ShardingError("there are no records to batch.", remedy="check the source.")
         batching = RecordBatching(cuts=Cuts(len(ds), self.sizes), template=RowTemplate(ds))
         return RowMapDataset(ds, batching, self)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

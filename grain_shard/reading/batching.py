@@ -10,7 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -39,27 +39,24 @@ class Batching(ABC):
         padding: The padding of each batch; None for unpadded batches.
         rows: Maps the size of a padded batch to the rows of it to keep, int64[n], ascending; None
             to keep all.
+        reads_rows_alone: True if one row of a batch can be read without the others.
     """
 
     cuts: Cuts
     num_epochs: int = 1
     padding: Padding | None = None
     rows: Mapping[int, np.ndarray] | None = None
+    reads_rows_alone: ClassVar[bool] = False
 
     @property
-    @abstractmethod
     def counts_records(self) -> bool:
         """True if a batch can begin at any record, so that batches can be cut elsewhere."""
+        return False
 
     @property
-    @abstractmethod
-    def reads_rows_alone(self) -> bool:
-        """True if one row of a batch can be read without the others."""
-
-    @property
-    @abstractmethod
     def reads_many(self) -> bool:
         """True if one call for many records costs less than many calls."""
+        return False
 
     @property
     @abstractmethod
@@ -73,10 +70,6 @@ class Batching(ABC):
         Returns:
             None if the batches were sliced or shuffled, and some of them may be short.
         """
-
-    @abstractmethod
-    def fingerprint_of_batches(self) -> Fingerprint:
-        """Returns the fields, without padding, with which a saved state must agree."""
 
     @abstractmethod
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
@@ -140,19 +133,13 @@ class Batching(ABC):
         return any(len(rows) < size for size, rows in self.rows.items())
 
     @property
-    def can_leave_out(self) -> bool:
-        """True if an unreadable row may be left out, because the mask then shows it."""
-        return self.pad_rows.mask_key is not None and self.reads_rows_alone
-
-    @property
     def pad_rows(self) -> PadRows:
         """The rows of padding in its batches."""
         return PadRows(mask_key=None) if self.padding is None else self.padding.rows
 
     def fingerprint(self) -> Fingerprint:
         """Returns the fields with which a saved state must agree."""
-        found = self.fingerprint_of_batches()
-        return found if self.padding is None else {**found, "remainder": self.padding.remainder}
+        return {} if self.padding is None else {"remainder": self.padding.remainder}
 
     def beginning_at(self: B, progress: Progress) -> B:
         """Returns batches that begin at this position, if a batch can begin at any record."""
@@ -168,7 +155,7 @@ class Batching(ABC):
         """Returns the same records with other cuts, which may have other short batches."""
         other = replace(self, cuts=cuts, num_epochs=num_epochs)
         if self.padding is not None and self.padding.remainder == "error" and self.counts_records:
-            other.require_full()
+            other._require_full(cuts)
         return other
 
     def padded(self: B, padding: Padding) -> B:
@@ -180,9 +167,6 @@ class Batching(ABC):
         """
         padded = replace(self, padding=padding)
         if padding.remainder == "pad":
-            return padded
-        if padding.remainder == "error" and self.counts_records:
-            self.require_full()
             return padded
         cuts, largest = self.epochs(), max(self.unpadded_sizes)
         if cuts is None:
@@ -200,22 +184,24 @@ class Batching(ABC):
                     remedy='pass remainder="pad", or make the batch smaller.',
                 )
             return padded.dropping_remainder()
-        if cuts.has_short(self.num_epochs):
-            raise _short(f"of {largest} rows")
+        self._require_full(cuts)
         return padded
 
-    def require_full(self) -> None:
-        """Refuses batches if they are cut by records and one of them is short.
+    def _require_full(self, cuts: Cuts) -> None:
+        """Refuses cuts of the records if one of the batches is short.
 
         Raises:
             ShardingError: A batch is short.
         """
-        if self.cuts.has_short(self.num_epochs):
-            begin, sizes = self.cuts.begin, " or ".join(map(str, self.unpadded_sizes))
+        if cuts.has_short(self.num_epochs):
+            begin, sizes = cuts.begin, " or ".join(map(str, self.unpadded_sizes))
             from_there = (
                 f", from record {begin.record} of epoch {begin.epoch} on" if begin != START else ""
             )
-            raise _short(f"of {sizes} rows{from_there}")
+            raise ShardingError(
+                f"the records do not fill the last batch of {sizes} rows{from_there}.",
+                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+            )
 
     def read_batch(self, index: int, faults: Faults) -> Batch:
         """Reads one batch in the calling thread."""
@@ -226,10 +212,3 @@ class Batching(ABC):
                 elements = builder.way(done, builder.size).read(NEVER, faults)
             done += builder.write(elements, done, NEVER)
         return builder.finish()
-
-
-def _short(batch: str) -> ShardingError:
-    return ShardingError(
-        f"the records do not fill the last batch {batch}.",
-        remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
-    )

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import numbers
 import random
 import threading
@@ -93,12 +95,9 @@ class FaultRules:
             object.__setattr__(self, "retries", Retries(self.retries))
         require_choice("on_bad_record", self.on_bad_record, get_args(OnBadRecord))
         most = self.max_bad_records
-        if isinstance(most, numbers.Integral) and not isinstance(most, bool):
-            most = int(most)  # it may be a NumPy integer
-            object.__setattr__(self, "max_bad_records", most)
-        is_number = isinstance(most, int | float) and not isinstance(most, bool)
-        # Written so that it also refuses NaN.
-        if not is_number or not most >= 0 or (isinstance(most, float) and not most <= 1):
+        largest = math.inf if isinstance(most, numbers.Integral) else 1.0
+        is_number = isinstance(most, numbers.Real) and not isinstance(most, bool)
+        if not is_number or not 0 <= most <= largest:  # NaN is refused, too
             raise ShardingError(
                 f"max_bad_records={most!r} is neither a number of records nor a share of them.",
                 remedy="pass a whole number, as 100, or a share from 0.0 to 1.0, as 0.01.",
@@ -185,13 +184,12 @@ class Faults(Recovery):
         self._retries: Retries = rules.retries
         self._counts = FaultCounts()
         self._listed: list[BadRecord] = []
-        # Records for which all tries were used up, and whether there are too many of them.
-        self._exhausted, self._source_is_down = 0, False
+        self._exhausted = 0  # records for which all tries were used up
         self._is_stopped = False
         self._lock = threading.Lock()
 
     def __reduce__(self):
-        return _of_worker, (self._rules,)
+        return functools.partial(Faults, is_worker=True), (self._rules,)
 
     def counts(self) -> FaultCounts:
         """Returns the counts so far."""
@@ -227,8 +225,7 @@ class Faults(Recovery):
     def reads_again(self, error: Exception) -> bool:
         if not self._retries.times or not self.may_heal(error):
             return self.masks
-        if self._source_is_down:
-            self._check_exhausted(error)
+        self._require_source(error)
         self.count(retries=1)
         return True
 
@@ -245,27 +242,25 @@ class Faults(Recovery):
                     error = another
             if tries:
                 error.add_note(f"grain_shard: it was tried {tries + 1} times")
-            if self.may_leave_out(error) and (tries or (self._source_is_down and heals(error))):
-                self._check_exhausted(error)
+                if self.may_leave_out(error):
+                    with self._lock:
+                        self._exhausted += 1
+                    self._require_source(error)
             return Unreadable(error)
         finally:
             del error  # its traceback refers to this frame
 
     def _pause(self, tries: int, error: Exception) -> bool:
         """Waits before another try; returns False if there is to be none."""
-        if self._is_stopped or self._source_is_down:
+        if self._is_stopped:
             return False
-        logging.log_every_n_seconds(
-            logging.WARNING,
-            "a read has failed, and is tried again (try %d of %d): %s. It is retry %d of this"
-            " pipeline. Others are not logged for %d s.",
-            _LOG_EVERY_S,
-            tries + 2,
-            self._retries.times + 1,
-            describe_error(error),
-            self.count(retries=1).retries,
-            _LOG_EVERY_S,
+        self._require_source(error)
+        text = (
+            f"a read has failed, and is tried again (try {tries + 2} of {self._retries.times + 1}):"
+            f" {describe_error(error)}. It is retry {self.count(retries=1).retries} of this"
+            f" pipeline. Others are not logged for {_LOG_EVERY_S} s."
         )
+        logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _GROWTH ** min(tries, 20))
         # In slices and without a lock, since the garbage collector may call `stop` anywhere.
         until = time.monotonic() + longest_s * random.uniform(0.5, 1.0)
@@ -284,29 +279,25 @@ class Faults(Recovery):
         # One of several hosts that read the same rows may miss a file, or not reach a bucket.
         return not isinstance(error, OSError | ImportError) and not self.may_heal(error)
 
-    def _check_exhausted(self, error: Exception) -> None:
-        """Counts exhausted tries before the batch is done: if a source is down, all would pause.
+    def _require_source(self, error: Exception) -> None:
+        """Ends the run before a batch is done, if the source is down: each record would pause.
 
         Raises:
             BadRecordsError: All tries were used up for too many records.
         """
-        with self._lock:
-            self._exhausted += 1
-            exhausted = self._exhausted
-        self._source_is_down = exhausted > self._most()
-        if self._source_is_down:
+        if self._exhausted > self._most():
             raise BadRecordsError(
-                f"{exhausted:,} records could not be read by {self._retries.times + 1} tries each,"
-                f" more than max_bad_records={self._rules.max_bad_records!r} allows. The last:"
-                f" {describe_error(error)}.\n"
+                f"{self._exhausted:,} records could not be read by {self._retries.times + 1} tries"
+                f" each, more than max_bad_records={self._rules.max_bad_records!r} allows. The"
+                f" last: {describe_error(error)}.\n"
                 "  remedy: see whether the source can be reached from this host."
             ) from error
 
     def _most(self) -> float:
         """Returns the most records that may be bad, among those read so far."""
         most = self._rules.max_bad_records
-        if isinstance(most, int):
-            return most
+        if isinstance(most, numbers.Integral):
+            return float(most)
         return most * max(self._counts.records, _SHARE_OF_AT_LEAST)
 
     def leave_out(
@@ -342,20 +333,13 @@ class Faults(Recovery):
                 self._listed.append(bad)
         if self._is_worker:
             return
-        logging.log_every_n_seconds(
-            logging.WARNING,
-            "%s cannot be read, and is left out: %s. It is number %d of them. Others are not"
-            " logged for %d s.",
-            _LOG_EVERY_S,
-            bad.name,
-            bad.error,
-            count,
-            _LOG_EVERY_S,
+        text = (
+            f"{bad.name} cannot be read, and is left out: {bad.error}. It is number {count} of"
+            f" them. Others are not logged for {_LOG_EVERY_S} s."
         )
+        logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         if count > self._most():
-            with self._lock:
-                first = self._listed[:10]
-            some = first if count <= 10 else [*first[:9], bad]
+            some = dict.fromkeys([*self._listed[:9], bad])
             shown = "\n".join(f"    {one.name}: {one.error}" for one in some)
             raise BadRecordsError(
                 f"{count:,} of {records:,} records of this host cannot be read, more than"
@@ -366,19 +350,10 @@ class Faults(Recovery):
     def advice(self, error: Exception) -> str:
         """Returns the remedy: the argument that makes the source be asked again, or more often."""
         name, times = type(error).__name__, self._retries.times
-        assert isinstance(self._retries.on, tuple)
-        classes = [one.__name__ for one in self._retries.on]
-        if not self._is_named(error):
-            classes.append(name)
-        on = classes[0] if len(classes) == 1 else f"({', '.join(classes)})"
         if self.may_heal(error):
-            return f"retries=Retries({2 * times or 4}, on={on}) has it tried more often"
-        again = f"retries=Retries({times or 4}, on={on}) has it tried again"
+            return f"retries=Retries({2 * times or 4}, on={name}) has it tried more often"
+        again = f"retries=Retries({times or 4}, on={name}) has it tried again"
         return f"{name} is not tried again by itself: {again}"
-
-
-def _of_worker(rules: FaultRules) -> Faults:
-    return Faults(rules, is_worker=True)
 
 
 def read_by_several(rules: FaultRules) -> FaultRules:

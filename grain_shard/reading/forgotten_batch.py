@@ -14,6 +14,8 @@ from grain_shard.trees import FlatBatch
 def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
     """Refuses an element that must be a record: beside arrays it has a value without any dim.
 
+    Warns of an element of random access that may be a record or a batch.
+
     A pipeline with a ``.batch`` is never refused. Neither is one that begins with a
     `grain.IterDataset`, such as one from `from_iterable`: it may yield batches itself.
 
@@ -36,16 +38,7 @@ def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch)
                 remedy="call .batch(global_batch_size) before .shard_to. If each element is a whole"
                 " batch, give this leaf a value for each row, or drop it.",
             )
-
-
-def warn_of_records(ds: grain.MapDataset, element: FlatBatch) -> None:
-    """Warns of an element that may be a record or a batch.
-
-    Args:
-        ds: The pipeline.
-        element: An element of the pipeline; every leaf of it has a leading axis.
-    """
-    if not nodes.may_make_batches(ds):
+    if isinstance(ds, grain.MapDataset):
         path, array = element.paths[0], element.arrays[0]
         warnings.warn(
             f"no .batch stands in the pipeline, so each element is taken for a whole batch:"

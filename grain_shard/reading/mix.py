@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def mix(
         raise ShardingError("there is nothing to mix.", remedy="pass at least one dataset.")
     schedule = WeightSchedule(weights, len(datasets))
     for i, ds in enumerate(datasets):
-        if len(ds) == 0 and schedule.uses(i):
+        if len(ds) == 0 and any(parts[i] for _, parts in schedule.weights):
             raise ShardingError(
                 f"dataset {i} of the mixture, {ds}, is empty.",
                 remedy="check its source, or leave it out.",
@@ -78,6 +79,10 @@ class MixedByRecord(ElementsOfParents):
         self._schedule = schedule
 
     def __len__(self) -> int:
+        return self._length
+
+    @functools.cached_property
+    def _length(self) -> int:
         return self._schedule.length([len(ds) for ds in self.parents])
 
     def __repr__(self) -> str:

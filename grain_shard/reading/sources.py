@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import errno
 import functools
+import glob
 import itertools
 import os
 import re
@@ -12,14 +13,16 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
+from absl import logging
 from array_record.python.array_record_data_source import FileInstruction
 
-from grain_shard.reading.find_files import find_files, require_openable
+from grain_shard.reading.daemon_threads import DaemonThreads
+from grain_shard.reading.find_files import BUCKET, find_files
 from grain_shard.reading.open_file import open_file
 
 PathOrInstruction = str | os.PathLike[str] | FileInstruction
@@ -27,10 +30,13 @@ PathOrInstruction = str | os.PathLike[str] | FileInstruction
 # Threads that open and read files for all sources of this process, apart from the threads that ask
 # for records. They must be many: if the first calls take them all, concurrent calls seem to bring
 # nothing. With 64 threads, a mount with a latency of 20 ms gave half the records per second.
-_FREE_HELPERS = threading.BoundedSemaphore(256)
+_HELPERS = DaemonThreads("grain-shard-files", 256)
 # Files in the page cache answer in some 10 us each, and a thread costs more than that. So files are
 # read side by side only after the first few have taken this long, in seconds.
 _PATIENCE_S = 5e-3
+# A file that has not answered after this time is logged as late. Further ones are logged at this
+# interval, because there may be thousands of them.
+_LATE_S, _AGAIN_S = 10.0, 60.0
 
 # array_record raises a RuntimeError or a ValueError for every failure, with the answer of the
 # bucket or of the operating system in its text.
@@ -108,8 +114,7 @@ class ArrayRecordSource:
             raise ValueError("paths is empty: there is nothing to read")
         options = {"readahead_buffer_size": 0, **(reader_options or {})}
         self._options = ",".join(f"{name}:{value}" for name, value in options.items())
-        self._reader = _cached_readers(self._options)
-        self._parts = list(itertools.chain(*_side_by_side(_parts_of, given)))
+        self._parts = list(itertools.chain(*_side_by_side(_parts_of, list(zip(given)))))
         part, times = Counter(self._parts).most_common(1)[0]
         if times > 1:
             raise ValueError(
@@ -140,7 +145,8 @@ class ArrayRecordSource:
             IndexError: There is no such record.
         """
         record = index.__index__()
-        self._check(record)
+        if not 0 <= record < len(self):
+            raise IndexError(f"record {record} of {len(self)} does not exist")
         part = bisect.bisect_right(self._ends, record)
         return RecordPlace(self._parts[part].path, record + self._shifts[part])
 
@@ -154,20 +160,20 @@ class ArrayRecordSource:
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
         wanted = np.asarray(indices, np.int64)
         for index in wanted[(wanted < 0) | (wanted >= len(self))]:
-            self._check(int(index))
+            self.where(index)  # raises
         parts = np.searchsorted(self._ends, wanted, side="right")
         by_part = np.argsort(parts, kind="stable")
         borders = np.flatnonzero(np.diff(parts[by_part])) + 1
-        records = [b""] * len(indices)
-
-        def read(places: np.ndarray) -> None:
+        of_files = np.split(by_part, borders) if len(wanted) else []
+        reads = []
+        for places in of_files:
             part = parts[places[0]]
             positions = (wanted[places] + self._shifts[part]).tolist()
-            found = self._read(self._parts[part].path, positions)
+            reads.append((self._parts[part].path, positions))
+        records = [b""] * len(indices)
+        for places, found in zip(of_files, _side_by_side(self._read, reads), strict=True):
             for place, record in zip(places.tolist(), found, strict=True):
                 records[place] = record
-
-        _side_by_side(read, np.split(by_part, borders) if len(wanted) else [])
         return records
 
     def _read(self, path: str, positions: list[int]) -> Sequence[bytes]:
@@ -178,22 +184,23 @@ class ArrayRecordSource:
                 raise OSError(f"{path}: {error}") from error
             raise
 
-    def _check(self, index: int) -> None:
-        if not 0 <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)} does not exist")
-
-    def _count(self, part: _Part) -> int:
-        stop = self._reader(part.path).num_records() if part.stop is None else part.stop
-        return stop - part.start
+    @functools.cached_property
+    def _reader(self) -> Any:
+        """A cache of open readers by path; a reader that it drops may still be in use."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        unlimited = most == resource.RLIM_INFINITY
+        # Two threads that ask for the same file at once may both open it, and one reader is
+        # dropped. In return, no thread waits while another one opens a file.
+        return functools.lru_cache(None if unlimited else most // 2)(
+            functools.partial(open_file, self._options)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        del state["_reader"]  # another process opens the files itself
-        return state
+        # Another process opens the files itself.
+        return {name: value for name, value in vars(self).items() if name != "_reader"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reader = _cached_readers(self._options)
+    def _count(self, path: str, start: int, stop: int | None) -> int:
+        return (self._reader(path).num_records() if stop is None else stop) - start
 
     def __repr__(self) -> str:
         return f"ArrayRecordSource({len(self._parts)} files, {len(self)} records)"
@@ -208,52 +215,58 @@ class _Part(NamedTuple):
 
 
 def _parts_of(given: PathOrInstruction) -> list[_Part]:
-    if not isinstance(given, str | os.PathLike):
-        if not isinstance(given, FileInstruction):
-            raise TypeError(f"a path is text, not {given!r}")
-        path = os.fspath(given.filename)
-        require_openable(path)
-        return [_Part(path, given.skip, given.skip + given.take)]
-    path = os.path.expanduser(given)
-    require_openable(path)
-    if records := re.fullmatch(r"(.*)\[(\d+):(\d+)\]", path):
-        file, start, stop = records.group(1), int(records.group(2)), int(records.group(3))
-        if start > stop:
+    start, stop = 0, None
+    if isinstance(given, FileInstruction):
+        files, start, stop = [os.fspath(given.filename)], given.skip, given.skip + given.take
+    elif not isinstance(given, str | os.PathLike):
+        raise TypeError(f"a path is text, not {given!r}")
+    elif records := re.fullmatch(r"(.*)\[(\d+):(\d+)\]", path := os.path.expanduser(given)):
+        files, start, stop = [records[1]], int(records[2]), int(records[3])
+    else:
+        files = find_files(path)
+    if stop is not None and start > stop:
+        raise ValueError(
+            f"the records {start} to {stop} of {files[0]!r} end before they begin.\n"
+            "  remedy: write the first record, and the one after the last: [0:100]."
+        )
+    for file in files:
+        if "://" in file and (glob.has_magic(file) or not file.startswith(BUCKET)):
             raise ValueError(
-                f"the records {start} to {stop} of {path!r} end before they begin.\n"
-                "  remedy: write the first record, and the one after the last: [0:100]."
+                f"{file!r}: of URLs, only that of one object that begins with {BUCKET} can be"
+                " opened.\n"
+                "  remedy: mount the bucket and give the path or pattern below the mount's folder,"
+                " or write a source of your own (docs/buckets.md)."
             )
-        return [_Part(file, start, stop)]
-    return [_Part(file, 0, None) for file in find_files(path)]
+    return [_Part(file, start, stop) for file in files]
 
 
-def _cached_readers(options: str) -> Any:
-    """Returns a cache of open readers by path; a reader that it drops may still be in use."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    unlimited = most == resource.RLIM_INFINITY
-    # Two threads that ask for the same file at once may both open it, and one reader is dropped. In
-    # return, no thread waits while another one opens a file.
-    return functools.lru_cache(None if unlimited else most // 2)(
-        functools.partial(open_file, options)
-    )
+def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Returns a function's results for items, each a path and further arguments.
 
-
-def _side_by_side(function: Any, items: Sequence[Any]) -> list[Any]:
-    """Returns the results for all items; it uses threads only once the first items took long."""
+    Threads are used only once the first items took long, or if a bucket is asked: without a network
+    or credentials, array_record blocks its caller, also for Ctrl-C, for a quarter of an hour.
+    """
     until = time.perf_counter() + _PATIENCE_S
     results = []
-    for done, item in enumerate(items):
-        helpers = 0
-        if time.perf_counter() > until:
-            while helpers < len(items) - done and _FREE_HELPERS.acquire(blocking=False):
-                helpers += 1
-        if helpers:
-            threads = ThreadPoolExecutor(helpers, thread_name_prefix="grain-shard-files")
-            try:
-                return results + list(threads.map(function, items[done:]))
-            finally:
-                # After an error or Ctrl-C, do not wait for reads that a bucket does not answer.
-                threads.shutdown(wait=False, cancel_futures=True)
-                _FREE_HELPERS.release(helpers)
-        results.append(function(item))  # one at a time; helper threads may be free at the next item
-    return results
+    for item in items:
+        if str(item[0]).startswith(BUCKET) or time.perf_counter() > until:
+            break
+        results.append(function(*item))
+    calls = [_HELPERS.call(function, *item) for item in items[len(results) :]]
+    try:
+        for call, item in zip(calls, items[len(results) :], strict=True):
+            while not wait([call], _LATE_S).done:
+                if not threading.main_thread().is_alive():  # its end waits for this thread
+                    raise RuntimeError(f"{item[0]!r} did not answer before the program ended")
+                text = (
+                    f"{item[0]} has not answered for {_LATE_S:.0f} s or more: see whether this host"
+                    " reaches it. A bucket is tried for a quarter of an hour before that is an"
+                    " error: see whether this host has credentials for it, or mount it and give the"
+                    " path below the mount's folder."
+                )
+                logging.log_every_n_seconds(logging.WARNING, text, _AGAIN_S)
+            results.append(call.result())
+        return results
+    finally:
+        for call in calls:
+            call.cancel()

@@ -7,9 +7,10 @@ lookup, at any index. All numbers are integers, so rounding errors cannot add up
 
 from __future__ import annotations
 
+import bisect
 import functools
-import itertools
 import math
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from grain_shard.errors import ShardingError
+from grain_shard.errors import ShardingError, require_steps
 
 # The approximate longest pattern. Weights that need a longer one are rounded to this many parts.
 _MAX_PERIOD = 2**16
@@ -45,7 +46,12 @@ class WeightSchedule:
     """
 
     def __init__(self, weights: Mapping[int, Sequence[Any]], num_components: int):
-        starts = _checked_starts(weights)
+        require_steps(
+            "the weights of a mixture",
+            weights,
+            "pass a dict from records to the weights from there on: {0: [3, 1], 100_000: [1, 1]}.",
+        )
+        starts = list(weights)
         offsets = (0,) * num_components
         stages = []
         for start, stop in zip(starts, [*starts[1:], None], strict=True):
@@ -78,27 +84,19 @@ class WeightSchedule:
             components[here], records[here] = self._stages[stage].locate(indices[here])
         return components, records
 
-    def uses(self, component: int) -> bool:
-        """Returns whether any record comes from a component."""
-        return any(stage.parts[component] for stage in self._stages)
-
     def length(self, lengths: Sequence[int]) -> int:
         """Returns the number of records before the first one that a component lacks.
 
         Args:
             lengths: The number of records of each component.
         """
-        return min(itertools.starmap(self._place_of, enumerate(lengths)))
 
-    def _place_of(self, component: int, record: int) -> int:
-        """Returns the mixture's index of a component's record; `sys.maxsize` if it has none."""
-        stops = [*self._starts[1:], sys.maxsize]
-        for stage, stop in zip(self._stages, stops, strict=True):
-            if stage.parts[component]:
-                place = stage.place_of(component, record)
-                if place < stop:
-                    return place
-        return sys.maxsize
+        def is_lacking(index: int) -> bool:
+            """Returns whether a component lacks a record that comes up to this one."""
+            stage = self._stages[np.searchsorted(self._starts, index, side="right") - 1]
+            return any(map(operator.gt, stage.records_before(index + 1), lengths))
+
+        return bisect.bisect_left(range(sys.maxsize), True, key=is_lacking)
 
 
 @dataclass(frozen=True)
@@ -130,13 +128,6 @@ class _Stage:
         rest = np.bincount(pattern[:place], minlength=len(self.parts)).tolist()
         counts = zip(self.offsets, self.parts, rest, strict=True)
         return tuple(offset + rounds * part + more for offset, part, more in counts)
-
-    def place_of(self, component: int, record: int) -> int:
-        """Returns the index of a component's record in the mixture if this stage never ended."""
-        pattern, _ = _pattern(self.parts)
-        rounds, rank = divmod(record - self.offsets[component], self.parts[component])
-        place = np.flatnonzero(pattern == component)[rank]
-        return self.start + rounds * len(pattern) + int(place)
 
 
 @functools.lru_cache(maxsize=64)
@@ -175,32 +166,17 @@ def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
 
 def _parts(start: int, weights: Sequence[Any], num_components: int) -> Parts:
     """Returns the weights as integers without a common factor."""
-    where = f"the weights from record {start} on"
-    if isinstance(weights, str) or not hasattr(weights, "__len__"):
+    try:
+        exact = [Fraction(str(weight)) for weight in weights]  # 0.7 is 7/10, not the nearest float
+    except (TypeError, ValueError):
+        exact = []
+    if len(exact) != num_components or isinstance(weights, str) or min(exact) < 0 or not any(exact):
         raise ShardingError(
-            f"{where} are {weights!r}.", remedy="pass a list with a weight for each dataset."
+            f"the weights from record {start} on are {weights!r}.",
+            remedy=f"pass a list of {num_components} numbers, one for each dataset: at least 0,"
+            " for a dataset that pauses, and not all 0. Only their proportions matter.",
         )
-    if len(weights) != num_components:
-        raise ShardingError(
-            f"{where} are {len(weights)}, {list(weights)}, and the datasets are {num_components}.",
-            remedy="pass a weight for each dataset, 0 for one that is to pause.",
-        )
-    exact = []
-    for weight in weights:
-        try:
-            exact.append(Fraction(str(weight)))  # 0.7 is 7/10, not the nearest float
-        except ValueError:
-            exact.append(Fraction(-1))
-        if exact[-1] < 0:
-            raise ShardingError(
-                f"{where} are {list(weights)}, and {weight!r} is no number of at least 0.",
-                remedy="pass numbers; only their proportions matter.",
-            )
     total = sum(exact)
-    if not total:
-        raise ShardingError(
-            f"{where} are all 0.", remedy="give at least one dataset a weight above 0."
-        )
     shares = [weight / total for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
     if period <= _MAX_PERIOD:
@@ -208,21 +184,3 @@ def _parts(start: int, weights: Sequence[Any], num_components: int) -> Parts:
     parts = [max(1, round(share * _MAX_PERIOD)) if share else 0 for share in shares]
     factor = math.gcd(*parts)
     return tuple(part // factor for part in parts)
-
-
-def _checked_starts(weights: Mapping[int, Any]) -> list[int]:
-    remedy = (
-        "pass a dict from records, the first of them 0 and each larger than the one before, to the"
-        " weights that hold from there on: {0: [3, 1], 100_000: [1, 1]}."
-    )
-    if not isinstance(weights, Mapping) or not weights:
-        raise ShardingError(f"{weights!r} does not say which weights hold when.", remedy=remedy)
-    starts = list(weights)
-    if not all(type(start) is int for start in starts):
-        raise ShardingError(
-            f"the weights change at {starts}, and not all of these are whole numbers.",
-            remedy=remedy,
-        )
-    if starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts)):
-        raise ShardingError(f"the weights change at records {starts}.", remedy=remedy)
-    return starts

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import grain
 import numpy as np
 
-from grain_shard.grain_inside.routes import Route
+from grain_shard.grain_inside.routes import Elements, Route
 from grain_shard.host_arrays import copied, empty
-from grain_shard.reading.batch_builder import BatchBuilder, Known, Rows
+from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, fingerprint
-from grain_shard.reading.forgotten_batch import refuse_records, warn_of_records
-from grain_shard.reading.origin import Origin
+from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.record_batching import RecordBatching
+from grain_shard.reading.row_template import RowTemplate
 from grain_shard.trees import Batch, FlatBatch
 
 
@@ -28,104 +28,39 @@ class WholeBatching(Batching):
 
     Attributes:
         batches: The batches.
-        made_of: The records of the batches, if known.
-        batches_per_epoch: Batches in an epoch of the dataset. Some of them may be dropped here.
     """
 
     batches: Wholes
-    made_of: RecordBatching | None
-    batches_per_epoch: int
 
     @classmethod
     def of(cls, ds: grain.MapDataset, made_of: RecordBatching | None) -> WholeBatching:
-        """Returns the batches of a dataset."""
-        cuts = Cuts(len(ds), {0: 1}) if made_of is None else made_of.cuts
-        size = None if made_of is None else made_of.unpadded_sizes[0]
-        return cls(
-            cuts=cuts,
-            num_epochs=1 if made_of is None else made_of.num_epochs,
-            batches=Wholes(ds, size),
-            made_of=made_of,
-            batches_per_epoch=cuts.steps_before(1),
-        )
-
-    @property
-    def counts_records(self) -> bool:
-        return False
-
-    @property
-    def reads_rows_alone(self) -> bool:
-        return False
-
-    @property
-    def reads_many(self) -> bool:
-        return False
+        """Returns the batches of a dataset, made of these records if they are known."""
+        batches = Wholes(ds, made_of)
+        if made_of is None:
+            return cls(cuts=Cuts(len(ds), {0: 1}), batches=batches)
+        return cls(cuts=made_of.cuts, num_epochs=made_of.num_epochs, batches=batches)
 
     @property
     def unpadded_sizes(self) -> tuple[int, ...]:
         return (self.batches.size,)
 
     def epochs(self) -> Cuts | None:
-        if self.made_of is not None:
-            return self.made_of.epochs()
-        size, last = self.batches.size, self.batches_per_epoch - 1
-        return Cuts(last * size + self.batches.rows_of(last), {0: size})
+        batches = self.batches
+        if batches.made_of is not None:
+            return batches.made_of.epochs()
+        last = len(batches.ds) - 1
+        return Cuts(last * batches.size + FlatBatch.of(batches.ds[last]).rows, {0: batches.size})
 
     def dropping_remainder(self) -> WholeBatching:
         cuts = self.epochs()
         assert cuts is not None, "no batch of a slice is dropped"
         return replace(self, cuts=cuts.dropping_remainder())
 
-    def fingerprint_of_batches(self) -> Fingerprint:
-        return fingerprint(self.batches.ds)
+    def fingerprint(self) -> Fingerprint:
+        return {**fingerprint(self.batches.ds), **super().fingerprint()}
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        ds = self.batches.ds
-        found = [np.array([self._dataset_index(index)]) for index in indices]
-        return [
-            BatchBuilder(
-                index,
-                below,
-                Route(ds, below),
-                _Whole(self, index),
-                faults,
-                0 if self.padding is None else self.host_batch_size_of(self.batches.size),
-                self.padding,
-            )
-            for index, below in zip(indices, found, strict=True)
-        ]
-
-    def _dataset_index(self, index: int) -> int:
-        """Returns the index of a batch in the dataset, which includes the dropped batches."""
-        epoch, record, _, size = self.cuts.cut(index)
-        return epoch * self.batches_per_epoch + record // size
-
-    def kept(self, index: int, batch: Batch) -> Batch:
-        """Returns the rows of a batch to keep, in arrays without other references.
-
-        Raises:
-            ShardingError: The batch has an unexpected number of rows.
-        """
-        flat = FlatBatch.of(batch)
-        rows = None if self.rows is None else self.rows_of(self.batches.size)
-        if self.made_of is not None:
-            sliced = self.made_of.sliced is not None
-            existing = (self.made_of if sliced else self.cuts).cut(index).num_records
-            if flat.rows != existing:
-                flat.refuse(
-                    f"batch {index} has {flat.rows} rows, made of {existing} records: what stands"
-                    " after .batch changes their number.",
-                    remedy="change it before .batch; or in a stream, .to_iter_dataset().batch(B)"
-                    ".map(...), whose first batch tells the size.",
-                )
-        if rows is not None and flat.rows > self.batches.size:
-            flat.refuse(
-                f"batch {index} has {flat.rows} rows, more than the {self.batches.size} of a full"
-                " batch.",
-                remedy="give every batch but the last of an epoch the same number of rows: shuffle,"
-                " mix or concatenate before .batch, or use .batch(B, drop_remainder=True).",
-            )
-        return take_rows(flat, rows)
+        return [_WholeBatch(self, index, faults) for index in indices]
 
 
 class Wholes:
@@ -133,55 +68,80 @@ class Wholes:
 
     Args:
         ds: The dataset.
-        size: Rows of a full batch; None if only a batch shows it.
+        made_of: The records of the batches, if known.
     """
 
-    def __init__(self, ds: grain.MapDataset, size: int | None):
+    def __init__(self, ds: grain.MapDataset, made_of: RecordBatching | None):
         self.ds: grain.MapDataset = ds
-        self._size = size
+        self.made_of = made_of
 
     @property
+    def per_epoch(self) -> int:
+        """Batches in an epoch of the dataset; the chain may drop some of them."""
+        return len(self.ds) if self.made_of is None else self.made_of.cuts.steps_before(1)
+
+    @functools.cached_property
     def size(self) -> int:
         """Rows of a full batch; the first use may read the first batch."""
-        if self._size is None:
-            batch = FlatBatch.of(self.ds[0])
-            refuse_records(self.ds, batch)
-            warn_of_records(self.ds, batch)
-            self._size = batch.rows
-        return self._size
-
-    def rows_of(self, index: int) -> int:
-        """Returns the rows of a batch; this reads the batch."""
-        return FlatBatch.of(self.ds[index]).rows
+        if self.made_of is not None:
+            return self.made_of.unpadded_sizes[0]
+        batch = FlatBatch.of(self.ds[0])
+        refuse_records(self.ds, batch)
+        return batch.rows
 
 
-class _Whole(Rows):
-    """One batch, evaluated as one record and stacked alone."""
+class _WholeBatch(BatchBuilder):
+    """One batch, read as one element of the dataset."""
 
-    def __init__(self, batching: WholeBatching, index: int):
-        self._batching, self._index = batching, index
-        self._batch: Batch | None = None
+    def __init__(self, batching: WholeBatching, index: int, faults: Faults):
+        ds, (epoch, record, _, size) = batching.batches.ds, batching.cuts.cut(index)
+        # The index in the dataset, which includes the batches that are dropped here.
+        below = np.array([epoch * batching.batches.per_epoch + record // size])
+        padded = 0  # unused without padding; the size may have to be read
+        if batching.padding is not None:
+            padded = batching.host_batch_size_of(batching.batches.size)
+        template = RowTemplate(ds)
+        super().__init__(index, below, Route(ds, below), template, faults, padded, batching.padding)
+        self._batching, self._batch = batching, None
 
-    def stack(self, size: int, faults: Faults, known: Known | None) -> _Whole:
-        return self
+    def _put(self, elements: Elements, start: int) -> None:
+        """Keeps some rows of the batch, in arrays without other references.
 
-    def write(self, rows: Sequence[Any], start: int, origins: Any) -> None:
-        self._batch = self._batching.kept(self._index, rows[0])
+        Raises:
+            ShardingError: The batch has an unexpected number of rows.
+        """
+        flat, batching = FlatBatch.of(elements[0]), self._batching
+        made_of = batching.batches.made_of
+        if made_of is not None:
+            cuts = batching.cuts if made_of.sliced is None else made_of
+            existing = cuts.cut(self._index).num_records
+            if flat.rows != existing:
+                flat.refuse(
+                    f"batch {self._index} has {flat.rows} rows, made of {existing} records: what"
+                    " stands after .batch changes their number.",
+                    remedy="change it before .batch; or in a stream, .to_iter_dataset().batch(B)"
+                    ".map(...), whose first batch tells the size.",
+                )
+        rows = None
+        if batching.rows is not None:
+            size = batching.batches.size
+            rows = batching.rows_of(size)
+            if flat.rows > size:
+                flat.refuse(
+                    f"batch {self._index} has {flat.rows} rows, more than the {size} of a full"
+                    " batch.",
+                    remedy="give every batch but the last of an epoch the same number of rows:"
+                    " shuffle, mix or concatenate before .batch, or use"
+                    " .batch(B, drop_remainder=True).",
+                )
+        self._batch = take_rows(flat, rows)
 
-    def batch(self) -> Batch:
-        return self._batch
+    def _stacked(self) -> Batch:
+        batch, self._batch = self._batch, None
+        return batch
 
-    def empty_element(self, faults: Faults, known: Known | None) -> Any:
-        raise NotImplementedError("no row of a whole batch is left out")
-
-    def name(self, record: int, among: int) -> str:
+    def _name(self, record: int, among: int) -> str:
         return f"batch {record} of the dataset"
-
-    def origin(self, record: int) -> Origin | None:
-        return None
-
-    def evaluate(self, record: int) -> Any:
-        return self._batching.batches.ds[record]
 
 
 def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:

@@ -233,8 +233,6 @@ def _check_can_leave_out(ds: RowMapDataset) -> None:
     Raises:
         ShardingError: Rows cannot be read alone, or there is no mask.
     """
-    if ds.batching.can_leave_out:
-        return
     if not ds.batching.reads_rows_alone:
         raise ShardingError(
             'on_bad_record="mask" needs rows that can be had one by one: a custom batch_fn, or a'
@@ -242,7 +240,8 @@ def _check_can_leave_out(ds: RowMapDataset) -> None:
             remedy="move the .map before .batch, where it is given each record; pad records to one"
             " shape there instead of in a batch_fn.",
         )
-    raise ShardingError(
-        'on_bad_record="mask" needs the mask, which alone tells that a row is none.',
-        remedy="leave out mask_key=None.",
-    )
+    if ds.batching.pad_rows.mask_key is None:
+        raise ShardingError(
+            'on_bad_record="mask" needs the mask, which alone tells that a row is none.',
+            remedy="leave out mask_key=None.",
+        )

@@ -1,0 +1,74 @@
+"""`DaemonThreads`: threads for calls that may never return, such as those into a network."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any
+
+# A thread that has waited this long for a call, in seconds, ends.
+_IDLE_S = 0.1
+
+
+class DaemonThreads:
+    """Threads that make calls, in the order in which these are given.
+
+    A thread ends when no call is left. The program's exit waits for none of them.
+
+    Args:
+        name: Name of the threads.
+        most: The most threads.
+    """
+
+    def __init__(self, name: str, most: int):
+        self._name, self._most = name, most
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)  # a forked process has no threads
+
+    def _begin(self) -> None:
+        self._lock = threading.RLock()
+        self._calls = SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]]()
+        self._threads = self._unfinished = 0
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Lets a thread call a function; returns the future of its result."""
+        future = Future[Any]()
+        with self._lock:
+            if self._threads <= self._unfinished and self._threads < self._most:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._threads += 1
+            self._unfinished += 1
+            self._calls.put((future, function, args))
+        return future
+
+    def call_at_once(self, function: Callable[..., Any], *args: Any) -> Future[Any] | None:
+        """Works like `call`, but returns None if the call would have to wait for a thread."""
+        with self._lock:
+            return self.call(function, *args) if self._unfinished < self._most else None
+
+    def _run(self) -> None:
+        while True:
+            try:
+                future, function, args = self._calls.get(timeout=_IDLE_S)
+            except Empty:
+                with self._lock:
+                    if self._unfinished < self._threads:  # no call is left for this thread
+                        self._threads -= 1
+                        return
+                continue
+            is_wanted = future.set_running_or_notify_cancel()
+            result = error = None
+            try:
+                result = function(*args) if is_wanted else None
+            except BaseException as raised:
+                error = raised
+            with self._lock:
+                self._unfinished -= 1
+            if error is not None:
+                future.set_exception(error)
+            elif is_wanted:
+                future.set_result(result)
+            del future, function, args, result, error  # or they live until the next call
