@@ -36,6 +36,35 @@ class Producer(Iterator[T]):
         """Ends the threads and processes above this producer, and waits for them."""
 
 
+class Results(Producer[T]):
+    """A producer that keeps its next item until it is told that the consumer has it.
+
+    So a consumer that is interrupted on the way gets the same item again.
+    """
+
+    @property
+    @abstractmethod
+    def taken(self) -> int:
+        """Number of items that the consumer has got."""
+
+    @abstractmethod
+    def peek(self) -> T:
+        """Waits for the next item and returns it, as ``next`` does; a further call, too."""
+
+    @abstractmethod
+    def release(self, taken: int) -> None:
+        """Forgets the items that the consumer has got; a second call does no harm.
+
+        Args:
+            taken: Their number, from the first one on.
+        """
+
+    def __next__(self) -> T:
+        item = self.peek()
+        self.release(self.taken + 1)
+        return item
+
+
 class Items(Producer[T]):
     """An ordinary iterator as a producer. It has no threads or processes to end."""
 
