@@ -22,7 +22,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -252,7 +251,7 @@ class _Shared(Generic[T]):
         self._drained = False  # no task will be drawn any more
         self._final: Raised | None = None  # follows the results that are ready
         self._to_close = [tasks]  # until they are closed
-        self._close_errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self._close_errors: list[BaseException] = []
         self._nobody_closes = False  # close() will not be called again: log errors in closing
 
     def start(self) -> None:
@@ -373,7 +372,7 @@ class _Shared(Generic[T]):
         try:
             tasks.close()
         except BaseException as error:
-            self._close_errors.put(error)
+            self._close_errors.append(error)
             if self._nobody_closes:
                 self.log_close_error()
 
@@ -381,8 +380,8 @@ class _Shared(Generic[T]):
         """Returns the error of closing, once; later errors of closing are logged."""
         self._nobody_closes = True
         try:
-            error = self._close_errors.get_nowait()
-        except queue.Empty:
+            error = self._close_errors.pop()
+        except IndexError:
             return None
         atexit.unregister(self._at_exit)
         return error
@@ -464,7 +463,7 @@ class _Shared(Generic[T]):
         if last:
             self._close_tasks()
             # Not earlier: the interpreter's exit waits for this thread, and logs its close error.
-            if self._close_errors.empty():
+            if not self._close_errors:
                 atexit.unregister(self._at_exit)
 
     def _room(self) -> int:

@@ -15,7 +15,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import cast
+from typing import TypeVar, cast
+
+S = TypeVar("S")
 
 
 class Bell:
@@ -28,23 +30,20 @@ class Bell:
     def __init__(self):
         self._waiting: dict[int, queue.SimpleQueue[None]] = {}  # by thread
 
-    def wait_for(self, has_come: Callable[[], bool], wait_s: float = math.inf) -> bool:
+    def wait_for(self, has_come: Callable[[], S], wait_s: float = math.inf) -> S:
         """Waits until something has come.
 
         Args:
-            has_come: Returns whether it has; called again after each `ring`.
+            has_come: Returns a true value once it has; called again after each `ring`.
             wait_s: The longest wait, in seconds.
 
         Returns:
-            Whether it has come.
+            What `has_come` returned last.
         """
-        if has_come():
-            return True
-        thread = threading.get_ident()
-        rung, until = (
-            self._waiting.setdefault(thread, queue.SimpleQueue()),
-            time.monotonic() + wait_s,
-        )
+        if come := has_come():
+            return come
+        thread, until = threading.get_ident(), time.monotonic() + wait_s
+        rung = self._waiting.setdefault(thread, queue.SimpleQueue())
         while not (come := has_come()) and (left_s := until - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 rung.get(timeout=min(left_s, threading.TIMEOUT_MAX))

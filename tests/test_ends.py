@@ -166,7 +166,7 @@ def agreed(source, host=0, meeting=None, *, buffer_size=2, remainder="pad", **op
         rounds,
         remainder=remainder,
         same_rows=False,
-        **{"padding": lambda: "padding", **options},
+        **{"padding": lambda before: "padding", **options},
     )
 
 
@@ -359,13 +359,13 @@ def test_a_scalar_stays_what_it_is_in_padding():
     class Padded:
         padding = PadRows()
 
-        def past_end(self, position):
-            return position + 1
+        def past_end(self, position, batches):
+            return position + batches
 
     rows = {"x": np.ones(4), "valid_mask": np.ones(4, bool), "temperature": np.float32(0.7)}
     place = Placing(lambda batch: batch, Meter(mask_key="valid_mask"), 0, keeps_last=True)
     assert place((rows, 1)).size["records"] == 4
-    padding, position, size = place.padding(Padded())
+    padding, position, size = place.padding(Padded(), 0)
     assert (position, size["records"]) == (2, 0)
     assert not padding["x"].any()
     assert not padding["valid_mask"].any()

@@ -18,6 +18,7 @@ import grain_shard
 from grain_shard import DevicePut, ShardingTree, background, tasks
 from grain_shard.grain_inside import nodes
 from grain_shard.hosts import together
+from grain_shard.iteration import iterator as iterator_module
 from tests.conftest import (
     HANG_S,
     Made,
@@ -687,7 +688,10 @@ class TestInterpreterExit:
 class InterruptedOnce(together.Alone):
     """Stands for other hosts; an interrupt comes while the first batch is compared with theirs."""
 
-    has_compared, interrupts = False, 1
+    interrupts = 1
+
+    def __init__(self):
+        self.has_compared = False
 
     def compare(self, fields, digest=None):
         if self.interrupts:
@@ -696,9 +700,9 @@ class InterruptedOnce(together.Alone):
         self.has_compared = True
 
 
-def test_an_interrupt_while_hosts_compare_loses_no_batch():
+def test_an_interrupt_while_hosts_compare_loses_no_batch(monkeypatch):
+    monkeypatch.setattr(iterator_module, "Alone", InterruptedOnce)
     with iter(numbered(24, 8).shard_to(data_mesh(2))) as iterator:
-        iterator._together = InterruptedOnce()
         before = iterator.get_state()
         with pytest.raises(KeyboardInterrupt):
             next(iterator)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
-import queue
 from collections.abc import Mapping
 
 from grain_shard.background import Background
@@ -19,7 +18,7 @@ from grain_shard.feeding.feed_streams import (
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.reading.faults import Faults
 from grain_shard.spans import READ, span
-from grain_shard.tasks import Producer, naming_closed
+from grain_shard.tasks import Queue, naming_closed
 
 
 class FeedTurns:
@@ -92,7 +91,7 @@ def _take(num_feeds: int, rows_per_feed: int, turn: tuple[int, FeedReader]) -> F
         return FeedTurn(feed, rows, pickle.dumps(reader.feed_state()))  # Grain may change it later
 
 
-class _AskedTurns(Producer[tuple[int, FeedReader]]):
+class _AskedTurns(Queue[tuple[int, FeedReader]]):
     """A queue of turns: each requested batch adds one turn of every feed, in order.
 
     Attributes:
@@ -100,23 +99,13 @@ class _AskedTurns(Producer[tuple[int, FeedReader]]):
     """
 
     def __init__(self, readers: Mapping[int, FeedReader]):
+        super().__init__()
         self.readers = readers
-        # A SimpleQueue, because the garbage collector may call `stop` in a thread inside `put`.
-        self._asked: queue.SimpleQueue[tuple[int, FeedReader] | None] = queue.SimpleQueue()
 
     def ask(self) -> None:
         """Asks for a turn of each feed."""
         for turn in self.readers.items():
-            self._asked.put(turn)
-
-    def __next__(self) -> tuple[int, FeedReader]:
-        turn = self._asked.get()
-        if turn is None:
-            raise StopIteration
-        return turn
-
-    def stop(self) -> None:
-        self._asked.put(None)
+            self.put(turn)
 
     def close(self) -> None:
         # An ExitStack closes the other feeds even if closing one of them fails.

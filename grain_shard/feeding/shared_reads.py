@@ -18,6 +18,7 @@ import numpy as np
 
 from grain_shard.background import TaskStage
 from grain_shard.grain_inside.routes import NEVER, Route, route
+from grain_shard.interrupts import Bell
 from grain_shard.pace import ReadPace
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
@@ -161,63 +162,63 @@ class _Lines(Tasks[None]):
     def __init__(self, faults: Faults):
         self._lines: list[_Line] = []
         self._faults = faults
-        self._wanted = threading.Condition()  # signalled when a part may have become ready to draw
+        self._lock = threading.Lock()
+        self._wanted = Bell()  # rung when a part may have become ready to draw
         self._stopped = False
 
     def open(self, records: grain.MapDataset, start: int) -> _Line:
         line = _Line(records, start, self._faults)
-        with self._wanted:
+        with self._lock:
             self._lines.append(line)
-            self._wanted.notify()
+        self._wanted.ring()
         return line
 
     def close_line(self, line: _Line) -> None:
-        with self._wanted:
+        with self._lock:
             if line in self._lines:  # it is not after `stop`
                 self._lines.remove(line)
-            self._wanted.notify()  # the other lines get more room
+        self._wanted.ring()  # the other lines get more room
 
     def starves(self, line: _Line) -> None:
         """Lets a line read further ahead from now on, because its consumer has to wait."""
-        with self._wanted:
+        with self._lock:
             line.most_ahead = min(2 * line.most_ahead, _MOST_AHEAD)
-            self._wanted.notify()
+        self._wanted.ring()
 
     def take(self, line: _Line) -> list[Any]:
         """Takes the next records of a line, which must be ready."""
-        with self._wanted:
+        with self._lock:
             elements = line.take()
-            if not line.is_cheap:
-                self._wanted.notify()
+        if not line.is_cheap:
+            self._wanted.ring()
         return elements
 
     def draw_cheap(self, line: _Line) -> _LineRead | None:
         """Draws a read for a line's consumer to run itself; None if readers run it."""
-        with self._wanted:
+        with self._lock:
             if self._stopped or not line.is_cheap or line.ahead or line.begun == line.length:
                 return None
             return self._draw_next(line, line.next_size(self._share()))
 
     def draw(self, room: int) -> _LineRead:
-        with self._wanted:
-            while not self._stopped:
-                if (drawn := self._draw()) is not None:
-                    return drawn
-                self._wanted.wait()
-        raise StopIteration
+        drawn = self._wanted.wait_for(lambda: self._stopped or self._draw())
+        if not isinstance(drawn, _LineRead):
+            raise StopIteration
+        return drawn
 
     def _draw(self) -> _LineRead | None:
-        share = self._share()
-        for line in sorted(self._lines, key=lambda line: line.ahead):
-            most_ahead = min(line.most_ahead, share)
-            size = line.next_size(most_ahead)
-            if line.left:
-                part, rest = line.left.pop(0).cut(size)
-                line.left[:0] = rest
-                return _LineRead(line, part)
-            is_wanted = line.ahead + size <= most_ahead and not line.is_cheap
-            if is_wanted and line.begun < line.length:
-                return self._draw_next(line, size)
+        with self._lock:
+            share = self._share()
+            for line in sorted(self._lines, key=lambda line: line.ahead):
+                most_ahead = min(line.most_ahead, share)
+                size = line.next_size(most_ahead)
+                if line.left:
+                    part, rest = line.left.pop(0).cut(size)
+                    line.left[:0] = rest
+                    return _LineRead(line, part)
+                is_wanted = line.ahead + size <= most_ahead and not line.is_cheap
+                if is_wanted and line.begun < line.length:
+                    return self._draw_next(line, size)
         return None
 
     def _share(self) -> int:
@@ -229,12 +230,12 @@ class _Lines(Tasks[None]):
         return _LineRead(line, Part(line, start, line.begun))
 
     def done(self, task: _LineRead) -> bool:
-        with self._wanted:
+        with self._lock:
             line = task.line
             line.left[:0] = task.left
             line.took(task.seconds, task.size)
-            if line.left or not line.is_cheap:
-                self._wanted.notify()
+        if line.left or not line.is_cheap:
+            self._wanted.ring()
         return False
 
     def end(self) -> None:
@@ -242,12 +243,11 @@ class _Lines(Tasks[None]):
 
     def stop(self) -> None:
         self._faults.stop()
-        with self._wanted:
-            self._stopped = True
-            self._wanted.notify_all()
+        self._stopped = True
+        self._wanted.ring()
 
     def close(self) -> None:
-        with self._wanted:
+        with self._lock:
             self._lines.clear()
 
 

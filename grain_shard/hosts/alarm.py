@@ -67,7 +67,7 @@ class Alarm:
         self._series, self._hosts, self._stop = series, list(hosts), stop
         self._failure: AgreementError | None = None
         self.is_at_end = False
-        self._loop = threading.get_ident()  # the thread that asks for batches
+        self._loop = threading.main_thread().ident or 0  # or another one that asks for batches
         # Receives an item once the loop knows of the failure, or the iterator is closed. No Event,
         # since the garbage collector may close an iterator in any thread at any place.
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()

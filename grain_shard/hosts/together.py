@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from grain_shard.background import TaskStage
+from grain_shard.background import Background, TaskStage
 from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import OWN_ROWS, compare
@@ -18,7 +18,7 @@ from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds, meet
 from grain_shard.hosts.series import Series
 from grain_shard.hosts.slowest import SlowestOf, Waits
-from grain_shard.tasks import Raised
+from grain_shard.tasks import Queue, Raised
 
 T = TypeVar("T")
 
@@ -57,9 +57,6 @@ class Alone:
 
     has_compared = True
     slowest: SlowestOf | None = None
-
-    def opens(self) -> None:
-        """Notes that the iterator starts over, at any position."""
 
     def until_agreed_end(
         self, placed: TaskStage[T], read: TaskStage[Any], **how: Any
@@ -113,19 +110,22 @@ class Alone:
 
 
 class Together(Alone):
-    """An iterator among its likes on other hosts, as `across` describes them."""
+    """An iterator among its likes on other hosts, as `across` describes them.
+
+    A thread of its own compares, so that an interrupt of the loop leaves no round half done.
+    """
 
     def __init__(self, across: AcrossHosts):
         self._across = across
-        self.opens()
-
-    def opens(self) -> None:
-        across = self._across
         self._rounds = Rounds(across.hosts, across.timeout_s, across.series)
         self._alarm: Alarm | None = None
         self._failure: Raised | None = None
         self._stop: Callable[[], None] = lambda: None
         self.slowest, self.has_compared = None, False
+        self._answers: Queue[Mapping[str, Any]] = Queue()
+        self._comparing = Background(
+            self._compare, self._answers, buffer_size=1, name="grain-shard-compare"
+        )
 
     def until_agreed_end(
         self, placed: TaskStage[T], read: TaskStage[Any], **how: Any
@@ -133,10 +133,12 @@ class Together(Alone):
         return AgreedEnd(placed, read, self._rounds, remainder=self._across.remainder, **how)
 
     def start(self, kind: str, stop: Callable[[], None], waits: Callable[[float], Waits]) -> None:
-        self._rounds.begin(kind)
-        name, hosts = self._rounds.name, self._rounds.hosts
-        self._alarm, self._stop = Alarm(name, hosts, stop), stop
-        self.slowest = SlowestOf(name, hosts, waits)
+        if self._alarm is None:
+            self._rounds.begin(kind)
+            name, hosts = self._rounds.name, self._rounds.hosts
+            self._stop, self.slowest = stop, SlowestOf(name, hosts, waits)
+            self._alarm = Alarm(name, hosts, stop)
+            self._comparing.start()
 
     def check(self) -> None:
         if self._failure is not None:
@@ -145,21 +147,22 @@ class Together(Alone):
             self._alarm.raise_failure()
 
     def compare(self, fields: Mapping[str, Any], digest: str | None = None) -> None:
-        if self.has_compared:
-            return
-        self.has_compared = True
-        answer = {**self._across.fields, **fields}
-        if digest is not None and answer["rows"] in OWN_ROWS:
-            answer[OWN_ROWS[answer["rows"]]] = [list(self._across.shards), digest]
+        if not self.has_compared:
+            answer = {**self._across.fields, **fields}
+            if digest is not None and answer["rows"] in OWN_ROWS:
+                answer[OWN_ROWS[answer["rows"]]] = [list(self._across.shards), digest]
+            self._answers.put(answer)  # after an interrupt once more; the first one counts
+            self._comparing.peek()
+            self.has_compared = True
+            self._comparing.stop()
+
+    def _compare(self, answer: Mapping[str, Any]) -> None:
         try:
             self._rounds.put(_START, answer)
-            self._rounds.verdict(_START, compare)
+            self._rounds.verdict(_START, compare, stopped=lambda: self._answers.is_stopped)
         except AgreementError as failure:
             self._failure = Raised(failure, failure.__traceback__)
             self._stop()
-            raise
-        except KeyboardInterrupt:
-            self.has_compared = False  # the loop may go on, and compares then
             raise
 
     def failed(self, error: BaseException) -> None:
@@ -167,11 +170,9 @@ class Together(Alone):
         if alarm is None:
             return
         if not self.has_compared:
-            if isinstance(error, KeyboardInterrupt):
-                return  # the loop may go on, and compares then
-            self.has_compared = True
-            if not isinstance(error, AgreementError):
+            if not isinstance(error, KeyboardInterrupt | AgreementError):
                 rounds.fail(_START, describe_error(error), compare)
+                self.has_compared = True
             return
         alarm.raise_failure()  # the iterator was stopped because another host failed
         if isinstance(error, AgreementError) or rounds.has_failed:
@@ -192,3 +193,4 @@ class Together(Alone):
         for listening in (self._alarm, self.slowest):
             if listening is not None:
                 listening.close()
+        self._comparing.stop()

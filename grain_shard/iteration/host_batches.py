@@ -167,8 +167,8 @@ class HostBatches(ABC):
             " or keep a MapDataset down to .batch.",
         )
 
-    def past_end(self, position: Position) -> Position:
-        """Returns the position after a batch for which this host had no row any more."""
+    def past_end(self, position: Position, batches: int) -> Position:
+        """Returns the position after batches for which this host had no row any more."""
         return position
 
     @abstractmethod
