@@ -134,6 +134,13 @@ class HostBatches(ABC):
             ShardingError: There is none.
         """
 
+    def require_new_pass(self) -> None:  # noqa: B027
+        """Refuses a pass from the beginning if there was the only one already.
+
+        Raises:
+            ShardingError: The source is used up.
+        """
+
     def next_batch(self, position: Position) -> Mapping[str, Any]:
         """Returns the number of the next batch, as far as batches are counted on every host."""
         return {}

@@ -31,7 +31,7 @@ from grain_shard.hosts.together import AcrossHosts, Alone, Together
 from grain_shard.interrupts import Uninterrupted
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
-from grain_shard.iteration.second_pass import SecondPass
+from grain_shard.iteration.second_pass import Passes
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
 from grain_shard.stats.figures import Figures, Stats
@@ -101,7 +101,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
             contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
-        second_pass: Is told where passes begin and end.
+        passes: The passes of the dataset's iterators.
         dataset: The dataset, if `shard_to` made it.
 
     Example:
@@ -124,14 +124,14 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         device_buffer_size: int,
         reshard: Resharder | None,
         across: AcrossHosts | None,
-        second_pass: SecondPass | None = None,
+        passes: Passes | None = None,
         dataset: grain.IterDataset | None = None,
     ):
         super().__init__()
         self.dataset = dataset
         self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard = device_buffer_size, reshard
-        self._across, self._second_pass = across, second_pass
+        self._across, self._passes = across, passes
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
             self._enter_context = jax_context()  # of the thread that made it, for all its life
@@ -170,11 +170,12 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return Alone() if self._across is None else Together(self._across)
 
     def __next__(self) -> Batch:
+        self._require_open()
+        if self._passes is not None and not self._at.taken and self.position == self._beginning:
+            self._passes.begins()
         self.start_prefetch()
         at = self._at
         at.run.together.check()
-        if self._second_pass is not None and at.position == self._beginning:
-            self._second_pass.begins()
         if at.pending is None:
             at = self._at = at._replace(pending=self._next_placed(at))
         if self._reshard is not None:
@@ -182,6 +183,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         batch, position, size = cast(Placed, at.pending)
         at.run.stage.release(at.taken + 1)
         self._meter.handed_out(size)
+        if self._passes is not None:
+            self._passes.gives(at.taken + 1)
         try:
             self._at = Place(at.run, position, at.taken + 1)
             return batch
@@ -218,8 +221,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         )
 
     def _at_end(self) -> None:
-        if self._second_pass is not None:
-            self._second_pass.ends()
+        if self._passes is not None:
+            self._passes.ends()
         if self._reshard is not None:
             self._reshard.wait()
 
@@ -300,11 +303,14 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def reset(self) -> None:
         """Goes back to the first batch, as evaluation loops do before each evaluation.
 
-        Several hosts call it alike.
+        Each evaluation then has the same batches. On several hosts all of them call it.
 
         Raises:
             ShardingError: The pipeline is a stream that allows only one pass.
         """
+        self._require_open()
+        self._host.require_new_pass()
+        self._passes = None  # it is meant
         self.go_to(None)
 
     def _open_anew(self, position: Position | None) -> None:
