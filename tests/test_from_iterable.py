@@ -112,7 +112,7 @@ def test_a_second_pass_over_a_generator_is_refused_with_the_remedy():
     with iter(ds) as iterator:
         first = next(iterator)
         for again in (lambda: iter(ds), iterator.reset):
-            with pytest.raises(ShardingError, match="only once.*has begun[^§]*pass a function"):
+            with pytest.raises(ShardingError, match=r"only once.*has begun[^§]*pass a function"):
                 again()
         assert ids([first, *iterator]) == EXPECTED, "what is refused changes nothing"
 

@@ -74,13 +74,13 @@ class Run:
 
 
 class Place(NamedTuple):
-    """Where an iterator stands: one value, so that an interrupt finds it before a step or after.
+    """The place of an iterator: one value, so that an interrupt finds it before a step or after.
 
     Attributes:
         run: The batches that it hands out.
-        position: The position after the last one that was handed out.
-        taken: The number of those that were handed out.
-        pending: The next one, if it was taken from the background already.
+        position: The position after the last batch that was handed out.
+        taken: The number of batches of the run that were handed out.
+        pending: The next batch, if it was taken from the background already.
     """
 
     run: Run
@@ -171,7 +171,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def __next__(self) -> Batch:
         self._require_open()
-        if self._passes is not None and not self._at.taken and self.position == self._beginning:
+        is_first = not self._at.taken and self.position == self._beginning
+        if self._passes is not None and is_first:
             self._passes.begins()
         self.start_prefetch()
         at = self._at
@@ -184,7 +185,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         at.run.stage.release(at.taken + 1)
         self._meter.handed_out(size)
         if self._passes is not None:
-            self._passes.gives(at.taken + 1)
+            self._passes.gives(is_first=is_first)
         try:
             self._at = Place(at.run, position, at.taken + 1)
             return batch

@@ -88,7 +88,7 @@ class IterableBatches(grain.IterDataset):
         super().__init__()
         self._source, self.rows = source, rows
         self.has_begun, self.in_use = False, threading.Lock()
-        # Of an iterator that can go back, so that there may be other passes.
+        # For an iterator that can go back to it, so that there may be other passes.
         self._beginning = copy.deepcopy(source.get_state()) if self._can_go_back else None
 
     @property
