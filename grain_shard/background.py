@@ -394,7 +394,7 @@ class _Shared(Generic[T]):
     def join(self) -> None:
         # A stage that never started has no threads. It may be collected at the interpreter's exit,
         # when the modules that this file imports are gone; so nothing else is called for it.
-        alive = [t for t in self.threads if t.is_alive() and t is not threading.current_thread()]
+        alive = [t for t in self.threads if t.is_alive() and t.ident != threading.get_ident()]
         if alive:
             deadline = time.monotonic() + _JOIN_TIMEOUT_S
             for thread in alive:

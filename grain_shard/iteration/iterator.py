@@ -148,7 +148,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def _open(self, position: Position | None) -> Place:
         host, meter = self._host, self._meter
         opened = host.open(position)
-        batches, together = opened.batches, self._together()
+        batches = opened.batches
+        together = Alone() if self._across is None else Together(self._across)
         # The threads must refer to this and not to self, which could never be collected then.
         place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)
         placed = Background(
@@ -165,9 +166,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             )
         meter.opens(opened.reads, opened.faults)
         return Place(Run(host.kind, stage, together, meter), opened.position)
-
-    def _together(self) -> Alone:
-        return Alone() if self._across is None else Together(self._across)
 
     def __next__(self) -> Batch:
         self._require_open()
