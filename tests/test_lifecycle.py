@@ -625,7 +625,8 @@ def test_close_in_a_forked_process_waits_for_no_lock_of_a_thread_that_is_gone(ki
         held, forked = threading.Event(), threading.Event()
         def hold():  # as a thread that is about to go on with its work
             for thing in gc.get_objects():
-                if type(thing).__module__.startswith(("grain_shard.b", "grain_shard.f")):
+                module = str(type(thing).__module__)
+                if module.startswith(("grain_shard.background", "grain_shard.feeding")):
                     for value in list(getattr(thing, "__dict__", {}).values()):
                         if hasattr(value, "acquire"):
                             value.acquire(blocking=False)
