@@ -13,7 +13,10 @@ PACKAGE = ROOT / "grain_shard"
 
 # From the ground up. A room imports rooms of lower floors only.
 FLOORS = [
-    ["errors", "pace", "digest", "spans", "tasks", "host_arrays", "grain_inside", "public_names"],
+    [
+        *("errors", "pace", "digest", "spans", "tasks"),
+        *("host_arrays", "grain_inside", "public_names", "interrupts"),
+    ],
     ["trees", "background", "collectives"],
     ["worker_processes", "sharding"],
     ["reading", "hosts"],
@@ -34,6 +37,7 @@ WORDS = {
     "digest": "long values, shortened",
     "spans": "who is at work when",
     "tasks": "what threads do",
+    "interrupts": "waits that Ctrl-C spares",
     "host_arrays": "aligned host memory",
     "background": "threads that work ahead",
     "worker_processes": "Grain's processes",

@@ -9,6 +9,7 @@ source blocks, and can abort the interpreter at exit. This stage replaces it and
   raising it.
 * No thread outlives its consumer: ``close``, garbage collection and the end of the interpreter stop
   the threads. A thread that is inside the user's code ends when that code returns.
+* An interrupt (Ctrl-C) of the consumer changes nothing: it takes no lock, and may ask again.
 * Errors in closing are reported: ``close`` raises the first one, once, after everything else has
   been closed. If no one calls ``close``, or ``close`` has stopped waiting, the error is logged.
 
@@ -20,18 +21,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import jax
 
+from grain_shard.interrupts import Bell
 from grain_shard.pace import Pace
 from grain_shard.spans import ROOM, counted_by, counter, span
-from grain_shard.tasks import Items, Known, Producer, Raised, Task, Tasks, log_unclosed
+from grain_shard.tasks import Items, Known, Producer, Raised, Results, Task, Tasks, log_unclosed
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -42,7 +43,7 @@ _JOIN_TIMEOUT_S = 5.0
 _WAKE_S = 1.0
 
 
-class TaskStage(Producer[T]):
+class TaskStage(Results[T]):
     """Runs tasks in background threads and hands out their results in order.
 
     The threads start with the first ``next``, in the JAX context (mesh, x64) of the thread that
@@ -60,9 +61,12 @@ class TaskStage(Producer[T]):
         # The threads hold the shared part and not this object, so this object can be collected.
         self._shared = _Shared(tasks, buffer_size, pace, name, jax_context())
 
-    def __next__(self) -> T:
+    def peek(self) -> T:
         self.start()
-        return self._shared.take()
+        return self._shared.peek()
+
+    def release(self, taken: int) -> None:
+        self._shared.release(taken)
 
     @property
     def taken(self) -> int:
@@ -210,7 +214,11 @@ def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 
 class _Shared(Generic[T]):
-    """State that the threads and the consumer share, all of it under one lock."""
+    """State that the threads and the consumer share.
+
+    The lock is the threads' own. The consumer, and whoever stops the stage, does without it: each
+    of their steps is a single one, or may be done twice, in the order in which it stands there.
+    """
 
     def __init__(
         self,
@@ -223,31 +231,34 @@ class _Shared(Generic[T]):
         self.threads: list[threading.Thread] = []
         self._tasks, self._buffer_size, self._pace = tasks, buffer_size, pace
         self._name, self.enter_context = name, enter_context
-        # Reentrant: the garbage collector may run __del__, and so stop(), in the thread holding it.
-        self._lock = threading.RLock()
-        # Three conditions, so that an event wakes only the threads that wait for it.
-        # Signalled when the next result or its error is ready, when a task is done while a consumer
-        # is in wait_for(), and when the stage is stopped.
-        self._result_came = threading.Condition(self._lock)
-        # Signalled when there is room for one more result, and when no more results will begin.
-        self._room_came = threading.Condition(self._lock)
-        # Signalled when more threads should work, and when no work is left for any thread.
-        self._more_wanted = threading.Condition(self._lock)
+        self._lock = threading.Lock()
+        # Bells apart, so that an event wakes only the threads that wait for it.
+        # Rung when the next result or its error is ready, and when the stage is stopped.
+        self._result_came = Bell()
+        # Rung when any result or its error is ready, when a task is done, and when it is stopped.
+        self._something_came = Bell()
+        # Rung when there is room for one more result, and when no more results will begin.
+        self._room_came = Bell()
+        # Rung when more threads should work, and when no work is left for any thread.
+        self._more_wanted = Bell()
         self._one_draws = threading.Lock()  # held while a task is drawn, which may take long
         self._results: dict[int, T | Raised] = {}
         self._begun = 0  # results that tasks have begun
-        self.taken = 0  # results handed out
-        self._wait_for_tasks = 0  # threads in wait_for()
+        self._ready = 0  # results that are there, or were, without a gap
+        self.taken = 0  # results handed out; the consumer alone changes it
         self._running = 0
         self._started = self._stopped = False
         self._drained = False  # no task will be drawn any more
-        self._final: Raised | None = None
-        self._close_error: BaseException | None = None  # raised by the next close()
+        self._final: Raised | None = None  # follows the results that are ready
+        self._to_close = [tasks]  # until they are closed
+        self._close_errors: list[BaseException] = []
         self._nobody_closes = False  # close() will not be called again: log errors in closing
 
     def start(self) -> None:
+        if self._started or self._stopped:
+            return
         with self._lock:
-            if self._started or self._stopped:
+            if self._started:
                 return
             self._started = True
             # At exit the threads must end before JAX and Python take apart the objects they use.
@@ -287,54 +298,45 @@ class _Shared(Generic[T]):
                 except RuntimeError:  # the system allows no more threads: continue with these
                     self._pace.limit(len(self.threads))
 
-    def take(self) -> T:
-        with self._lock:
-            self._wait_for_next()
-            if self._final is not None:
-                self._final.throw()
-            result = self._results[self.taken]
-            if isinstance(result, Raised):
-                self._final = result
-                result.throw()
-            self.taken += 1  # first: after an interrupt here, the next result can be waited for
-            del self._results[self.taken - 1]
-            self._room_came.notify()  # wakes the thread that holds _one_draws, the only one waiting
-            return result
+    def peek(self) -> T:
+        if not self._wait(self._result_came, self._next_has_come):
+            raise StopIteration
+        if self.taken < self._ready:
+            try:
+                return cast(T, self._results[self.taken])
+            except KeyError:  # the stage was stopped
+                raise StopIteration from None
+        return cast(Raised, self._final).throw()
+
+    def release(self, taken: int) -> None:
+        while self.taken < taken:
+            self._results.pop(self.taken, None)
+            self.taken += 1
+        self._room_came.ring()
 
     def known(self) -> Known:
-        with self._lock:
-            numbers = itertools.count(self.taken)
-            results = self.taken + sum(1 for _ in itertools.takewhile(self._is_there, numbers))
-            after = self._final or self._results.get(results)
-            return Known(results, after.error if isinstance(after, Raised) else None)
-
-    def _wait_for_next(self) -> None:
-        """Waits until the next result is ready, or the results have ended.
-
-        Raises:
-            StopIteration: The stage was stopped.
-            RuntimeError: This is a forked process, in which the threads do not run.
-        """
-        if not self._wait(self._next_has_come):
-            raise StopIteration
+        final, ready = self._final, self._ready  # in this order: none is ready after the end
+        return Known(ready, final.error if final is not None else None)
 
     def wait_for(self, has_come: Callable[[], bool], wait_s: float) -> bool | None:
-        with self._lock:
-            self._wait_for_tasks += 1
-            try:
-                has_come_now = self._wait(lambda: has_come() or self._final is not None, wait_s)
-                if has_come_now and not has_come() and self._final is not None:
-                    self._final.throw()
-                return has_come_now
-            finally:
-                self._wait_for_tasks -= 1
+        has_come_now = self._wait(
+            self._something_came, lambda: has_come() or self._final is not None, wait_s
+        )
+        if has_come_now and not has_come() and self._final is not None:
+            self._final.throw()
+        return has_come_now
 
     def wake(self) -> None:
-        with self._lock:
-            self._result_came.notify_all()
+        self._something_came.ring()
 
-    def _wait(self, has_come: Callable[[], bool], wait_s: float = math.inf) -> bool | None:
-        """Waits under the lock; False if the stage is stopped first, None after `wait_s`."""
+    def _wait(
+        self, bell: Bell, has_come: Callable[[], bool], wait_s: float = math.inf
+    ) -> bool | None:
+        """Waits; False if the stage is stopped first, None after `wait_s`.
+
+        Raises:
+            RuntimeError: This is a forked process, in which the threads do not run.
+        """
         until = time.monotonic() + wait_s
         while not has_come():
             if self._stopped:
@@ -342,11 +344,9 @@ class _Shared(Generic[T]):
             if (left_s := until - time.monotonic()) <= 0:
                 return None
             self._pace.consumer_waits(time.perf_counter())
-            # A bounded wait: a KeyboardInterrupt just before it would wake no thread.
-            woken = self._result_came.wait(min(_WAKE_S, left_s))
+            come = bell.wait_for(lambda: self._stopped or has_come(), min(_WAKE_S, left_s))
             self._pace.consumer_goes_on(time.perf_counter())
-            gone = not any(thread.is_alive() for thread in self.threads)
-            if gone and not woken and not has_come() and not self._stopped:
+            if not come and not any(thread.is_alive() for thread in self.threads):
                 raise RuntimeError(
                     "the background threads are gone, as they are in a process made by os.fork();"
                     " make the iterator in the process that uses it."
@@ -354,39 +354,36 @@ class _Shared(Generic[T]):
         return True
 
     def _next_has_come(self) -> bool:
-        return self._final is not None or self.taken in self._results
-
-    def _is_there(self, number: int) -> bool:
-        return number in self._results and not isinstance(self._results[number], Raised)
+        return self.taken < self._ready or self._final is not None
 
     def stop(self) -> None:
-        with self._lock:
-            first, self._stopped = not self._stopped, True
-            self._results.clear()
-            self._result_came.notify_all()
-            self._wake_to_end()
-        if first:
-            self._tasks.stop()
-        if first and not self._started:
+        self._stopped = True
+        self._results.clear()
+        self._wake_to_end()
+        self._tasks.stop()
+        if not self._started:
             self._close_tasks()
 
     def _close_tasks(self) -> None:
         try:
-            self._tasks.close()
+            tasks = self._to_close.pop()
+        except IndexError:  # they are closed
+            return
+        try:
+            tasks.close()
         except BaseException as error:
-            with self._lock:
-                self._close_error = error
-                logs = self._nobody_closes
-            if logs:
+            self._close_errors.append(error)
+            if self._nobody_closes:
                 self.log_close_error()
 
     def take_close_error(self) -> BaseException | None:
         """Returns the error of closing, once; later errors of closing are logged."""
-        with self._lock:
-            error, self._close_error = self._close_error, None
-            self._nobody_closes = True
-        if error is not None:
-            atexit.unregister(self._at_exit)
+        self._nobody_closes = True
+        try:
+            error = self._close_errors.pop()
+        except IndexError:
+            return None
+        atexit.unregister(self._at_exit)
         return error
 
     def log_close_error(self) -> None:
@@ -397,7 +394,7 @@ class _Shared(Generic[T]):
     def join(self) -> None:
         # A stage that never started has no threads. It may be collected at the interpreter's exit,
         # when the modules that this file imports are gone; so nothing else is called for it.
-        alive = [t for t in self.threads if t.is_alive() and t is not threading.current_thread()]
+        alive = [t for t in self.threads if t.is_alive() and t.ident != threading.get_ident()]
         if alive:
             deadline = time.monotonic() + _JOIN_TIMEOUT_S
             for thread in alive:
@@ -412,19 +409,16 @@ class _Shared(Generic[T]):
             rank: Rank of the calling thread. A thread with a rank of at least the wanted number of
                 threads rests.
         """
-        with self._lock:
-            while rank >= self._pace.threads and not self._over():
-                self._more_wanted.wait()
+        self._more_wanted.wait_for(lambda: rank < self._pace.threads or self._over())
         with self._one_draws:
-            with self._lock:
-                while not self._over() and self._room() < self._tasks.room_wanted:
-                    with span(ROOM):
-                        self._room_came.wait()
-                if self._over():
-                    return False
-                if rank >= self._pace.threads:
-                    return True
-                room = self._room()
+            if not self._has_room():
+                with span(ROOM):
+                    self._room_came.wait_for(self._has_room)
+            if self._over():
+                return False
+            if rank >= self._pace.threads:
+                return True
+            room = self._room()
             try:
                 task = self._tasks.draw(room)
             except StopIteration:
@@ -443,23 +437,23 @@ class _Shared(Generic[T]):
             self._deliver(number, result)
         processor_s = time.thread_time() - processor_start
         with self._lock:
-            if self._tasks.done(task):
-                self._room_came.notify()
-            if self._wait_for_tasks:
-                self._result_came.notify_all()
+            may_draw = self._tasks.done(task)
             before = self._pace.threads
             self._pace.done(start, time.perf_counter(), processor_s, task.size)
-            if self._pace.threads > before:
-                self._more_wanted.notify_all()
-                self.start_more()
+            more = self._pace.threads > before
+        if may_draw:
+            self._room_came.ring()
+        self._something_came.ring()
+        if more:
+            self._more_wanted.ring()
+            self.start_more()
         return True
 
     def fail(self, error: Raised) -> None:
         """Ends the stage with an error that no single result caused."""
         with self._lock:
             self._final, self._drained = self._final or error, True
-            self._result_came.notify_all()
-            self._wake_to_end()
+        self._wake_to_end()
         self._tasks.stop()  # another thread may be waiting for something to draw
 
     def thread_ended(self) -> None:
@@ -469,36 +463,51 @@ class _Shared(Generic[T]):
         if last:
             self._close_tasks()
             # Not earlier: the interpreter's exit waits for this thread, and logs its close error.
-            if self._close_error is None:
+            if not self._close_errors:
                 atexit.unregister(self._at_exit)
 
     def _room(self) -> int:
         return self._buffer_size - (self._begun - self.taken)
 
+    def _has_room(self) -> bool:
+        with self._lock:  # where it does not change together with `Tasks.done`
+            return self._over() or self._room() >= self._tasks.room_wanted
+
     def _over(self) -> bool:
         return self._stopped or self._drained
 
     def _end(self, final: Raised) -> None:
-        with self._lock:
-            self._drained = True
-            self._wake_to_end()
+        self._drained = True
         self._deliver(self._begun, final)
+        self._wake_to_end()
 
     def _wake_to_end(self) -> None:
-        self._room_came.notify()
-        self._more_wanted.notify_all()
+        for bell in (self._result_came, self._something_came, self._room_came, self._more_wanted):
+            bell.ring()
 
     def _deliver(self, number: int, result: T | Raised) -> None:
         with self._lock:
             if isinstance(result, Raised):
                 # Earlier results may still be unfinished, so the threads continue.
                 self._tasks.end()
-                self._room_came.notify()
             # If one result has several errors, the first one counts.
-            if not self._stopped and self._final is None:
+            if self._final is None:
                 self._results.setdefault(number, result)
-            if number == self.taken or self._wait_for_tasks:
-                self._result_came.notify_all()
+            before = self._ready
+            with contextlib.suppress(KeyError):
+                while self._final is None:
+                    after = self._results[self._ready]
+                    if isinstance(after, Raised):
+                        self._final = after
+                    else:
+                        self._ready += 1
+            if self._stopped:  # also if that was while this ran
+                self._results.clear()
+        if isinstance(result, Raised):
+            self._room_came.ring()
+        if self._ready > before or self._final is not None:
+            self._result_came.ring()
+        self._something_came.ring()
 
     def _at_exit(self) -> None:
         self.stop()

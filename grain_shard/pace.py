@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -152,7 +153,7 @@ class ThreadCount:
 class Pace:
     """Says how many threads of a stage work side by side: always the same number.
 
-    Called under the stage's lock.
+    Called under the stage's lock, except `consumer_waits` and `consumer_goes_on`.
 
     Args:
         threads: The number.
@@ -208,6 +209,7 @@ class ReadPace(Pace):
         self.seconds_per_record: float | None = None  # by the clock, of late
         self._active = 0
         self._waiting = 0  # consumers
+        self._waits: deque[tuple[float, int]] = deque()  # times, and more or fewer of them
         self._changed = 0.0  # when the number of threads last changed
         self._window: _Sums | None = None
         self._window_s = 0.0  # the first read, whatever it takes
@@ -224,9 +226,9 @@ class ReadPace(Pace):
         self.count.threads = min(most, self.count.threads)
 
     def begun(self, now: float) -> None:
+        self._pass(now)
         if self._window is None and self.seconds_per_record is None:
             self._window = self._new_window(now)
-        self._pass(now)
         self._active += 1
 
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
@@ -264,20 +266,21 @@ class ReadPace(Pace):
             self._changed = now
 
     def consumer_waits(self, now: float) -> None:
-        self._pass(now)
-        self._waiting += 1
+        self._waits.append((now, 1))
 
     def consumer_goes_on(self, now: float) -> None:
-        self._pass(now)
-        self._waiting -= 1
+        self._waits.append((now, -1))
 
     def _new_window(self, now: float) -> _Sums:
         return _Sums(now, self._process_time())
 
     def _pass(self, now: float) -> None:
         """Adds up the time until now."""
-        if self._window is not None:
-            self._window.until(now, self._active, self._waiting > 0)
+        waits = [self._waits.popleft() for _ in range(len(self._waits))]
+        for until, more in (*waits, (now, 0)):
+            if self._window is not None:
+                self._window.until(until, self._active, self._waiting > 0)
+            self._waiting += more
 
     def _is_over(self, window: _Sums, seconds: float) -> bool:
         if window.tasks < self.threads or not (seconds and window.wall_s):

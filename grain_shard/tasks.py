@@ -9,6 +9,7 @@ contributes to several.
 from __future__ import annotations
 
 import contextlib
+import queue
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -34,6 +35,62 @@ class Producer(Iterator[T]):
 
     def close(self) -> None:
         """Ends the threads and processes above this producer, and waits for them."""
+
+
+class Results(Producer[T]):
+    """A producer that keeps its next item until it is told that the consumer has it.
+
+    So a consumer that is interrupted on the way gets the same item again.
+    """
+
+    @property
+    @abstractmethod
+    def taken(self) -> int:
+        """Number of items that the consumer has got."""
+
+    @abstractmethod
+    def peek(self) -> T:
+        """Waits for the next item and returns it, as ``next`` does; a further call, too."""
+
+    @abstractmethod
+    def release(self, taken: int) -> None:
+        """Forgets the items that the consumer has got; a second call does no harm.
+
+        Args:
+            taken: Their number, from the first one on.
+        """
+
+    def __next__(self) -> T:
+        item = self.peek()
+        self.release(self.taken + 1)
+        return item
+
+
+class Queue(Producer[T]):
+    """Items that other threads put in.
+
+    Attributes:
+        is_stopped: True after `stop`.
+    """
+
+    def __init__(self):
+        # A SimpleQueue, because the garbage collector may call `stop` in a thread inside `put`.
+        self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self.is_stopped = False
+
+    def put(self, item: T) -> None:
+        """Adds an item."""
+        self._items.put(item)
+
+    def __next__(self) -> T:
+        item = self._items.get()
+        if item is None:
+            raise StopIteration
+        return item
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self._items.put(None)
 
 
 class Items(Producer[T]):

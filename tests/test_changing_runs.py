@@ -567,6 +567,35 @@ class TestEpochs:
             epochs.seek(record=25)
             assert rows(next(epochs)) == in_order(20, 2)[25:]
 
+    @pytest.mark.parametrize("leave", [False, True], ids=["to the end", "left in the last one"])
+    def test_a_second_loop_over_them_begins_with_the_first_again(self, leave):
+        with sharded(8, 20).epochs(2) as epochs:
+            for batches in epochs:
+                assert len([next(batches)] if leave else list(batches)) == (1 if leave else 3)
+            assert [(batches.epoch, rows(batches)) for batches in epochs] == [
+                (0, in_order(20, 2)[:20]),
+                (1, in_order(20, 2)[20:]),
+            ]
+
+    def test_a_list_of_them_may_be_looped_over(self):
+        in_a_list = list(sharded(8, 20).epochs(2))
+        assert [rows(batches) for batches in in_a_list] == [
+            in_order(20, 2)[:20],
+            in_order(20, 2)[20:],
+        ]
+
+    def test_reset_goes_back_to_the_first_batch_of_an_epoch_or_of_all(self):
+        with sharded(8, 20).epochs(2) as epochs:
+            next(epochs)
+            batches = next(epochs)
+            evaluated = []
+            for _ in range(2):
+                batches.reset()
+                evaluated.append(rows(batches))
+            assert evaluated == [in_order(20, 2)[20:]] * 2
+            epochs.reset()
+            assert rows(next(epochs)) == in_order(20, 2)[:20]
+
     def test_orbax_takes_them_as_it_does_an_iterator(self, tmp_path):
         with ocp.CheckpointManager(tmp_path) as manager:
             with sharded(8, 20).epochs(2) as epochs:
@@ -658,6 +687,21 @@ class TestASecondPass:
         _, state = after(ds, 1)  # a look at it
         everything = ids(ds)
         assert going_on(ds, state) == everything[1:]
+
+    def test_an_evaluation_that_goes_back_by_reset_means_it(self):
+        with iter(sharded(8)) as iterator:
+            first = ids(iterator)
+            iterator.reset()
+            assert ids(iterator) == first
+
+    @pytest.mark.parametrize("build", [sharded, in_feeds], ids=["random access", "feeds"])
+    def test_a_third_look_at_the_first_batch_is_told_of_the_loop_once(self, build):
+        ds = build(8)
+        next(iter(ds)), next(iter(ds))
+        with pytest.warns(UserWarning, match=r"`it = iter\(ds\)` once before it") as warned:
+            next(iter(ds))
+        assert warned[0].filename == __file__
+        next(iter(ds))
 
     def test_if_warnings_are_errors_it_is_one_and_no_thread_is_left(self):
         ds = sharded(8)

@@ -163,7 +163,7 @@ def agreed(source, host=0, meeting=None, *, buffer_size=2, remainder="pad", **op
         rounds,
         remainder=remainder,
         same_rows=False,
-        **{"padding": lambda: "padding", **options},
+        **{"padding": lambda before: "padding", **options},
     )
 
 
@@ -356,13 +356,13 @@ def test_a_scalar_stays_what_it_is_in_padding():
     class Padded:
         padding = PadRows()
 
-        def past_end(self, position):
-            return position + 1
+        def past_end(self, position, batches):
+            return position + batches
 
     rows = {"x": np.ones(4), "valid_mask": np.ones(4, bool), "temperature": np.float32(0.7)}
     place = Placing(lambda batch: batch, Meter(mask_key="valid_mask"), 0, keeps_last=True)
     assert place((rows, 1)).size["records"] == 4
-    padding, position, size = place.padding(Padded())
+    padding, position, size = place.padding(Padded(), 0)
     assert (position, size["records"]) == (2, 0)
     assert not padding["x"].any()
     assert not padding["valid_mask"].any()
@@ -380,12 +380,14 @@ def test_a_host_that_closes_before_the_end_says_so(taken, said):
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_to_close_it_stops_and_closes_the_stream_below_once(begun):
+def test_to_close_it_stops_the_stream_below_and_closes_it_once(begun):
     host = Host(*(f"batch {k}" for k in range(20)))  # more than fit the buffers
     batches = agreed(host)
     if begun:
         next(batches)
     batches.close()
-    assert (host.stopped, host.closed) == (1, 1)
+    assert host.stopped
+    assert host.closed == 1
     batches.close()
-    assert (host.stopped, host.closed) == (1, 1)
+    assert host.stopped
+    assert host.closed == 1

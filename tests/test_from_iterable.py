@@ -98,11 +98,24 @@ def test_what_becomes_of_a_short_batch(remainder, expected):
     assert ids(ds) == expected
 
 
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_second_pass_asks_the_loader_again(name):
+@pytest.mark.parametrize("name", sorted(MANY_PASSES | WITH_STATE))
+def test_a_second_pass_asks_the_loader_again_or_goes_back(name):
     ds = from_iterable(LOADERS[name](), rows="global").shard_to(data_mesh(4))
-    assert ids(ds) == EXPECTED
-    assert ids(ds) == (EXPECTED if name in MANY_PASSES else [])
+    assert ids(ds) == ids(ds) == EXPECTED
+    with iter(ds) as iterator:
+        assert ids(iterator) == EXPECTED
+        iterator.reset()
+        assert ids(iterator) == EXPECTED
+
+
+def test_a_second_pass_over_a_generator_is_refused_with_the_remedy():
+    ds = from_iterable(make_batches(), rows="global").shard_to(data_mesh(4))
+    with iter(ds) as iterator:
+        first = next(iterator)
+        for again in (lambda: iter(ds), iterator.reset):
+            with pytest.raises(ShardingError, match=r"only once.*has begun[^§]*pass a function"):
+                again()
+        assert ids([first, *iterator]) == EXPECTED, "what is refused changes nothing"
 
 
 @pytest.mark.parametrize("name", LOADERS)

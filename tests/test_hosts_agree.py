@@ -403,7 +403,7 @@ def case_the_first_wait_is_interrupted_on_one_host(host, _):
 
     def load(i):
         if host == ODD and next(reads) == 0:
-            eventually(lambda: main_thread_is_in("_wait_for_next"))
+            eventually(lambda: main_thread_is_in("_wait"))
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             assert goes_on.wait(HANG_S)
         return {"id": np.int32(i)}

@@ -187,7 +187,7 @@ def what_they_raise():
 def wait_for_the_failure_of(batches):
     from tests.conftest import eventually
 
-    eventually(lambda: batches._together._alarm._failure is not None)
+    eventually(lambda: batches._at.run.together._alarm._failure is not None)
 
 
 def test_a_loop_that_handles_the_failure_can_go_on_with_another_iterator():
@@ -212,7 +212,7 @@ def what_a_loop_raises_that_waits():
         if i >= 16 * 3:
             if jax.process_index() == 1:
                 raise OSError("the bucket is gone")
-            eventually(lambda: started and started[0]._together._alarm._failure is not None)
+            eventually(lambda: started and started[0]._at.run.together._alarm._failure is not None)
         return {"x": np.full(4, i, np.float32)}
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

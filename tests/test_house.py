@@ -96,8 +96,8 @@ def test_the_picture_of_the_rooms_is_drawn_from_the_imports(tmp_path):
 # Grain's and JAX's private parts.
 
 
-# Public, says Python, in spite of their names: of NamedTuple, os and sys.
-OF_PYTHON = {"_replace", "_asdict", "_fields", "_exit", "_current_frames"}
+# Public, says Python, in spite of their names: of NamedTuple, os and sys, and a module.
+OF_PYTHON = {"_replace", "_asdict", "_fields", "_exit", "_current_frames", "_thread"}
 
 
 def private_names(path):
@@ -118,7 +118,8 @@ def private_names(path):
                 yield node.attr
         elif isinstance(node, ast.ImportFrom | ast.Import):
             names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-            yield from (name for name in names if re.search(r"(^|\.)_[a-z]", name))
+            private = {name for name in names if re.search(r"(^|\.)_[a-z]", name)}
+            yield from private - OF_PYTHON
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
             whose, name = node.args[:2]
             private = isinstance(name, ast.Constant) and re.match(r"_[a-z]", str(name.value))

@@ -18,6 +18,7 @@ import grain_shard
 from grain_shard import DevicePut, ShardingTree, background, tasks
 from grain_shard.grain_inside import nodes
 from grain_shard.hosts import together
+from grain_shard.iteration import iterator as iterator_module
 from tests.conftest import (
     HANG_S,
     Made,
@@ -616,6 +617,44 @@ def test_in_a_forked_process_it_is_an_error_and_no_hang(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipeline", "in_feeds"])
+def test_close_in_a_forked_process_waits_for_no_lock_of_a_thread_that_is_gone(kind, tmp_path):
+    body = """
+        import gc, warnings
+        warnings.simplefilter("ignore")  # JAX's, of os.fork
+        def in_feeds():
+            def make_feed(feed):
+                return grain.MapDataset.range(99).map(lambda i: {"id": i}).to_iter_dataset()
+            feeds = grain_shard.feeds(make_feed, num_feeds=2).batch(8)
+            return feeds.shard_to(jax.make_mesh((2,), ("data",)))
+        iterator = iter(KIND())
+        next(iterator)
+        held, forked = threading.Event(), threading.Event()
+        def hold():  # as a thread that is about to go on with its work
+            for thing in gc.get_objects():
+                module = str(type(thing).__module__)
+                if module.startswith(("grain_shard.background", "grain_shard.feeding")):
+                    for value in list(getattr(thing, "__dict__", {}).values()):
+                        if hasattr(value, "acquire"):
+                            value.acquire(blocking=False)
+            held.set()
+            forked.wait()
+            os._exit(0)
+        threading.Thread(target=hold).start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            iterator.close()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        forked.set()
+        time.sleep(60)
+        """
+    code, _, err = run(script(body.replace("KIND", kind)), tmp_path / "program.py")
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.slow
 class TestInterpreterExit:
     @pytest.mark.parametrize("body", EXITS.values(), ids=EXITS.keys())
     def test_is_clean(self, body, tmp_path):
@@ -703,9 +742,9 @@ class InterruptedOnce(together.Alone):
         return super().compare(*what)
 
 
-def test_an_interrupt_while_hosts_compare_loses_no_batch():
+def test_an_interrupt_while_hosts_compare_loses_no_batch(monkeypatch):
+    monkeypatch.setattr(iterator_module, "Alone", InterruptedOnce)
     with iter(numbered(24, 8).shard_to(data_mesh(2))) as iterator:
-        iterator._together = InterruptedOnce()
         before = iterator.get_state()
         with pytest.raises(KeyboardInterrupt):
             next(iterator)

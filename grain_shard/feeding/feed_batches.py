@@ -207,11 +207,14 @@ class FeedIterator(BatchIterator):
         position: The feeds' position at the start; None for the beginning.
     """
 
+    _is_closed = True  # until it is whole: Grain closes it in its __del__
+
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()
-        self._ds, self._run, self._is_closed = ds, run, False
+        self._ds, self._run = ds, run
         self._stacker: RowStacker | None = None
         self._go_to(position or FeedsPosition.at_start(ds.rows.by_feed))
+        self._is_closed = False
 
     def _go_to(self, position: FeedsPosition) -> None:
         ds, run, states = self._ds, self._run, position.feed_states()

@@ -76,6 +76,8 @@ class FeedsPosition(NamedTuple):
         """Returns the state of each feed, as a copy of its own."""
         return {feed: pickle.loads(state) for feed, state in self.pickled_states.items()}
 
-    def past_end(self) -> FeedsPosition:
-        """Returns the position after one more batch, in which these feeds had no row any more."""
-        return FeedsPosition(self.step + 1, dict.fromkeys(self.pickled_states, pickle.dumps(ENDED)))
+    def past_end(self, batches: int) -> FeedsPosition:
+        """Returns the position after more batches, in which these feeds had no row any more."""
+        return FeedsPosition(
+            self.step + batches, dict.fromkeys(self.pickled_states, pickle.dumps(ENDED))
+        )

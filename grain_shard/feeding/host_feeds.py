@@ -98,8 +98,8 @@ class HostFeeds(HostBatches):
             " out under docs/streams.md#several-epochs.",
         )
 
-    def past_end(self, position: FeedsPosition) -> FeedsPosition:
-        return position.past_end()
+    def past_end(self, position: FeedsPosition, batches: int) -> FeedsPosition:
+        return position.past_end(batches)
 
     def to_state(self, position: FeedsPosition) -> dict[str, Any]:
         return position.to_state(self.fingerprint)

@@ -11,7 +11,7 @@ import collections
 import sys
 import threading
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import grain
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from grain_shard.background import TaskStage
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route, route
+from grain_shard.interrupts import Bell
 from grain_shard.pace import ReadPace
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
@@ -195,19 +196,20 @@ class _Lines(Tasks[None]):
         self.row_bytes = 0
         self._lines: list[_Line] = []
         self._faults, self._num_rows = faults, num_rows
-        self._wanted = threading.Condition()  # signalled when a part may have become ready to draw
+        self._lock = threading.Lock()
+        self._wanted = Bell()  # rung when a part may have become ready to draw
         self._stopped = False
 
     def open(self, records: grain.MapDataset, start: int, ahead: bool) -> _Line:
         line = _Line(records, start, self._faults, ahead)
-        with self._wanted:
+        with self._lock:
             self._lines.append(line)
             self._divide(self._lines)
-            self._wanted.notify()
+        self._wanted.ring()
         return line
 
     def close_line(self, line: _Line) -> None:
-        with self._wanted:
+        with self._lock:
             # The other lines get more room after their next reads, and not here: at the
             # interpreter's exit, where this may run, the names of this module are gone.
             self._lines.remove(line)
@@ -222,29 +224,33 @@ class _Lines(Tasks[None]):
 
     def take(self, line: _Line) -> list[Any]:
         """Takes the next records of a line, which must be ready: the last one first."""
-        with self._wanted:
+        with self._lock:
             elements = line.come.pop(line.taken)
             line.taken += len(elements)
-            if line.is_for_readers:
-                self._wanted.notify()
+        if line.is_for_readers:
+            self._wanted.ring()
         return elements[::-1]
 
     def begin(self, line: _Line) -> Part | None:
         """Begins a part for the line's consumer to evaluate; None if readers evaluate the next."""
-        with self._wanted:
+        with self._lock:
             if self._stopped or line.is_for_readers or line.ahead:
                 return None
             self._divide([line])
             return line.begin(line.share)
 
     def draw(self, room: int) -> Read:
-        with self._wanted:
-            while not self._stopped:
-                for line in sorted(self._lines, key=lambda line: line.ahead):
-                    if (part := self._next_part(line)) is not None:
-                        return Read([part], line.reads_many)
-                self._wanted.wait()
-        raise StopIteration
+        part = self._wanted.wait_for(lambda: self._stopped or self._drawn())
+        if not isinstance(part, Part):
+            raise StopIteration
+        return Read([part], cast(_Line, part.sink).reads_many)
+
+    def _drawn(self) -> Part | None:
+        with self._lock:
+            for line in sorted(self._lines, key=lambda line: line.ahead):
+                if (part := self._next_part(line)) is not None:
+                    return part
+        return None
 
     def _next_part(self, line: _Line) -> Part | None:
         """Draws a part of a line, if readers should read one."""
@@ -260,15 +266,15 @@ class _Lines(Tasks[None]):
         return line.begin(size) if line.is_for_readers else None
 
     def done(self, task: Read) -> bool:
-        with self._wanted:
+        with self._lock:
             line = task.sink
             assert isinstance(line, _Line)
             line.left[:0] = task.left
             if task.is_new:
                 line.took(task.seconds, task.size)
             self._divide([line])
-            if line.left or line.is_for_readers:
-                self._wanted.notify()
+        if line.left or line.is_for_readers:
+            self._wanted.ring()
         return False
 
     def end(self) -> None:
@@ -276,9 +282,8 @@ class _Lines(Tasks[None]):
 
     def stop(self) -> None:
         self._faults.stop()
-        with self._wanted:
-            self._stopped = True
-            self._wanted.notify_all()
+        self._stopped = True
+        self._wanted.ring()
 
 
 def _num_bytes(element: Any) -> int:

@@ -82,7 +82,7 @@ class Alarm:
         self._failure: AgreementError | None = None
         self.is_at_end = self._others_know = False
         self._is_over = False  # the loop knows of the failure, or the iterator is closed
-        self._loop = threading.get_ident()  # the thread that asks for batches
+        self._loop = threading.main_thread().ident or 0  # or another one that asks for batches
         self._listener = listener_of(runtime_client())
         self._listener.alarms[series] = self
 

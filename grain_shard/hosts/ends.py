@@ -26,7 +26,7 @@ from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.rounds import Rounds
 from grain_shard.pace import Pace
 from grain_shard.spans import AGREE, counted_by, counter, span
-from grain_shard.tasks import Known, Producer, Raised, Task, Tasks
+from grain_shard.tasks import Known, Raised, Results, Task, Tasks
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
 class _Votes(Tasks[None]):
     """This host's votes, which a thread runs as tasks without results, one after the other.
 
-    Only that thread changes the attributes, except `padded`, which the training loop changes.
+    Only that thread changes the attributes, except `handed_out`: the training loop changes it.
 
     Args:
         placed: As for `AgreedEnd`.
@@ -102,7 +102,7 @@ class _Votes(Tasks[None]):
 
     Attributes:
         agreed: How many batches all hosts hand out, from the first one on.
-        padded: How many of those handed out here were padding.
+        handed_out: How many batches the training loop has got.
         is_asked: Whether this host has voted and the verdict is not known yet.
         number: How many votes are over.
         absences: The hosts that will not vote.
@@ -119,13 +119,8 @@ class _Votes(Tasks[None]):
         self._placed, self._read, self._rounds = placed, read, rounds
         self._decide, self._first_digest = decide, first_digest
         self.absences = Absences(rounds)
-        self.agreed = self.padded = self.number = 0
+        self.agreed = self.handed_out = self.number = 0
         self.is_asked = self._stopped = self._is_over = False
-
-    @property
-    def handed_out(self) -> int:
-        """The number of batches that the training loop has got."""
-        return self._placed.taken + self.padded
 
     def known(self) -> Known:
         """Returns how many batches this host has by now, and the error or end behind them."""
@@ -234,7 +229,7 @@ class _Over(Task[None]):
 _OVER = _Over()
 
 
-class AgreedEnd(Producer[T]):
+class AgreedEnd(Results[T]):
     """Hands out global batches until the end that all hosts have agreed on.
 
     An interrupt, such as Ctrl-C, may come at any place: the next call goes on there, because the
@@ -248,7 +243,7 @@ class AgreedEnd(Producer[T]):
         same_rows: As for `decide`.
         first_digest: Returns the digest of this host's first whole batch, once it has been read; ""
             where hosts have different batches.
-        padding: Makes another batch of padding, on the devices.
+        padding: Makes a batch of padding, on the devices, of the number of those before it.
     """
 
     def __init__(
@@ -260,7 +255,7 @@ class AgreedEnd(Producer[T]):
         remainder: str,
         same_rows: bool,
         first_digest: Callable[[], str] = lambda: "",
-        padding: Callable[[], T],
+        padding: Callable[[int], T],
     ):
         decider = functools.partial(decide, remainder, same_rows)
         self._placed, self._padding, self._counter = placed, padding, counter()
@@ -275,17 +270,28 @@ class AgreedEnd(Producer[T]):
         self._placed.start()
         self._voting.start()
 
-    def __next__(self) -> T:
+    @property
+    def taken(self) -> int:
+        return self._votes.handed_out
+
+    def peek(self) -> T:
         if self._final is not None:
             self._final.throw()
         try:
             if not self._is_agreed():
                 self._wait_for_verdict()
-            return self._take()
+            known, taken = self._votes.known(), self.taken
+            if known.results <= taken and isinstance(known.end, StopIteration):
+                return self._padding(taken - known.results)
+            return self._placed.peek()
         except Exception as error:
             self._voting.stop()
             self._final = Raised(error, error.__traceback__)
             raise
+
+    def release(self, taken: int) -> None:
+        self._votes.handed_out = taken
+        self._placed.release(min(taken, self._placed.known().results))
 
     def _is_agreed(self) -> bool:
         """Returns whether all hosts hand out the next batch."""
@@ -310,15 +316,7 @@ class AgreedEnd(Producer[T]):
         finally:
             self._votes.loop_waits(False)
         if not self._is_agreed():
-            next(self._voting)  # makes no results: raises why there is no verdict
-
-    def _take(self) -> T:
-        known = self._votes.known()
-        if known.results <= self._votes.handed_out and isinstance(known.end, StopIteration):
-            padding = self._padding()
-            self._votes.padded += 1
-            return padding
-        return next(self._placed)
+            self._voting.peek()  # there are no results: raises why there is no verdict
 
     def stop(self) -> None:
         self._voting.stop()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from grain_shard.background import TaskStage
+from grain_shard.background import Background, TaskStage
 from grain_shard.errors import AgreementError, StateError, describe_error
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare
@@ -18,7 +18,7 @@ from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds, meet
 from grain_shard.hosts.series import Series
 from grain_shard.hosts.slowest import SlowestOf, Waits
-from grain_shard.tasks import Raised
+from grain_shard.tasks import Queue, Raised
 
 T = TypeVar("T")
 
@@ -63,10 +63,9 @@ class Alone:
     slowest: SlowestOf | None = None
     _failure: Raised | None = None
 
-    def opens(self) -> None:
-        """Notes that the iterator starts over, at any position."""
-        self.has_compared, self._failure = False, None
+    def __init__(self):
         self._stop: Callable[[], None] = lambda: None
+        self._agreed = ""
 
     def until_agreed_end(
         self, placed: TaskStage[T], read: TaskStage[Any], **how: Any
@@ -115,11 +114,18 @@ class Alone:
             HostTimeoutError: A host did not arrive.
             StateError: The restored state is of other records.
         """
-        if self.has_compared:
-            return ""
-        self.has_compared = True
+        if not self.has_compared:
+            self._agreed = self._ask(self._answer(fields, digest), is_steady)
+            self.has_compared = True
+        return self._agreed
+
+    def _ask(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> str:
+        return self._compared((answer, is_steady))
+
+    def _compared(self, asked: tuple[Mapping[str, Any], Callable[[], bool]]) -> str:
+        answer, is_steady = asked
         try:
-            verdict = self._verdict(_START, self._answer(fields, digest), compare)
+            verdict = self._verdict(_START, answer, compare)
             if "doubt" not in verdict:
                 return verdict.get(CONTENTS, "")
             if not self._verdict(_STEADY, is_steady(), lambda answers: all(answers.values())):
@@ -128,9 +134,6 @@ class Alone:
         except (AgreementError, StateError) as failure:
             self._failure = Raised(failure, failure.__traceback__)
             self._stop()
-            raise
-        except KeyboardInterrupt:
-            self.has_compared = False  # the loop may go on, and compares then
             raise
 
     def _answer(self, fields: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
@@ -157,19 +160,20 @@ class Alone:
 
 
 class Together(Alone):
-    """An iterator among its likes on other hosts, as `across` describes them."""
+    """An iterator among its likes on other hosts, as `across` describes them.
+
+    A thread of its own compares, so that an interrupt of the loop leaves no round half done.
+    """
 
     def __init__(self, across: AcrossHosts):
         self._across = across
-        self.opens()
-
-    def opens(self) -> None:
-        super().opens()
-        across = self._across
+        super().__init__()
         self._rounds = Rounds(across.hosts, across.timeout_s, across.series)
-        self._verdicts: dict[str, Any] = {}
         self._alarm: Alarm | None = None
-        self.slowest = None
+        self._answers: Queue[tuple[Mapping[str, Any], Callable[[], bool]]] = Queue()
+        self._comparing = Background(
+            self._compared, self._answers, buffer_size=1, name="grain-shard-compare"
+        )
 
     def until_agreed_end(
         self, placed: TaskStage[T], read: TaskStage[Any], **how: Any
@@ -177,15 +181,23 @@ class Together(Alone):
         return AgreedEnd(placed, read, self._rounds, remainder=self._across.remainder, **how)
 
     def start(self, kind: str, stop: Callable[[], None], waits: Callable[[float], Waits]) -> None:
-        self._rounds.begin(kind)
-        name, hosts = self._rounds.name, self._rounds.hosts
-        self.slowest, self._stop = SlowestOf(hosts, waits), stop
-        self._alarm = Alarm(name, hosts, stop, self.slowest)
+        if self._alarm is None:
+            self._rounds.begin(kind)
+            name, hosts = self._rounds.name, self._rounds.hosts
+            self.slowest, self._stop = SlowestOf(hosts, waits), stop
+            self._alarm = Alarm(name, hosts, stop, self.slowest)
+            self._comparing.start()
 
     def check(self) -> None:
         super().check()
         if self._alarm is not None:
             self._alarm.raise_failure()
+
+    def _ask(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> str:
+        self._answers.put((answer, is_steady))  # after an interrupt once more; the first one counts
+        agreed = self._comparing.peek()
+        self._comparing.stop()
+        return agreed
 
     def _answer(self, fields: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
         answer = {**self._across.fields, **fields}
@@ -194,22 +206,17 @@ class Together(Alone):
         return answer
 
     def _verdict(self, round_: str, answer: Any, decide: Callable[[Answers], Any]) -> Any:
-        # An interrupt in a later round repeats the comparison, and other hosts do not answer twice.
-        if round_ not in self._verdicts:
-            self._rounds.put(round_, answer)
-            self._verdicts[round_] = self._rounds.verdict(round_, decide)
-        return self._verdicts[round_]
+        self._rounds.put(round_, answer)
+        return self._rounds.verdict(round_, decide, stopped=lambda: self._answers.is_stopped)
 
     def failed(self, error: BaseException) -> None:
         alarm, rounds = self._alarm, self._rounds
         if alarm is None:
             return
         if not self.has_compared:
-            if isinstance(error, KeyboardInterrupt):
-                return  # the loop may go on, and compares then
-            self.has_compared = True
-            if not isinstance(error, AgreementError):
+            if not isinstance(error, KeyboardInterrupt | AgreementError):
                 rounds.fail(_START, describe_error(error), compare)
+                self.has_compared = True
             return
         alarm.raise_failure()  # the iterator was stopped because another host failed
         if isinstance(error, AgreementError) or rounds.has_failed:
@@ -229,3 +236,4 @@ class Together(Alone):
     def close(self) -> None:
         if self._alarm is not None:
             self._alarm.close()
+        self._comparing.stop()

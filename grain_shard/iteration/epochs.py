@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from grain_shard.iteration.host_batches import Position
-from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.iteration.iterator import Run, ShardedIterator
 from grain_shard.iteration.random_access import RandomAccess
 from grain_shard.trees import Batch
 
@@ -44,11 +44,10 @@ class Epochs(ShardedIterator):
     """
 
     def __init__(self, host: RandomAccess, *, num_epochs: int, **how: Any):
-        # The current epoch, and the number of times that one was begun or sought. The current
-        # `EpochBatches` is not kept: in a reference cycle, only the garbage collector would end the
-        # threads of an abandoned run.
-        self._under_way: int | None = None
-        self._begun, self._num_epochs = 0, num_epochs
+        # The run and epoch last handed out. Its `EpochBatches` are not kept: in a reference cycle,
+        # only the garbage collector would end the threads of an abandoned run.
+        self._last: tuple[Run, int] | None = None
+        self._num_epochs, self._has_ended = num_epochs, False
         super().__init__(host, **how)
 
     def __len__(self) -> int:
@@ -58,31 +57,61 @@ class Epochs(ShardedIterator):
     def __repr__(self) -> str:
         return f"<Epochs: {self._num_epochs} of {super().__repr__()}>"
 
+    def __iter__(self) -> Epochs:
+        """Goes on with the next epoch; after a loop over all of them, from the first one again."""
+        position, left = self._after_last()
+        if self._has_ended or (not left and position != self.position):
+            self.reset()
+        return self
+
     def __next__(self) -> EpochBatches:
-        host = cast(RandomAccess, self._host)
-        epoch, left = host.pass_of(self.position)
-        if epoch == self._under_way:
-            self.go_to(host.next_pass(self.position))
-            epoch, left = host.pass_of(self.position)
-        self._leave()
+        position, left = self._after_last()
+        if position != self.position:
+            self.go_to(position)
+        epoch, last = self._batches.pass_of(position)[0], self._last
         if not left:
-            super().__next__()  # ends, too, and waits for the work under way
-        self._under_way = epoch
-        return EpochBatches(self, self._begun, epoch, left)
+            try:
+                super().__next__()  # ends, too, and waits for the work under way
+            except StopIteration:
+                self._last, self._has_ended = (self._at.run, epoch), True
+                raise
+        batches = EpochBatches(self, self._at.run, epoch, left)
+        try:
+            self._last = self._at.run, epoch
+            return batches
+        except BaseException:  # an interrupt: the epoch was not handed out
+            self._last = last
+            raise
 
-    def go_to(self, position: Position) -> None:
+    def go_to(self, position: Position | None) -> None:
         super().go_to(position)
-        self._leave()
+        self._has_ended = False
 
-    def _leave(self) -> None:
-        """The batches of the epoch under way are not handed out any more."""
-        self._under_way, self._begun = None, self._begun + 1
+    @property
+    def _batches(self) -> RandomAccess:
+        return cast(RandomAccess, self._host)
 
-    def next_batch(self, begun: int) -> Batch:
-        """The next batch, unless another epoch was begun or sought meanwhile."""
-        if begun != self._begun:
-            raise StopIteration
-        return super().__next__()
+    def _after_last(self) -> tuple[Position, int]:
+        """Returns the position at which the next epoch begins, and the number of its batches."""
+        host, position = self._batches, self.position
+        if self._last == (self._at.run, host.pass_of(position)[0]):
+            position = host.next_pass(position)
+        return position, host.pass_of(position)[1]
+
+    def rewind(self, epoch: int) -> EpochBatches:
+        """Goes to the first batch of an epoch, and hands it out once more."""
+        self.go_to(self._batches.start_of_pass(epoch))
+        return next(self)
+
+    def is_past(self, epoch: int) -> bool:
+        """Returns whether another epoch was asked for since, and no other place was gone to."""
+        return self._last is not None and self._last[0] is self._at.run and self._last[1] != epoch
+
+    def left(self, run: Run, stop: int) -> int:
+        """Returns the number of batches of a run before a step; 0 if the run is over."""
+        return max(0, stop - self.position.step) if run is self._at.run else 0
+
+    next_batch = ShardedIterator.__next__
 
 
 class EpochBatches(Iterator[Batch]):
@@ -92,26 +121,31 @@ class EpochBatches(Iterator[Batch]):
         epoch: Which epoch, from 0 on; the right one after a restore, too, which `enumerate` is not.
     """
 
-    def __init__(self, epochs: Epochs, begun: int, epoch: int, num_batches: int):
-        self._epochs, self._begun = epochs, begun
-        self.epoch: int = epoch
-        self._num_batches = self._left = num_batches
+    def __init__(self, epochs: Epochs, run: Run, epoch: int, num_batches: int):
+        self._epochs, self.epoch = epochs, epoch
+        self._run, self._num_batches = run, num_batches
+        self._stop, self._is_new = epochs.position.step + num_batches, True
 
     def __len__(self) -> int:
         """The number of batches that it hands out, including those before now."""
         return self._num_batches
 
     def __repr__(self) -> str:
-        return (
-            f"<EpochBatches: epoch {self.epoch}, {self._left} of {self._num_batches} batches left>"
-        )
+        left = self._epochs.left(self._run, self._stop)
+        return f"<EpochBatches: epoch {self.epoch}, {left} of {self._num_batches} batches left>"
 
     def __iter__(self) -> EpochBatches:
+        """Goes back to the epoch if the next one was asked for before a batch of this one."""
+        if self._is_new and self._epochs.is_past(self.epoch):
+            self.reset()
         return self
 
+    def reset(self) -> None:
+        """Goes back to the first batch of the epoch; the epoch after it is the next one then."""
+        self.__dict__.update(vars(self._epochs.rewind(self.epoch)))
+
     def __next__(self) -> Batch:
-        if not self._left:
+        if not self._epochs.left(self._run, self._stop):
             raise StopIteration
-        batch = self._epochs.next_batch(self._begun)
-        self._left -= 1
-        return batch
+        self._is_new = False
+        return self._epochs.next_batch()

@@ -139,6 +139,13 @@ class HostBatches(ABC):
             ShardingError: There is none.
         """
 
+    def require_new_pass(self) -> None:  # noqa: B027
+        """Refuses a pass from the beginning if there was the only one already.
+
+        Raises:
+            ShardingError: The source is used up.
+        """
+
     def next_batch(self, position: Position) -> Mapping[str, Any]:
         """Returns the number of the next batch, as far as batches are counted on every host."""
         return {}
@@ -172,8 +179,8 @@ class HostBatches(ABC):
             " or keep a MapDataset down to .batch.",
         )
 
-    def past_end(self, position: Position) -> Position:
-        """Returns the position after a batch for which this host had no row any more."""
+    def past_end(self, position: Position, batches: int) -> Position:
+        """Returns the position after batches for which this host had no row any more."""
         return position
 
     @abstractmethod

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import grain
 
@@ -28,9 +28,10 @@ from grain_shard.hosts.compare import CONTENTS, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
 from grain_shard.hosts.together import AcrossHosts, Alone, Together
+from grain_shard.interrupts import Uninterrupted
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
-from grain_shard.iteration.second_pass import SecondPass
+from grain_shard.iteration.second_pass import Passes
 from grain_shard.reading.contents import with_digest, without_digest
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
@@ -42,8 +43,60 @@ from grain_shard.trees import Batch
 _SAVES = itertools.count()  # every host saves as often
 
 
-# The phases of an iterator, as it names them.
-_NOT_BEGUN, _UNDER_WAY, _CLOSED = "not begun", "under way", "closed"
+class Run:
+    """The batches from one position on.
+
+    Args:
+        kind: The kind of the pipeline.
+        batches: The batches on this host.
+        stage: The batches on the devices.
+        together: Their like on other hosts.
+        meter: Counts them.
+
+    Attributes:
+        batches: As given.
+        stage: As given.
+        together: As given.
+        has_compared: True once the pipeline was compared with other hosts' and with a state's.
+        start: Starts working ahead, once.
+        close: Ends that and waits for it, once.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        batches: TaskStage[Any],
+        stage: TaskStage[Placed] | AgreedEnd[Placed],
+        together: Alone,
+        meter: Meter,
+    ):
+        def start() -> None:
+            together.start(kind, stage.stop, meter.waits_of_late)
+            stage.start()
+
+        def close() -> None:
+            together.close()
+            stage.close()
+
+        self.batches, self.stage, self.together = batches, stage, together
+        self.has_compared = False
+        self.start, self.close = Uninterrupted(start), Uninterrupted(close)
+
+
+class Place(NamedTuple):
+    """The place of an iterator: one value, so that an interrupt finds it before a step or after.
+
+    Attributes:
+        run: The batches that it hands out.
+        position: The position after the last batch that was handed out.
+        taken: The number of batches of the run that were handed out.
+        pending: The next batch, if it was taken from the background already.
+    """
+
+    run: Run
+    position: Position
+    taken: int = 0
+    pending: Placed | None = None
 
 
 class ShardedIterator(grain.DatasetIterator[Batch]):
@@ -58,7 +111,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
             contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
-        second_pass: Is told where passes begin and end.
+        passes: The passes of the dataset's iterators.
         dataset: The dataset, if `shard_to` made it.
 
     Example:
@@ -81,88 +134,100 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         device_buffer_size: int,
         reshard: Resharder | None,
         across: AcrossHosts | None,
-        second_pass: SecondPass | None = None,
+        passes: Passes | None = None,
         dataset: grain.IterDataset | None = None,
     ):
         super().__init__()
         self.dataset = dataset
-        self._host, self._placer, self._phase = host, placer, _NOT_BEGUN
+        self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard = device_buffer_size, reshard
-        self._together = Alone() if across is None else Together(across)
-        self._second_pass = second_pass
+        self._across, self._passes = across, passes
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
             self._enter_context = jax_context()  # of the thread that made it, for all its life
-            self._open(None)
-        self._beginning = self._position
+            self._at = self._open(None)
+        self._beginning = self._at.position
 
     def __repr__(self) -> str:
         axes = describe_mesh(self._placer.mesh_axes)  # none, if it places on one device
         mesh = f", mesh ({axes})" if axes else ""
-        return f"<ShardedIterator of {self._host.kind}{mesh}, {self._phase}>"
+        begun = "under way" if self._at.run.start.is_begun else "not begun"
+        phase = "closed" if self._is_closed else begun
+        return f"<ShardedIterator of {self._host.kind}{mesh}, {phase}>"
 
-    def _open(self, position: Position | None) -> None:
+    def _open(self, position: Position | None) -> Place:
         host, meter = self._host, self._meter
         opened = host.open(position)
-        self._position, batches = opened.position, opened.batches
-        self._batches, self._saved_digest = batches, ""
-        meter.opens(opened.reads, opened.faults)
-        self._phase, self._pending = _NOT_BEGUN, cast(Placed | None, None)
-        self._together.opens()
+        batches, self._saved_digest = opened.batches, ""
+        together = Alone() if self._across is None else Together(self._across)
         # The threads must refer to this and not to self, which could never be collected then.
-        place = Placing(self._placer, meter, self._position, keeps_last=host.ends_by_vote)
+        place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)
         placed = Background(
             place, batches, buffer_size=self._device_buffer_size, name="grain-shard-device"
         )
-        self._stage: TaskStage[Placed] | AgreedEnd[Placed] = placed
+        stage: TaskStage[Placed] | AgreedEnd[Placed] = placed
         if host.ends_by_vote:
-            self._stage = self._together.until_agreed_end(
+            stage = together.until_agreed_end(
                 placed,
                 batches,
                 same_rows=host.rows == GLOBAL,
                 first_digest=opened.first_digest,
-                padding=lambda: place.padding(host),
+                padding=lambda before: place.padding(host, before),
             )
+        meter.opens(opened.reads, opened.faults)
+        return Place(Run(host.kind, batches, stage, together, meter), opened.position)
 
     def __next__(self) -> Batch:
         self._require_open()
-        together = self._together
-        together.check()
-        if self._second_pass is not None and self._position == self._beginning:
-            self._second_pass.begins()
+        is_first = not self._at.taken and self.position == self._beginning
+        if self._passes is not None and is_first:
+            self._passes.begins()
         self.start_prefetch()
-        # An interrupt in comparing leaves the batch here, for the next call.
-        self._pending = self._pending or self._next_placed()
-        if not together.has_compared:
-            self._compare()
-        (batch, self._position, size), self._pending = self._pending, None
+        at = self._at
+        at.run.together.check()
+        if at.pending is None:
+            at = self._at = at._replace(pending=self._next_placed(at))
+        if self._reshard is not None:
+            self._reshard.forget()
+        batch, position, size = cast(Placed, at.pending)
+        at.run.stage.release(at.taken + 1)
         self._meter.handed_out(size)
-        return batch if self._reshard is None else self._reshard(batch)
+        if self._passes is not None:
+            self._passes.gives(is_first=is_first)
+        try:
+            self._at = Place(at.run, position, at.taken + 1)
+            return batch
+        except BaseException:  # an interrupt: the batch was not handed out
+            self._at = at
+            raise
 
-    def _compare(self) -> None:
+    def _compare(self, at: Place) -> None:
         """Compares the pipeline with other hosts', and its contents with the restored state's."""
-        contents = self._host.contents
-        self._batches.wait_for(lambda: contents.is_read)
+        contents, run = self._host.contents, at.run
+        run.batches.wait_for(lambda: contents.is_read)
         by_record = {
             NOW: contents.by_record(contents.digest),
             SAVED: contents.by_record(self._saved_digest),
         }
         fields = {
-            **self._host.next_batch(self._position),
+            **self._host.next_batch(at.position),
             **self._placer.describe(),
             CONTENTS: by_record,
         }
-        agreed = self._together.compare(fields, self._placer.digest, contents.is_steady)
+        agreed = run.together.compare(fields, self._placer.digest, contents.is_steady)
         if contents.digest and not agreed:
             contents.leave_out()
         contents.digest, self._saved_digest = agreed, ""
+        run.has_compared = True
 
-    def _next_placed(self) -> Placed:
-        """Takes the next batch from the background, and tells other hosts if there is none."""
-        together = self._together
+    def _next_placed(self, at: Place) -> Placed:
+        """Waits for the next batch, and tells other hosts if there is none."""
+        together = at.run.together
         with self._meter:
             try:
-                placed = next(self._stage, None)
+                placed = at.run.stage.peek()
+            except StopIteration:
+                placed = None
             except ShardingError as error:
                 # The stages before placement know no mesh, and may run where there is none.
                 together.failed(error)
@@ -173,21 +238,25 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             if placed is None:
                 # Outside the except block, so that another host's failure, if it is the cause, is
                 # not chained to an exception of this host.
-                together.ended(self._host.next_batch(self._position))
+                together.ended(self._host.next_batch(at.position))
                 self._at_end()
                 raise StopIteration
-        return placed
+        if not at.run.has_compared:
+            self._compare(at)
+        return (
+            placed if self._reshard is None else placed._replace(batch=self._reshard(placed.batch))
+        )
 
     def _at_end(self) -> None:
-        if self._second_pass is not None:
-            self._second_pass.ends()
+        if self._passes is not None:
+            self._passes.ends()
         if self._reshard is not None:
             self._reshard.wait()
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch that ``next`` returned, as plain JSON."""
         digest = self._host.contents.digest or self._saved_digest
-        return with_digest(self._host.to_state(self._position), digest)
+        return with_digest(self._host.to_state(self._at.position), digest)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on from a saved position, in an iterator that is new or in use.
@@ -257,21 +326,34 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     @property
     def position(self) -> Position:
         """The position after the last batch that ``next`` returned, as it is quick to copy."""
-        return self._position
+        return self._at.position
 
-    def go_to(self, position: Position) -> None:
-        """Goes on from a position of an iterator over the same dataset."""
+    def go_to(self, position: Position | None) -> None:
+        """Goes on from a position of an iterator over the same dataset; None for its beginning."""
         self._require_open()
-        before = self._position
+        self._open_anew(position)
+
+    def reset(self) -> None:
+        """Goes back to the first batch, as evaluation loops do before each evaluation.
+
+        Each evaluation then has the same batches. On several hosts all of them call it.
+
+        Raises:
+            ShardingError: The pipeline is a stream that allows only one pass.
+        """
+        self._require_open()
+        self._host.require_new_pass()
+        self._passes = None  # it is meant
+        self.go_to(None)
+
+    def _open_anew(self, position: Position | None) -> None:
+        run = self._at.run
         try:
-            self._close_stage()  # first: the next stage may draw from the same source
+            run.close()  # first: the next run may draw from the same source
         finally:  # it goes there, also if what was open cannot be closed
-            with self._enter_context():
-                try:
-                    self._open(position)
-                except BaseException:
-                    self._open(before)  # a refused state changes nothing
-                    raise
+            if run.close.is_over:
+                with self._enter_context():
+                    self._at = self._open(position)
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: writes the state while the loop goes on."""
@@ -282,7 +364,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             await asyncio.to_thread(write_state, folder, state, self._host.own_feeds)
             if not is_shared(state):
                 # The folder gets its final name when the first host is done; by then all must be.
-                await asyncio.to_thread(self._together.meet, f"save-{number}")
+                await asyncio.to_thread(self._at.run.together.meet, f"save-{number}")
 
         return write()
 
@@ -298,17 +380,16 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def stats(self) -> Stats:
         """Returns the figures of its work so far, and of the training loop's waiting; any time."""
-        meter, one = self._meter, self._together.slowest
+        meter, one = self._meter, self._at.run.together.slowest
         slowest = None if one is None else one.found
         return Stats(meter.total(), meter.recent(), meter.faults(), slowest)
 
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""
         self._require_open()
-        if self._phase == _NOT_BEGUN:
-            self._phase = _UNDER_WAY
-            self._together.start(self._host.kind, self._stage.stop, self._meter.waits_of_late)
-            self._stage.start()
+        if self._at.run.close.is_begun:  # after an interrupt, or a refused state
+            self._open_anew(self._at.position)
+        self._at.run.start()
 
     def close(self) -> None:
         """Stops the background threads and waits for them; a second call does nothing.
@@ -318,16 +399,11 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 names. Everything else is closed by then. Where nobody calls this, or a thread is
                 inside the user's code for more than 5 seconds, such an error is logged instead.
         """
-        if self._phase != _CLOSED:
-            self._phase = _CLOSED
-            self._close_stage()
-
-    def _close_stage(self) -> None:
-        self._together.close()
-        self._stage.close()
+        self._is_closed = True
+        self._at.run.close()
 
     def _require_open(self) -> None:
-        if self._phase == _CLOSED:
+        if self._is_closed:
             raise ValueError("this is a closed iterator; make another by iter(ds).")
 
     def __reduce__(self) -> NoReturn:
@@ -349,6 +425,6 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             log_unclosed(error)  # the error that ended the loop is the one to see
 
     def __del__(self) -> None:
-        if (stage := getattr(self, "_stage", None)) is not None:
-            stage.stop()  # without waiting: the garbage collector runs anywhere
-            self._together.close()
+        if (at := getattr(self, "_at", None)) is not None:
+            at.run.stage.stop()  # without waiting: the garbage collector runs anywhere
+            at.run.together.close()

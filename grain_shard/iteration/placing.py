@@ -53,10 +53,18 @@ class Placing:
         batch, self._position = item
         if self._keeps_last:
             self._last = batch
-        with span(PLACE):
-            return Placed(self._placer(batch), self._position, self._meter.placed(batch))
+        return self._placed(batch, self._position)
 
-    def padding(self, host: HostBatches) -> Placed:
-        """Makes a batch of padding after the last batch, with the shapes of this host's batches."""
+    def padding(self, host: HostBatches, before: int) -> Placed:
+        """Makes a batch of padding after the last batch, with the shapes of this host's batches.
+
+        Args:
+            host: This host's batches.
+            before: Number of batches of padding before it.
+        """
         like = host.first() if self._last is None else self._last
-        return self((host.padding.like(like), host.past_end(self._position)))
+        return self._placed(host.padding.like(like), host.past_end(self._position, before + 1))
+
+    def _placed(self, batch: Batch, position: Position) -> Placed:
+        with span(PLACE):
+            return Placed(self._placer(batch), position, self._meter.placed(batch))

@@ -114,6 +114,11 @@ class RandomAccess(HostBatches):
         number, left = self.pass_of(position)
         return Progress(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
 
+    def start_of_pass(self, number: int) -> Progress:
+        """Returns the position before the first batch of a pass."""
+        cuts = self._batching.cuts
+        return cuts.progress(cuts.steps_before(number * self._epochs_of_a_pass))
+
     def position_at(self, *, step: int | None, record: int | None) -> Progress:
         cuts, batches = self._batching.cuts, self._batching.num_batches()
         step, record = _whole_number("step", step), _whole_number("record", record)

@@ -1,27 +1,48 @@
-"""A warning, once, of a second pass over a shuffled dataset in the same order as the first."""
+"""Warnings, once for each dataset, of passes that are most likely a mistake."""
 
 from __future__ import annotations
 
 import warnings
 
+# As many iterators in a row may be looks at the data.
+_LOOKS = 2
 
-class SecondPass:
-    """The passes that the iterators of a dataset have made, which is in the same order in each."""
 
-    def __init__(self):
-        self._one_has_ended = self._was_said = False
+class Passes:
+    """The passes that the iterators of a dataset make.
+
+    Args:
+        same_order: Whether it is known to be shuffled, and to have the same order in each pass.
+    """
+
+    def __init__(self, same_order: bool):
+        self._told_of_order, self._told_of_looks = not same_order, False
+        self._one_has_ended = False
+        self._looks = 0  # iterators in a row that have given one batch
 
     def begins(self) -> None:
-        """A pass begins, at the beginning."""
-        if self._one_has_ended and not self._was_said:
-            self._was_said = True
+        """Warns, if need be, as a pass begins at the beginning."""
+        if self._one_has_ended and not self._told_of_order:
+            self._told_of_order = True
             warnings.warn(
                 "this second pass over a shuffled dataset has the order and the augmentations of"
                 " the first. For others in each epoch: `for batches in ds.epochs(n): for batch in"
                 " batches:`, or .batch(B).repeat(n) before .shard_to.",
                 stacklevel=4,  # Grain wraps what calls this
             )
+        if self._looks >= _LOOKS and not self._told_of_looks:
+            self._told_of_looks = True
+            warnings.warn(
+                "each iter(ds) begins at the first batch, and two iterators of this dataset were"
+                " left after it. In a loop, write `it = iter(ds)` once before it, and `next(it)` in"
+                " each step.",
+                stacklevel=4,
+            )
+
+    def gives(self, *, is_first: bool) -> None:
+        """Notes that an iterator gives the first batch, or another one."""
+        self._looks = self._looks + 1 if is_first else 0
 
     def ends(self) -> None:
-        """A pass has come to its end; one that was left early may have been a look at the data."""
-        self._one_has_ended = True
+        """Notes the end of a pass; one that was left early may have been a look at the data."""
+        self._one_has_ended, self._looks = True, 0

@@ -17,7 +17,7 @@ from grain_shard.hosts.together import AcrossHosts
 from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
-from grain_shard.iteration.second_pass import SecondPass
+from grain_shard.iteration.second_pass import Passes
 from grain_shard.reading.contents import Contents
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
@@ -88,7 +88,7 @@ class ShardedDataset(grain.IterDataset):
         self._host, self._read_by, self._final = host, shardings, final_shardings
         self._settings, self._remainder, self._timeout_s = settings, remainder, timeout_s
         self._layout = shardings.layout()
-        self._second_pass = SecondPass() if same_order else None
+        self._passes = Passes(same_order)
         self._series = Series()
         self._records_per_batch = records_per_batch
 
@@ -146,7 +146,7 @@ class ShardedDataset(grain.IterDataset):
         return True  # not by len(), which a stream does not have
 
     def __iter__(self) -> ShardedIterator:
-        return ShardedIterator(self._host, second_pass=self._second_pass, **self._how(self._host))
+        return ShardedIterator(self._host, passes=self._passes, **self._how(self._host))
 
     def epochs(self, n: int) -> Epochs:
         """The batches of several epochs, each in another order and with other augmentations.

@@ -12,7 +12,7 @@ from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.state_files import KIND, STREAM
 from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
 from grain_shard.reading.faults import FaultRules, Faults
-from grain_shard.reading.iterable import require_another_pass
+from grain_shard.reading.iterable import require_another_pass, require_new_pass
 from grain_shard.reading.state_json import from_json, restore, to_json
 from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.trees import Batch
@@ -56,6 +56,9 @@ class Stream(HostBatches):
             faults.counts,
             first_digest=lambda: iterator.seen.first_digest,
         )
+
+    def require_new_pass(self) -> None:
+        require_new_pass(self._ds)
 
     def first(self) -> Batch:
         require_another_pass(self._ds)

@@ -193,8 +193,7 @@ class Faults(Recovery):
 
     def counts(self) -> FaultCounts:
         """Returns the counts so far."""
-        with self._lock:
-            return self._counts._replace(listed=tuple(self._listed))
+        return self._counts._replace(listed=tuple(self._listed))  # without a lock: see interrupts
 
     def taken(self) -> FaultCounts:
         """Returns the counts since the last call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -86,12 +87,32 @@ class IterableBatches(grain.IterDataset):
     def __init__(self, source: Any, rows: Rows | None):
         super().__init__()
         self._source, self.rows = source, rows
-        self._in_use = threading.Lock()
+        self.has_begun, self.in_use = False, threading.Lock()
+        # For an iterator that can go back to it, so that there may be other passes.
+        self._beginning = copy.deepcopy(source.get_state()) if self._can_go_back else None
 
     @property
     def has_one_pass(self) -> bool:
         """True if an element that one iterator took is gone for the others."""
         return isinstance(self._source, Iterator)
+
+    @property
+    def _can_go_back(self) -> bool:
+        return self.has_one_pass and _is_stateful(self._source)
+
+    def require_new_pass(self) -> None:
+        """Refuses another pass over an iterator that cannot go back.
+
+        Raises:
+            ShardingError: A pass over it has begun.
+        """
+        if self.has_begun and self.has_one_pass and not self._can_go_back:
+            raise ShardingError(
+                f"{self} can be gone through only once, and a pass over it has begun: another would"
+                " miss the batches that were taken.",
+                remedy="pass a function that makes the iterator, as in"
+                " from_iterable(make_batches, ...).",
+            )
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -101,10 +122,14 @@ class IterableBatches(grain.IterDataset):
         return f"from_iterable({type(self._source).__name__}{rows})"
 
     def __iter__(self) -> grain.DatasetIterator:
+        self.require_new_pass()
+        if self.has_begun and self._can_go_back:
+            with self.in_use:
+                self._source.set_state(copy.deepcopy(self._beginning))
         iterable = hasattr(self._source, "__iter__") or hasattr(self._source, "__getitem__")
         iterator = iter(self._source if iterable else self._source())
         name = type(self._source if iterable else iterator).__name__
-        return _Batches(iterator, name, self._in_use, is_own=iterator is not self._source)
+        return _Batches(iterator, name, self, is_own=iterator is not self._source)
 
 
 class _Batches(grain.DatasetIterator):
@@ -113,22 +138,22 @@ class _Batches(grain.DatasetIterator):
     Args:
         iterator: The iterator.
         name: Name of the source in messages.
-        in_use: Held during ``next``. After ``set_state`` a thread may still be inside the user's
-            ``next``, and if the iterator is the user's own, the next thread asks the same one.
+        ds: The dataset. Its `in_use` is held during ``next``. After ``set_state`` a thread may
+            still be inside the user's ``next``, and if the iterator is the user's own, the next
+            thread asks the same one.
         is_own: True if the iterator was made for this object, and no other object refers to it.
     """
 
-    def __init__(
-        self, iterator: Iterator[Batch], name: str, in_use: threading.Lock, *, is_own: bool
-    ):
+    def __init__(self, iterator: Iterator[Batch], name: str, ds: IterableBatches, *, is_own: bool):
         super().__init__()
         self._iterator: Any = iterator
-        self._name, self._in_use = name, in_use
-        self._stateful = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+        self._name, self._ds, self._in_use = name, ds, ds.in_use
+        self._stateful = _is_stateful(iterator)
         # A stateful iterator may be asked to go back after this, so its owner closes it.
         self._to_close = hasattr(iterator, "close") and (is_own or not self._stateful)
 
     def __next__(self) -> Batch:
+        self._ds.has_begun = True
         with self._in_use:  # also for the copy: the next call may fill the arrays again
             leaves, structure = leaves_of(next(self._iterator))
             return owned(structure.unflatten(map(_as_numpy, leaves)))
@@ -147,6 +172,10 @@ class _Batches(grain.DatasetIterator):
         closes, self._to_close = self._to_close, False  # Grain closes again in its __del__
         if closes:
             self._iterator.close()
+
+
+def _is_stateful(iterator: Any) -> bool:
+    return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
 
 
 def _as_numpy(leaf: Any) -> Any:
@@ -186,6 +215,17 @@ def agreed_rows(ds: grain.MapDataset | grain.IterDataset, rows: Rows | None) -> 
             remedy="leave rows out of .shard_to.",
         )
     return said or rows
+
+
+def require_new_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
+    """Refuses a new pass over a pipeline whose sources allow only one, if that has begun.
+
+    Raises:
+        ShardingError: A source is used up.
+    """
+    for source in _sources_of(ds):
+        if is_from_iterable(source):
+            source.require_new_pass()
 
 
 def require_another_pass(ds: grain.MapDataset | grain.IterDataset) -> None:

@@ -30,6 +30,9 @@ class Resharder:
         self._by_leaf: list[Sharding | None] | None = None
         self._moves: list[Any] = []
         self._last: jax.Array | None = None
+        # The batch, the number of its moves that are done, and its arrays after them: after an
+        # interrupt no move is done twice, which the other hosts would not do.
+        self._under_way: tuple[Batch, int, Sequence[jax.Array]] | None = None
 
     def __call__(self, batch: Batch) -> Batch:
         """Returns the same global batch in the step's shardings; text is unchanged.
@@ -45,14 +48,20 @@ class Resharder:
                     check_fits(path, leaf, sharding, leaf.shape)
             self._moves = [move_to(step.match(batch)) for step in self._shardings.moves()]
         placed = [s is not None for s in self._by_leaf]
-        moved = tuple(x for x, p in zip(leaves, placed, strict=True) if p)
-        for move in self._moves:
-            moved = move(*moved)
+        if self._under_way is None or self._under_way[0] is not batch:
+            self._under_way = batch, 0, [x for x, p in zip(leaves, placed, strict=True) if p]
+        for n in range(self._under_way[1], len(self._moves)):
+            self._under_way = batch, n + 1, self._moves[n](*self._under_way[2])
+        moved = self._under_way[2]
         self._last = min(moved, key=lambda array: array.nbytes)
         arrays = iter(moved)
         return structure.unflatten(
             [next(arrays) if p else x for x, p in zip(leaves, placed, strict=True)]
         )
+
+    def forget(self) -> None:
+        """Drops the arrays of the last batch, which is not asked for again."""
+        self._under_way = None
 
     def wait(self) -> None:
         """Waits until this host's part of the last move is done.

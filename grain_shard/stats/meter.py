@@ -68,8 +68,7 @@ class Meter:
         self, reads: Callable[[], ReadThreads], faults: Callable[[], FaultCounts] = FaultCounts
     ) -> None:
         """Goes on at another position of the iterator, from which faults are counted anew."""
-        self._faults_before = self.faults()
-        self._reads, self._faults = reads, faults
+        self._reads, self._faults, self._faults_before = reads, faults, self.faults()
 
     def faults(self) -> FaultCounts:
         """Returns the reads that failed since the iterator was made."""
