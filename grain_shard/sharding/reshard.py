@@ -27,7 +27,6 @@ class Resharder:
 
     def __init__(self, shardings: ShardingTree):
         self._shardings = shardings
-        self._by_leaf: list[Sharding | None] | None = None
         self._moves: list[Any] = []
         self._last: jax.Array | None = None
 
@@ -38,20 +37,20 @@ class Resharder:
             ShardingError: A mesh axis does not divide its dim.
         """
         paths, leaves, structure = flatten(batch)
-        if self._by_leaf is None:
-            self._by_leaf = self._shardings.match(batch)
-            for path, leaf, sharding in zip(paths, leaves, self._by_leaf, strict=True):
+        if not self._moves:
+            for path, leaf, sharding in zip(
+                paths, leaves, self._shardings.match(batch), strict=True
+            ):
                 if sharding is not None:
                     check_fits(path, leaf, sharding, leaf.shape)
             self._moves = [move_to(step.match(batch)) for step in self._shardings.moves()]
-        placed = [s is not None for s in self._by_leaf]
-        moved = tuple(x for x, p in zip(leaves, placed, strict=True) if p)
+        moved = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         for move in self._moves:
             moved = move(*moved)
         self._last = min(moved, key=lambda array: array.nbytes)
         arrays = iter(moved)
         return structure.unflatten(
-            [next(arrays) if p else x for x, p in zip(leaves, placed, strict=True)]
+            [next(arrays) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
         )
 
     def wait(self) -> None:
