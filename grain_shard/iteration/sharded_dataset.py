@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grain
-import jax
 
 from grain_shard.collectives import require_order
 from grain_shard.errors import ShardingError, describe_mesh, require_int
@@ -18,6 +16,7 @@ from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.second_pass import SecondPass
+from grain_shard.iteration.settings import Settings
 from grain_shard.reading.contents import Contents
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
@@ -26,45 +25,18 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.trees import Batch
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings with which a pipeline is run; see `shard_to`.
-
-    Attributes:
-        cpu_buffer_size: Most batches on the host, including unfinished ones.
-        device_buffer_size: Batches that may wait on the devices or be on their way there.
-        num_workers: Worker processes that make the batches; 0 if threads do.
-        is_stream: Whether batches come in order only.
-        reads_once: Whether every row is read on one host and moved by the devices.
-        reads_other_rows: Whether whole batches are read, of which this host keeps some rows.
-        amplification: Rows that all hosts read together, over the rows of the batch.
-    """
-
-    cpu_buffer_size: int = 4
-    device_buffer_size: int = 2
-    num_workers: int = 0
-    is_stream: bool = False
-    reads_once: bool = False
-    reads_other_rows: bool = False
-    amplification: float = 1.0
-
-
 class ShardedDataset(grain.IterDataset):
     """Global batches on the devices.
 
     Args:
         parent: This host's batches, as a Grain dataset.
         host: The same, as an iterator asks for them.
-        shardings: By which the batches are read and put on the devices.
-        final_shardings: To which the devices move each batch as it is handed out; None for none.
         settings: The settings with which the pipeline is run.
-        remainder: The treatment of a stream that ends before other hosts' streams.
-        timeout_s: How long one host waits for another, in seconds.
         records_per_batch: See the method.
         same_order: Whether it is known to be shuffled, and to have the same order in each pass.
 
     Example:
-        >>> import grain_shard
+        >>> import grain_shard, jax
         >>> mesh = jax.make_mesh((8,), ("data",))
         >>> ds = grain.MapDataset.range(20).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
         >>> len(ds), ds.abstract_batch()["x"].shape
@@ -75,19 +47,13 @@ class ShardedDataset(grain.IterDataset):
         self,
         parent: grain.MapDataset | grain.IterDataset,
         host: HostBatches,
-        shardings: ShardingTree,
-        final_shardings: ShardingTree | None,
         settings: Settings,
-        *,
-        remainder: str,
-        timeout_s: float,
         records_per_batch: Callable[[], int | None],
         same_order: bool = False,
     ):
         super().__init__(parent)
-        self._host, self._read_by, self._final = host, shardings, final_shardings
-        self._settings, self._remainder, self._timeout_s = settings, remainder, timeout_s
-        self._layout = shardings.layout()
+        self._host, self._settings = host, settings
+        self._layout = settings.shardings.layout()
         self._second_pass = SecondPass() if same_order else None
         self._series = Series()
         self._records_per_batch = records_per_batch
@@ -100,7 +66,12 @@ class ShardedDataset(grain.IterDataset):
     @property
     def shardings(self) -> ShardingTree:
         """The shardings of the batches that are handed out."""
-        return self._final or self._read_by
+        return self._settings.final_shardings or self._settings.shardings
+
+    @property
+    def reads_other_rows(self) -> bool:
+        """True if this host reads whole batches to keep some of their rows."""
+        return self._host.reads_other_rows
 
     @property
     def row_dims(self) -> int:
@@ -171,12 +142,13 @@ class ShardedDataset(grain.IterDataset):
 
     def _how(self, host: HostBatches) -> dict[str, Any]:
         """Returns the arguments of an iterator over some batches of this host."""
-        if self._final:  # with a collective of ours
-            require_order(self.shardings.devices())
+        final = self._settings.final_shardings
+        if final:  # with a collective of ours
+            require_order(final.devices())
         return {
             "placer": self._assembler(),
             "device_buffer_size": self._settings.device_buffer_size,
-            "reshard": self._final and Resharder(self._final),
+            "reshard": final and Resharder(final),
             "across": self._across_hosts(host),
             "dataset": self,
         }
@@ -196,18 +168,7 @@ class ShardedDataset(grain.IterDataset):
         Raises:
             ShardingError: The batch does not fit its shardings, or the stream has none.
         """
-        batch = self._assembler().abstract(self._host.first())
-        if self._final is None:
-            return batch
-        leaves, structure = jax.tree.flatten(batch)
-        return structure.unflatten(
-            [
-                leaf
-                if sharding is None
-                else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-                for leaf, sharding in zip(leaves, self._final.match(batch), strict=True)
-            ]
-        )
+        return self._assembler().abstract(self._host.first(), self.shardings)
 
     def __repr__(self) -> str:
         batches = self.num_batches()
@@ -261,7 +222,7 @@ class ShardedDataset(grain.IterDataset):
         compares = self._host.rows != GLOBAL
         is_padding = self._host.padding.are_all_of if compares else None
         return Assembler(
-            self._read_by,
+            self._settings.shardings,
             self._layout,
             is_padding=is_padding,
             host_batch_sizes=self._host.host_batch_sizes,
@@ -270,22 +231,23 @@ class ShardedDataset(grain.IterDataset):
     def _across_hosts(self, host: HostBatches) -> AcrossHosts | None:
         if self._layout.num_hosts == 1:
             return None
+        settings = self._settings
         # All that hosts compare before the first batch is handed out, but for what only the batch
         # tells: its leaves, and the rows that this host read. The iterator adds those.
         fields = {
             **host.compared,
             "rows": host.rows,
-            "remainder": self._remainder,
-            "read": "once" if self._settings.reads_once else "needed",
+            "remainder": settings.remainder,
+            "read": "once" if settings.final_shardings else "needed",
             **self.shardings.describe(),
         }
         return AcrossHosts(
-            hosts=self._read_by.hosts(),
+            hosts=settings.shardings.hosts(),
             series=self._series,
-            timeout_s=self._timeout_s,
+            timeout_s=settings.timeout_s,
             fields=fields,
             shards=self._layout.shards,
-            remainder=self._remainder,
+            remainder=settings.remainder,
         )
 
 
