@@ -28,10 +28,15 @@ from grain_shard.trees import Batch
 class ShardedDataset(grain.IterDataset):
     """Global batches on the devices.
 
+    Attributes:
+        host: This host's batches, as an iterator asks for them.
+        settings: The settings with which the pipeline is run.
+        layout: The rows that this host reads.
+
     Args:
         parent: This host's batches, as a Grain dataset.
-        host: The same, as an iterator asks for them.
-        settings: The settings with which the pipeline is run.
+        host: See above.
+        settings: See above.
         records_per_batch: See the method.
         same_order: Whether it is known to be shuffled, and to have the same order in each pass.
 
@@ -52,26 +57,17 @@ class ShardedDataset(grain.IterDataset):
         same_order: bool = False,
     ):
         super().__init__(parent)
-        self._host, self._settings = host, settings
-        self._layout = settings.shardings.layout()
+        self.host: HostBatches = host
+        self.settings: Settings = settings
+        self.layout: BatchLayout = settings.shardings.layout()
         self._second_pass = SecondPass() if same_order else None
         self._series = Series()
         self._records_per_batch = records_per_batch
 
     @property
-    def settings(self) -> Settings:
-        """The settings with which the pipeline is run."""
-        return self._settings
-
-    @property
     def shardings(self) -> ShardingTree:
         """The shardings of the batches that are handed out."""
-        return self._settings.final_shardings or self._settings.shardings
-
-    @property
-    def reads_other_rows(self) -> bool:
-        """True if this host reads whole batches to keep some of their rows."""
-        return self._host.reads_other_rows
+        return self.settings.final_shardings or self.settings.shardings
 
     @property
     def row_dims(self) -> int:
@@ -79,14 +75,9 @@ class ShardedDataset(grain.IterDataset):
         return 1 if self.shardings.microbatches is None else 2
 
     @property
-    def layout(self) -> BatchLayout:
-        """The rows that this host reads."""
-        return self._layout
-
-    @property
     def contents(self) -> Contents:
         """The contents of the source, which hosts and restored states compare."""
-        return self._host.contents
+        return self.host.contents
 
     def __len__(self) -> int:
         """The number of batches.
@@ -101,7 +92,7 @@ class ShardedDataset(grain.IterDataset):
 
     def num_batches(self) -> int | None:
         """The number of batches; None if only the end of the stream tells it."""
-        return self._host.num_batches()
+        return self.host.num_batches()
 
     def records_per_batch(self) -> int | None:
         """Rows of a full batch that are no padding; of the first, if sizes change.
@@ -117,7 +108,7 @@ class ShardedDataset(grain.IterDataset):
         return True  # not by len(), which a stream does not have
 
     def __iter__(self) -> ShardedIterator:
-        return ShardedIterator(self._host, second_pass=self._second_pass, **self._how(self._host))
+        return ShardedIterator(self.host, second_pass=self._second_pass, **self._how(self.host))
 
     def epochs(self, n: int) -> Epochs:
         """The batches of several epochs, each in another order and with other augmentations.
@@ -137,17 +128,17 @@ class ShardedDataset(grain.IterDataset):
                 end is unknown before it is reached.
         """
         require_int("n", n, 1)
-        host = self._host.repeated(n)
+        host = self.host.repeated(n)
         return Epochs(host, num_epochs=n, **self._how(host))
 
     def _how(self, host: HostBatches) -> dict[str, Any]:
         """Returns the arguments of an iterator over some batches of this host."""
-        final = self._settings.final_shardings
+        final = self.settings.final_shardings
         if final:  # with a collective of ours
             require_order(final.devices())
         return {
             "placer": self._assembler(),
-            "device_buffer_size": self._settings.device_buffer_size,
+            "device_buffer_size": self.settings.device_buffer_size,
             "reshard": final and Resharder(final),
             "across": self._across_hosts(host),
             "dataset": self,
@@ -168,12 +159,12 @@ class ShardedDataset(grain.IterDataset):
         Raises:
             ShardingError: The batch does not fit its shardings, or the stream has none.
         """
-        return self._assembler().abstract(self._host.first(), self.shardings)
+        return self._assembler().abstract(self.host.first(), self.shardings)
 
     def __repr__(self) -> str:
         batches = self.num_batches()
         count = "" if batches is None else f", {batches} {'batch' if batches == 1 else 'batches'}"
-        return f"<ShardedDataset of {self._host.kind}, mesh ({self._mesh_text()}){count}>"
+        return f"<ShardedDataset of {self.host.kind}, mesh ({self._mesh_text()}){count}>"
 
     __str__ = __repr__
 
@@ -219,19 +210,19 @@ class ShardedDataset(grain.IterDataset):
         return describe_mesh(self.shardings.mesh_axes)
 
     def _assembler(self) -> Assembler:
-        compares = self._host.rows != GLOBAL
-        is_padding = self._host.padding.are_all_of if compares else None
+        compares = self.host.rows != GLOBAL
+        is_padding = self.host.padding.are_all_of if compares else None
         return Assembler(
-            self._settings.shardings,
-            self._layout,
+            self.settings.shardings,
+            self.layout,
             is_padding=is_padding,
-            host_batch_sizes=self._host.host_batch_sizes,
+            host_batch_sizes=self.host.host_batch_sizes,
         )
 
     def _across_hosts(self, host: HostBatches) -> AcrossHosts | None:
-        if self._layout.num_hosts == 1:
+        if self.layout.num_hosts == 1:
             return None
-        settings = self._settings
+        settings = self.settings
         # All that hosts compare before the first batch is handed out, but for what only the batch
         # tells: its leaves, and the rows that this host read. The iterator adds those.
         fields = {
@@ -246,7 +237,7 @@ class ShardedDataset(grain.IterDataset):
             series=self._series,
             timeout_s=settings.timeout_s,
             fields=fields,
-            shards=self._layout.shards,
+            shards=self.layout.shards,
             remainder=settings.remainder,
         )
 

@@ -6,13 +6,14 @@ leaves is trimmed to the rank of each leaf; a spec for a single leaf must fit th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import KeyPath
 
 from grain_shard.digest import digest
 from grain_shard.errors import ShardingError, describe_leaf, describe_mesh, require_int
@@ -32,7 +33,7 @@ from grain_shard.sharding.specs import (
     spec_rank,
 )
 from grain_shard.sharding.spread import Spread
-from grain_shard.trees import Batch, covered_nones, covering, is_text, path_of
+from grain_shard.trees import Batch, is_none, is_text, path_of
 
 Read = Literal["auto", "needed", "once"]
 
@@ -211,39 +212,62 @@ class ShardingTree:
         Raises:
             ShardingError: The tree is not a prefix of the batch's, or a spec does not fit its leaf.
         """
-        pairs = jax.tree_util.tree_flatten_with_path(batch)[0]
-        covers = [(keys, leaf, *self._covering(keys, leaf)) for keys, leaf in pairs]
-        found, used = [], {}
-        for keys, leaf, sharding, covered in covers:
-            path = path_of(covered)
-            fits = is_text(leaf) or spec_rank(sharding) <= self._rank(leaf)
-            used[path] = used.get(path, False) or fits
-            if not fits and covered == keys and leaf.ndim:
-                self._refuse_rank(keys, leaf, sharding)
-            cut = self.microbatches is not None and leaf.ndim > 0
-            found.append(None if is_text(leaf) else fitted(sharding, self._rank(leaf), cut))
-        for keys, leaf, sharding, covered in covers:
-            if not used[path_of(covered)] and leaf.ndim:
-                self._refuse_rank(keys, leaf, sharding)
-        used.update(dict.fromkeys(covered_nones(self.prefix, batch, _is_sharding), True))
-        self._refuse_unused(used)
-        return found
+        prefix = dict(jax.tree_util.tree_flatten_with_path(self.prefix)[0])
+        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+        # The keys that lead to a leaf's sharding in the prefix.
+        heads = [self._head(prefix, keys, leaf) for keys, leaf in leaves]
+        fitting = {
+            head
+            for head, (_, leaf) in zip(heads, leaves, strict=True)
+            if is_text(leaf) or spec_rank(prefix[head]) <= self._rank(leaf)
+        }
+        for head, (keys, leaf) in zip(heads, leaves, strict=True):
+            if head not in fitting and leaf.ndim:
+                rank, named = self._rank(leaf), spec_rank(prefix[head])
+                cut = "" if self.microbatches is None else " besides that of the microbatches"
+                raise ShardingError(
+                    f"the spec names {named} dims, the leaf has {rank}{cut}.",
+                    path=path_of(keys),
+                    leaf=describe_leaf(leaf),
+                    spec=cast(NamedSharding, prefix[head]).spec,
+                    mesh_axes=self.mesh_axes,
+                    remedy=f"shorten the spec to {rank} entries, the first for the batch axis.",
+                )
+        # A None is a tree without leaves, which its spec covers.
+        with_nones = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_none)[0]
+        nones = [keys for keys, leaf in with_nones if leaf is None]
+        used = {*heads, *(head for keys in nones for head in prefix if keys[: len(head)] == head)}
+        for head in prefix:
+            if head not in used:
+                raise ShardingError(
+                    "the tree of specs names a leaf that the batch does not have.",
+                    path=path_of(head),
+                    mesh_axes=self.mesh_axes,
+                    remedy="remove it from the specs, or mend its name.",
+                )
+        return [
+            None
+            if is_text(leaf)
+            else fitted(
+                prefix[head], self._rank(leaf), self.microbatches is not None and leaf.ndim > 0
+            )
+            for head, (_, leaf) in zip(heads, leaves, strict=True)
+        ]
 
     def _rank(self, leaf: Any) -> int:
         """Returns the number of dims that a spec may name: the dim of the rows and all after it."""
         return leaf.ndim if self.microbatches is None else max(0, leaf.ndim - 1)
 
-    def _covering(self, keys: Sequence[Any], leaf: Any) -> tuple[Sharding, Sequence[Any]]:
-        """Returns the sharding of a leaf, and the keys that lead to it in the tree of shardings."""
-        found = covering(self.prefix, keys, _is_sharding)
-        if found is None:
-            problem = "the leaf has no spec."
-            remedy = f"add it to the tree of specs, which has {', '.join(self._paths())}."
-        elif not _is_sharding(found[0]):
+    def _head(self, prefix: Mapping[KeyPath, Sharding], keys: KeyPath, leaf: Any) -> KeyPath:
+        """Returns the first keys of a leaf, those that lead to a sharding."""
+        for depth in range(len(keys) + 1):
+            if keys[:depth] in prefix:
+                return keys[:depth]
+        problem = "the leaf has no spec."
+        remedy = f"add it to the tree of specs, which has {', '.join(map(path_of, prefix))}."
+        if any(head[: len(keys)] == keys for head in prefix):
             problem = "the tree of specs goes deeper than the batch."
             remedy = "give this leaf a single PartitionSpec."
-        else:
-            return found
         raise ShardingError(
             problem,
             path=path_of(keys),
@@ -251,34 +275,3 @@ class ShardingTree:
             mesh_axes=self.mesh_axes,
             remedy=remedy,
         )
-
-    def _refuse_rank(self, keys: Sequence[Any], leaf: Any, sharding: Sharding) -> None:
-        assert isinstance(sharding, NamedSharding)
-        rank = self._rank(leaf)
-        cut = "" if self.microbatches is None else " besides that of the microbatches"
-        raise ShardingError(
-            f"the spec names {spec_rank(sharding)} dims, the leaf has {rank}{cut}.",
-            path=path_of(keys),
-            leaf=describe_leaf(leaf),
-            spec=sharding.spec,
-            mesh_axes=self.mesh_axes,
-            remedy=f"shorten the spec to {rank} entries, the first for the batch axis.",
-        )
-
-    def _refuse_unused(self, used: Mapping[str, bool]) -> None:
-        for path in self._paths():
-            if path not in used:
-                raise ShardingError(
-                    "the tree of specs names a leaf that the batch does not have.",
-                    path=path,
-                    mesh_axes=self.mesh_axes,
-                    remedy="remove it from the specs, or mend its name.",
-                )
-
-    def _paths(self) -> list[str]:
-        pairs = jax.tree_util.tree_flatten_with_path(self.prefix, is_leaf=_is_sharding)[0]
-        return [path_of(keys) for keys, _ in pairs]
-
-
-def _is_sharding(leaf: Any) -> bool:
-    return isinstance(leaf, Sharding)

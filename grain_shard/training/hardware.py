@@ -51,16 +51,8 @@ class HardwareType(enum.Enum):
             >>> print(HardwareType.CPU.shortfall(8))
             Batch size 8 is below critical size 16 for cpu: a larger batch costs little extra time.
         """
-        sizes = get_batch_size_recommendation(self)
-        if batch_size < sizes.min_batch_size:
-            missed = f"below minimum recommended {sizes.min_batch_size}"
-            why = "the chip will mostly wait for memory"
-        elif batch_size < sizes.critical_batch_size:
-            missed = f"below critical size {sizes.critical_batch_size}"
-            why = "a larger batch costs little extra time"
-        else:
-            return None
-        return f"Batch size {batch_size} is {missed} for {self.value}: {why}."
+        is_enough = batch_size >= get_batch_size_recommendation(self).critical_batch_size
+        return None if is_enough else validate_batch_size(batch_size, self)[1]
 
 
 @dataclass(frozen=True)
@@ -240,9 +232,14 @@ def validate_batch_size(
         (True, 'Batch size 64 is optimal for cpu.')
     """
     chip = detect_hardware() if hardware_type is None else hardware_type
-    sizes, shortfall = get_batch_size_recommendation(chip), chip.shortfall(batch_size)
-    valid = batch_size >= sizes.min_batch_size
-    if shortfall is not None and (warn_suboptimal or not valid):
-        return valid, shortfall
-    rating = "optimal" if batch_size >= sizes.optimal_batch_size else "acceptable"
-    return True, f"Batch size {batch_size} is {rating} for {chip.value}."
+    sizes = get_batch_size_recommendation(chip)
+    is_valid, rating, why = True, "acceptable", ""
+    if batch_size < sizes.min_batch_size:
+        is_valid, rating = False, f"below minimum recommended {sizes.min_batch_size}"
+        why = ": the chip will mostly wait for memory"
+    elif batch_size < sizes.critical_batch_size and warn_suboptimal:
+        rating = f"below critical size {sizes.critical_batch_size}"
+        why = ": a larger batch costs little extra time"
+    elif batch_size >= sizes.optimal_batch_size:
+        rating = "optimal"
+    return is_valid, f"Batch size {batch_size} is {rating} for {chip.value}{why}."

@@ -41,7 +41,7 @@ class Pipeline:
             num_workers=ds.settings.num_workers,
             is_stream=ds.num_batches() is None,
             reads_once=ds.settings.final_shardings is not None,
-            reads_other_rows=ds.reads_other_rows,
+            reads_other_rows=ds.host.reads_other_rows,
             amplification=ds.layout.amplification,
         )
 
