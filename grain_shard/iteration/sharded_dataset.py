@@ -29,14 +29,14 @@ class ShardedDataset(grain.IterDataset):
     """Global batches on the devices.
 
     Attributes:
-        host: This host's batches, as an iterator asks for them.
-        settings: The settings with which the pipeline is run.
+        host: As given.
+        settings: As given.
         layout: The rows that this host reads.
 
     Args:
         parent: This host's batches, as a Grain dataset.
-        host: See above.
-        settings: See above.
+        host: The same, as an iterator asks for them.
+        settings: The settings with which the pipeline is run.
         records_per_batch: See the method.
         same_order: Whether it is known to be shuffled, and to have the same order in each pass.
 
@@ -233,7 +233,7 @@ class ShardedDataset(grain.IterDataset):
             **self.shardings.describe(),
         }
         return AcrossHosts(
-            hosts=settings.shardings.hosts(),
+            hosts=list(settings.shardings.layouts()),
             series=self._series,
             timeout_s=settings.timeout_s,
             fields=fields,

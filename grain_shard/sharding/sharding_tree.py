@@ -130,10 +130,6 @@ class ShardingTree:
         devices = set().union(*(sharding.device_set for sharding in self.shardings()))
         return sorted(devices, key=lambda device: (device.process_index, device.id))
 
-    def hosts(self) -> list[int]:
-        """Returns the hosts that have a device in the mesh, ascending."""
-        return list(self.layouts())
-
     def way_to_read(self, read: Read, *global_batch_sizes: int) -> Literal["needed", "once"]:
         """Resolves the argument `read` of `shard_to`.
 
