@@ -64,7 +64,7 @@ class Assembler:
         self.mesh_axes: tuple[tuple[str, int], ...] = shardings.mesh_axes
         self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
         self.digest = ""  # of this host's rows of the first batch, unless all are padding
-        # Of the first batch.
+        # The structure, leaves and rows of the first batch.
         self._structure: Any = None
         self._leaves: list[_Leaf] = []
         self._num_rows = 0

@@ -210,7 +210,7 @@ class ShardingTree:
         """
         prefix = dict(jax.tree_util.tree_flatten_with_path(self.prefix)[0])
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-        # The keys that lead to a leaf's sharding in the prefix.
+        # The keys that lead to each leaf's sharding in the prefix.
         heads = [self._head(prefix, keys, leaf) for keys, leaf in leaves]
         fitting = {
             head
@@ -255,7 +255,7 @@ class ShardingTree:
         return leaf.ndim if self.microbatches is None else max(0, leaf.ndim - 1)
 
     def _head(self, prefix: Mapping[KeyPath, Sharding], keys: KeyPath, leaf: Any) -> KeyPath:
-        """Returns the first keys of a leaf, those that lead to a sharding."""
+        """Returns the first keys of a leaf, which lead to its sharding."""
         for depth in range(len(keys) + 1):
             if keys[:depth] in prefix:
                 return keys[:depth]
