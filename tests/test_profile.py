@@ -18,12 +18,11 @@ import numpy as np
 import pytest
 
 from grain_shard import BatchLayout, GrainShardError, ShardBatch, ShardingError, profile
-from grain_shard.iteration.sharded_dataset import Settings
 from grain_shard.measuring import Profile
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
 from grain_shard.tools.measuring.bottleneck import find_bottleneck
-from grain_shard.tools.measuring.measurement import Measurement
+from grain_shard.tools.measuring.measurement import Measurement, Pipeline
 from tests.conftest import data_mesh, numbered
 
 SLOW_S = 0.02
@@ -257,11 +256,11 @@ def test_whether_reads_compute_or_wait_is_told_by_their_processor_time(
 @pytest.mark.parametrize(
     ("pipeline", "given", "not_given"),
     [
-        (Settings(), "if this waits for files or a network", "read="),
-        (Settings(amplification=4), "every row 4 times", ".mp_prefetch"),
-        (Settings(reads_other_rows=True), "at or after .batch before it", "read="),
-        (Settings(is_stream=True, amplification=4), ".mp_prefetch", "read="),
-        (Settings(is_stream=True), ".mp_prefetch", "num_threads"),
+        (Pipeline(), "if this waits for files or a network", "read="),
+        (Pipeline(amplification=4), "every row 4 times", ".mp_prefetch"),
+        (Pipeline(reads_other_rows=True), "at or after .batch before it", "read="),
+        (Pipeline(is_stream=True, amplification=4), ".mp_prefetch", "read="),
+        (Pipeline(is_stream=True), ".mp_prefetch", "num_threads"),
     ],
 )
 def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
@@ -273,14 +272,14 @@ def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
 @pytest.mark.parametrize(
     ("ds", "expected"),
     [
-        (sharded(), Settings()),
-        (sharded(cpu_buffer_size=7, num_workers=2), Settings(cpu_buffer_size=7, num_workers=2)),
-        (sharded(batches().map(dict)), Settings()),  # one host needs all of the rows anyway
-        (sharded(batches().to_iter_dataset().map(dict)), Settings(is_stream=True)),
+        (sharded(), Pipeline()),
+        (sharded(cpu_buffer_size=7, num_workers=2), Pipeline(cpu_buffer_size=7, num_workers=2)),
+        (sharded(batches().map(dict)), Pipeline()),  # one host needs all of the rows anyway
+        (sharded(batches().to_iter_dataset().map(dict)), Pipeline(is_stream=True)),
     ],
 )
 def test_what_the_advice_knows_of_a_pipeline(ds, expected):
-    assert ds.settings == expected
+    assert Pipeline.of(ds) == expected
 
 
 def test_a_host_that_makes_whole_batches_for_some_of_their_rows():
@@ -310,7 +309,7 @@ class TestProfile:
     def test_a_table_and_sentences(self):
         reading = [Span("read", "t", 0.0, 0.004), Span("read", "u", 0.001, 0.005)]
         loop = [Span("wait", "main", 0.0, 0.004), Span("step", "main", 0.004, 0.005)]
-        profiled = Profile(2, 3, 1, 0.005, (*reading, *loop), Settings(), 62, 39_450)
+        profiled = Profile(2, 3, 1, 0.005, (*reading, *loop), Pipeline(), 62, 39_450)
         assert str(profiled) == repr(profiled)
         lines = str(profiled).splitlines()
         table, reasons, advice = lines[:8], lines[8:11], lines[11]
@@ -359,7 +358,7 @@ class TestProfile:
     def test_it_says_that_worker_processes_are_not_seen(self):
         profiled = profile(sharded(), step, 2)
         assert "not seen" not in str(profiled)
-        workers = dataclasses.replace(profiled, pipeline=Settings(num_workers=2))
+        workers = dataclasses.replace(profiled, pipeline=Pipeline(num_workers=2))
         assert "not seen: reading, stacking and padding in the worker processes" in str(workers)
 
     @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ class HostBatches(ABC):
         contents: The contents of its source.
         padding: The content of rows of padding in its batches.
         own_feeds: The feeds of this host; none unless the pipeline is one of feeds.
+        reads_other_rows: True if this host reads whole batches to keep some of their rows.
         host_batch_sizes: If full batches are of several sizes, all of them, in rows of this host.
     """
 
@@ -114,6 +115,7 @@ class HostBatches(ABC):
     contents: Contents = Contents()
     padding: PadRows = PadRows()
     own_feeds: OwnFeeds = OwnFeeds()
+    reads_other_rows: bool = False
     host_batch_sizes: tuple[int, ...] = ()
 
     def num_batches(self) -> int | None:

@@ -8,7 +8,6 @@ import itertools
 import operator
 import sys
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor
 from typing import Any
 
 from grain_shard.background import Background, TaskStage
@@ -18,6 +17,7 @@ from grain_shard.hosts.state_files import KIND, RANDOM_ACCESS
 from grain_shard.iteration.executor_batches import ExecutorBatches, counted_batch
 from grain_shard.iteration.grain_state import GrainState
 from grain_shard.iteration.host_batches import THREAD, HostBatches, Opened
+from grain_shard.iteration.settings import Settings
 from grain_shard.pace import MOST_THREADS, ReadPace
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.contents import Contents
@@ -44,35 +44,16 @@ class RandomAccess(HostBatches):
     Args:
         batching: This host's batches, in arrays that nothing else refers to.
         contents: The contents of their source.
-        buffer_size: Most batches that wait on the host or are unfinished.
-        num_threads: Threads that read side by side; None adapts the number while the loop runs.
-        num_workers: Grain worker processes that make the batches instead, if not 0. Grain keeps at
-            least four batches for each worker, so more may be on the host.
-        executor: Makes the batches instead, if given; at most as many at a time as `buffer_size`.
-        fault_rules: The rules for failed reads.
-        passes: Passes over the dataset.
+        settings: The settings with which the pipeline is run.
     """
 
     kind = RANDOM_ACCESS
     _STEP, _EPOCH, _RECORD = "step", "epoch", "record"  # the state's keys, as in `Progress`
 
-    def __init__(
-        self,
-        batching: Batching,
-        contents: Contents,
-        *,
-        buffer_size: int,
-        num_threads: int | None,
-        num_workers: int,
-        executor: Executor | None,
-        fault_rules: FaultRules,
-        passes: int = 1,
-    ):
-        self._batching, self._buffer_size, self._passes = batching, buffer_size, passes
+    def __init__(self, batching: Batching, contents: Contents, settings: Settings):
+        self._batching, self._settings, self._passes = batching, settings, 1
         self.contents = contents
-        self._num_threads, self._num_workers = num_threads, num_workers
-        self._executor = executor
-        self._fault_rules, self.padding = fault_rules, batching.pad_rows
+        self.padding, self.reads_other_rows = batching.pad_rows, batching.reads_other_rows
         self.fingerprint = batching.fingerprint()
         self.host_batch_sizes = batching.host_batch_sizes if batching.has_several_sizes else ()
         self.compared = {**self.fingerprint, "epochs": batching.num_epochs}
@@ -148,13 +129,15 @@ class RandomAccess(HostBatches):
         start = self._batching.cuts.progress(0) if position is None else position
         batching = self._batching.beginning_at(start)
         cuts, indices = batching.cuts, range(start.step, batching.num_batches())
-        if self._num_workers and indices:
-            faults = Faults(self._fault_rules)
+        settings, faults = self._settings, Faults(self._settings.fault_rules)
+        if settings.num_workers and indices:
             batches = self._from_workers(batching, start.step, faults)
             return Opened(start, batches, faults=faults.counts)
-        if self._executor is not None:
-            faults = Faults(self._fault_rules)
-            tasks = ExecutorBatches(self._executor, batching, indices, self._fault_rules, faults)
+        buffer_size = settings.cpu_buffer_size
+        if settings.executor is not None:
+            tasks = ExecutorBatches(
+                settings.executor, batching, indices, settings.fault_rules, faults
+            )
 
             def made(index: int) -> tuple[Batch, Progress]:
                 batch = tasks.made(index)
@@ -165,23 +148,23 @@ class RandomAccess(HostBatches):
             batches = Background(
                 made,
                 tasks,
-                buffer_size=self._buffer_size,
-                num_threads=self._buffer_size,
+                buffer_size=buffer_size,
+                num_threads=buffer_size,
                 name=THREAD,
             )
             return Opened(start, batches, faults=faults.counts)
-        most = min(MOST_THREADS, self._buffer_size * max(1, batching.records_per_batch))
-        pace, faults = ReadPace(self._num_threads, most=most), Faults(self._fault_rules)
+        most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
+        pace = ReadPace(settings.num_threads, most=most)
         reads = Reads(
             batching,
             indices,
-            self._buffer_size,
+            buffer_size,
             pace,
             lambda index: cuts.progress(index + 1),
             faults=faults,
             contents=self.contents,
         )
-        batches = TaskStage(reads, buffer_size=self._buffer_size, pace=pace, name=THREAD)
+        batches = TaskStage(reads, buffer_size=buffer_size, pace=pace, name=THREAD)
 
         def threads() -> ReadThreads:  # holds no reference to the reads
             return ReadThreads(pace.threads, pace.count.why)
@@ -193,8 +176,11 @@ class RandomAccess(HostBatches):
     ) -> Background[Any, tuple[Batch, Any]]:
         """Returns batches that workers make; one waits here, copied out of shared memory."""
         cuts = batching.cuts
-        of_worker = functools.partial(_batches_of_worker, batching, self._fault_rules, start)
-        workers = WorkerProcesses(of_worker, self._num_workers, buffer_size=self._buffer_size)
+        settings = self._settings
+        of_worker = functools.partial(_batches_of_worker, batching, settings.fault_rules, start)
+        workers = WorkerProcesses(
+            of_worker, settings.num_workers, buffer_size=settings.cpu_buffer_size
+        )
         steps = itertools.count(start + 1)
 
         def taken(item: tuple[Batch, FaultCounts]) -> tuple[Batch, Progress]:
@@ -206,7 +192,7 @@ class RandomAccess(HostBatches):
         return Background(taken, workers, buffer_size=1, name=THREAD)
 
     def first(self) -> Batch:
-        return self._batching.read_batch(0, Faults(self._fault_rules))
+        return self._batching.read_batch(0, Faults(self._settings.fault_rules))
 
     def next_batch(self, position: Progress) -> Mapping[str, Any]:
         step, epoch, record = position

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grain
-import jax
 
 from grain_shard.collectives import require_order
 from grain_shard.errors import ShardingError, describe_mesh, require_int
@@ -18,6 +16,7 @@ from grain_shard.iteration.epochs import Epochs
 from grain_shard.iteration.host_batches import HostBatches
 from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.iteration.second_pass import Passes
+from grain_shard.iteration.settings import Settings
 from grain_shard.reading.contents import Contents
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.layout import BatchLayout
@@ -26,45 +25,23 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.trees import Batch
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings with which a pipeline is run; see `shard_to`.
-
-    Attributes:
-        cpu_buffer_size: Most batches on the host, including unfinished ones.
-        device_buffer_size: Batches that may wait on the devices or be on their way there.
-        num_workers: Worker processes that make the batches; 0 if threads do.
-        is_stream: Whether batches come in order only.
-        reads_once: Whether every row is read on one host and moved by the devices.
-        reads_other_rows: Whether whole batches are read, of which this host keeps some rows.
-        amplification: Rows that all hosts read together, over the rows of the batch.
-    """
-
-    cpu_buffer_size: int = 4
-    device_buffer_size: int = 2
-    num_workers: int = 0
-    is_stream: bool = False
-    reads_once: bool = False
-    reads_other_rows: bool = False
-    amplification: float = 1.0
-
-
 class ShardedDataset(grain.IterDataset):
     """Global batches on the devices.
+
+    Attributes:
+        host: As given.
+        settings: As given.
+        layout: The rows that this host reads.
 
     Args:
         parent: This host's batches, as a Grain dataset.
         host: The same, as an iterator asks for them.
-        shardings: By which the batches are read and put on the devices.
-        final_shardings: To which the devices move each batch as it is handed out; None for none.
         settings: The settings with which the pipeline is run.
-        remainder: The treatment of a stream that ends before other hosts' streams.
-        timeout_s: How long one host waits for another, in seconds.
         records_per_batch: See the method.
         same_order: Whether it is known to be shuffled, and to have the same order in each pass.
 
     Example:
-        >>> import grain_shard
+        >>> import grain_shard, jax
         >>> mesh = jax.make_mesh((8,), ("data",))
         >>> ds = grain.MapDataset.range(20).map(lambda i: {"x": i}).batch(8).shard_to(mesh)
         >>> len(ds), ds.abstract_batch()["x"].shape
@@ -75,32 +52,22 @@ class ShardedDataset(grain.IterDataset):
         self,
         parent: grain.MapDataset | grain.IterDataset,
         host: HostBatches,
-        shardings: ShardingTree,
-        final_shardings: ShardingTree | None,
         settings: Settings,
-        *,
-        remainder: str,
-        timeout_s: float,
         records_per_batch: Callable[[], int | None],
         same_order: bool = False,
     ):
         super().__init__(parent)
-        self._host, self._read_by, self._final = host, shardings, final_shardings
-        self._settings, self._remainder, self._timeout_s = settings, remainder, timeout_s
-        self._layout = shardings.layout()
+        self.host: HostBatches = host
+        self.settings: Settings = settings
+        self.layout: BatchLayout = settings.shardings.layout()
         self._passes = Passes(same_order)
         self._series = Series()
         self._records_per_batch = records_per_batch
 
     @property
-    def settings(self) -> Settings:
-        """The settings with which the pipeline is run."""
-        return self._settings
-
-    @property
     def shardings(self) -> ShardingTree:
         """The shardings of the batches that are handed out."""
-        return self._final or self._read_by
+        return self.settings.final_shardings or self.settings.shardings
 
     @property
     def row_dims(self) -> int:
@@ -108,14 +75,9 @@ class ShardedDataset(grain.IterDataset):
         return 1 if self.shardings.microbatches is None else 2
 
     @property
-    def layout(self) -> BatchLayout:
-        """The rows that this host reads."""
-        return self._layout
-
-    @property
     def contents(self) -> Contents:
         """The contents of the source, which hosts and restored states compare."""
-        return self._host.contents
+        return self.host.contents
 
     def __len__(self) -> int:
         """The number of batches.
@@ -130,7 +92,7 @@ class ShardedDataset(grain.IterDataset):
 
     def num_batches(self) -> int | None:
         """The number of batches; None if only the end of the stream tells it."""
-        return self._host.num_batches()
+        return self.host.num_batches()
 
     def records_per_batch(self) -> int | None:
         """Rows of a full batch that are no padding; of the first, if sizes change.
@@ -146,7 +108,7 @@ class ShardedDataset(grain.IterDataset):
         return True  # not by len(), which a stream does not have
 
     def __iter__(self) -> ShardedIterator:
-        return ShardedIterator(self._host, passes=self._passes, **self._how(self._host))
+        return ShardedIterator(self.host, passes=self._passes, **self._how(self.host))
 
     def epochs(self, n: int) -> Epochs:
         """The batches of several epochs, each in another order and with other augmentations.
@@ -166,17 +128,18 @@ class ShardedDataset(grain.IterDataset):
                 end is unknown before it is reached.
         """
         require_int("n", n, 1)
-        host = self._host.repeated(n)
+        host = self.host.repeated(n)
         return Epochs(host, num_epochs=n, **self._how(host))
 
     def _how(self, host: HostBatches) -> dict[str, Any]:
         """Returns the arguments of an iterator over some batches of this host."""
-        if self._final:  # with a collective of ours
-            require_order(self.shardings.devices())
+        final = self.settings.final_shardings
+        if final:  # with a collective of ours
+            require_order(final.devices())
         return {
             "placer": self._assembler(),
-            "device_buffer_size": self._settings.device_buffer_size,
-            "reshard": self._final and Resharder(self._final),
+            "device_buffer_size": self.settings.device_buffer_size,
+            "reshard": final and Resharder(final),
             "across": self._across_hosts(host),
             "dataset": self,
         }
@@ -196,23 +159,12 @@ class ShardedDataset(grain.IterDataset):
         Raises:
             ShardingError: The batch does not fit its shardings, or the stream has none.
         """
-        batch = self._assembler().abstract(self._host.first())
-        if self._final is None:
-            return batch
-        leaves, structure = jax.tree.flatten(batch)
-        return structure.unflatten(
-            [
-                leaf
-                if sharding is None
-                else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-                for leaf, sharding in zip(leaves, self._final.match(batch), strict=True)
-            ]
-        )
+        return self._assembler().abstract(self.host.first(), self.shardings)
 
     def __repr__(self) -> str:
         batches = self.num_batches()
         count = "" if batches is None else f", {batches} {'batch' if batches == 1 else 'batches'}"
-        return f"<ShardedDataset of {self._host.kind}, mesh ({self._mesh_text()}){count}>"
+        return f"<ShardedDataset of {self.host.kind}, mesh ({self._mesh_text()}){count}>"
 
     __str__ = __repr__
 
@@ -258,34 +210,35 @@ class ShardedDataset(grain.IterDataset):
         return describe_mesh(self.shardings.mesh_axes)
 
     def _assembler(self) -> Assembler:
-        compares = self._host.rows != GLOBAL
-        is_padding = self._host.padding.are_all_of if compares else None
+        compares = self.host.rows != GLOBAL
+        is_padding = self.host.padding.are_all_of if compares else None
         return Assembler(
-            self._read_by,
-            self._layout,
+            self.settings.shardings,
+            self.layout,
             is_padding=is_padding,
-            host_batch_sizes=self._host.host_batch_sizes,
+            host_batch_sizes=self.host.host_batch_sizes,
         )
 
     def _across_hosts(self, host: HostBatches) -> AcrossHosts | None:
-        if self._layout.num_hosts == 1:
+        if self.layout.num_hosts == 1:
             return None
+        settings = self.settings
         # All that hosts compare before the first batch is handed out, but for what only the batch
         # tells: its leaves, and the rows that this host read. The iterator adds those.
         fields = {
             **host.compared,
             "rows": host.rows,
-            "remainder": self._remainder,
-            "read": "once" if self._settings.reads_once else "needed",
+            "remainder": settings.remainder,
+            "read": "once" if settings.final_shardings else "needed",
             **self.shardings.describe(),
         }
         return AcrossHosts(
-            hosts=self._read_by.hosts(),
+            hosts=list(settings.shardings.layouts()),
             series=self._series,
-            timeout_s=self._timeout_s,
+            timeout_s=settings.timeout_s,
             fields=fields,
-            shards=self._layout.shards,
-            remainder=self._remainder,
+            shards=self.layout.shards,
+            remainder=settings.remainder,
         )
 
 

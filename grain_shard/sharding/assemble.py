@@ -27,22 +27,18 @@ class _Leaf(NamedTuple):
     Attributes:
         path: Path in the batch.
         sharding: None if the leaf stays on the host.
-        given_shape: Shape in a host's batch, ``[host_batch_size, ...]``.
-        host_shape: `given_shape` with an axis for the microbatches, if there are any.
-        global_shape: Shape with the rows of all hosts.
+        shape: Shape in the first batch of this host, ``[host_batch_size, ...]``.
         dtype: The given dtype.
     """
 
     path: str
     sharding: Sharding | None
-    given_shape: tuple[int, ...]
-    host_shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: np.dtype
 
-    def alike(self, array: np.ndarray) -> bool:
+    def alike(self, array: np.ndarray, num_rows: int) -> bool:
         same_dtype = self.sharding is None or array.dtype == self.dtype  # text widths may differ
-        return same_dtype and array.shape == self.given_shape
+        return same_dtype and array.shape == (num_rows, *self.shape[1:])[: len(self.shape)]
 
 
 class Assembler:
@@ -66,11 +62,12 @@ class Assembler:
     ):
         self._shardings, self._layout = shardings, layout
         self.mesh_axes: tuple[tuple[str, int], ...] = shardings.mesh_axes
-        self._structure: Any = None
         self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
         self.digest = ""  # of this host's rows of the first batch, unless all are padding
-        self._leaves: list[_Leaf] = []  # of the first batch
-        self._leaves_of_size: dict[int, list[_Leaf]] = {}
+        # The structure, leaves and rows of the first batch.
+        self._structure: Any = None
+        self._leaves: list[_Leaf] = []
+        self._num_rows = 0
 
     def __call__(self, batch: Batch) -> Batch:
         """Returns the global batch.
@@ -92,51 +89,61 @@ class Assembler:
         values, structure = jax.tree.flatten(batch)
         arrays = [np.asarray(value) for value in values]
         rows = next((array.shape[0] for array in arrays if array.ndim), 0)
-        leaves = self._leaves_of_size.get(rows, self._leaves)
+        if rows not in self._host_batch_sizes:
+            rows = self._num_rows
+        pairs = list(zip(self._leaves, arrays, strict=False))
         if structure != self._structure or not all(
-            leaf.alike(array) for leaf, array in zip(leaves, arrays, strict=True)
+            leaf.alike(array, rows) for leaf, array in pairs
         ):
-            self._refuse(batch, leaves)
-        placed = [self._place(array, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
-        return structure.unflatten(placed)
+            self._refuse(batch, rows)
+        return structure.unflatten([self._place(leaf, array, rows) for leaf, array in pairs])
 
-    def abstract(self, batch: Batch) -> Batch:
+    def abstract(self, batch: Batch, final: ShardingTree | None = None) -> Batch:
         """Returns the result of a call, with a `jax.ShapeDtypeStruct` for each `jax.Array`.
 
         Args:
             batch: As for a call.
+            final: The shardings to which the devices move the result of a call, if they do.
 
         Raises:
             ShardingError: The batch does not fit its shardings.
         """
-        if self._structure is None:
-            self._learn(batch)
-        values, structure = jax.tree.flatten(batch)
+        on_host, structure = jax.tree.flatten(self._learn(batch))
+        shardings = (final or self._shardings).match(structure.unflatten(on_host))
         return structure.unflatten(
             [
-                np.reshape(value, leaf.host_shape)
-                if leaf.sharding is None
+                array
+                if sharding is None
                 else jax.ShapeDtypeStruct(
-                    leaf.global_shape,
+                    self._global_shape(leaf.shape, self._num_rows),
                     jax.dtypes.canonicalize_dtype(leaf.dtype),
-                    sharding=leaf.sharding,
+                    sharding=sharding,
                 )
-                for value, leaf in zip(values, self._leaves, strict=True)
+                for array, leaf, sharding in zip(on_host, self._leaves, shardings, strict=True)
             ]
         )
 
-    def _place(self, rows: np.ndarray, leaf: _Leaf) -> jax.Array | np.ndarray:
-        array = rows.reshape(leaf.host_shape)
+    def _place(self, leaf: _Leaf, rows: np.ndarray, num_rows: int) -> jax.Array | np.ndarray:
+        array = rows.reshape(self._shape(leaf.shape, num_rows))
         if leaf.sharding is None:
             return array
         layout = self._layout
         check_held(
-            leaf.path, rows, lambda row: layout.rows(layout.global_batch_size(len(rows)))[row]
+            leaf.path, rows, lambda row: layout.rows(layout.global_batch_size(num_rows))[row]
         )
-        global_shape, shard = leaf.global_shape, array.__getitem__
-        if global_shape and not layout.holds_all:
+        global_shape, shard = self._global_shape(leaf.shape, num_rows), array.__getitem__
+        if global_shape and len(layout.shards) < layout.divisor:
             shard = lambda index: array[self._host_index(index, global_shape)]  # noqa: E731
         return jax.make_array_from_callback(global_shape, leaf.sharding, shard)
+
+    def _shape(self, shape: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
+        """Returns a leaf's shape if it has `num_rows` rows, local or global, in microbatches."""
+        count = self._shardings.microbatches
+        rows = (num_rows,) if count is None else (count, num_rows // count)
+        return (*rows, *shape[1:]) if shape else ()
+
+    def _global_shape(self, shape: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
+        return self._shape(shape, self._layout.global_batch_size(num_rows))
 
     def _host_index(self, index: Any, global_shape: tuple[int, ...]) -> Any:
         """Returns the index, in this host's array, of a shard of the global array."""
@@ -145,22 +152,8 @@ class Assembler:
         start = self._layout.host_row(first, global_shape[dim])
         return (*index[:dim], slice(start, start + stop - first), *index[dim + 1 :])
 
-    def _leaf(
-        self, path: str, sharding: Sharding | None, array: np.ndarray, host_rows: int
-    ) -> _Leaf:
-        """Returns the placement of a leaf, in a batch with `host_rows` rows of this host."""
-        given_shape = (host_rows, *array.shape[1:]) if array.ndim else ()
-        host_shape = self._shape(host_rows, array)
-        global_shape = self._shape(self._layout.global_batch_size(host_rows), array)
-        return _Leaf(path, sharding, given_shape, host_shape, global_shape, array.dtype)
-
-    def _shape(self, num_rows: int, array: np.ndarray) -> tuple[int, ...]:
-        """Returns the shape of a leaf that is handed out with `num_rows` rows, local or global."""
-        count = self._shardings.microbatches
-        rows = (num_rows,) if count is None else (count, num_rows // count)
-        return (*rows, *array.shape[1:]) if array.ndim else ()
-
-    def _learn(self, batch: Batch) -> None:
+    def _learn(self, batch: Batch) -> Batch:
+        """Learns the leaves of the first batch, and returns it with its microbatches."""
         flat = FlatBatch.of(batch)
         if flat.rows % (len(self._layout.shards) * self._layout.microbatches):
             parts = describe_parts(len(self._layout.shards), self._layout.microbatches)
@@ -168,50 +161,46 @@ class Assembler:
                 f"the host's {flat.rows} rows do not split into its {parts}.",
                 remedy=f"put PadToDivisible({self._layout.multiple}) and ShardBatch before it.",
             )
-        arrays = [array.reshape(self._shape(flat.rows, array)) for array in flat.arrays]
-        shardings = self._shardings.match(flat.structure.unflatten(arrays))
-        for path, array, sharding in zip(flat.paths, flat.arrays, shardings, strict=True):
-            leaf = self._leaf(path, sharding, array, flat.rows)
+        arrays = [array.reshape(self._shape(array.shape, flat.rows)) for array in flat.arrays]
+        cut = flat.structure.unflatten(arrays)
+        self._leaves = []
+        for path, array, sharding in zip(
+            flat.paths, flat.arrays, self._shardings.match(cut), strict=True
+        ):
             if sharding is not None:
-                check_fits(path, array, sharding, leaf.global_shape)
-            self._leaves.append(leaf)
-        for rows in self._host_batch_sizes:
-            self._leaves_of_size[rows] = [
-                self._leaf(path, sharding, array, rows)
-                for path, array, sharding in zip(flat.paths, flat.arrays, shardings, strict=True)
-            ]
+                check_fits(path, array, sharding, self._global_shape(array.shape, flat.rows))
+            self._leaves.append(_Leaf(path, sharding, array.shape, array.dtype))
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = flat.digest()
-        self._structure = flat.structure
+        self._structure, self._num_rows = flat.structure, flat.rows
+        return cut
 
     def describe(self) -> dict[str, str]:
         """Returns the global shape, dtype and spec of the first batch's leaves, by path."""
         return {
-            leaf.path: f"{leaf.dtype}[{', '.join(map(str, leaf.global_shape))}]"
+            leaf.path: describe_leaf(
+                jax.ShapeDtypeStruct(self._global_shape(leaf.shape, self._num_rows), leaf.dtype)
+            )
             + (f" {leaf.sharding.spec}" if isinstance(leaf.sharding, NamedSharding) else "")
             for leaf in self._leaves
             if leaf.sharding is not None
         }
 
-    def _refuse(self, batch: Batch, leaves: Sequence[_Leaf]) -> None:
+    def _refuse(self, batch: Batch, num_rows: int) -> None:
         flat = FlatBatch.of(batch)
-        remedy = "give all batches one tree, one shape and one dtype, so that a step compiles once."
-        if flat.structure != self._structure:
-            before = {leaf.path for leaf in self._leaves}
-            path = min(before ^ set(flat.paths), default=None)
-            raise ShardingError(
-                "the batch is another tree than the first one.",
-                path=path,
-                mesh_axes=self.mesh_axes,
-                remedy=remedy,
-            )
-        for leaf, array in zip(leaves, flat.arrays, strict=True):
-            if not leaf.alike(array):
-                raise ShardingError(
-                    f"the first batch had {leaf.dtype}[{', '.join(map(str, leaf.given_shape))}]"
-                    " here, on this host.",
-                    path=leaf.path,
-                    leaf=describe_leaf(array),
-                    mesh_axes=self.mesh_axes,
-                    remedy=remedy,
-                )
+        path = min({leaf.path for leaf in self._leaves} ^ set(flat.paths), default=None)
+        problem, unlike = "the batch is another tree than the first one.", None
+        if flat.structure == self._structure:
+            pairs = zip(self._leaves, flat.arrays, strict=True)
+            leaf, unlike = next(pair for pair in pairs if not pair[0].alike(pair[1], num_rows))
+            path, shape = leaf.path, (num_rows, *leaf.shape[1:])[: len(leaf.shape)]
+            before = describe_leaf(jax.ShapeDtypeStruct(shape, leaf.dtype))
+            problem = f"the first batch had {before} here, on this host."
+        raise ShardingError(
+            problem,
+            path=path,
+            leaf=None if unlike is None else describe_leaf(unlike),
+            mesh_axes=self.mesh_axes,
+            remedy="give all batches one tree, one shape and one dtype, so that a step compiles"
+            " once.",
+        )

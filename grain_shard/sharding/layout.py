@@ -90,11 +90,18 @@ class BatchLayout:
             shardings: As for `from_shardings`.
             microbatches: As for `from_shardings`.
         """
-        divisor, held = shards_by_host(shardings)
+        cuts = [_shards_of_devices(sharding) for sharding in shardings]
+        divisor = math.lcm(*(count for _, _, count in cuts))
+        held: dict[int, set[int]] = {}
+        for devices, of_devices, count in cuts:
+            width = divisor // count  # shards of the layout in one shard of this leaf
+            hosts = np.fromiter((d.process_index for d in devices), np.int64, len(devices))
+            for host, shard in np.unique(np.stack([hosts, of_devices]), axis=1).T.tolist():
+                held.setdefault(host, set()).update(range(shard * width, (shard + 1) * width))
         mesh_axes, of_all = mesh_axes_of(shardings), sum(map(len, held.values()))
         return {
-            host: cls(divisor, shards, mesh_axes, len(held), of_all, microbatches)
-            for host, shards in held.items()
+            host: cls(divisor, tuple(sorted(shards)), mesh_axes, len(held), of_all, microbatches)
+            for host, shards in sorted(held.items())
         }
 
     @property
@@ -106,11 +113,6 @@ class BatchLayout:
     def multiple(self) -> int:
         """Number that the rows of a batch must be a multiple of."""
         return self.microbatches * self.divisor
-
-    @property
-    def holds_all(self) -> bool:
-        """True if this host holds every row."""
-        return len(self.shards) == self.divisor
 
     def padded(self, global_batch_size: int) -> int:
         """Returns the batch size, rounded up to the next `multiple`."""
@@ -164,23 +166,6 @@ class BatchLayout:
     def global_batch_size(self, host_batch_size: int) -> int:
         """Returns the rows of the whole batch, from the number of rows that this host holds."""
         return host_batch_size // len(self.shards) * self.divisor
-
-
-def shards_by_host(shardings: Iterable[Sharding]) -> tuple[int, dict[int, tuple[int, ...]]]:
-    """Returns the shards of the batch axis that each host holds, for leaves with these shardings.
-
-    Returns:
-        The number of shards, and the shards of every host in the mesh, ascending.
-    """
-    cuts = [_shards_of_devices(sharding) for sharding in shardings]
-    divisor = math.lcm(*(count for _, _, count in cuts))
-    held: dict[int, set[int]] = {}
-    for devices, of_devices, count in cuts:
-        width = divisor // count  # shards of the layout in one shard of this leaf
-        hosts = np.fromiter((d.process_index for d in devices), np.int64, len(devices))
-        for host, shard in np.unique(np.stack([hosts, of_devices]), axis=1).T.tolist():
-            held.setdefault(host, set()).update(range(shard * width, (shard + 1) * width))
-    return divisor, {host: tuple(sorted(held[host])) for host in sorted(held)}
 
 
 def round_up(count: int, multiple: int) -> int:

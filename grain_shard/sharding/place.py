@@ -13,7 +13,7 @@ from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.host_arrays import copied
 from grain_shard.sharding.layout import mesh_axes_of
 from grain_shard.sharding.sharding_tree import ShardingTree
-from grain_shard.sharding.specs import check_fits, check_held, trimmed
+from grain_shard.sharding.specs import check_fits, check_held, fitted
 from grain_shard.trees import as_arrays, is_text, path_of
 
 
@@ -65,7 +65,7 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarr
             ShardingError: As in `place_tree`, for this leaf.
     """
     array = _as_array(path, leaf, ShardingTree(sharding))
-    where = None if is_text(array) else trimmed(sharding, array.ndim)
+    where = None if is_text(array) else fitted(sharding, array.ndim)
     return _place(path, array, where, in_background=False)
 
 

@@ -27,7 +27,6 @@ class Resharder:
 
     def __init__(self, shardings: ShardingTree):
         self._shardings = shardings
-        self._by_leaf: list[Sharding | None] | None = None
         self._moves: list[Any] = []
         self._last: jax.Array | None = None
         # The batch, the number of its moves that are done, and its arrays after them: after an
@@ -41,22 +40,22 @@ class Resharder:
             ShardingError: A mesh axis does not divide its dim.
         """
         paths, leaves, structure = flatten(batch)
-        if self._by_leaf is None:
-            self._by_leaf = self._shardings.match(batch)
-            for path, leaf, sharding in zip(paths, leaves, self._by_leaf, strict=True):
+        if not self._moves:
+            for path, leaf, sharding in zip(
+                paths, leaves, self._shardings.match(batch), strict=True
+            ):
                 if sharding is not None:
                     check_fits(path, leaf, sharding, leaf.shape)
             self._moves = [move_to(step.match(batch)) for step in self._shardings.moves()]
-        placed = [s is not None for s in self._by_leaf]
         if self._under_way is None or self._under_way[0] is not batch:
-            self._under_way = batch, 0, [x for x, p in zip(leaves, placed, strict=True) if p]
+            self._under_way = batch, 0, [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         for n in range(self._under_way[1], len(self._moves)):
             self._under_way = batch, n + 1, self._moves[n](*self._under_way[2])
         moved = self._under_way[2]
         self._last = min(moved, key=lambda array: array.nbytes)
         arrays = iter(moved)
         return structure.unflatten(
-            [next(arrays) if p else x for x, p in zip(leaves, placed, strict=True)]
+            [next(arrays) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
         )
 
     def forget(self) -> None:

@@ -8,7 +8,6 @@ import grain
 import jax
 
 from grain_shard.errors import ShardingError
-from grain_shard.sharding.layout import mesh_axes_of, shards_by_host
 from grain_shard.sharding.sharding_tree import ShardingTree
 
 
@@ -36,18 +35,18 @@ class ShardByMesh(grain.sharding.ShardOptions):
     def __init__(
         self, mesh_or_sharding: Any = None, spec: Any = None, drop_remainder: bool = False
     ):
-        shardings = ShardingTree.of(mesh_or_sharding, spec).shardings()
-        divisor, held = shards_by_host(shardings)
-        slices = sorted(set(held.values()))
-        if sum(map(len, slices)) != divisor:
+        target = ShardingTree.of(mesh_or_sharding, spec)
+        layouts = target.layouts()
+        slices = sorted({layout.shards for layout in layouts.values()})
+        if sum(map(len, slices)) != next(iter(layouts.values())).divisor:
             raise ShardingError(
                 "some hosts share a part of their rows, so no slice of the source fits each.",
-                mesh_axes=mesh_axes_of(shardings),
+                mesh_axes=target.mesh_axes,
                 remedy="order the mesh's devices so that hosts hold the same rows or different"
                 ' ones, or let every host read all: rows="global".',
             )
         super().__init__(
-            shard_index=slices.index(held[jax.process_index()]),
+            shard_index=slices.index(layouts[jax.process_index()].shards),
             shard_count=len(slices),
             drop_remainder=drop_remainder,
         )

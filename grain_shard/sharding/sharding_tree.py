@@ -6,12 +6,14 @@ leaves is trimmed to the rank of each leaf; a spec for a single leaf must fit th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import KeyPath
 
 from grain_shard.digest import digest
 from grain_shard.errors import ShardingError, describe_leaf, describe_mesh, require_int
@@ -23,16 +25,15 @@ from grain_shard.sharding.layout import (
 )
 from grain_shard.sharding.specs import (
     as_sharding,
-    behind_microbatches,
     default_spec,
+    fitted,
     mesh_in_use,
     named_sharding,
     num_shards,
     spec_rank,
-    trimmed,
 )
 from grain_shard.sharding.spread import Spread
-from grain_shard.trees import Batch, covered_nones, covering, is_text, path_of
+from grain_shard.trees import Batch, is_none, is_text, path_of
 
 Read = Literal["auto", "needed", "once"]
 
@@ -62,7 +63,7 @@ class ShardingTree:
     microbatches: int | None = None
 
     def __repr__(self) -> str:
-        specs = _map_prefix(self.prefix, lambda leaf: getattr(leaf, "spec", leaf))
+        specs = jax.tree.map(lambda leaf: getattr(leaf, "spec", leaf), self.prefix)
         cut = "" if self.microbatches is None else f", microbatches={self.microbatches}"
         return f"ShardingTree(mesh=({describe_mesh(self.mesh_axes)}), {specs}{cut})"
 
@@ -86,25 +87,30 @@ class ShardingTree:
         """
         if microbatches is not None:
             require_int("microbatches", microbatches, 1)
-        if spec is None and _holds_specs(mesh_or_sharding):
+        given = jax.tree.leaves(mesh_or_sharding)
+        if spec is None and any(isinstance(leaf, PartitionSpec) for leaf in given):
             mesh_or_sharding, spec = None, mesh_or_sharding
         if mesh_or_sharding is None:
             mesh_or_sharding = mesh_in_use()
+        prefix, resolve = mesh_or_sharding, as_sharding
         if isinstance(mesh_or_sharding, Mesh):
-            spec = default_spec(mesh_or_sharding) if spec is None else spec
-            named = _map_prefix(spec, lambda leaf: named_sharding(mesh_or_sharding, leaf))
-            return cls(named, microbatches)
-        if spec is not None:
+            prefix = default_spec(mesh_or_sharding) if spec is None else spec
+            resolve = partial(named_sharding, mesh_or_sharding)
+        elif spec is not None:
             raise ShardingError(
                 "a spec is given, and so is a sharding, which holds its own.",
                 spec=spec if isinstance(spec, PartitionSpec) else None,
                 remedy="pass a Mesh with the spec, or the sharding alone.",
             )
-        return cls(_map_prefix(mesh_or_sharding, as_sharding), microbatches)
+        return cls(jax.tree.map(resolve, prefix, is_leaf=lambda leaf: leaf is None), microbatches)
 
     def shardings(self) -> list[Sharding]:
         """The distinct shardings of the tree, in its order."""
-        return list(dict.fromkeys(_leaves(self.prefix)))
+        return list(dict.fromkeys(jax.tree.leaves(self.prefix)))
+
+    def named(self) -> list[NamedSharding]:
+        """Returns the distinct shardings over meshes."""
+        return [s for s in self.shardings() if isinstance(s, NamedSharding)]
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, int], ...]:
@@ -121,12 +127,8 @@ class ShardingTree:
 
     def devices(self) -> list[Any]:
         """Returns the devices of all hosts that hold data, in the same order on each host."""
-        of_shardings = [device for s in self.shardings() for device in s.device_set]
-        return sorted(set(of_shardings), key=lambda device: (device.process_index, device.id))
-
-    def hosts(self) -> list[int]:
-        """Returns the hosts that have a device in the mesh, ascending."""
-        return list(self.layouts())
+        devices = set().union(*(sharding.device_set for sharding in self.shardings()))
+        return sorted(devices, key=lambda device: (device.process_index, device.id))
 
     def way_to_read(self, read: Read, *global_batch_sizes: int) -> Literal["needed", "once"]:
         """Resolves the argument `read` of `shard_to`.
@@ -164,7 +166,7 @@ class ShardingTree:
 
     def describe(self) -> dict[str, Any]:
         """Returns mesh axes, device order and specs as plain JSON, for hosts to compare."""
-        named = [s for s in self.shardings() if isinstance(s, NamedSharding)]
+        named = self.named()
         return {
             "mesh": list(self.mesh_axes),
             "devices": digest([d.id for s in named for d in cast(Mesh, s.mesh).devices.flat]),
@@ -174,32 +176,28 @@ class ShardingTree:
 
     def spread(self) -> ShardingTree:
         """Returns the shardings in which every row is read once, see `Spread`."""
-        found = self._spread()
-        return self if found is None else self._map(found.read_by)
+        return self._spread(Spread.read_by)
 
     def moves(self) -> tuple[ShardingTree, ...]:
         """Returns the shardings to which devices move a batch read by `spread`, in this order.
 
         There are one or two, see `Spread.gathered`. The last one is this tree.
         """
-        found = self._spread()
-        gathered = self if found is None else self._map(found.gathered)
+        gathered = self._spread(Spread.gathered)
         return (self,) if gathered == self else (gathered, self)
 
-    def _spread(self) -> Spread | None:
-        named = [s for s in self.shardings() if isinstance(s, NamedSharding)]
-        return Spread.of(named) if named else None
-
-    def _map(self, fn: Callable[[Sharding], Sharding]) -> ShardingTree:
-        return replace(self, prefix=jax.tree.map(fn, self.prefix, is_leaf=_is_sharding))
+    def _spread(self, step: Callable[[Spread, Sharding], Sharding]) -> ShardingTree:
+        named = self.named()
+        if not named:
+            return self
+        return replace(self, prefix=jax.tree.map(partial(step, Spread.of(named)), self.prefix))
 
     def with_mask(self, key: str | None) -> ShardingTree:
         """Returns the tree with a sharding for the mask, which is sharded like the rows."""
         if key is None or not isinstance(self.prefix, Mapping) or key in self.prefix:
             return self
-        by_rows = [s for s in self.shardings() if isinstance(s, NamedSharding)]
-        first = max(by_rows, key=num_shards, default=self.shardings()[0])
-        return replace(self, prefix={**self.prefix, key: trimmed(first, 1)})
+        first = max(self.named(), key=num_shards, default=self.shardings()[0])
+        return replace(self, prefix={**self.prefix, key: fitted(first, 1)})
 
     def match(self, batch: Batch) -> list[Sharding | None]:
         """Returns the sharding of every leaf of a batch; None for text, which stays on the host.
@@ -210,43 +208,62 @@ class ShardingTree:
         Raises:
             ShardingError: The tree is not a prefix of the batch's, or a spec does not fit its leaf.
         """
-        pairs = jax.tree_util.tree_flatten_with_path(batch)[0]
-        covers = [(keys, leaf, *self._covering(keys, leaf)) for keys, leaf in pairs]
-        found, used = [], {}
-        for keys, leaf, sharding, covered in covers:
-            path = path_of(covered)
-            fits = is_text(leaf) or spec_rank(sharding) <= self._rank(leaf)
-            used[path] = used.get(path, False) or fits
-            if not fits and covered == keys and leaf.ndim:
-                self._refuse_rank(keys, leaf, sharding)
-            found.append(None if is_text(leaf) else self._fitted(sharding, leaf))
-        for keys, leaf, sharding, covered in covers:
-            if not used[path_of(covered)] and leaf.ndim:
-                self._refuse_rank(keys, leaf, sharding)
-        used.update(dict.fromkeys(covered_nones(self.prefix, batch, _is_sharding), True))
-        self._refuse_unused(used)
-        return found
+        prefix = dict(jax.tree_util.tree_flatten_with_path(self.prefix)[0])
+        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+        # The keys that lead to each leaf's sharding in the prefix.
+        heads = [self._head(prefix, keys, leaf) for keys, leaf in leaves]
+        fitting = {
+            head
+            for head, (_, leaf) in zip(heads, leaves, strict=True)
+            if is_text(leaf) or spec_rank(prefix[head]) <= self._rank(leaf)
+        }
+        for head, (keys, leaf) in zip(heads, leaves, strict=True):
+            if head not in fitting and leaf.ndim:
+                rank, named = self._rank(leaf), spec_rank(prefix[head])
+                cut = "" if self.microbatches is None else " besides that of the microbatches"
+                raise ShardingError(
+                    f"the spec names {named} dims, the leaf has {rank}{cut}.",
+                    path=path_of(keys),
+                    leaf=describe_leaf(leaf),
+                    spec=cast(NamedSharding, prefix[head]).spec,
+                    mesh_axes=self.mesh_axes,
+                    remedy=f"shorten the spec to {rank} entries, the first for the batch axis.",
+                )
+        # A None is a tree without leaves, which its spec covers.
+        with_nones = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_none)[0]
+        nones = [keys for keys, leaf in with_nones if leaf is None]
+        used = {*heads, *(head for keys in nones for head in prefix if keys[: len(head)] == head)}
+        for head in prefix:
+            if head not in used:
+                raise ShardingError(
+                    "the tree of specs names a leaf that the batch does not have.",
+                    path=path_of(head),
+                    mesh_axes=self.mesh_axes,
+                    remedy="remove it from the specs, or mend its name.",
+                )
+        return [
+            None
+            if is_text(leaf)
+            else fitted(
+                prefix[head], self._rank(leaf), self.microbatches is not None and leaf.ndim > 0
+            )
+            for head, (_, leaf) in zip(heads, leaves, strict=True)
+        ]
 
     def _rank(self, leaf: Any) -> int:
         """Returns the number of dims that a spec may name: the dim of the rows and all after it."""
         return leaf.ndim if self.microbatches is None else max(0, leaf.ndim - 1)
 
-    def _fitted(self, sharding: Sharding, leaf: Any) -> Sharding:
-        fitted = trimmed(sharding, self._rank(leaf))
-        has_microbatches = self.microbatches is not None and leaf.ndim
-        return behind_microbatches(fitted) if has_microbatches else fitted
-
-    def _covering(self, keys: Sequence[Any], leaf: Any) -> tuple[Sharding, Sequence[Any]]:
-        """Returns the sharding of a leaf, and the keys that lead to it in the tree of shardings."""
-        found = covering(self.prefix, keys, _is_sharding)
-        if found is None:
-            problem = "the leaf has no spec."
-            remedy = f"add it to the tree of specs, which has {', '.join(self._paths())}."
-        elif not _is_sharding(found[0]):
+    def _head(self, prefix: Mapping[KeyPath, Sharding], keys: KeyPath, leaf: Any) -> KeyPath:
+        """Returns the first keys of a leaf, which lead to its sharding."""
+        for depth in range(len(keys) + 1):
+            if keys[:depth] in prefix:
+                return keys[:depth]
+        problem = "the leaf has no spec."
+        remedy = f"add it to the tree of specs, which has {', '.join(map(path_of, prefix))}."
+        if any(head[: len(keys)] == keys for head in prefix):
             problem = "the tree of specs goes deeper than the batch."
             remedy = "give this leaf a single PartitionSpec."
-        else:
-            return found
         raise ShardingError(
             problem,
             path=path_of(keys),
@@ -254,49 +271,3 @@ class ShardingTree:
             mesh_axes=self.mesh_axes,
             remedy=remedy,
         )
-
-    def _refuse_rank(self, keys: Sequence[Any], leaf: Any, sharding: Sharding) -> None:
-        assert isinstance(sharding, NamedSharding)
-        rank = self._rank(leaf)
-        cut = "" if self.microbatches is None else " besides that of the microbatches"
-        raise ShardingError(
-            f"the spec names {spec_rank(sharding)} dims, the leaf has {rank}{cut}.",
-            path=path_of(keys),
-            leaf=describe_leaf(leaf),
-            spec=sharding.spec,
-            mesh_axes=self.mesh_axes,
-            remedy=f"shorten the spec to {rank} entries, the first for the batch axis.",
-        )
-
-    def _refuse_unused(self, used: Mapping[str, bool]) -> None:
-        for path in self._paths():
-            if path not in used:
-                raise ShardingError(
-                    "the tree of specs names a leaf that the batch does not have.",
-                    path=path,
-                    mesh_axes=self.mesh_axes,
-                    remedy="remove it from the specs, or mend its name.",
-                )
-
-    def _paths(self) -> list[str]:
-        pairs = jax.tree_util.tree_flatten_with_path(self.prefix, is_leaf=_is_sharding)[0]
-        return [path_of(keys) for keys, _ in pairs]
-
-
-def _holds_specs(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    return any(isinstance(leaf, PartitionSpec) for leaf in leaves)
-
-
-def _is_sharding(leaf: Any) -> bool:
-    return isinstance(leaf, Sharding)
-
-
-def _map_prefix(prefix: Any, fn: Any) -> Any:
-    return jax.tree.map(
-        fn, prefix, is_leaf=lambda leaf: leaf is None or isinstance(leaf, PartitionSpec | Sharding)
-    )
-
-
-def _leaves(prefix: Any) -> list[Sharding]:
-    return jax.tree.leaves(prefix, is_leaf=_is_sharding)

@@ -117,26 +117,24 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
             mesh_axes=axes,
             remedy="write jax.sharding.PartitionSpec('data'), or a tree of them.",
         )
-    seen = set()
-    for entry in spec:
-        if entry is PartitionSpec.UNCONSTRAINED:
+    if PartitionSpec.UNCONSTRAINED in spec:
+        raise ShardingError(
+            "UNCONSTRAINED leaves the placement of the input open.",
+            spec=spec,
+            mesh_axes=axes,
+            remedy="name the axis, or use None for a dim that is not sharded.",
+        )
+    names = [name for entry in spec for name in batch_axes(PartitionSpec(entry))]
+    for name in names:
+        if name not in mesh.axis_names or names.count(name) > 1:
+            wrong = "twice" if name in mesh.axis_names else "which does not exist"
             raise ShardingError(
-                "UNCONSTRAINED leaves the placement of the input open.",
+                f"the spec names the mesh axis {name!r}, {wrong}.",
                 spec=spec,
                 mesh_axes=axes,
-                remedy="name the axis, or use None for a dim that is not sharded.",
+                remedy=f"the mesh has {', '.join(map(repr, mesh.axis_names))}; use each axis at"
+                " most once.",
             )
-        for name in batch_axes(PartitionSpec(entry)):
-            if name not in mesh.axis_names or name in seen:
-                wrong = "twice" if name in seen else "which does not exist"
-                raise ShardingError(
-                    f"the spec names the mesh axis {name!r}, {wrong}.",
-                    spec=spec,
-                    mesh_axes=axes,
-                    remedy=f"the mesh has {', '.join(map(repr, mesh.axis_names))}; use each axis at"
-                    " most once.",
-                )
-            seen.add(name)
     return NamedSharding(mesh, spec)
 
 
@@ -144,9 +142,8 @@ def as_sharding(leaf: Any) -> Sharding:
     """Returns a sharding as it is, and the single-device sharding of a device."""
     if isinstance(leaf, jax.Device):
         return SingleDeviceSharding(leaf)
-    if isinstance(leaf, NamedSharding) and isinstance(leaf.mesh, Mesh):
-        return leaf
-    if isinstance(leaf, SingleDeviceSharding):
+    by_mesh = isinstance(leaf, NamedSharding) and isinstance(leaf.mesh, Mesh)
+    if by_mesh or isinstance(leaf, SingleDeviceSharding):
         return leaf
     raise ShardingError(
         f"cannot place batches by a {type(leaf).__name__}.",
@@ -159,10 +156,8 @@ def spec_rank(sharding: Sharding) -> int:
     """Returns the length of the spec without its trailing Nones, which constrain no dim."""
     if not isinstance(sharding, NamedSharding):
         return 0
-    entries = list(sharding.spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return len(entries)
+    named = [dim for dim, entry in enumerate(sharding.spec) if entry is not None]
+    return max(named, default=-1) + 1
 
 
 def num_shards(sharding: NamedSharding) -> int:
@@ -170,20 +165,16 @@ def num_shards(sharding: NamedSharding) -> int:
     return math.prod(sharding.mesh.shape[axis] for axis in batch_axes(sharding.spec))
 
 
-def behind_microbatches(sharding: Sharding) -> Sharding:
-    """Returns the sharding of a leaf with an extra first dim for the microbatches.
+def fitted(sharding: Sharding, rank: int, has_microbatches: bool = False) -> Sharding:
+    """Returns the sharding with its spec cut to a leaf's rank.
 
-    Every device holds its rows of each microbatch, so the new dim is not sharded.
+    Args:
+        sharding: The sharding.
+        rank: Number of dims that the spec may name.
+        has_microbatches: True if the leaf has a first dim for the microbatches besides. Every
+            device holds its rows of each microbatch, so that dim is not sharded.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
-    spec = PartitionSpec(None, *sharding.spec)
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-
-
-def trimmed(sharding: Sharding, rank: int) -> Sharding:
-    """Returns the sharding with its spec cut to a leaf's rank."""
-    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:
-        return sharding
-    spec = PartitionSpec(*sharding.spec[:rank])
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    spec = PartitionSpec(*[None] * has_microbatches, *sharding.spec[:rank])
+    return sharding if spec == sharding.spec else sharding.update(spec=spec)

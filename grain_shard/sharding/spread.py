@@ -67,8 +67,7 @@ class Spread:
     def _by_rows(self, sharding: Sharding, axes: Sequence[str]) -> Sharding:
         if not isinstance(sharding, NamedSharding):
             return sharding
-        spec = PartitionSpec(tuple(axes))
-        return NamedSharding(self.cut.mesh, spec, memory_kind=sharding.memory_kind)
+        return sharding.update(mesh=self.cut.mesh, spec=PartitionSpec(tuple(axes)))
 
 
 def _common_start(sequences: Sequence[Sequence[str]]) -> list[str]:

@@ -51,16 +51,8 @@ class HardwareType(enum.Enum):
             >>> print(HardwareType.CPU.shortfall(8))
             Batch size 8 is below critical size 16 for cpu: a larger batch costs little extra time.
         """
-        sizes = _RECOMMENDATIONS[self]
-        if batch_size < sizes.min_batch_size:
-            missed = f"below minimum recommended {sizes.min_batch_size}"
-            why = "the chip will mostly wait for memory"
-        elif batch_size < sizes.critical_batch_size:
-            missed = f"below critical size {sizes.critical_batch_size}"
-            why = "a larger batch costs little extra time"
-        else:
-            return None
-        return f"Batch size {batch_size} is {missed} for {self.value}: {why}."
+        is_enough = batch_size >= get_batch_size_recommendation(self).critical_batch_size
+        return None if is_enough else validate_batch_size(batch_size, self)[1]
 
 
 @dataclass(frozen=True)
@@ -158,53 +150,6 @@ def roofline_batch_size(
     return round(flops_per_second * bytes_per_weight / (2 * bytes_per_second))
 
 
-def _recommendation(spec: ChipSpec) -> BatchSizeRecommendation:
-    """Datarax's sizes for a chip, or else sizes that follow from its peak rates.
-
-    In the second case the minimum is a quarter of the critical batch, where a multiplication that
-    waits for its weights still reaches a quarter of peak. It is rounded up to 8, the height of a
-    TPU's smallest tile. The optimum is the critical batch rounded up to 64: a matrix unit's tiles
-    are full then.
-    """
-    critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
-    notes = (
-        f"Tokens or examples per chip. {spec.flops_per_second / 1e12:g} TFLOP/s over"
-        f" {spec.bytes_per_second / 1e9:g} GB/s ({spec.source}): a critical batch of {critical}."
-    )
-    if spec.sizes_of_datarax is not None:
-        return BatchSizeRecommendation(*spec.sizes_of_datarax, notes=f"{notes} Sizes of datarax.")
-    optimal = 64 * math.ceil(critical / 64)
-    return BatchSizeRecommendation(8 * math.ceil(critical / 4 / 8), optimal, critical, notes=notes)
-
-
-_RECOMMENDATIONS: dict[HardwareType, BatchSizeRecommendation] = {
-    **{hardware: _recommendation(spec) for hardware, spec in CHIP_SPECS.items()},
-    HardwareType.CPU: BatchSizeRecommendation(
-        1, 32, 16, notes="Tokens or examples per chip. A rule of thumb: CPUs differ too much."
-    ),
-    HardwareType.UNKNOWN: BatchSizeRecommendation(
-        32, 128, 64, notes="Tokens or examples per chip. Cautious, as the chip is not known here."
-    ),
-}
-
-# A TPU's kind is matched whole: "TPU v5" is v5p, and "TPU v4 lite" is not v4.
-_TPU_KINDS = {
-    "tpu v4": HardwareType.TPU_V4,
-    "tpu v5": HardwareType.TPU_V5P,
-    "tpu v5p": HardwareType.TPU_V5P,
-    "tpu v5 lite": HardwareType.TPU_V5E,
-    "tpu v5e": HardwareType.TPU_V5E,
-    "tpu v6 lite": HardwareType.TPU_V6E,
-    "tpu v6e": HardwareType.TPU_V6E,
-    "tpu7x": HardwareType.TPU7X,
-}
-
-# A GPU's kind is a product name ("NVIDIA A100-SXM4-80GB"), so the model is matched as one of its
-# words: "L4" is not in "NVIDIA L40S". AMD's "gfx942" is shared by MI300A, MI300X and MI325X and so
-# says too little.
-_GPU_MODELS = {chip.value: chip for chip in CHIP_SPECS if not chip.value.startswith("tpu")}
-
-
 def detect_hardware(device: Any = None) -> HardwareType:
     """The chip behind a JAX device, by its `platform` and `device_kind`.
 
@@ -225,23 +170,48 @@ def detect_hardware(device: Any = None) -> HardwareType:
         device = jax.local_devices()[0]
     if device.platform == "cpu":
         return HardwareType.CPU
+    # A TPU's kind is matched whole: "TPU v4 lite" is not v4. JAX calls v5e "TPU v5 lite", and v5p
+    # either of "TPU v5" and "TPU v5p".
     kind = device.device_kind.lower()
-    if kind in _TPU_KINDS:
-        return _TPU_KINDS[kind]
-    models = [_GPU_MODELS[word] for word in re.split(r"[\s\-_]+", kind) if word in _GPU_MODELS]
-    return models[0] if models else HardwareType.UNKNOWN
+    tpu = "tpu_v5p" if kind == "tpu v5" else kind.replace(" lite", "e").replace("tpu v", "tpu_v")
+    # A GPU's kind is a product name ("NVIDIA A100-SXM4-80GB"), so the model is matched as one of
+    # its words: "L4" is not in "NVIDIA L40S". AMD's "gfx942" is shared by MI300A, MI300X and
+    # MI325X and so says too little.
+    names = {tpu, *re.split(r"[\s\-_]+", kind)}
+    return next((chip for chip in CHIP_SPECS if chip.value in names), HardwareType.UNKNOWN)
 
 
 def get_batch_size_recommendation(
     hardware_type: HardwareType | None = None,
 ) -> BatchSizeRecommendation:
-    """The batch sizes for a chip.
+    """Returns datarax's sizes for a chip, or else sizes that follow from the chip's peak rates.
+
+    In the second case the minimum is a quarter of the critical batch, where a multiplication that
+    waits for its weights still reaches a quarter of peak. It is rounded up to 8, the height of a
+    TPU's smallest tile. The optimum is the critical batch rounded up to 64: a matrix unit's tiles
+    are full then.
 
     Example:
         >>> get_batch_size_recommendation(HardwareType.TPU_V5E).optimal_batch_size
         256
     """
-    return _RECOMMENDATIONS[detect_hardware() if hardware_type is None else hardware_type]
+    chip, notes = hardware_type or detect_hardware(), "Tokens or examples per chip."
+    if chip is HardwareType.CPU:
+        rule = f"{notes} A rule of thumb: CPUs differ too much."
+        return BatchSizeRecommendation(1, 32, 16, notes=rule)
+    if chip is HardwareType.UNKNOWN:
+        cautious = f"{notes} Cautious, as the chip is not known here."
+        return BatchSizeRecommendation(32, 128, 64, notes=cautious)
+    spec = CHIP_SPECS[chip]
+    critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
+    notes += (
+        f" {spec.flops_per_second / 1e12:g} TFLOP/s over {spec.bytes_per_second / 1e9:g} GB/s"
+        f" ({spec.source}): a critical batch of {critical}."
+    )
+    if spec.sizes_of_datarax is not None:
+        return BatchSizeRecommendation(*spec.sizes_of_datarax, notes=f"{notes} Sizes of datarax.")
+    smallest, optimal = 8 * math.ceil(critical / 4 / 8), 64 * math.ceil(critical / 64)
+    return BatchSizeRecommendation(smallest, optimal, critical, notes=notes)
 
 
 def validate_batch_size(
@@ -262,9 +232,14 @@ def validate_batch_size(
         (True, 'Batch size 64 is optimal for cpu.')
     """
     chip = detect_hardware() if hardware_type is None else hardware_type
-    sizes, shortfall = get_batch_size_recommendation(chip), chip.shortfall(batch_size)
-    valid = batch_size >= sizes.min_batch_size
-    if shortfall is not None and (warn_suboptimal or not valid):
-        return valid, shortfall
-    rating = "optimal" if batch_size >= sizes.optimal_batch_size else "acceptable"
-    return True, f"Batch size {batch_size} is {rating} for {chip.value}."
+    sizes = get_batch_size_recommendation(chip)
+    is_valid, rating, why = True, "acceptable", ""
+    if batch_size < sizes.min_batch_size:
+        is_valid, rating = False, f"below minimum recommended {sizes.min_batch_size}"
+        why = ": the chip will mostly wait for memory"
+    elif batch_size < sizes.critical_batch_size and warn_suboptimal:
+        rating = f"below critical size {sizes.critical_batch_size}"
+        why = ": a larger batch costs little extra time"
+    elif batch_size >= sizes.optimal_batch_size:
+        rating = "optimal"
+    return is_valid, f"Batch size {batch_size} is {rating} for {chip.value}{why}."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import GetAttrKey, KeyPath
 
 from grain_shard.errors import ShardingError, describe_leaf
@@ -17,7 +17,6 @@ from grain_shard.sharding.specs import default_spec, named_sharding
 if TYPE_CHECKING:
     from flax import nnx
 
-_WORDS = (None, "replicate", "fsdp")
 _NAMES_SHOWN = 20
 
 
@@ -59,24 +58,28 @@ def place_model_state_on_shards(
         >>> state["up"]["kernel"].addressable_shards[0].data.shape
         (3, 2)
     """
-    if isinstance(param_sharding, Mapping):
-        spec_of = _by_path(state, mesh, param_sharding)
-    elif param_sharding == "fsdp":
-        spec_of = _fully_sharded(mesh)
-    elif param_sharding in _WORDS:
-        spec_of = _by_path(state, mesh, {})  # leaves without a path are replicated
-    else:
+    if param_sharding == "fsdp":
+        axis = "fsdp" if "fsdp" in mesh.axis_names else default_spec(mesh)[0]
+        return _placed(state, lambda _, leaf: NamedSharding(mesh, _largest_dim(leaf, mesh, axis)))
+    if param_sharding in (None, "replicate"):
+        param_sharding = {}  # a leaf without a path is replicated
+    if not isinstance(param_sharding, Mapping):
         raise ShardingError(
             f"param_sharding={param_sharding!r} is not known.",
             mesh_axes=mesh.shape.items(),
-            remedy=f"use {', '.join(map(repr, _WORDS))} or a dict from paths to PartitionSpec.",
+            remedy="use None, 'replicate', 'fsdp' or a dict from paths to PartitionSpec.",
         )
+    specs = dict(param_sharding)
+    names = _names(state)
+    for path in specs:
+        if not any(_ends_with(name, path) for name in names):
+            raise _matches_nothing(f"the path {path!r}", names, mesh)
 
-    def place(path: KeyPath, leaf: Any) -> Any:
-        name = _name(path)
-        return _place(name, leaf, named_sharding(mesh, spec_of(name, leaf)))
+    def by_path(name: str, leaf: Any) -> Sharding:
+        matching = [path for path in specs if _ends_with(name, path)]
+        return named_sharding(mesh, specs[max(matching, key=len)] if matching else None)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return _placed(state, by_path)
 
 
 def place_nnx_state_on_shards(
@@ -116,59 +119,31 @@ def place_nnx_state_on_shards(
         rules = list(zip(filter_sharding.filters, filter_sharding.shardings, strict=True))
     else:
         rules = list(filter_sharding.items())
-    predicates = [nnx.filterlib.to_predicate(filter_) for filter_, _ in rules]
-    flat_state = [("/".join(map(str, path)), path, var) for path, var in nnx.to_flat_state(state)]
-    placed, used = [], set()
-    for name, path, variable in flat_state:
-        rule = next((i for i, matches in enumerate(predicates) if matches(path, variable)), None)
-        if rule is None:
-            raise ShardingError(
-                f"no filter matches this {type(variable).__name__}.",
-                path=name,
-                leaf=describe_leaf(variable),
-                mesh_axes=mesh.shape.items(),
-                remedy="add a filter for it, or `...: PartitionSpec()` for all that remain.",
-            )
-        used.add(rule)
-        where = rules[rule][1]
-        sharding = where if isinstance(where, Sharding) else named_sharding(mesh, where)
-        placed.append((path, variable.replace(_place(name, variable.get_value(), sharding))))
-    for rule, (filter_, _) in enumerate(rules):
+    *groups, rest = nnx.split_state(state, *(filter_ for filter_, _ in rules), ...)
+    for path, variable in nnx.to_flat_state(rest):
+        raise ShardingError(
+            f"no filter matches this {type(variable).__name__}.",
+            path="/".join(map(str, path)),
+            leaf=describe_leaf(variable),
+            mesh_axes=mesh.shape.items(),
+            remedy="add a filter for it, or `...: PartitionSpec()` for all that remain.",
+        )
+    placed = []
+    for (filter_, where), group in zip(rules, groups, strict=True):
         # A general filter may have nothing to do: BatchStat in a model without batch norm.
-        if rule not in used and filter_ not in (..., True) and not isinstance(filter_, type):
-            names = [name for name, _, _ in flat_state]
-            raise _matches_nothing(f"the filter {filter_!r}", names, mesh)
-    return nnx.from_flat_state(placed)
+        if not group and filter_ not in (..., True) and not isinstance(filter_, type):
+            raise _matches_nothing(f"the filter {filter_!r}", _names(state), mesh)
+        sharding = where if isinstance(where, Sharding) else named_sharding(mesh, where)
+        placed.append(_placed(group, lambda *_, sharding=sharding: sharding))
+    return nnx.merge_state(*placed)
 
 
-def _fully_sharded(mesh: Mesh) -> Callable[[str, Any], PartitionSpec]:
-    axis = "fsdp" if "fsdp" in mesh.axis_names else default_spec(mesh)[0]
-    axis_size = mesh.shape[axis]
-
-    def spec_of(name: str, leaf: Any) -> PartitionSpec:
-        shape = np.shape(leaf)
-        dims = [dim for dim, size in enumerate(shape) if size and size % axis_size == 0]
-        if not dims:
-            return PartitionSpec()
-        largest = max(dims, key=lambda dim: shape[dim])
-        return PartitionSpec(*[None] * largest, axis)
-
-    return spec_of
-
-
-def _by_path(
-    state: Any, mesh: Mesh, specs: Mapping[str, PartitionSpec]
-) -> Callable[[str, Any], PartitionSpec]:
-    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    for path in specs:
-        if not any(_ends_with(name, path) for name in names):
-            raise _matches_nothing(f"the path {path!r}", names, mesh)
-
-    def spec_of(name: str, leaf: Any) -> PartitionSpec:
-        matching = [path for path in specs if _ends_with(name, path)]
-        return specs[max(matching, key=len)] if matching else PartitionSpec()
-
-    return spec_of
+def _largest_dim(leaf: Any, mesh: Mesh, axis: str) -> PartitionSpec:
+    """Returns the spec that shards a leaf along the largest dim that the axis divides, if any."""
+    shape = np.shape(leaf)
+    dims = [dim for dim, size in enumerate(shape) if size and size % mesh.shape[axis] == 0]
+    largest = max(dims, key=lambda dim: shape[dim], default=None)
+    return PartitionSpec() if largest is None else PartitionSpec(*[None] * largest, axis)
 
 
 def _ends_with(name: str, path: str) -> bool:
@@ -181,16 +156,28 @@ def _name(path: KeyPath) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
-def _place(name: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray:
-    try:
-        return place_leaf(name, leaf, sharding)
-    except ShardingError as error:
-        # The remedies that the error comes with are for batches.
-        if error.spec is None:
-            remedy = "make the leaf an array of numbers that JAX has, or take it out of the state."
-        else:
+def _names(state: Any) -> list[str]:
+    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
+    """Places each leaf by the sharding that a function returns for its name and value."""
+
+    def place(path: KeyPath, leaf: Any) -> jax.Array | np.ndarray:
+        name = _name(path)
+        sharding = sharding_of(name, leaf)
+        try:
+            return place_leaf(name, leaf, sharding)
+        except ShardingError as error:
+            # The remedies that the error comes with are for batches.
             remedy = "shard another dim of this leaf, or replicate it with PartitionSpec()."
-        raise error.with_remedy(remedy) from None
+            if error.spec is None:
+                remedy = (
+                    "make the leaf an array of numbers that JAX has, or take it out of the state."
+                )
+            raise error.with_remedy(remedy) from None
+
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def _matches_nothing(what: str, names: list[str], mesh: Mesh) -> ShardingError:

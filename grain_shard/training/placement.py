@@ -19,11 +19,6 @@ from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.sharding.place import place_tree, require_local
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.training import hardware
-from grain_shard.training.hardware import (
-    BatchSizeRecommendation,
-    HardwareType,
-    get_batch_size_recommendation,
-)
 from grain_shard.trees import Batch
 
 _IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # ours read ahead
@@ -200,7 +195,7 @@ class DevicePlacement:
         return self._default_device
 
     @property
-    def hardware_type(self) -> HardwareType:
+    def hardware_type(self) -> hardware.HardwareType:
         """The chip behind the default device."""
         return hardware.detect_hardware(self.default_device)
 
@@ -265,10 +260,10 @@ class DevicePlacement:
         return place_tree(data, ShardingTree.of(mesh, spec))
 
     def get_batch_size_recommendation(
-        self, hardware_type: HardwareType | None = None
-    ) -> BatchSizeRecommendation:
+        self, hardware_type: hardware.HardwareType | None = None
+    ) -> hardware.BatchSizeRecommendation:
         """`grain_shard.training.hardware.get_batch_size_recommendation`."""
-        return get_batch_size_recommendation(hardware_type or self.hardware_type)
+        return hardware.get_batch_size_recommendation(hardware_type or self.hardware_type)
 
     def validate_batch_size(
         self, batch_size: int, warn_suboptimal: bool = True

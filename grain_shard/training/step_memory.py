@@ -56,13 +56,8 @@ def step_memory(lowered: Any) -> StepMemory:
     memory = lowered.compile().memory_analysis()
     if memory is None:
         raise NotImplementedError("XLA gives no memory analysis for this backend.")
-    return StepMemory(
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        code_bytes=memory.generated_code_size_in_bytes,
-    )
+    parts = ("argument", "output", "alias", "temp", "generated_code")
+    return StepMemory(*(getattr(memory, f"{part}_size_in_bytes") for part in parts))
 
 
 def estimate_max_batch_size(
@@ -114,7 +109,14 @@ def estimate_max_batch_size(
         ... )
         261112
     """
-    limit = _device_memory_limit() if memory_limit_bytes is None else memory_limit_bytes
+    limit, device = memory_limit_bytes, jax.local_devices()[0]
+    if limit is None:
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        raise ValueError(
+            f"A device of kind {device.device_kind!r} does not tell how much memory it has: "
+            "pass memory_limit_bytes=, e.g. 16 * 2**30."
+        )
 
     def held_bytes(batch_size: int) -> int:
         return step_memory(lower(step, *args, make_batch(batch_size))).total_bytes
@@ -141,17 +143,6 @@ def estimate_max_batch_size(
     bytes_per_example = (large_bytes - small_bytes) / (large - small)
     batch_size = small + (limit - small_bytes) / bytes_per_example
     return multiple_of * math.floor(batch_size / multiple_of)
-
-
-def _device_memory_limit() -> int:
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None:
-        raise ValueError(
-            f"A device of kind {device.device_kind!r} does not tell how much memory it has: "
-            "pass memory_limit_bytes=, e.g. 16 * 2**30."
-        )
-    return limit
 
 
 def _num_elements(batch: Any) -> int:

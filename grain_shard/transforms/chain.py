@@ -223,11 +223,11 @@ class _Chain(Stage):
                 f"rows={self.put.rows!r} is given, and the rows of feeds are known.",
                 remedy="leave rows out: a host runs the feeds whose rows it holds.",
             )
-        target = self.put.shardings
+        layout = self.put.shardings.layout()
         # With fewer feeds than hosts, some hosts would have no feed to run.
-        too_few = ds.rows.num_feeds < len(target.hosts())
+        too_few = ds.rows.num_feeds < layout.num_hosts
         read = "needed" if too_few and self.read == "auto" else self.read
-        padded = self._padded(ds, target.layout().divisor)
+        padded = self._padded(ds, layout.divisor)
         return self._reading(padded, read, ds.rows.global_batch_size)
 
     def _reading(self, padded: Any, read: Read, *global_batch_sizes: int) -> ShardedDataset:

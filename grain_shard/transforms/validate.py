@@ -36,14 +36,12 @@ class ValidateBatchSize(Stage):
         shortfall: Takes the rows of one shard, and returns a warning if they are too few, or None.
             `grain_shard.training.HardwareType.H100.shortfall` compares the rows with the number
             recommended for an H100. With microbatches, the rows are those of one microbatch.
-        mesh_axes: (name, size) of every mesh axis; for messages only.
         microbatches: Number of microbatches, each of which is cut into `divisor` shards.
     """
 
     divisor: int
     must_divide: bool = False
     shortfall: Callable[[int], str | None] | None = None
-    mesh_axes: tuple[tuple[str, int], ...] = ()
     microbatches: int = 1
 
     def __post_init__(self) -> None:
@@ -61,7 +59,6 @@ class ValidateBatchSize(Stage):
             raise ShardingError(
                 "the dataset has no batch: it is empty, or has fewer records than one batch and"
                 " drops the remainder.",
-                mesh_axes=self.mesh_axes,
                 remedy="check the source; keep a short batch with .batch(B, drop_remainder=False)"
                 ' and remainder="pad".',
             )
@@ -108,7 +105,6 @@ class ValidateBatchSize(Stage):
             parts = describe_parts(self.divisor, self.microbatches)
             raise ShardingError(
                 f"a batch of {global_batch_size} rows does not split into {parts}.",
-                mesh_axes=self.mesh_axes,
                 remedy=f'use a batch size of {up}, or remainder="pad".',
             )
         if self.shortfall is not None:

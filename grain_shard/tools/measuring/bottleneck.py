@@ -17,11 +17,10 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from grain_shard.iteration.sharded_dataset import Settings
 from grain_shard.spans import BATCH, MAP, PAD, PLACE, READ, STAGES, STEP, WAIT, Span
 from grain_shard.stats.counts import BUSY, MAKING, busiest
 from grain_shard.tools.measuring.loop import covered_s
-from grain_shard.tools.measuring.measurement import Measurement
+from grain_shard.tools.measuring.measurement import Measurement, Pipeline
 
 _LITTLE_WAIT = 0.1  # of the loop's time: no change to the pipeline could gain more than that
 _MOST = 0.5  # of the waiting, or of a stage's time
@@ -52,7 +51,7 @@ class Bottleneck(NamedTuple):
 
 def find_bottleneck(measured: Measurement) -> Bottleneck:
     """Returns the stage that holds the loop up, with the advice that fits the pipeline."""
-    pipeline = measured.pipeline or Settings()
+    pipeline = measured.pipeline or Pipeline()
     if measured.num_batches < min(_ENOUGH, measured.num_batches_asked / 2):
         return Bottleneck(
             "unseen",
@@ -134,7 +133,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
     )
 
 
-def _making(stage: str, measured: Measurement, pipeline: Settings) -> Bottleneck:
+def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck:
     """Returns the verdict if the threads that make batches hold the loop up, mostly in a stage."""
     cores = _making_cores(measured)
     who = _who(stage, measured)
@@ -175,7 +174,7 @@ def _who(stage: str, measured: Measurement) -> str:
     return _FUNCTIONS if mapped_s > _MOST * sum(seconds) else "the source"
 
 
-def _advice(stage: str, who: str, measured: Measurement, pipeline: Settings) -> Iterator[str]:
+def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> Iterator[str]:
     """Yields advice for the threads that make batches."""
     in_threads = not pipeline.is_stream and not pipeline.num_workers
     if stage == READ and pipeline.reads_other_rows:
@@ -211,7 +210,7 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: Settings) -> 
             yield "if it computes, pass num_workers, or profile while the machine is idle."
 
 
-def _more_side_by_side(who: str, measured: Measurement, pipeline: Settings) -> str:
+def _more_side_by_side(who: str, measured: Measurement, pipeline: Pipeline) -> str:
     full = covered_s(_rests(measured)) / measured.seconds
     if full >= _LITTLE_REST:
         return (

@@ -7,10 +7,43 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grain_shard.iteration.sharded_dataset import Settings
+from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.spans import LOOP, PAD, PLACE, ROOM, STAGES, Span
 from grain_shard.stats.figures import Figures
 from grain_shard.tools.measuring.loop import covered_s, cut
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The facts of a pipeline that decide on the advice for it.
+
+    Attributes:
+        cpu_buffer_size: Most batches on the host, including unfinished ones.
+        num_workers: Worker processes that make the batches; 0 if threads do.
+        is_stream: True if batches come in order only.
+        reads_once: True if every row is read on one host and moved by the devices.
+        reads_other_rows: True if whole batches are read, of which this host keeps some rows.
+        amplification: Rows that all hosts read together, over the rows of the batch.
+    """
+
+    cpu_buffer_size: int = 4
+    num_workers: int = 0
+    is_stream: bool = False
+    reads_once: bool = False
+    reads_other_rows: bool = False
+    amplification: float = 1.0
+
+    @classmethod
+    def of(cls, ds: ShardedDataset) -> Pipeline:
+        """Returns the facts of a dataset that `shard_to` made."""
+        return cls(
+            cpu_buffer_size=ds.settings.cpu_buffer_size,
+            num_workers=ds.settings.num_workers,
+            is_stream=ds.num_batches() is None,
+            reads_once=ds.settings.final_shardings is not None,
+            reads_other_rows=ds.host.reads_other_rows,
+            amplification=ds.layout.amplification,
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,7 +63,7 @@ class Measurement:
             "place" (hand it to the devices); and of the loop: "wait" (for a batch that is on
             the devices), "step" (until its result is). In a span of "room" a thread rests, because
             a buffer is full.
-        pipeline: Settings of the pipeline; None if `shard_to` did not make it.
+        pipeline: The facts of the pipeline; None if `shard_to` did not make it.
         num_examples: Rows of the measured global batches; where these have a "valid_mask", only
             those for which it is True, unless the step donated it.
         num_bytes: Bytes of the measured global batches, padding included.
@@ -43,7 +76,7 @@ class Measurement:
     warmup: int
     seconds: float
     recorded_spans: tuple[Span, ...]
-    pipeline: Settings | None = None
+    pipeline: Pipeline | None = None
     num_examples: int = 0
     num_bytes: int = 0
     read_threads: str = ""

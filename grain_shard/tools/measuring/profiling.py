@@ -14,7 +14,7 @@ from grain_shard.spans import STEP, WAIT
 from grain_shard.tools.extras import missing, not_installed
 from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
 from grain_shard.tools.measuring.loop import Loop
-from grain_shard.tools.measuring.measurement import Measurement
+from grain_shard.tools.measuring.measurement import Measurement, Pipeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -185,7 +185,7 @@ def profile(
         recorded_spans=tuple(
             s._replace(start=s.start - start, end=s.end - start) for s in loop.spans
         ),
-        pipeline=None if pipeline is None else pipeline.settings,
+        pipeline=None if pipeline is None else Pipeline.of(pipeline),
         num_examples=sum(size["records"] for size in sizes),
         num_bytes=sum(size["bytes"] for size in sizes),
         read_threads=loop.read_threads,

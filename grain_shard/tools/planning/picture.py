@@ -42,8 +42,8 @@ def draw_mesh(
         from matplotlib.patches import Rectangle
     except ImportError:
         raise not_installed("the picture", "plot", ["matplotlib"]) from None
-    named = [s for s in ShardingTree.of(mesh, spec).shardings() if isinstance(s, NamedSharding)]
-    rows_spec = PartitionSpec(*max(named, key=num_shards).spec[:1])
+    most = max(ShardingTree.of(mesh, spec).named(), key=num_shards)
+    rows_spec = PartitionSpec(*most.spec[:1])
     held = holders(NamedSharding(mesh, rows_spec), (num_rows,), 1)
     lines = [(rows, [device.process_index for device in held[rows]]) for rows in sorted(held)]
     del lines[_MAX_LINES:]

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 
 import grain
 import numpy as np
-from jax.sharding import NamedSharding
 
 from grain_shard.errors import ShardingError, describe_spec, require_choice, require_int
 from grain_shard.reading.pad_batch import Remainder
@@ -122,8 +121,7 @@ def plan(
     with contextlib.suppress(ShardingError):  # the devices need not divide the batch
         target.way_to_read("once", global_batch_size)
         once = reads("once", target.spread().layouts())
-    named = [s for s in target.shardings() if isinstance(s, NamedSharding)]
-    blocks = [num_shards(sharding) for sharding in named] or [1]
+    blocks = [num_shards(sharding) for sharding in target.named()] or [1]
     as_it_is = needed if once is None or read == "needed" else once
     read_again = sum(
         min(stop, global_batch_size) - min(start, global_batch_size)
@@ -138,7 +136,7 @@ def plan(
         num_hosts=len(needed.hosts),
         num_slices=len(needed.slices),
         mesh=dict(target.mesh_axes),
-        specs=tuple(dict.fromkeys(describe_spec(s.spec) for s in named)),
+        specs=tuple(dict.fromkeys(describe_spec(s.spec) for s in target.named())),
         num_records=num_records,
         record_bytes=record_bytes,
         global_batch_size=global_batch_size,

@@ -133,7 +133,7 @@ def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[
         if (count := ds.shardings.microbatches) is not None:
             yield "microbatches", f"{count:,} of {global_batch_size // count:,} rows; one is drawn"
     if layout.num_hosts > 1:
-        once = settings.reads_once
+        once = settings.final_shardings is not None
         yield "read", "once, then moved by the devices" if once else "what each host needs"
     if why_not := ds.contents.why_not:
         yield "contents", f"not compared: {why_not}"

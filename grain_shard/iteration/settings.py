@@ -1,0 +1,78 @@
+"""`Settings`: all that a pipeline is told about its end, from `shard_to` down to the threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from grain_shard.errors import ShardingError, require_int
+from grain_shard.reading.faults import FaultRules
+from grain_shard.reading.iterable import Rows
+from grain_shard.reading.pad_batch import Remainder
+from grain_shard.sharding.sharding_tree import ShardingTree
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings with which a pipeline is run. They travel as one value.
+
+    A new option is a field here and an argument of `shard_to`.
+
+    Attributes:
+        shardings: Shardings of every leaf of the batch.
+        cpu_buffer_size: Most batches on the host, including unfinished ones.
+        device_buffer_size: Most batches that wait on the devices or are on their way there.
+        num_threads: Threads that read side by side (`MapDataset`, `FeedBatches`); None adapts the
+            number.
+        num_workers: Grain worker processes that make the batches (`MapDataset`) or run this host's
+            feeds (`FeedBatches`), if not 0.
+        executor: Makes the batches instead of this process (`MapDataset` only), at most
+            `cpu_buffer_size` of them at a time; None for none.
+        final_shardings: If not None, the shardings to which the devices move each batch as it is
+            handed out; batches are then read in `shardings`.
+        rows: The rows that a stream yields on several hosts: "global" batches, the same on each, or
+            the "local" rows of each. None: as `from_iterable` was told, or else "global".
+        remainder: "pad" continues with padding if a stream ends before the streams of other hosts,
+            or a feed before other feeds; any other value ends them all.
+        timeout_s: The longest time that one host waits for another, in seconds.
+        fault_rules: The rules for failed reads.
+    """
+
+    shardings: ShardingTree
+    cpu_buffer_size: int = 4
+    device_buffer_size: int = 2
+    num_threads: int | None = None
+    num_workers: int = 0
+    executor: Executor | None = None
+    final_shardings: ShardingTree | None = None
+    rows: Rows | None = None
+    remainder: Remainder = "pad"
+    timeout_s: float = 60.0
+    fault_rules: FaultRules = FaultRules()  # noqa: RUF009 (it is frozen)
+
+    def __post_init__(self) -> None:
+        require_int("cpu_buffer_size", self.cpu_buffer_size, 1)
+        require_int("device_buffer_size", self.device_buffer_size, 1)
+        require_int("num_workers", self.num_workers, 0)
+        if self.num_threads is not None:
+            require_int("num_threads", self.num_threads, 1)
+        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
+            raise ShardingError(
+                f"timeout_s={self.timeout_s!r} is not a positive number of seconds.",
+                remedy="pass how long one host may wait for another.",
+            )
+        if self.executor is not None and not hasattr(self.executor, "submit"):
+            raise ShardingError(
+                f"executor={self.executor!r} is no concurrent.futures.Executor.",
+                remedy="pass one, for example client.get_executor() of Dask.",
+            )
+        if self.executor is not None and self.num_workers:
+            raise ShardingError(
+                "executor and num_workers are given, and only one of them can make the batches.",
+                remedy="leave out num_workers: the executor has workers of its own.",
+            )
+        if not isinstance(self.shardings, ShardingTree):
+            raise ShardingError(
+                f"cannot place batches by a {type(self.shardings).__name__}.",
+                remedy="pass ShardingTree.of(mesh, spec).",
+            )
