@@ -25,8 +25,8 @@ from grain_shard.trees import Batch
 
 # With array_record, 256 records in a call cost 25 us each, 1024 cost 12, 2048 cost 10.
 _RECORDS_PER_CALL = 1024
-# Routes are computed for several batches at once, because a shuffle of 4096 indices takes 0.25
-# ms and one of 256 takes 0.14 ms. The first routes are for one batch, the next ones for two, and so on.
+# Routes are computed for several batches at once, because a shuffle of 4096 indices takes 0.25 ms
+# and one of 256 takes 0.14 ms. Routes are computed for one batch first, then for more and more.
 _RECORDS_AHEAD = 4096
 
 
