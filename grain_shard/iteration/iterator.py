@@ -204,7 +204,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def _compare(self, at: Place) -> None:
         """Compares the pipeline with other hosts', and its contents with the restored state's."""
         contents, run = self._host.contents, at.run
-        run.batches.wait_for(lambda: contents.is_read)
+        batches = run.batches
+        batches.wait_for(lambda: contents.is_read or batches.known().end is not None)
+        contents.read()  # here, if the batches end before a thread has read them
         by_record = {
             NOW: contents.by_record(contents.digest),
             SAVED: contents.by_record(self._saved_digest),
@@ -331,6 +333,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def go_to(self, position: Position | None) -> None:
         """Goes on from a position of an iterator over the same dataset; None for its beginning."""
         self._require_open()
+        self._beginning = None  # whoever goes there again means it
         self._open_anew(position)
 
     def reset(self) -> None:
