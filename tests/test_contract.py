@@ -257,7 +257,6 @@ class TestState:
         "state",
         [
             {},
-            {"next_index": 3},
             {"step": -1},
             {"step": "2"},
             {"step": 8},

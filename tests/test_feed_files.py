@@ -168,11 +168,8 @@ def test_from_any_mesh_to_any_other_every_feed_comes_back_once_written(
     hosts = hosts_of(ds, shards, divisor, microbatches)
     for host, layout_shards in zip(hosts, shards, strict=True):
         padded = ds.of_host(BatchLayout(divisor, tuple(layout_shards), microbatches=microbatches))
-        assert (
-            padded.rows.feeds_of(padded.rows.layout)
-            == list(padded.rows.by_feed)
-            == host.own_feeds.run
-        )
+        by_feed = padded.rows.by_feed
+        assert list(padded.rows.rows_of(padded.rows.layout)) == list(by_feed) == host.own_feeds.run
     saved = [feed for host in hosts for feed in host.own_feeds.saved]
     assert sorted(saved) == list(range(num_feeds))
     written = [name for of_host in save(folder, hosts) for name in of_host]

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
+from tests.conftest import read_for_batches
 
 pytestmark = pytest.mark.slow
 
@@ -225,7 +226,7 @@ def run_case(case, devices):
     return {
         "batches": batches,
         "states": states,
-        "read": source.read,
+        "read": read_for_batches(source.read, case.num_records),
         "length": len(sharded),
         "amplification": grain_shard.ShardingTree.of(mesh, case.spec).layout().amplification,
     }

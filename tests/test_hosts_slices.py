@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
-from tests.test_plan import CountingSource
+from tests.conftest import CountingSource, read_for_batches
 from tests.test_slices import Device
 
 pytestmark = pytest.mark.slow
@@ -97,7 +97,7 @@ def run_case(case):
                     for name, x in batch.items()
                 }
                 got.append(shards)
-    return {"batches": got, "read": source.read}
+    return {"batches": got, "read": read_for_batches(source.read, RECORDS)}
 
 
 def record(i):

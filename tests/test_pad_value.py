@@ -187,13 +187,13 @@ HELD = {
 
 @pytest.mark.parametrize(("dtype", "held", "refused"), [(k, *v) for k, v in HELD.items()])
 def test_padding_holds_the_value_or_it_is_refused(dtype, held, refused):
-    row = {"x": np.zeros(2, getattr(ml_dtypes, dtype, dtype))}
+    rows = {"x": np.zeros(2, getattr(ml_dtypes, dtype, dtype))}
     for value in held:
-        padded = PadRows({"x": value}).row_like(row)["x"].astype(complex)
+        padded = PadRows({"x": value}).like(rows)["x"].astype(complex)
         np.testing.assert_allclose(padded, value, rtol=0.3, atol=0.15)
     for value in refused:
         with pytest.raises(ShardingError) as refusal:
-            PadRows({"x": value}).row_like(row)
+            PadRows({"x": value}).like(rows)
         assert f"batch['x']: its dtype cannot hold pad_value={value!r}." in str(refusal.value)
         assert f"leaf:   {dtype}[2]" in str(refusal.value)
 

@@ -24,7 +24,7 @@ from grain_shard import GrainShardError, ShardingError, rehearse
 from grain_shard.sharding.slices import slice_of
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.training.hardware import HardwareType
-from tests.conftest import CountingSource
+from tests.conftest import CountingSource, read_for_batches
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason="libtpu comes with the plan extra, on Linux on x86-64"
@@ -159,7 +159,7 @@ def run_case(case, devices):
         "batches": len(got),
         "shapes": {leaf.shape for leaf in leaves},
         "rows_per_device": min(leaf.addressable_shards[0].data.shape[-1] for leaf in leaves),
-        "read": source.read,
+        "read": read_for_batches(source.read, case.records),
     }
 
 

@@ -122,9 +122,11 @@ def test_a_read_is_of_whole_batches_and_of_no_more_than_the_buffer_has_room_for(
     with iter(ds.shard_to(data_mesh(2), num_threads=1, cpu_buffer_size=3)) as iterator:
         batches = ids(iterator)
     assert batches == [list(range(k, k + 4)) for k in range(0, 32, 4)]
-    assert list(itertools.chain(*source.batched)) == list(range(32))
-    assert source.batched[0] == batches[0]  # the first batch comes alone, to be there soon
-    assert {len(read) for read in source.batched} <= {4, 8, 12}
+    first, contents, *others = source.batched
+    assert first == batches[0]  # the first batch comes alone, to be there soon
+    assert contents == [0, 16]  # they are compared with those of other hosts and of states
+    assert list(itertools.chain(first, *others)) == list(range(32))
+    assert {len(read) for read in others} <= {4, 8, 12}
     assert source.single == []
 
 

@@ -199,6 +199,7 @@ class TestMeasureThroughput:
 
         assert_finite(measure_throughput(numbered(9, 4).shard_to(data_mesh(2)), step=step))
 
+    @pytest.mark.filterwarnings("ignore:a batch has rows of padding and no mask")
     @pytest.mark.parametrize(("mask_key", "examples"), [("valid_mask", 10), (None, 16)])
     def test_rows_of_all_microbatches_are_counted(self, mesh, mask_key, examples):
         ds = numbered(10, 8).shard_to(data_mesh(2), microbatches=4, mask_key=mask_key)
