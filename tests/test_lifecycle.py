@@ -545,8 +545,8 @@ EXITS = {
         """,
     "with feeds that are iterated alone, and never closed": """
         records = grain.MapDataset.range(100).map(lambda i: {"id": i})
-        ds = grain_shard.feeds(lambda feed: records.to_iter_dataset(), num_feeds=2).batch(4)
-        iterator = iter(ds)
+        part = lambda feed: records[feed.shard_index :: 2].to_iter_dataset()
+        iterator = iter(grain_shard.feeds(part, num_feeds=2).batch(4))
         next(iterator)
         print("end")
         """,
