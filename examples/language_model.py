@@ -12,9 +12,7 @@ two hosts of four devices each, with the same losses but for rounding:
     python -m grain_shard rehearse --hosts 2 --devices-per-host 4 \
         examples/language_model.py --distributed --checkpoint-dir /tmp/language-2
 
-For text of your own, replace `documents`, and `np.frombuffer` by your tokenizer. With `--tokens
-train.bin`, a file of uint16 tokens as nanoGPT writes it, the rows are windows of that file, in a
-shuffled order.
+For text of your own, replace `documents`, and `np.frombuffer` by your tokenizer.
 """
 
 import argparse
@@ -33,7 +31,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jax.sharding import PartitionSpec as P
-from numpy.lib.stride_tricks import sliding_window_view
 
 import grain_shard
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
@@ -72,37 +69,10 @@ def make_feed(feed):
     return grain.experimental.FirstFitPackIterDataset(stream, length_struct=row, num_packing_bins=4)
 
 
-def windows_of(file):
-    """Windows of LENGTH tokens of a memory map, in another order in each of endless epochs."""
-    tokens = np.memmap(file, np.uint16, mode="r")
-    windows = sliding_window_view(tokens, LENGTH + 1, subok=True)[::LENGTH]
-    source = grain_shard.ArraySource({"inputs": windows[:, :-1], "targets": windows[:, 1:]})
-    return grain.MapDataset.source(source).seed(42).shuffle().repeat()
-
-
-def make_batches(mesh, tokens_file):
+def make_batches(mesh):
     """Leaves of [MICROBATCHES, rows, LENGTH], with the rows split over `data`."""
-    if tokens_file is None:
-        rows = grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS)
-    else:
-        rows = windows_of(tokens_file)
-    ds = rows.batch(GLOBAL_BATCH_SIZE)
-    return ds.shard_to(mesh, P("data"), microbatches=MICROBATCHES)
-
-
-def with_segments(batch):
-    """Windows of a file are one document each, from their first token on."""
-    if "inputs_segment_ids" in batch:
-        return dict(batch)
-    inputs, targets = (batch[name].astype(jnp.int32) for name in ("inputs", "targets"))
-    ones = jnp.ones_like(inputs)
-    return batch | {
-        "inputs": inputs,
-        "targets": targets,
-        "inputs_segment_ids": ones,
-        "inputs_positions": jnp.cumsum(ones, axis=-1) - 1,
-        "targets_segment_ids": ones,
-    }
+    feeds = grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(GLOBAL_BATCH_SIZE)
+    return feeds.shard_to(mesh, P("data"), microbatches=MICROBATCHES)
 
 
 # How each weight is split over the mesh, and its shape.
@@ -164,7 +134,6 @@ def logits_of(params, batch):
 @jax.jit(donate_argnums=(0, 1))
 def train_step(params, optimizer_state, batch):
     """One update by the mean loss over all tokens of all microbatches, which it returns."""
-    batch = with_segments(batch)
     batch["counts"] = (batch["targets_segment_ids"] > 0) & batch["valid_mask"][..., None]
 
     def loss_sum(params, microbatch):
@@ -183,14 +152,14 @@ def train_step(params, optimizer_state, batch):
     return optax.apply_updates(params, updates), optimizer_state, loss / count
 
 
-def train(directory, stop, tokens_file):
+def train(directory, stop):
     """Trains up to a step, from the last checkpoint if there is one: that step, and the losses."""
     mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "tensor"))  # Explicit axes
     options = ocp.CheckpointManagerOptions(save_interval_steps=SAVE_EVERY)
     with (
         jax.set_mesh(mesh),
         ocp.CheckpointManager(directory / "checkpoints", options=options) as checkpoints,
-        iter(make_batches(mesh, tokens_file)) as batches,
+        iter(make_batches(mesh)) as batches,
     ):
         state, losses, start = create(), [], checkpoints.latest_step() or 0
         if start:
@@ -210,7 +179,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="of the whole run (default: 300)")
     parser.add_argument("--checkpoint-dir", type=Path, required=True, help="shared by all hosts")
-    parser.add_argument("--tokens", type=Path, help="file of uint16 tokens, each below 256")
     parser.add_argument("--distributed", action="store_true", help="be one host of several")
     args = parser.parse_args()
     if args.distributed:
@@ -219,7 +187,7 @@ def main():
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
     directory = args.checkpoint_dir.resolve()
-    start, losses = train(directory, args.steps, args.tokens)
+    start, losses = train(directory, args.steps)
     if jax.process_index() == 0:
         file = directory / "losses.json"
         before = json.loads(file.read_text())[:start] if start else []

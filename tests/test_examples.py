@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLASSIFIER = EXAMPLES / "image_classifier.py"
 LANGUAGE_MODEL = EXAMPLES / "language_model.py"
+TOKEN_FILE = EXAMPLES / "token_file.py"
 
 
 def losses_in(folder):
@@ -26,7 +27,7 @@ def losses_in(folder):
 def run_here(script, folder, *options):
     """Runs a script as one plain process; what it printed."""
     done = subprocess.run(
-        [sys.executable, script, "--checkpoint-dir", folder, *map(str, options)],
+        [sys.executable, script, *map(str, options), "--checkpoint-dir", folder],
         capture_output=True,
         text=True,
         timeout=300,
@@ -38,7 +39,7 @@ def run_here(script, folder, *options):
 def run_on(hosts, script, folder, *options):
     """Rehearses a script on so many hosts, with eight devices in all; what host 0 printed."""
     done = rehearse.run_script(
-        [script, "--distributed", "--checkpoint-dir", folder, *map(str, options)],
+        [script, *map(str, options), "--distributed", "--checkpoint-dir", folder],
         hosts=hosts,
         devices_per_host=8 // hosts,
         timeout_s=300,
@@ -75,27 +76,27 @@ def uninterrupted(tmp_path_factory):
     [
         (CLASSIFIER, False, "--epochs", 1, 3, 36),
         (LANGUAGE_MODEL, False, "--steps", 7, 12, 12),
-        (LANGUAGE_MODEL, True, "--steps", 7, 12, 12),
+        (TOKEN_FILE, True, "--steps", 7, 12, 12),
     ],
-    ids=["image_classifier", "language_model", "language_model of a token file"],
+    ids=["image_classifier", "language_model", "token_file"],
 )
 def test_on_2_hosts_and_continued_on_1_the_losses_are_those_of_1_without_a_stop(
     uninterrupted, token_file, tmp_path, script, reads_tokens, option, part, whole, num_losses
 ):
-    data = ("--tokens", token_file) if reads_tokens else ()
-    expected = uninterrupted(script, option, whole, *data)
+    data = (token_file,) if reads_tokens else ()
+    expected = uninterrupted(script, *data, option, whole)
     assert len(expected) == num_losses
     assert expected[-1] < expected[0] - 0.5, "it learns"
 
-    run_on(2, script, tmp_path, option, part, *data)
+    run_on(2, script, tmp_path, *data, option, part)
     before = losses_in(tmp_path)
-    run_here(script, tmp_path, option, whole, *data)
+    run_here(script, tmp_path, *data, option, whole)
     continued = losses_in(tmp_path)
     assert 0 < len(before) < len(continued)
     assert continued[: len(before)] == before
     np.testing.assert_allclose(continued, expected, rtol=1e-3)
 
-    run_here(script, tmp_path, option, whole, *data)  # nothing is left to do
+    run_here(script, tmp_path, *data, option, whole)  # nothing is left to do
     assert losses_in(tmp_path) == continued
 
 
