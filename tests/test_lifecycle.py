@@ -662,14 +662,30 @@ class TestInterpreterExit:
     def test_is_clean(self, body, tmp_path):
         assert run(script(body), tmp_path / "program.py") == (0, "end\n", "")
 
-    def test_an_error_of_the_user_is_all_that_is_printed(self, tmp_path):
-        code, _, err = run(
-            script("""
-                for batch in pipeline():
-                    raise ZeroDivisionError("the user's")
-                """),
-            tmp_path / "program.py",
-        )
+    @pytest.mark.parametrize(
+        "body",
+        [
+            """
+            for batch in pipeline():
+                raise ZeroDivisionError("the user's")
+            """,
+            """
+            def batches():
+                with iter(pipeline()) as iterator:
+                    yield from iterator
+
+            def train():
+                generator = batches()  # closed by the interpreter, with the error's traceback
+                next(generator)
+                raise ZeroDivisionError("the user's")
+
+            train()
+            """,
+        ],
+        ids=["in a loop", "beside a generator that closes the iterator"],
+    )
+    def test_an_error_of_the_user_is_all_that_is_printed(self, body, tmp_path):
+        code, _, err = run(script(body), tmp_path / "program.py")
         assert code == 1
         assert err.startswith("Traceback")
         assert err.endswith("ZeroDivisionError: the user's\n")
