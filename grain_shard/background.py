@@ -83,7 +83,7 @@ class TaskStage(Results[T]):
 
         Args:
             has_come: Returns True once the event has happened. It is called again whenever a task
-                is done, a result fails or the results end, and after `wake`. It must take no lock
+                is done, a result fails or the threads end, and after `wake`. It must take no lock
                 of another stage.
             wait_s: The longest wait, in seconds.
 
@@ -319,12 +319,17 @@ class _Shared(Generic[T]):
         return Known(ready, final.error if final is not None else None)
 
     def wait_for(self, has_come: Callable[[], bool], wait_s: float) -> bool | None:
+        # Behind the last result a task may still bring it about.
         has_come_now = self._wait(
-            self._something_came, lambda: has_come() or self._final is not None, wait_s
+            self._something_came, lambda: has_come() or self._ended() is not None, wait_s
         )
-        if has_come_now and not has_come() and self._final is not None:
-            self._final.throw()
+        if has_come_now and not has_come() and (final := self._ended()) is not None:
+            final.throw()
         return has_come_now
+
+    def _ended(self) -> Raised | None:
+        """Returns what follows the results, once no thread runs a task any more."""
+        return None if self._running else self._final
 
     def wake(self) -> None:
         self._something_came.ring()
@@ -461,6 +466,7 @@ class _Shared(Generic[T]):
             self._running -= 1
             last = self._running == 0
         if last:
+            self._something_came.ring()
             self._close_tasks()
             # Not earlier: the interpreter's exit waits for this thread, and logs its close error.
             if not self._close_errors:

@@ -12,6 +12,7 @@ import _thread
 import contextlib
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -83,7 +84,9 @@ class Uninterrupted:
             BaseException: The error of the work, once.
         """
         self.is_begun = True
-        if not self.is_over and threading.get_ident() == threading.main_thread().ident:
+        is_main = threading.get_ident() == threading.main_thread().ident
+        # No other thread runs any more where the interpreter ends.
+        if not self.is_over and is_main and not sys.is_finalizing():
             ended: queue.SimpleQueue[None] = queue.SimpleQueue()
             with contextlib.suppress(RuntimeError):  # the system allows no more threads
                 # Not `Thread.start`, inside which an interrupt may come, too.

@@ -206,6 +206,7 @@ BAD_ARRAYS = {
     "unequal lengths": ({"a": np.zeros((3, 2)), "b": np.zeros(4)}, "arrays['b']", "4 records"),
     "no axis": ({"a": np.zeros(3), "b": np.float32(1)}, "arrays['b']", "no axis"),
     "objects": ({"a": np.array([None, "x"])}, "arrays['a']", "Python objects"),
+    "masked": ({"a": np.ma.masked_array(np.zeros(2), [0, 1])}, "arrays['a']", "masked array"),
     "lists": ({"a": [1, 2]}, "arrays['a'][0]", "no array"),
     "None alone": ({"a": None}, "there is no array", "remedy"),
     "no leaf": ({}, "", "no array"),

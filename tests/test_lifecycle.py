@@ -662,14 +662,30 @@ class TestInterpreterExit:
     def test_is_clean(self, body, tmp_path):
         assert run(script(body), tmp_path / "program.py") == (0, "end\n", "")
 
-    def test_an_error_of_the_user_is_all_that_is_printed(self, tmp_path):
-        code, _, err = run(
-            script("""
-                for batch in pipeline():
-                    raise ZeroDivisionError("the user's")
-                """),
-            tmp_path / "program.py",
-        )
+    @pytest.mark.parametrize(
+        "body",
+        [
+            """
+            for batch in pipeline():
+                raise ZeroDivisionError("the user's")
+            """,
+            """
+            def batches():
+                with iter(pipeline()) as iterator:
+                    yield from iterator
+
+            def train():
+                generator = batches()  # closed by the interpreter, with the error's traceback
+                next(generator)
+                raise ZeroDivisionError("the user's")
+
+            train()
+            """,
+        ],
+        ids=["in a loop", "beside a generator that closes the iterator"],
+    )
+    def test_an_error_of_the_user_is_all_that_is_printed(self, body, tmp_path):
+        code, _, err = run(script(body), tmp_path / "program.py")
         assert code == 1
         assert err.startswith("Traceback")
         assert err.endswith("ZeroDivisionError: the user's\n")
@@ -752,3 +768,32 @@ def test_an_interrupt_while_hosts_compare_loses_no_batch(monkeypatch):
             next(iterator)
         assert iterator.get_state() == before
         assert ids(iterator) == [list(range(8)), list(range(8, 16)), list(range(16, 24))]
+
+
+class AmongHosts(together.Together):
+    """Is alone and compares in a thread, as among hosts; an interrupt comes once that is over."""
+
+    def __init__(self):
+        together.Alone.__init__(self)
+        self._answers = tasks.Queue()
+        self._comparing = background.Background(
+            self._compared, self._answers, buffer_size=1, name="grain-shard-test"
+        )
+        self._comparing.stop = self._interrupted_after(self._comparing.stop)
+
+    def _interrupted_after(self, stop):
+        def stop_once():
+            self._comparing.stop = stop
+            stop()
+            raise KeyboardInterrupt
+
+        return stop_once
+
+    _answer, _verdict = together.Alone._answer, together.Alone._verdict
+
+
+def test_an_interrupt_after_hosts_compared_does_not_pass_for_the_end():
+    compared = AmongHosts()
+    with pytest.raises(KeyboardInterrupt):
+        compared.compare({"seeds": 1})
+    assert compared.compare({"seeds": 1}) == ""

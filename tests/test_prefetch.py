@@ -60,6 +60,28 @@ def threads_of(background):
     return background._shared.threads
 
 
+def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about():
+    begun, go_on, done = (threading.Event() for _ in range(3))
+
+    def work(number):
+        if number == 1:
+            wait(begun)
+            raise ValueError("of the second result")
+        if number == 2:
+            begun.set()
+            wait(go_on)
+            done.set()
+
+    with contextlib.closing(stage(work, buffer_size=3, num_threads=3)) as background:
+        background.peek()
+        eventually(lambda: background.known().end is not None)
+        assert background.wait_for(done.is_set, 0) is None
+        go_on.set()
+        assert background.wait_for(done.is_set)
+        with pytest.raises(ValueError, match="of the second result"):
+            background.wait_for(lambda: False)
+
+
 def assert_ended(threads):
     for thread in threads:
         if thread.ident is not None:

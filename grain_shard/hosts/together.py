@@ -115,26 +115,25 @@ class Alone:
             StateError: The restored state is of other records.
         """
         if not self.has_compared:
-            self._agreed = self._ask(self._answer(fields, digest), is_steady)
-            self.has_compared = True
+            self._ask(self._answer(fields, digest), is_steady)
         return self._agreed
 
-    def _ask(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> str:
-        return self._compared((answer, is_steady))
+    def _ask(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> None:
+        self._compared((answer, is_steady))
 
-    def _compared(self, asked: tuple[Mapping[str, Any], Callable[[], bool]]) -> str:
+    def _compared(self, asked: tuple[Mapping[str, Any], Callable[[], bool]]) -> None:
         answer, is_steady = asked
         try:
             verdict = self._verdict(_START, answer, compare)
             if "doubt" not in verdict:
-                return verdict.get(CONTENTS, "")
-            if not self._verdict(_STEADY, is_steady(), lambda answers: all(answers.values())):
-                return ""
-            raise (StateError if verdict["of"] == "state" else AgreementError)(verdict["doubt"])
+                self._agreed = verdict.get(CONTENTS, "")
+            elif self._verdict(_STEADY, is_steady(), lambda answers: all(answers.values())):
+                raise (StateError if verdict["of"] == "state" else AgreementError)(verdict["doubt"])
         except (AgreementError, StateError) as failure:
             self._failure = Raised(failure, failure.__traceback__)
             self._stop()
             raise
+        self.has_compared = True  # here, so that an interrupt of the loop does not undo it
 
     def _answer(self, fields: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
         return fields
@@ -193,11 +192,10 @@ class Together(Alone):
         if self._alarm is not None:
             self._alarm.raise_failure()
 
-    def _ask(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> str:
+    def _ask(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> None:
         self._answers.put((answer, is_steady))  # after an interrupt once more; the first one counts
-        agreed = self._comparing.peek()
+        self._comparing.peek()
         self._comparing.stop()
-        return agreed
 
     def _answer(self, fields: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
         answer = {**self._across.fields, **fields}

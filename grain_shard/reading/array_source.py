@@ -33,8 +33,8 @@ class ArraySource:
             datasets are opened from their files again; numpy's arrays are copied there.
 
     Raises:
-        ShardingError: A leaf is no array, has no axis, or holds Python objects; there is no leaf;
-            or two leaves differ in their number of records.
+        ShardingError: A leaf is no array, is masked, has no axis, or holds Python objects; there is
+            no leaf; or two leaves differ in their number of records.
     """
 
     def __init__(self, arrays: Any):
@@ -90,12 +90,15 @@ def _checked(path: str, array: Any) -> Any:
         problem = "the leaf has no axis that counts the records."
     elif np.dtype(array.dtype).hasobject:
         problem = "the leaf holds Python objects."
+    elif isinstance(array, np.ma.MaskedArray):
+        problem = "the leaf is a masked array, and no device knows of its mask."
     if problem:
         raise ShardingError(
             problem,
             path=path,
             leaf=describe_leaf(array),
-            remedy="pass an array of numbers, [num_records, ...], made by np.asarray for example.",
+            remedy="pass an array of numbers, [num_records, ...], made by np.asarray for example. A"
+            " masked array needs .filled(0), and its mask is a leaf of its own.",
         )
     return array
 
