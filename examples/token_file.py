@@ -2,8 +2,8 @@
 
     python examples/token_file.py train.bin --checkpoint-dir /tmp/tokens
 
-The file holds uint16 tokens, each below 256 for this small model. It is mapped into memory, and rows
-are gathered from there in a shuffled order. All else is as in language_model.py.
+The file holds uint16 tokens, each below 256 for this small model. It is mapped into memory, and the
+rows are gathered from there in a shuffled order. All else is as in language_model.py.
 """
 
 import sys
