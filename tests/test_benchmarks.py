@@ -237,6 +237,7 @@ def test_the_picture_has_a_bar_for_each_of_three_others(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_measures_a_goal_and_writes_json(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "P5", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
