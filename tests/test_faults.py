@@ -537,9 +537,9 @@ def test_of_rows_that_several_hosts_read_nothing_is_masked_that_one_of_them_may_
 
 
 class TestTooMany:
-    @pytest.mark.parametrize("num_workers", [0, 1])
     @pytest.mark.parametrize(
-        ("most", "ends"), [(3, False), (np.int64(3), False), (2, True), (0, True)]
+        ("most", "ends", "num_workers"),
+        [(3, False, 0), (np.int64(3), False, 1), (2, True, 1), (2, True, 0), (0, True, 0)],
     )
     def test_a_number(self, most, ends, num_workers):
         ds = masked(
