@@ -1,18 +1,13 @@
 """What stands between `.batch` and `.shard_to`, and what a batch looks like in the end."""
 
 import functools
-import math
 
 import grain
-import hypothesis
 import jax
 import numpy as np
 import pytest
-from hypothesis import strategies as st
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import grain_shard
 from grain_shard import PadToDivisible, ShardingError, ShardingTree
 from grain_shard.tools.planning.topology import hosts_mesh
 from tests.conftest import data_mesh, ids, numbered
@@ -63,38 +58,6 @@ def test_it_may_make_records_of_what_is_batched_again():
 
 
 # How a batch looks.
-
-
-def numbered_feeds(num_records, global_batch_size):
-    def make_feed(feed):
-        part = slice(feed.shard_index, None, feed.shard_count)
-        records = grain.MapDataset.range(num_records).map(lambda i: {"id": i})
-        return records[part].to_iter_dataset(grain.ReadOptions(0, 0))
-
-    return grain_shard.feeds(make_feed, num_feeds=1).batch(global_batch_size)
-
-
-@hypothesis.settings(deadline=None, max_examples=60)
-@hypothesis.given(data=st.data())
-def test_its_shape_follows_from_its_size_the_spec_the_mesh_and_the_microbatches_alone(data):
-    kind = data.draw(st.sampled_from([numbered, numbered_feeds]), label="kind")
-    size = data.draw(st.integers(1, 40), label="B")
-    shape = data.draw(st.sampled_from([(8, 1), (4, 2), (2, 4), (1, 8), (2, 2)]), label="mesh")
-    axes = data.draw(st.sampled_from([("data",), ("model",), ("data", "model"), ()]), label="axes")
-    microbatches = data.draw(st.sampled_from([None, 1, 2, 3]), label="microbatches")
-    read = data.draw(st.sampled_from(["auto", "needed", "once"]), label="read")
-    devices = np.array(jax.devices())[: math.prod(shape)]
-    mesh, spec = Mesh(devices.reshape(shape), ("data", "model")), P(axes)
-    multiple = (microbatches or 1) * math.prod(mesh.shape[axis] for axis in axes)
-    rows = -(-size // multiple) * multiple
-    if read == "once" and rows % ((microbatches or 1) * mesh.size):
-        with pytest.raises(ShardingError, match="do not split into"):
-            kind(50, size).shard_to(mesh, spec, read=read, microbatches=microbatches)
-        return
-    ds = kind(50, size).shard_to(mesh, spec, read=read, microbatches=microbatches)
-    expected = (rows,) if microbatches is None else (microbatches, rows // microbatches)
-    assert ds.abstract_batch()["id"].shape == expected
-    assert sorted(row for batch in ids(ds) for row in batch) == list(range(50))
 
 
 @pytest.mark.parametrize(

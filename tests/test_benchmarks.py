@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.chart import write_chart
-from benchmarks.figures import figure, with_quartiles
+from benchmarks.figures import figure
 from benchmarks.groups import GROUPS
 from benchmarks.measure import (
     Comparison,
@@ -20,7 +20,6 @@ from benchmarks.measure import (
     Skip,
     alone,
     interleave,
-    quartiles,
     results,
 )
 from benchmarks.page import write_page
@@ -68,11 +67,6 @@ def test_pairs_of_a_round_are_compared(tmp_path, compared, goal, values, met):
     (result,) = results(group, Run(True, tmp_path))
     assert result.values == values
     assert result.met is met
-
-
-def test_quartiles():
-    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 3.0, 4.0)
-    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
 
 
 def test_an_absent_peer_is_skipped_with_a_word_and_the_others_are_measured(tmp_path):
@@ -133,12 +127,6 @@ def test_a_figure_is_written_in_a_unit_that_suits_it(value, unit, written):
     assert figure(value, unit) == written
 
 
-def test_quartiles_are_written_in_the_unit_of_what_they_surround():
-    assert with_quartiles(0.0258, 0.0277, 0.322, "s") == "27.7 ms (25.8 to 322)"
-    assert with_quartiles(0.956, 1.12, 1.16, "x") == "1.12x (0.956 to 1.16)"
-    assert with_quartiles(0.0, 0.0, 0.0, "objects") == "0 objects (0 to 0)"
-
-
 TWO_ROUNDS = [
     {"ours": 4.0, "theirs": 2.0, "other": Skip("it is not installed"), "files": 1.0},
     {"ours": 8.0, "theirs": 2.0, "other": Skip("it is not installed"), "files": 1.0},
@@ -178,11 +166,6 @@ def test_what_is_measured_alone_has_a_table_of_its_own():
         "# | goal met? | what | measured | goal",
         "P2 | met | files | 1 file (1 to 1) | at most 2 files",
     ]
-
-
-def test_one_round_has_no_quartiles():
-    _, by_itself = tables(results(SUBJECT, Run(True, Path("one"))))
-    assert by_itself.rows == [["P2", "met", "files", "1 file", "at most 2 files"]]
 
 
 def test_the_page_has_a_section_for_each_group(tmp_path):
@@ -237,6 +220,7 @@ def test_the_picture_has_a_bar_for_each_of_three_others(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_measures_a_goal_and_writes_json(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "P5", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

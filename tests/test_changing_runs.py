@@ -749,6 +749,10 @@ def part_of_a_mixture(start, num_records):
     return grain.MapDataset.range(start, start + num_records).map(lambda i: {"id": np.int32(i)})
 
 
+def halves_of(batch):
+    return [{name: np.split(x, 2)[half] for name, x in batch.items()} for half in range(2)]
+
+
 @hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(data=st.data())
 def test_so_are_those_of_a_mixture_on_simulated_hosts(data):
@@ -760,51 +764,25 @@ def test_so_are_those_of_a_mixture_on_simulated_hosts(data):
     expected, seen, progress = [int(record["id"]) for record in mixture], [], Progress(0, 0, 0)
     while progress.epoch == 0:
         num_hosts = data.draw(st.integers(1, 4), label="hosts")
-        whole = batched(mixture, data.draw(sizes(), label="sizes")).pipe(PadToDivisible(num_hosts))
-        of_hosts = [
-            at(whole.pipe(ShardBatch(BatchLayout(num_hosts, (host,)))), progress)
-            for host in range(num_hosts)
+        whole = batched(mixture, data.draw(sizes(), label="sizes")).pipe(
+            PadToDivisible(2 * num_hosts)
+        )
+        # Each host has a row of the first half of a batch, and one of the second.
+        layouts = [
+            BatchLayout(2 * num_hosts, (host, host + num_hosts)) for host in range(num_hosts)
         ]
+        of_hosts = [at(whole.pipe(ShardBatch(layout)), progress) for layout in layouts]
         whole = at(whole, progress)
         for _ in range(data.draw(st.integers(1, 4), label="steps")):
             if progress.step == len(whole):
                 break
-            parts = [of_host[progress.step] for of_host in of_hosts]
-            seen += rows([jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)])
+            halves = [halves_of(of_host[progress.step]) for of_host in of_hosts]
+            parts = [half[first] for first in range(2) for half in halves]
+            joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+            jax.tree.map(np.testing.assert_array_equal, joined, whole[progress.step])
+            seen += rows([joined])
             progress = whole.batching.cuts.progress(progress.step + 1)
     assert seen == expected
-
-
-@hypothesis.settings(deadline=None, max_examples=40)
-@hypothesis.given(data=st.data())
-def test_the_hosts_of_any_mesh_have_together_the_rows_of_each_batch(data):
-    """Every host is simulated: it has the batches' rows of its shards, from any place on."""
-    num_records = data.draw(st.integers(1, 40), label="records")
-    ds = batched(records(num_records), data.draw(sizes(), label="sizes"))
-    num_hosts = data.draw(st.sampled_from([1, 2, 3, 4]), label="hosts")
-    divisor = 2 * num_hosts
-    progress = Progress(
-        data.draw(st.integers(0, 9), label="step"),
-        data.draw(st.integers(0, 1), label="epoch"),
-        data.draw(st.integers(0, num_records - 1), label="record"),
-    )
-    whole = at(ds.repeat(2).pipe(PadToDivisible(divisor)), progress)
-    of_hosts = [
-        at(
-            ds.repeat(2)
-            .pipe(PadToDivisible(divisor))
-            .pipe(ShardBatch(BatchLayout(divisor, (host, host + num_hosts)))),
-            progress,
-        )
-        for host in range(num_hosts)
-    ]
-    seen = []
-    for step in range(progress.step, len(whole)):
-        parts = [np.split(of_host[step]["id"], 2) for of_host in of_hosts]
-        joined = np.concatenate([part[half] for half in range(2) for part in parts])
-        np.testing.assert_array_equal(joined, whole[step]["id"])
-        seen += rows([whole[step]])
-    assert seen == in_order(num_records, 2)[progress.epoch * num_records + progress.record :]
 
 
 @pytest.mark.parametrize("size", [3, 12, 100, 768])

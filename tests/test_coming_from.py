@@ -18,8 +18,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import grain_shard
-from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.placement import distribute_batch
 from grain_shard.training import (
     create_1d_mesh,
@@ -39,6 +37,17 @@ ELSEWHERE = {
         "the last batch repeats samples",
         "`drop_last=True`",
         "`batch(global_batch_size, drop_remainder=True)`",
+        "`DistributedSampler(dataset",
+        "`dataset.shard(num_hosts",
+        "`.batch(per_host)`",
+    ),
+    "test_hosts_streams.py: test_local_rows_are_those_of_each_hosts_own_slice": (
+        "`ShardByJaxProcess()` on the source",
+    ),
+    "test_changing_runs.py: TestEpochs": ("`for epoch in range(n)",),
+    "test_contract.py: TestState": ("a sampler's state",),
+    "test_hosts_elastic.py: test_killed_and_resumed_with_other_hosts_and_sizes_it_is_one_run": (
+        "`grain.checkpoint.CheckpointSave(it)`",
     ),
     "test_contract.py: test_the_batches_are_grains_own_in_order": (
         "`experimental_distribute_dataset`",
@@ -239,43 +248,6 @@ def collected(mesh):
 
 
 # PyTorch
-
-
-@row(
-    "`DistributedSampler(dataset",
-    "`dataset.shard(num_hosts",
-    "`ShardByJaxProcess()` on the source",
-    "`.batch(per_host)`",
-)
-def nobody_shards_the_source(mesh):
-    assert ids_of(numbers(16).batch(16).shard_to(mesh)) == [list(range(16))]
-    options = grain_shard.ShardByMesh(mesh, P("data"))  # for streams
-    stream = numbers(16)[options.shard_index :: options.shard_count].to_iter_dataset()
-    batches = stream.batch(16 // options.shard_count).shard_to(mesh, P("data"), rows="local")
-    assert ids_of(batches) == [list(range(16))]
-
-
-@row("`for epoch in range(n)")
-def epochs(mesh):
-    ds = numbers(16).seed(1).shuffle().batch(16).shard_to(mesh)
-    first, second = (ids_of(batches) for batches in ds.epochs(2))
-    assert first != second
-    assert ids_of(ds) == first
-    with pytest.warns(UserWarning, match="second pass"):
-        assert ids_of(ds) == first
-
-
-@row("a sampler's state", "`grain.checkpoint.CheckpointSave(it)`")
-def a_state_for_any(mesh):
-    half = create_1d_mesh(devices=jax.devices()[:4])
-    with iter(numbers(24).batch(8).shard_to(mesh)) as batches:
-        next(batches)
-        state = batches.get_state()
-        assert CheckpointSave(batches).iterator is batches
-        assert CheckpointRestore(batches).iterator is batches
-    with iter(numbers(24).batch(8).shard_to(half)) as batches:
-        batches.set_state(state)
-        assert ids_of([next(batches)]) == [list(range(8, 16))]
 
 
 # tf.data and Grain

@@ -1,78 +1,12 @@
-"""How records are cut into batches, in integers: a table of runs, and what holds of all of them."""
+"""How records are cut into batches, in integers: what holds of all runs.
+
+What it means for a pipeline: the table of test_changing_runs.py.
+"""
 
 import hypothesis
-import pytest
 from hypothesis import strategies as st
 
 from grain_shard.reading.cuts import Cuts, Progress
-
-# (records of an epoch, sizes by step, begin, drop the remainder, epochs) -> the batches of the run,
-# each as (epoch, first record, how many records, size of a full batch).
-RUNS = {
-    "one size": (
-        (10, {0: 4}, (0, 0, 0), False, 1),
-        [(0, 0, 4, 4), (0, 4, 4, 4), (0, 8, 2, 4)],
-    ),
-    "one size, two epochs: each ends with a short batch": (
-        (5, {0: 3}, (0, 0, 0), False, 2),
-        [(0, 0, 3, 3), (0, 3, 2, 3), (1, 0, 3, 3), (1, 3, 2, 3)],
-    ),
-    "without the remainder": (
-        (5, {0: 3}, (0, 0, 0), True, 3),
-        [(0, 0, 3, 3), (1, 0, 3, 3), (2, 0, 3, 3)],
-    ),
-    "an epoch that a size divides": (
-        (6, {0: 3}, (0, 0, 0), False, 2),
-        [(0, 0, 3, 3), (0, 3, 3, 3), (1, 0, 3, 3), (1, 3, 3, 3)],
-    ),
-    "an epoch smaller than a batch": (
-        (2, {0: 5}, (0, 0, 0), False, 2),
-        [(0, 0, 2, 5), (1, 0, 2, 5)],
-    ),
-    "growing in the middle of an epoch": (
-        (12, {0: 2, 2: 5}, (0, 0, 0), False, 1),
-        [(0, 0, 2, 2), (0, 2, 2, 2), (0, 4, 5, 5), (0, 9, 3, 5)],
-    ),
-    "growing in the second epoch, where steps are counted on": (
-        (4, {0: 2, 3: 4}, (0, 0, 0), False, 3),
-        [(0, 0, 2, 2), (0, 2, 2, 2), (1, 0, 2, 2), (1, 2, 2, 4), (2, 0, 4, 4)],
-    ),
-    "growing exactly at the end of an epoch": (
-        (4, {0: 2, 2: 3}, (0, 0, 0), False, 2),
-        [(0, 0, 2, 2), (0, 2, 2, 2), (1, 0, 3, 3), (1, 3, 1, 3)],
-    ),
-    "smaller batches take what larger ones would have dropped": (
-        (10, {0: 4, 2: 2}, (0, 0, 0), True, 1),
-        [(0, 0, 4, 4), (0, 4, 4, 4), (0, 8, 2, 2)],
-    ),
-    "larger batches drop what smaller ones would have taken": (
-        (10, {0: 2, 4: 4}, (0, 0, 0), True, 2),
-        [(0, 0, 2, 2), (0, 2, 2, 2), (0, 4, 2, 2), (0, 6, 2, 2), (1, 0, 4, 4), (1, 4, 4, 4)],
-    ),
-    "begun at another size's record": (
-        (10, {0: 4}, (7, 0, 3), False, 2),
-        [(0, 3, 4, 4), (0, 7, 3, 4), (1, 0, 4, 4), (1, 4, 4, 4), (1, 8, 2, 4)],
-    ),
-    "begun in a later epoch, with a step at which the size has changed": (
-        (10, {0: 4, 5: 6, 8: 10}, (7, 2, 9), False, 4),
-        [(2, 9, 1, 6), (3, 0, 10, 10)],
-    ),
-    "begun where the rest of the epoch fills no batch": (
-        (10, {0: 4}, (3, 0, 7), True, 2),
-        [(1, 0, 4, 4), (1, 4, 4, 4)],
-    ),
-    "begun at the end": ((10, {0: 4}, (3, 1, 0), False, 1), []),
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_cut_like_this(name):
-    (records, sizes, begin, drop, epochs), batches = RUNS[name]
-    cuts = Cuts(records, sizes, drop_remainder=drop, begin=Progress(*begin))
-    first, end = begin[0], begin[0] + len(batches)
-    assert cuts.steps_before(epochs) == end
-    assert [tuple(cuts.cut(step)) for step in range(first, end)] == batches
-    assert cuts.has_short(epochs) == any(count < size for _, _, count, size in batches)
 
 
 def test_far_ahead_is_as_near_as_the_next_batch():

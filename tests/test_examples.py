@@ -1,4 +1,4 @@
-"""The two scripts to start from: the same losses on one host and on two, also if stopped."""
+"""The scripts of `examples/`: the same losses on one host and on several, also if stopped."""
 
 import functools
 import json
@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 CLASSIFIER = EXAMPLES / "image_classifier.py"
 LANGUAGE_MODEL = EXAMPLES / "language_model.py"
 TOKEN_FILE = EXAMPLES / "token_file.py"
+CHANGING_RUN = EXAMPLES / "changing_run.py"
 
 
 def losses_in(folder):
@@ -134,6 +135,26 @@ def test_the_classifier_saves_and_leaves_when_a_host_is_told_to_stop(
     run_here(CLASSIFIER, folder, "--epochs", 3)
     expected = uninterrupted(CLASSIFIER, "--epochs", 3)
     np.testing.assert_allclose(losses_in(folder), expected, rtol=1e-3)
+
+
+def test_a_run_that_changes_has_the_losses_of_one_that_does_not(tmp_path):
+    """On 4 hosts and then on 2; the mixture changes in batch 7, and batch 9 is twice as large."""
+    pytest.importorskip("matplotlib")
+
+    def losses_on(hosts, name, *options):
+        run_on(hosts, CHANGING_RUN, tmp_path / name, *options)
+        return losses_in(tmp_path / name)
+
+    uninterrupted = losses_on(1, "uninterrupted", "--steps", 10)
+    assert uninterrupted[-1] < uninterrupted[0] - 1, "it learns"
+    first = losses_on(4, "changing", "--steps", 5)
+    assert len(first) == 5
+    picture = tmp_path / "losses.png"
+    against = ("--picture", picture, "--against", tmp_path)
+    both = losses_on(2, "changing", "--steps", 10, *against)
+    assert both[:5] == first
+    np.testing.assert_allclose(both, uninterrupted, rtol=1e-4)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("script", [CLASSIFIER, LANGUAGE_MODEL], ids=lambda path: path.stem)

@@ -17,12 +17,10 @@ import contextlib
 import json
 import pickle
 import textwrap
-import threading
 
 import cloudpickle
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
@@ -33,99 +31,10 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import BatchLayout, DevicePut, ShardBatch, ShardingError, ShardingTree
 from grain_shard.grain_inside import nodes
-from tests.conftest import data_mesh, eventually, ids, numbered
+from tests.conftest import data_mesh, ids, numbered
 from tests.test_lifecycle import run
 
 ThreadPrefetch = grain.experimental.ThreadPrefetchIterDataset
-
-
-def records(decode, n=80, batch=8):
-    return grain.MapDataset.range(n).map(decode).batch(batch)
-
-
-def in_grains_thread(ds):
-    return ThreadPrefetch(ds.to_iter_dataset(grain.ReadOptions(0, 0)), prefetch_buffer_size=2)
-
-
-HANGS = """\
-import os, sys, threading, time
-import grain, jax, numpy as np
-import grain_shard
-
-jax.config.update("jax_num_cpu_devices", 2)
-threading.excepthook = lambda args: None
-mesh = jax.make_mesh((2,), ("data",))
-
-def grains(ds):
-    read_as_you_go = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    return grain.experimental.device_put(ds.to_iter_dataset(read_as_you_go), jax.devices()[0])
-
-def ours(ds):
-    return ds.shard_to(mesh)
-
-def watch(name, fn, seconds):
-    result = ["hangs"]
-    def call():
-        try:
-            result[0] = fn()
-        except BaseException as error:
-            result[0] = type(error).__name__
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    print(name, result[0], flush=True)
-
-{body}
-os._exit(0)
-"""
-
-
-def outcomes(body, path):
-    """Runs a script that may hang in the end, and gives what it printed."""
-    code, out, err = run(HANGS.replace("{body}", textwrap.dedent(body)), path)
-    assert (code, err) == (0, "")
-    return dict(line.split(maxsplit=1) for line in out.splitlines())
-
-
-@pytest.mark.slow
-class TestThreadPrefetchHangs:
-    """`ThreadPrefetchIterDataset`, of which `grain.experimental.device_put` has two."""
-
-    @pytest.mark.parametrize("error", ["SystemExit", "KeyboardInterrupt"])
-    def test_the_consumer_hangs_on_a_base_exception_in_the_source(self, error, tmp_path):
-        body = f"""
-            def decode(i):
-                if i == 8:
-                    raise {error}
-                return {{"id": np.int32(i)}}
-
-            ds = grain.MapDataset.range(80).map(decode).batch(8)
-            watch("ours", lambda: len(list(ours(ds))), 60)
-            watch("grains", lambda: len(list(grains(ds))), 2)
-            """
-        assert outcomes(body, tmp_path / "p.py") == {"grains": "hangs", "ours": error}
-
-    def test_close_blocks_for_as_long_as_the_source_does(self, tmp_path):
-        # Also the deadlock of grain#1372: a close that waits for a producer that waits.
-        body = """
-            from grain_shard import background
-            background._JOIN_TIMEOUT_S = 0.2
-            def blocked(put):
-                inside, never = threading.Event(), threading.Event()
-                def decode(i):
-                    if i == 8:
-                        inside.set()
-                        never.wait()
-                    return {"id": np.int32(i)}
-                iterator = iter(put(grain.MapDataset.range(80).map(decode).batch(8)))
-                next(iterator)
-                inside.wait()
-                return lambda: iterator.close() or "returns"
-
-            watch("ours", blocked(ours), 60)
-            watch("grains", blocked(grains), 2)
-            """
-        assert outcomes(body, tmp_path / "p.py") == {"grains": "hangs", "ours": "returns"}
 
 
 class Counted(dict):
@@ -171,89 +80,8 @@ class TestThreadPrefetch:
             next(iterator)
             assert iterator.get_state()["parent"]["parent"]["k"] == 1
 
-    @pytest.mark.parametrize("device_buffer_size", [1, 2, 3])
-    def test_two_batches_more_than_its_buffer_are_on_the_devices(self, device_buffer_size):
-        shape = (8, 11, 17)
-
-        def on_device():
-            return sum(array.shape == shape for array in jax.live_arrays())
-
-        def decode(i):
-            return {"x": np.full(shape[1:], i, np.float32)}
-
-        device, options = jax.devices()[0], {"device_buffer_size": device_buffer_size}
-        most = {}
-        for whose, ds in {
-            "grains": grain.experimental.device_put(
-                records(decode).to_iter_dataset(), device, **options
-            ),
-            "ours": records(decode).shard_to(data_mesh(2), mask_key=None, **options),
-        }.items():
-            with contextlib.closing(iter(ds)) as iterator:
-                batch = next(iterator)
-                extra = {"grains": 2, "ours": 1}[whose]  # the consumer's, and one in no buffer
-                eventually(lambda: on_device() >= device_buffer_size + extra)
-                threading.Event().wait(0.1)  # more would be wrong, however late
-                most[whose] = on_device()
-            del batch, iterator
-            eventually(lambda: on_device() == 0)
-        assert most == {"grains": device_buffer_size + 2, "ours": device_buffer_size + 1}
-
-    def test_the_context_of_the_caller_does_not_reach_its_thread(self, mesh):
-        seen = []
-
-        def look(batch):
-            seen.append((jnp.asarray(np.float64(1)).dtype.name, jax.sharding.get_mesh().empty))
-            return batch
-
-        def mapped(ds):
-            return ds.to_iter_dataset(grain.ReadOptions(0, 0)).map(look)
-
-        with jax.set_mesh(mesh), jax.enable_x64(True):
-            list(ThreadPrefetch(mapped(numbered(8, 8)), prefetch_buffer_size=1))
-            list(mapped(numbered(8, 8)).shard_to(mesh))
-        assert seen == [("float32", True), ("float64", False)]
-
 
 class TestReadAhead:
-    def test_a_transient_error_loses_an_element_and_then_the_iterator(self, mesh):
-        def flaky(batch=None):
-            failures = [OSError("once")]
-
-            def decode(i):
-                if i == 3 and failures:
-                    raise failures.pop()
-                return {"id": np.int32(i)}
-
-            return grain.MapDataset.range(8).map(decode)
-
-        iterator = iter(flaky().to_iter_dataset(grain.ReadOptions(1, 2)))
-        got = []
-        for _ in range(10):
-            try:
-                got.append(int(next(iterator)["id"]))
-            except (OSError, IndexError) as error:
-                got.append(type(error))
-        assert got == [0, 1, 2, OSError, 4, 5, 6, 7, IndexError, IndexError]
-        assert iterator.get_state() == {"next_index": 7}, "off by one"
-
-        # Ours reads again, to name the record; here it works the second time. The error is kept,
-        # and the state stands before the batch that failed.
-        iterator = iter(flaky().batch(2).shard_to(data_mesh(2), num_threads=1))
-        assert ids([next(iterator)]) == [[0, 1]]
-        for _ in range(3):
-            with pytest.raises(OSError, match="once"):
-                next(iterator)
-        assert iterator.get_state()["step"] == 1
-        iterator.set_state(iterator.get_state())
-        assert ids(iterator) == [[2, 3], [4, 5], [6, 7]]
-
-    def test_by_default_it_buffers_500_batches(self, mesh):
-        options = grain.ReadOptions()
-        assert options.prefetch_buffer_size == 500
-        put = DevicePut(ShardingTree.of(mesh))
-        assert put.cpu_buffer_size + put.device_buffer_size == 6  # held: test_lifecycle.py
-
     def test_default_read_options_look_the_same_whether_they_were_given_or_not(self, mesh):
         batches = numbered(16, 8)
         given = batches.to_iter_dataset(grain.ReadOptions(16, 500))
@@ -273,14 +101,6 @@ class TestReadAhead:
 
 
 class TestBatch:
-    def test_too_few_records_with_drop_remainder_give_a_division_by_zero(self):
-        ds = numbered(3, 8, drop_remainder=True)
-        assert len(ds) == 0
-        with pytest.raises(ZeroDivisionError):
-            ds[0]
-        with pytest.raises(ShardingError, match=r"has no batch.*fewer records than one batch"):
-            ds.shard_to(data_mesh(2))
-
     def test_a_slice_of_shared_memory_comes_out_of_a_worker_as_other_rows(self):
         shared = SharedMemoryArray((4, 2), np.int32)
         shared[:] = np.arange(8).reshape(4, 2)
@@ -417,26 +237,6 @@ class TestState:
             next(iterator), next(iterator)
             restored.set_state(json.loads(json.dumps(iterator.get_state())))
             assert ids([next(restored)]) == ids([next(iterator)]) == [[3] * 8]
-
-    def test_grains_checkpoint_has_a_file_for_each_process_and_another_number_cannot_read_it(
-        self, tmp_path, monkeypatch
-    ):
-        iterator = numbered(24, 8).to_iter_dataset().__iter__()
-        next(iterator)
-        handler = grain.checkpoint.CheckpointHandler()
-        (tmp_path / "grains").mkdir()
-        handler.save(tmp_path / "grains", iterator)
-        assert [p.name for p in (tmp_path / "grains").iterdir()] == ["process_0-of-1.json"]
-        (tmp_path / "ours").mkdir()
-        with iter(numbered(24, 8).shard_to(data_mesh(2))) as iterator:
-            next(iterator)
-            grain_shard.hosts.state_files.write_state(tmp_path / "ours", iterator.get_state())
-        assert [p.name for p in (tmp_path / "ours").iterdir()] == ["state.json"]
-        monkeypatch.setattr(jax, "process_count", lambda *a: 2)
-        with pytest.raises(ValueError, match=r"process_0-of-2\.json"):
-            handler.restore(tmp_path / "grains", numbered(24, 8).to_iter_dataset().__iter__())
-        state = grain_shard.hosts.state_files.read_state(tmp_path / "ours")
-        assert state["step"] == 1
 
 
 def interleaved(repeat):

@@ -244,6 +244,10 @@ def case_remainder(host, _):
     return first_batch(shard(numbered().batch(8), remainder=remainder))
 
 
+def case_microbatches(host, _):
+    return first_batch(shard(numbered().batch(16), microbatches=2 if host == ODD else 1))
+
+
 def case_read(host, _):
     mesh = mesh_of(jax.devices(), (2, 4), ("model", "data"))
     read = "once" if host == ODD else "needed"
@@ -464,6 +468,7 @@ def assert_refused(result, host):
         (case_mesh, "mesh", '[["data", 4], ["model", 2]]', '[["data", 2], ["model", 4]]'),
         (case_order_of_devices, "devices", None, None),
         (case_remainder, "remainder", '"pad"', '"drop"'),
+        (case_microbatches, "microbatches", "1", "2"),
         (case_read, "read", '"needed"', '"once"'),
         (case_rows, "rows", '"global"', '"local"'),
         (case_restored_step, "next batch", "0", "1"),

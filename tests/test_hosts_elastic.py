@@ -6,6 +6,8 @@ The acceptance run: 4 hosts with batches of 32, killed; 2 with 48, killed; 1 wit
 
 import itertools
 import json
+import os
+import sys
 from pathlib import Path
 
 import grain
@@ -64,18 +66,29 @@ def valid_rows(batch):
 
 def run_job(job, directory):
     """Trains from the checkpoints of the job before; writes what it did, and is killed."""
+    written = []
+    sys.addaudithook(lambda event, args: note_writing(written, event, args))
     report = {kind: train(kind, job, Path(directory)) for kind in KINDS}
-    end_job(job, JOBS, directory, report)
+    end_job(job, JOBS, directory, {**report, "written": written})
+
+
+def note_writing(written, event, args):
+    if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
+        path, _, flags = args
+        if "state" in os.path.basename(os.fsdecode(path)) and flags & os.O_ACCMODE != os.O_RDONLY:
+            written.append(os.fsdecode(path))
 
 
 def train(kind, job, directory):
-    _, _, global_batch_size, num_batches = JOBS[job]
+    hosts, _, global_batch_size, num_batches = JOBS[job]
     if kind == "feeds":
         ds = grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(global_batch_size)
     else:
         ds = records().batch(global_batch_size)
-    ds = ds.shard_to(data_mesh(), timeout_s=30)
+    ds = ds.shard_to(data_mesh(), timeout_s=30, num_workers=int(hosts == 1))
     with ds.epochs(2) if kind == "epochs" else iter(ds) as iterator:
+        if job % 2:
+            next(iterator)  # restore into one that is in use
         if job:
             restore(kind, directory, job - 1, iterator)
         restored = iterator.get_state()
@@ -106,9 +119,15 @@ def restore(kind, directory, job, iterator):
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """What each host of each job did."""
-    return run_jobs(run_job, JOBS, tmp_path_factory.mktemp("shared"))
+def directory(tmp_path_factory):
+    """The folder of the checkpoints of all jobs."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def reports(directory):
+    """The reports of each host of each job."""
+    return run_jobs(run_job, JOBS, directory)
 
 
 def batches_of(reports, kind):
@@ -135,6 +154,19 @@ def test_killed_and_resumed_with_other_hosts_and_sizes_it_is_one_run(reports, ki
     assert sorted(rows["id"]) == sorted(list(range(NUM_RECORDS)) * epochs)
     restored = [of_hosts[0][kind]["restored"] for of_hosts in reports]
     assert restored == [[0, 0], [2, 64], [4, 160], [7, 220]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved"), [("random access", "random access/{}"), ("epochs", "v1-{}")]
+)
+def test_a_state_of_random_access_is_written_once_by_one_host(reports, directory, kind, saved):
+    for of_hosts, of_next_job, job in zip(reports, reports[1:], itertools.count()):
+        checkpoint = saved.format(job)
+        written = [path for of_host in of_hosts for path in of_host["written"]]
+        assert len([path for path in written if f"/{checkpoint}" in path]) == 1
+        (path,) = (directory / checkpoint / "data").glob("*state*")
+        state = json.loads(path.read_text())
+        assert [state["step"], state["record"]] == of_next_job[0][kind]["restored"]
 
 
 def test_so_it_is_of_feeds_each_of_which_goes_on_at_its_own_record(reports):

@@ -3,9 +3,6 @@
 Two hosts train on it, are killed in the middle, and four go on.
 """
 
-import json
-import os
-import signal
 from pathlib import Path
 
 import grain
@@ -16,15 +13,16 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from grain_shard import rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.reading import faults
+from tests.on_hosts import end_job, run_jobs
 
 pytestmark = pytest.mark.slow
 
 NUM_RECORDS, GLOBAL_BATCH_SIZE, BATCHES_BEFORE = 6000, 96, 30
 # Hosts, devices of each, and the batches until the save.
 JOBS = [(2, 2, BATCHES_BEFORE), (4, 1, None)]
+KINDS = ("one by one", "many in a call")
 # One record in a thousand is corrupt; every other one of these cannot be decoded, in .map.
 BAD = set(np.random.default_rng(0).choice(NUM_RECORDS, NUM_RECORDS // 1000, replace=False).tolist())
 UNDECODABLE = set(sorted(BAD)[::2])
@@ -67,17 +65,22 @@ def pipeline(source, decode):
 # On the hosts.
 
 
-def run_job(job, several, directory):
-    """Trains from the checkpoint of the job before; writes what it did, and may be killed."""
-    _, _, num_batches = JOBS[job]
+def run_job(job, directory):
+    """Trains from the checkpoints of the job before; writes what it did, and may be killed."""
     faults._FIRST_PAUSE_S = 0.001
-    ds = pipeline(Flaky(several), decode).shard_to(
+    report = {kind: train(job, Path(directory, kind)) for kind in KINDS}
+    end_job(job, JOBS, directory, report)
+
+
+def train(job, directory):
+    _, _, num_batches = JOBS[job]
+    ds = pipeline(Flaky(directory.name == "many in a call"), decode).shard_to(
         Mesh(np.array(jax.devices()), ("data",)), on_bad_record="mask", timeout_s=30
     )
     rows = []
     with (
         iter(ds) as iterator,
-        ocp.CheckpointManager(Path(directory, "checkpoints")) as manager,
+        ocp.CheckpointManager(directory) as manager,
     ):
         if job:
             manager.restore(0, args=ocp.args.Composite(data=CheckpointRestore(iterator)))
@@ -90,38 +93,22 @@ def run_job(job, several, directory):
                 manager.wait_until_finished()
                 break
         counts = iterator.stats().faults
-    report = {
+    return {
         "batches": [{name: leaf.tolist() for name, leaf in batch.items()} for batch in rows],
         "retries": counts.retries,
         "listed": [(one.record, one.error) for one in counts.listed],
     }
-    Path(directory, f"job {job} host {jax.process_index()}").write_text(json.dumps(report))
-    if job < len(JOBS) - 1:
-        multihost_utils.sync_global_devices("every host has written its report")
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one by one", "many in a call"])
-def test_every_good_record_once_where_it_belongs_and_the_bad_ones_masked(several, tmp_path):
-    reports = []
-    for job, (hosts, devices_per_host, num_batches) in enumerate(JOBS):
-        try:
-            rehearse.run(
-                run_job,
-                job,
-                several,
-                str(tmp_path),
-                hosts=hosts,
-                devices_per_host=devices_per_host,
-                timeout_s=240,
-            )
-            assert num_batches is None, "it was to be killed"
-        except rehearse.RehearsalError as error:
-            if num_batches is None or len(list(tmp_path.glob(f"job {job} host *"))) < hosts:
-                raise AssertionError(f"job {job} failed by itself: {error}") from error
-        reports.append(
-            [json.loads((tmp_path / f"job {job} host {h}").read_text()) for h in range(hosts)]
-        )
+@pytest.fixture(scope="module")
+def all_reports(tmp_path_factory):
+    """The reports of each host of each job."""
+    return run_jobs(run_job, JOBS, tmp_path_factory.mktemp("shared"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_good_record_once_where_it_belongs_and_the_bad_ones_masked(all_reports, kind):
+    reports = [[of_host[kind] for of_host in of_hosts] for of_hosts in all_reports]
     for of_hosts in reports:
         assert all(report["batches"] == of_hosts[0]["batches"] for report in of_hosts)
     got = [batch for of_hosts in reports for batch in of_hosts[0]["batches"]]

@@ -8,10 +8,9 @@ import traceback
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
@@ -95,7 +94,7 @@ def run_cases():
             results[name] = run_case(*case)
         except Exception:
             results[name] = traceback.format_exc()
-    return {**results, "gradients": gradients(), "disagreement": disagreement()}
+    return results
 
 
 def run_case(build, mesh, options):
@@ -113,41 +112,6 @@ def run_case(build, mesh, options):
                 states.append(json.dumps(batches.get_state()))
         found[microbatches] = {"batches": parts, "read": sorted(read), "states": states}
     return found
-
-
-def gradients():
-    """Of the last, short batch: accumulated over microbatches, and of the whole."""
-    mesh = jax.make_mesh((NUM_DEVICES,), ("data",), (AxisType.Explicit,))
-
-    def loss(w, batch):
-        return jnp.sum((batch["x"] @ w - batch["id"]) ** 2 * batch["valid_mask"])
-
-    @jax.jit
-    def accumulated(w, batch):
-        def add(total, microbatch):
-            return total + jax.grad(loss)(w, microbatch), None
-
-        return jax.lax.scan(add, jnp.zeros_like(w), batch)[0]
-
-    with jax.set_mesh(mesh):
-        w = jnp.ones(4)
-        (*_, batch) = random_access(mesh, []).shard_to(microbatches=MICROBATCHES)
-        (*_, whole) = random_access(mesh, []).shard_to()
-        gradients = accumulated(w, batch), jax.jit(jax.grad(loss))(w, whole)
-        return [np.asarray(gradient) for gradient in gradients]
-
-
-def disagreement():
-    """The error where the last host has another number of microbatches."""
-    mesh = data_mesh()
-    microbatches = 2 if jax.process_index() == jax.process_count() - 1 else 1
-    ds = random_access(mesh, []).shard_to(mesh, microbatches=microbatches, timeout_s=20)
-    try:
-        with iter(ds) as batches:
-            next(batches)
-    except grain_shard.AgreementError as error:
-        return str(error)
-    return None
 
 
 # In the test's process.
@@ -226,19 +190,3 @@ def test_the_states_of_feeds_together_are_those_without_microbatches(runs):
             yield {**of_hosts[0], "feeds": feeds}
 
     assert list(joined(MICROBATCHES)) == list(joined(None))
-
-
-def test_gradients_accumulated_by_a_scan_are_those_of_the_whole_batch(runs):
-    _, results = runs
-    for result in results:
-        np.testing.assert_allclose(*result["gradients"], rtol=1e-5)
-
-
-def test_hosts_that_disagree_on_microbatches_are_told_so(runs):
-    hosts, results = runs
-    if hosts == 1:
-        assert results[0]["disagreement"] is None
-        return
-    for result in results:
-        assert f"microbatches: 1 on host{'s' * (hosts > 2)} 0" in result["disagreement"]
-        assert f"2 on host {hosts - 1}" in result["disagreement"]

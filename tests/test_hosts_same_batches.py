@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import rehearse
 from tests.conftest import read_for_batches
+from tests.on_hosts import assembled, own_parts
 
 pytestmark = pytest.mark.slow
 
@@ -218,10 +219,10 @@ def run_case(case, devices):
     batches, states = [], []
     with iter(sharded) as iterator:
         for batch in iterator:
-            batches.append({name: shards(leaf) for name, leaf in batch.items() if name != "name"})
-            batches[-1]["name"] = batch["name"]
+            text = {"name": batch.pop("name")}
+            batches.append({**own_parts(batch), **text})
             states.append(json.dumps(iterator.get_state()))
-            for name in set(batch) - {"name", "valid_mask"}:
+            for name in set(batch) - {"valid_mask"}:
                 assert_sharded_by(case.spec, mesh, name, batch[name])
     return {
         "batches": batches,
@@ -229,14 +230,6 @@ def run_case(case, devices):
         "read": read_for_batches(source.read, case.num_records),
         "length": len(sharded),
         "amplification": grain_shard.ShardingTree.of(mesh, case.spec).layout().amplification,
-    }
-
-
-def shards(array):
-    return {
-        "shape": array.shape,
-        "dtype": array.dtype,
-        "shards": [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards],
     }
 
 
@@ -290,17 +283,8 @@ def padded(batch, rows):
     return {**batch, "valid_mask": np.arange(rows) < rows - missing}
 
 
-def assembled(leaves):
-    """A global array from the shards that the hosts hold; what several hold must be the same."""
-    array = np.zeros(leaves[0]["shape"], leaves[0]["dtype"])
-    written = np.zeros(array.shape, bool)
-    for leaf in leaves:
-        assert (leaf["shape"], leaf["dtype"]) == (array.shape, array.dtype)
-        for index, data in leaf["shards"]:
-            assert data[written[index]].tobytes() == array[index][written[index]].tobytes()
-            array[index], written[index] = data, True
-    assert written.all(), "some rows are on no device"
-    return array
+def without_text(batch):
+    return {name: parts for name, parts in batch.items() if name != "name"}
 
 
 def held_rows(batch, num_rows):
@@ -309,7 +293,7 @@ def held_rows(batch, num_rows):
         np.arange(num_rows)[index[0]]
         for name, leaf in batch.items()
         if name not in ("name", "valid_mask")
-        for index, _ in leaf["shards"]
+        for index, _ in leaf[1]
     ]
     return np.unique(np.concatenate(rows))
 
@@ -323,16 +307,18 @@ def test_the_global_batches_are_those_of_plain_grain_bit_for_bit(runs, name):
         for k, batch in enumerate(expected):
             of_hosts = [result["batches"][k] for result in results]
             assert set(of_hosts[0]) == set(batch)
-            for leaf in set(batch) - {"name"}:
-                array = assembled([of_host[leaf] for of_host in of_hosts])
-                np.testing.assert_array_equal(array, batch[leaf], f"{leaf} {k}, {hosts} hosts")
-                assert (array.dtype, array.tobytes()) == (batch[leaf].dtype, batch[leaf].tobytes())
+            for name, array in assembled([without_text(of_host) for of_host in of_hosts]).items():
+                np.testing.assert_array_equal(array, batch[name], f"{name} {k}, {hosts} hosts")
+                assert (array.dtype, array.tobytes()) == (batch[name].dtype, batch[name].tobytes())
 
 
 def test_22_records_in_batches_of_4_come_in_6_batches_on_every_host(runs):
     for _, results in of_each_host_count(runs, "22 records, B=4, 4 shards"):
-        masks = [[batch["valid_mask"] for batch in result["batches"]] for result in results]
-        valid = [int(assembled(of_hosts).sum()) for of_hosts in zip(*masks, strict=True)]
+        masks = [
+            [{"valid_mask": batch["valid_mask"]} for batch in result["batches"]]
+            for result in results
+        ]
+        valid = [assembled(parts)["valid_mask"].sum() for parts in zip(*masks, strict=True)]
         assert valid == [4, 4, 4, 4, 4, 2]
 
 

@@ -179,18 +179,9 @@ def case_global(host, _):
     return batches_of(iter(ds.shard_to(data_mesh(), rows="global", timeout_s=20)))
 
 
-def case_global_of_different_batches(host, _):
-    ds = numbered(40, slice(host, None)).batch(8)
-    return batches_of(iter(ds.shard_to(data_mesh(), rows="global", timeout_s=20)))
-
-
 def case_global_of_different_lengths(host, _):
     ds = numbered([40, 24][host]).batch(8)
     return batches_of(iter(ds.shard_to(data_mesh(), rows="global", timeout_s=20)))
-
-
-def case_same_rows_by_mistake(host, _):
-    return batches_of(iter(numbered(40).batch(4).shard_to(data_mesh(), rows="local", timeout_s=20)))
 
 
 def raising(host, at):
@@ -452,22 +443,6 @@ def test_global_streams_of_different_lengths_are_an_error_on_every_host(result_o
         assert len(result["batches"]) == 3, "the batches that both have"
         assert result["error"]["type"] == "AgreementError"
         assert "host 1) end earlier than the others" in result["error"]["text"]
-        assert result["same error again"]
-
-
-def test_global_rows_that_differ_between_hosts_are_an_error_on_every_host(result_of):
-    for result in result_of(case_global_of_different_batches):
-        assert result["batches"] == []
-        assert result["error"]["type"] == "AgreementError"
-        assert "the first batches of hosts 0 and 1 differ" in result["error"]["text"]
-        assert result["same error again"]
-
-
-def test_two_hosts_that_feed_the_same_rows_are_named_on_every_host(result_of):
-    for result in result_of(case_same_rows_by_mistake):
-        assert result["batches"] == []
-        assert result["error"]["type"] == "AgreementError"
-        assert "hosts 0, 1 hold different shards and feed the same rows" in result["error"]["text"]
         assert result["same error again"]
 
 

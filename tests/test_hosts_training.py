@@ -1,26 +1,21 @@
 """Training on several hosts, with collectives in each step: it neither hangs nor loses a record.
 
-And the loss of a host: the epoch continues where it was saved.
+And the loss of a host ends the others. How the run goes on then: test_hosts_elastic.py.
 """
 
-import itertools
-import json
 import os
 import signal
-from pathlib import Path
 
 import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
-from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -102,79 +97,6 @@ def test_500_steps_with_collectives_beside_the_prefetching_do_not_hang_5_times_o
 
 
 # The loss of a host.
-
-EPOCH, SAVED_AFTER, KILLED_AFTER = 20, 6, 9  # batches
-
-
-def train_until_a_host_is_killed(directory, killed_host):
-    mesh = mesh_of_all()
-    totals, step = training_step(mesh)
-    ds = records(EPOCH * GLOBAL_BATCH_SIZE - 3).batch(GLOBAL_BATCH_SIZE).shard_to(mesh)
-    seen = []
-    with iter(ds) as iterator, ocp.CheckpointManager(Path(directory, "manager")) as manager:
-        if manager.latest_step() is not None:
-            arguments = ocp.args.Composite(data=CheckpointRestore(iterator))
-            manager.restore(manager.latest_step(), args=arguments)
-        for count, batch in enumerate(iterator, 1):
-            totals = jax.block_until_ready(step(totals, batch))
-            if killed_host is None or count <= SAVED_AFTER:
-                seen.append(own_ids(batch))
-            if killed_host is not None and count == SAVED_AFTER:
-                manager.save(count, args=ocp.args.Composite(data=CheckpointSave(iterator)))
-                manager.wait_until_finished()
-                Path(directory, f"host {jax.process_index()}").write_text(json.dumps(seen))
-            if killed_host == jax.process_index() and count == KILLED_AFTER:
-                os.kill(os.getpid(), signal.SIGKILL)
-    return seen
-
-
-def own_ids(batch):
-    """The ids of the valid rows on this host's devices, by row."""
-    ids, masks = batch["id"].addressable_shards, batch["valid_mask"].addressable_shards
-    return {
-        str((shard.index[0].start or 0) + int(row)): int(np.asarray(shard.data)[row])
-        for shard, mask in zip(ids, masks, strict=True)
-        for row in np.flatnonzero(mask.data)
-    }
-
-
-def merged(of_hosts):
-    """The ids of each batch, in the order of its rows."""
-    return [
-        [record for _, record in sorted((int(r), i) for part in parts for r, i in part.items())]
-        for parts in zip(*of_hosts, strict=True)
-    ]
-
-
-# Here the rehearsal ends the survivor; below, JAX's heartbeat does.
-def test_when_a_host_is_killed_a_restart_continues_exactly(tmp_path):
-    killed_host = 1
-    with pytest.raises(rehearse.RehearsalError) as failure:
-        rehearse.run(
-            train_until_a_host_is_killed,
-            str(tmp_path),
-            killed_host,
-            hosts=2,
-            devices_per_host=2,
-            timeout_s=90,
-        )
-    result = failure.value.result
-    assert result.returncodes[killed_host] == -signal.SIGKILL
-    before = merged([json.loads((tmp_path / f"host {host}").read_text()) for host in range(2)])
-    after = merged(
-        rehearse.run(
-            train_until_a_host_is_killed,
-            str(tmp_path),
-            None,
-            hosts=2,
-            devices_per_host=2,
-            timeout_s=90,
-        )
-    )
-    assert (len(before), len(after)) == (SAVED_AFTER, EPOCH - SAVED_AFTER)
-    whole = [int(record["id"]) for record in records(EPOCH * GLOBAL_BATCH_SIZE - 3)]
-    assert list(itertools.chain(*before, *after)) == whole
-
 
 TRAIN_UNTIL_A_HOST_IS_KILLED = """
 import os, signal, sys

@@ -29,6 +29,7 @@ from tests.conftest import (
     numbered,
     wait,
 )
+from tests.pipelines import Odd
 
 
 def assert_all_ended(threads):
@@ -234,10 +235,6 @@ class TestWhatCannotBeClosed:
         assert [str(error) for error in logged] == ["cannot close"]
 
 
-class Odd(BaseException):
-    """Neither an Exception nor one of Python's own."""
-
-
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, Odd]
 
 
@@ -266,11 +263,6 @@ class TestErrors:
         assert iterator.get_state() == state
         assert_all_ended(background_threads() - before)
         iterator.close()
-
-    def test_a_stop_iteration_in_the_users_code_is_no_silent_end(self, mesh):
-        ds = grain.MapDataset.range(80).map(lambda i: {"id": next(iter([]))}).batch(8)
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            list(ds.shard_to(mesh))
 
     def test_after_an_error_set_state_goes_on_where_it_was(self, mesh):
         broken = threading.Event()
@@ -473,24 +465,6 @@ def _without_grains_leak(err):
 
 
 EXITS = {
-    "with the iterator in a global": """
-        iterator = iter(pipeline())
-        for _ in range(3):
-            next(iterator)
-        print("end")
-        """,
-    "in the middle of a slow .map": """
-        inside = threading.Event()
-        def decode(i):
-            if i == 8:
-                inside.set()
-                time.sleep(0.5)
-            return {"id": np.int32(i)}
-        iterator = iter(pipeline(decode, num_threads=2))
-        next(iterator)
-        inside.wait()
-        print("end")
-        """,
     "with a source that sleeps for an hour": BLOCKED_THREADS_ARE_LEFT_SOON
     + """
         inside = threading.Event()
@@ -514,10 +488,6 @@ EXITS = {
         cycle.append(cycle)
         for iterator in cycle[:10]:
             next(iterator)
-        print("end")
-        """,
-    "with an iterator that was never used": """
-        iterator = iter(pipeline())
         print("end")
         """,
     "before the first batch": """

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import grain_shard
 from grain_shard import ShardingError, StateError, mix
-from grain_shard.grain_inside import routes
 from tests.conftest import data_mesh, ids
 from tests.counting_source import BatchedSource, Source, nothing
 from tests.pipelines import IN_TURN, after, flat, going_on
@@ -157,35 +156,6 @@ def test_what_stands_above_and_below_keeps_its_meaning():
     assert [ds[i] for i in range(20)] == [pickle.loads(pickle.dumps(ds))[i] for i in range(20)]
     assert list(ds[:20].seed(1).shuffle()) != list(ds[:20])
     assert sorted(ds[:20].seed(1).shuffle()) == sorted(ds[:20])
-
-
-PIPELINES = {
-    "of sources": mix(components(3, 40), {0: [3, 1, 1], 20: [1, 0, 1], 30: [0, 1, 0]}),
-    "of shuffles, mapped": mix(
-        [ds.seed(4).shuffle().map(lambda x: x + 1) for ds in components(2, 40)], {0: [3, 1]}
-    )
-    .seed(1)
-    .random_map(add_noise),
-    "of slices": mix([ds[1::2] for ds in components(2)], {0: [1, 2], 7: [2, 1]})[3:60:2],
-    "of a mixture": mix(
-        [mix(components(2), {0: [1, 1]}), component(2)], {0: [1, 2], 50: [1, 0]}
-    ).map_with_index(lambda i, x: (i, x)),
-    "shuffled": mix(components(2, 40), {0: [3, 1]}).shuffle(seed=2),
-}
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-@given(indices=st.lists(st.integers(0, 200), min_size=1, max_size=60))
-@settings(max_examples=20, deadline=None)
-def test_many_records_are_those_that_come_one_by_one(name, indices):
-    ds = PIPELINES[name]
-    way = routes.route(ds, np.array(indices))
-    assert way.finish(way.read()) == [ds[i] for i in indices]
-    middle = len(indices) // 2
-    elements = way.read()
-    first, second = way.part(0, middle), way.part(middle, len(indices))
-    in_parts = [*first.finish(elements[:middle]), *second.finish(elements[middle:])]
-    assert in_parts == way.finish(way.read())
 
 
 def test_a_batch_is_one_call_into_each_source():

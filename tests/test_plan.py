@@ -50,7 +50,7 @@ class Case:
     microbatches: int | None = None
 
 
-NUM_DEVICES = 8
+HOSTS, NUM_DEVICES = 4, 8
 CASES = {
     "1-D": Case(lambda d: Mesh(d, ("data",))),
     "jax.make_mesh": Case(lambda d: jax.make_mesh((8,), ("data",), devices=list(d))),
@@ -89,23 +89,20 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def jobs(request):
-    """The number of hosts; and by case, what each of them read."""
-    hosts = request.param
-    devices = NUM_DEVICES // hosts
-    return hosts, rehearse.run(
-        run_cases, CASES, hosts=hosts, devices_per_host=devices, timeout_s=120
+@pytest.fixture(scope="module")
+def jobs():
+    """By case, what each host read."""
+    return rehearse.run(
+        run_cases, CASES, hosts=HOSTS, devices_per_host=NUM_DEVICES // HOSTS, timeout_s=120
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_hosts_read_what_the_plan_says(jobs, name):
-    hosts, results = jobs
     case = CASES[name]
     stand_ins = hosts_mesh(
-        {"all": NUM_DEVICES}, hosts=hosts, devices_per_host=NUM_DEVICES // hosts
+        {"all": NUM_DEVICES}, hosts=HOSTS, devices_per_host=NUM_DEVICES // HOSTS
     ).devices
     plan = grain_shard.plan(
         case.mesh(stand_ins),
@@ -118,7 +115,7 @@ def test_hosts_read_what_the_plan_says(jobs, name):
     )
     size, microbatches = plan.reads.padded_batch_size, case.microbatches
     shape = (size,) if microbatches is None else (microbatches, size // microbatches)
-    for host, of_host in enumerate(result[name] for result in results):
+    for host, of_host in enumerate(result[name] for result in jobs):
         assert of_host["batches"] == plan.steps_per_epoch
         assert of_host["shapes"] == {shape}
         steps = [plan.records(host, step).tolist() for step in range(plan.steps_per_epoch)]

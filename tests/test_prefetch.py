@@ -125,34 +125,8 @@ class TestOrder:
 
         assert list(stage(meet, iter(range(6)), buffer_size=3, num_threads=3)) == list(range(6))
 
-    def test_nothing_starts_before_it_is_asked_for(self):
-        tickets = Tickets()
-        numbers = stage(lambda n: n, tickets)
-        assert not any(thread.is_alive() for thread in threads_of(numbers))
-        assert tickets.drawn == 0
-        numbers.start()
-        numbers.start()
-        eventually(lambda: tickets.drawn == 2)
-        assert next(numbers) == 0
-        numbers.close()
-
 
 class TestErrors:
-    def test_an_error_waits_for_the_results_before_it(self):
-        failed = threading.Event()
-
-        def work(n):
-            if n == 1:
-                failed.set()
-                raise ZeroDivisionError
-            wait(failed)
-            return n
-
-        numbers = stage(work, num_threads=2)
-        assert next(numbers) == 0
-        with pytest.raises(ZeroDivisionError):
-            next(numbers)
-
     def test_after_an_error_no_more_tickets_are_drawn(self):
         tickets = Tickets()
 
@@ -165,13 +139,6 @@ class TestErrors:
         assert_ended(threads_of(numbers))
         assert tickets.drawn == 1
         assert len(tickets.closed_by) == 1
-
-    def test_a_stop_iteration_inside_the_work_does_not_pass_for_the_end(self):
-        numbers = stage(lambda n: next(iter([])))
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
-                next(numbers)
-            assert isinstance(caught.value.__cause__, StopIteration)
 
     @pytest.mark.parametrize(
         "interrupt",
@@ -203,63 +170,8 @@ class TestErrors:
         assert [next(numbers), next(numbers)] == [1, 2]
         numbers.close()
 
-    def test_a_constructor_that_fails_leaves_nothing_to_complain_about(self):
-        with pytest.raises(TypeError):
-            Background(lambda n: n)
-        gc.collect()  # pytest turns what __del__ raises into an error
-
-
-def before_the_start(numbers):
-    pass
-
-
-def after_some(numbers):
-    next(numbers), next(numbers)
-
-
-def after_the_end(numbers):
-    list(numbers)
-
-
-def after_close(numbers):
-    next(numbers)
-    numbers.close()
-
 
 class TestClose:
-    @pytest.mark.parametrize(
-        "phase",
-        [before_the_start, after_some, after_the_end, after_close],
-        ids=lambda f: f.__name__,
-    )
-    @pytest.mark.parametrize("num_threads", [1, 3])
-    def test_in_every_phase_it_ends_the_threads_and_closes_the_tickets_once(
-        self, phase, num_threads
-    ):
-        tickets = Tickets(10)
-        numbers = stage(lambda n: n, tickets, buffer_size=3, num_threads=num_threads)
-        phase(numbers)
-        numbers.close()
-        numbers.close()
-        assert not any(thread.is_alive() for thread in threads_of(numbers))
-        assert len(tickets.closed_by) == 1
-        for _ in range(2):
-            with pytest.raises(StopIteration):
-                next(numbers)
-        numbers.start()  # it is over
-        assert not any(thread.is_alive() for thread in threads_of(numbers))
-
-    def test_after_an_error_the_error_stays(self):
-        def fail(n):
-            raise ZeroDivisionError
-
-        numbers = stage(fail)
-        with pytest.raises(ZeroDivisionError):
-            next(numbers)
-        numbers.close()
-        with pytest.raises(ZeroDivisionError):
-            next(numbers)
-
     def test_the_last_thread_to_end_closes_the_tickets(self):
         busy, release = threading.Barrier(4), [threading.Event() for _ in range(3)]
 
@@ -337,39 +249,8 @@ class TestClose:
             next(numbers)
         assert_ended(threads_of(numbers))
 
-    def test_a_stage_over_a_stage_stops_both_at_once(self):
-        blocked, release = threading.Event(), threading.Event()
-
-        def block(n):
-            if n == 1:
-                blocked.set()
-                wait(release)
-            return n
-
-        below = stage(block)
-        above = stage(lambda n: n, below)
-        assert next(above) == 0
-        wait(blocked)
-        above.stop()
-        assert below._shared._stopped
-        release.set()
-        above.close()
-        assert_ended(threads_of(above) + threads_of(below))
-
 
 class TestGarbageCollection:
-    @pytest.mark.parametrize("phase", [before_the_start, after_some, after_the_end])
-    def test_it_ends_the_threads(self, phase):
-        tickets = Tickets(10)
-        numbers = stage(lambda n: n, tickets, num_threads=2)
-        phase(numbers)
-        threads, gone = threads_of(numbers), weakref.ref(numbers)
-        del numbers
-        gc.collect()
-        assert gone() is None
-        assert_ended(threads)
-        assert len(tickets.closed_by) == 1
-
     def test_it_frees_the_tickets_and_the_work(self):
         class Work:
             def __call__(self, n):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grain_shard import mix
 from grain_shard.grain_inside import index_shuffle, routes
 from grain_shard.grain_inside.index_shuffle import shuffled
 from tests.conftest import data_mesh, ids
@@ -56,7 +57,7 @@ def noisy(x, rng):
     return x + rng.integers(0, 1000, dtype=np.int64) * 10**6
 
 
-base = grain.MapDataset.range(50, 90)
+base, other = grain.MapDataset.range(50, 90), grain.MapDataset.range(1000, 1040)
 PIPELINES = {
     "source": base,
     "shuffle": base.shuffle(seed=3),
@@ -77,6 +78,19 @@ PIPELINES = {
     "mix": grain.MapDataset.mix([base, base.map(lambda x: -x)], [0.7, 0.3]).seed(1).shuffle(),
     "concatenate": grain.MapDataset.concatenate([base, base.shuffle(seed=2)]),
     "zip": grain.experimental.ZipMapDataset([base, base.shuffle(seed=5)]),
+    "weights that change": mix([base, other, other[::2]], {0: [3, 1, 1], 20: [1, 0, 1]}),
+    "weights that change, over shuffles, below a random map": mix(
+        [ds.seed(4).shuffle().map(lambda x: x + 1) for ds in (base, other)], {0: [3, 1]}
+    )
+    .seed(1)
+    .random_map(noisy),
+    "weights that change, between slices": mix([base[1::2], other[1::2]], {0: [1, 2], 7: [2, 1]})[
+        3:25:2
+    ],
+    "a mixture in a mixture, with the index": mix(
+        [mix([base, other], {0: [1, 1]}), other], {0: [1, 2], 25: [1, 0]}
+    ).map_with_index(lambda i, x: (i, x)),
+    "weights that change, shuffled": mix([base, other], {0: [3, 1]}).shuffle(seed=2),
 }
 
 

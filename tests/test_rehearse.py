@@ -19,7 +19,6 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
 
 from grain_shard import rehearse
 from grain_shard.errors import GrainShardError
@@ -94,21 +93,6 @@ def test_one_host_amid_the_variables_of_a_real_cluster(monkeypatch):
     assert rehearse.run(place_of_this_host, hosts=1, timeout_s=60) == [
         {"process": (0, 1), "devices": (1, 1), "platform": "cpu", "gathered": [0]}
     ]
-
-
-@pytest.mark.slow
-def test_many_steps_in_flight_do_not_starve_one_another():
-    def train(steps):
-        mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        rows = NamedSharding(mesh, PartitionSpec("data"))
-        batch = jax.make_array_from_callback((8, 64), rows, lambda i: np.ones((8, 64), "f4")[i])
-        step = jax.jit(lambda weight, batch: weight + batch.mean())
-        weight = np.float32(0)
-        for _ in range(steps):
-            weight = step(weight, batch)
-        return float(weight)
-
-    assert rehearse.run(train, 500, hosts=2, devices_per_host=2, timeout_s=60) == [500.0, 500.0]
 
 
 @pytest.mark.long
@@ -352,7 +336,7 @@ def test_a_host_that_ignores_sigterm_is_killed(script, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", ["raise", "exit", "kill"])
+@pytest.mark.parametrize("failure", ["raise", "kill"])
 def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure, monkeypatch):
     monkeypatch.setattr(
         host_process, "_GRACE_S", 0.5
@@ -363,7 +347,7 @@ def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure, mon
             if step == 3 and jax.process_index() == 1:
                 if failure == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                raise ValueError("boom") if failure == "raise" else SystemExit(3)
+                raise ValueError("boom")
             multihost_utils.process_allgather(np.array([step]))
 
     with pytest.raises(rehearse.RehearsalError) as caught:
@@ -371,7 +355,7 @@ def test_a_failure_caused_by_the_first_is_not_reported_in_its_place(failure, mon
 
     assert isinstance(caught.value, GrainShardError)
     assert caught.value.result.failed_host == 1
-    assert caught.value.result.exit_code == {"raise": 1, "exit": 3, "kill": 137}[failure]
+    assert caught.value.result.exit_code == {"raise": 1, "kill": 137}[failure]
     assert "host 1 failed first" in str(caught.value)
     assert ("ValueError: boom" in caught.value.result.outputs[1]) == (failure == "raise")
 
@@ -392,26 +376,6 @@ def test_a_crash_is_reported_even_if_another_host_notices_it_first(script, tmp_p
 
     assert "ConnectionError: lost host 1" in result.outputs[0]
     assert result.failed_host == 1
-
-
-@pytest.mark.slow
-def test_what_a_host_makes_of_the_loss_of_another():
-    def train():
-        for step in range(1000):
-            if step == 3 and jax.process_index() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                multihost_utils.process_allgather(np.array([step]))
-            except ValueError:
-                print("lost a host at step", step)
-                raise
-
-    with pytest.raises(rehearse.RehearsalError) as caught:
-        rehearse.run(train, hosts=2, timeout_s=60, end_others=False)
-
-    assert (caught.value.result.failed_host, caught.value.result.exit_code) == (1, 137)
-    assert caught.value.result.returncodes == [1, -signal.SIGKILL]
-    assert "lost a host at step 3" in caught.value.result.outputs[0]
 
 
 STACK = (
