@@ -144,7 +144,9 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
                 f"dtype {array.dtype} is not one that JAX can hold.",
                 path=path,
                 leaf=describe_leaf(array),
-                remedy="convert it in .map to a number that JAX has: .astype(np.float32), say.",
+                remedy="convert it in .map to a number that JAX has: .astype(np.float32), say."
+                if array.dtype.isnative
+                else 'convert its byte order in .map: .astype(x.dtype.newbyteorder("=")).',
             )
         arrays.append(array)
     return arrays

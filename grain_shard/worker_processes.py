@@ -81,7 +81,7 @@ class WorkerProcesses(Producer[Any]):
             raise StopIteration
         if self._elements is None:
             mark_flags_as_parsed()
-            share = _Share(_pickled(self._make))
+            share = _Share(pickled(self._make))
             self._elements = iter(share.mp_prefetch(self._options, _begin_worker))
         try:
             packed, sizes = next(self._elements)
@@ -126,9 +126,14 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)  # no loop is left to end the worker
 
 
-def _pickled(make: MakeElements) -> bytes:
+def pickled(pipeline: Any) -> bytes:
+    """Pickles what another process is to run.
+
+    Raises:
+        ShardingError: It cannot be pickled.
+    """
     try:
-        return cloudpickle.dumps(make)
+        return cloudpickle.dumps(pipeline)
     except Exception as error:
         raise ShardingError(
             f"the pipeline cannot be sent to a worker process: {type(error).__name__}: {error}.",

@@ -180,6 +180,27 @@ def test_a_pickle_refers_to_the_files(kind, tmp_path):
     np.testing.assert_array_equal(pickle.loads(pickled)[17]["image"], source[17]["image"])
 
 
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda path: np.memmap(path, np.uint16, mode="r").astype(np.int32),
+        lambda path: changed(np.memmap(path, np.uint16, mode="c")),
+        lambda path: np.memmap(path, np.uint16, mode="r")[3::2],
+    ],
+    ids=["a copy", "copy on write", "a view"],
+)
+def test_a_pickle_holds_the_records_that_were_there(derive, tmp_path):
+    token_file(tmp_path)
+    source = ArraySource(derive(tmp_path / "train.bin"))
+    copy = pickle.loads(pickle.dumps(source))
+    assert [copy[i] for i in range(20)] == [source[i] for i in range(20)]
+
+
+def changed(array):
+    array[7] = 999
+    return array
+
+
 def token_file(tmp_path):
     tokens = np.arange(1000, dtype=np.uint16)
     tokens.tofile(tmp_path / "train.bin")
@@ -202,6 +223,12 @@ def test_windows_of_a_token_file(stride, tmp_path, mesh):
         np.testing.assert_array_equal(batch["targets"], expected + 1)
 
 
+class Table:
+    """Stands for a column of pandas, which looks up labels."""
+
+    shape, dtype, iloc = (3,), np.dtype(int), None
+
+
 BAD_ARRAYS = {
     "unequal lengths": ({"a": np.zeros((3, 2)), "b": np.zeros(4)}, "arrays['b']", "4 records"),
     "no axis": ({"a": np.zeros(3), "b": np.float32(1)}, "arrays['b']", "no axis"),
@@ -209,6 +236,7 @@ BAD_ARRAYS = {
     "masked": ({"a": np.ma.masked_array(np.zeros(2), [0, 1])}, "arrays['a']", "masked array"),
     "lists": ({"a": [1, 2]}, "arrays['a'][0]", "no array"),
     "None alone": ({"a": None}, "there is no array", "remedy"),
+    "a table": ({"a": Table()}, "arrays['a']", "indices of its own"),
     "no leaf": ({}, "", "no array"),
 }
 

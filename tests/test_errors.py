@@ -295,7 +295,7 @@ batch['leaf0']: dtype datetime64[D] is not one that JAX can hold.
         """\
 batch['leaf0']: dtype >i4 is not one that JAX can hold.
   leaf:   >i4[]   mesh: data=4
-  remedy: convert it in .map to a number that JAX has: .astype(np.float32), say.""",
+  remedy: convert its byte order in .map: .astype(x.dtype.newbyteorder("=")).""",
     ),
     "a masked array": (
         lambda: dicts(lambda i: np.ma.masked_array([i, i], [False, True])).shard_to(data_mesh(4)),

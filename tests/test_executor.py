@@ -278,6 +278,11 @@ REFUSED = {
         "in order only",
     ),
     "no executor": (lambda: records().batch(16), {"executor": "dask"}, "no concurrent.futures"),
+    "a class": (
+        lambda: records().batch(16),
+        {"executor": concurrent.futures.ThreadPoolExecutor},
+        "no concurrent.futures",
+    ),
 }
 
 

@@ -33,6 +33,10 @@ def in_workers():
     return plain().mp_prefetch(grain.MultiprocessingOptions(2))
 
 
+def batched_as_a_stream():
+    return records().to_iter_dataset().batch(4)
+
+
 def elastic():
     return grain.experimental.ElasticIterator(records(), 4, grain.sharding.NoSharding())
 
@@ -51,34 +55,58 @@ def restore(iterator, folder, by):
 HANDLERS = [CheckpointRestore, grain.checkpoint.CheckpointRestore]
 
 
-@pytest.mark.parametrize("by", HANDLERS)
-@pytest.mark.parametrize(
-    "build", [plain, in_threads, elastic, pytest.param(in_workers, marks=pytest.mark.slow)]
-)
-def test_the_batches_after_grains_checkpoint_follow_and_the_log_says_what_is_assumed(
-    build, by, tmp_path, caplog
-):
+def save_after_three_batches(build, folder):
     taken = iter(build())
     for _ in range(3):
         next(taken)
-    save_by_grain(taken, tmp_path)
+    save_by_grain(taken, folder)
     if hasattr(taken, "close"):
         taken.close()
+    return [batch["id"].tolist() for batch in plain()][3:]
+
+
+@pytest.mark.parametrize("by", HANDLERS)
+def test_records_are_counted_so_the_run_goes_on_and_the_log_says_what_is_assumed(
+    by, tmp_path, caplog
+):
+    expected = save_after_three_batches(elastic, tmp_path)
     with iter(records().batch(4).shard_to(data_mesh(2))) as iterator:
         restore(iterator, tmp_path, by)
         assert iterator.get_state()["record"] == 12
-        expected = [batch["id"].tolist() for batch in plain()][3:]
         assert ids(iterator) == expected
     (line,) = [line for line in caplog.messages if "Grain iterator" in line]
-    assert f"taken for {'12 records' if build is elastic else '3 batches'} of this" in line
+    assert "taken for 12 records of this" in line
     assert caplog.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize("by", HANDLERS)
+@pytest.mark.parametrize(
+    ("build", "seek"),
+    [
+        (plain, {"step": 3}),
+        (in_threads, {"step": 3}),
+        (batched_as_a_stream, {"record": 12}),
+        pytest.param(in_workers, {"step": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_elements_may_be_batches_or_records_and_the_error_has_the_seek_of_both(
+    build, seek, by, tmp_path
+):
+    expected = save_after_three_batches(build, tmp_path)
+    with iter(records().batch(4).shard_to(data_mesh(2))) as iterator:
+        with pytest.raises(StateError) as refusal:
+            restore(iterator, tmp_path, by)
+        given = next(iter(seek.values()))
+        assert f"batches.seek({given}) goes on" in str(refusal.value)
+        assert f"batches.seek(record={given})" in str(refusal.value)
+        iterator.seek(**seek)
+        assert ids(iterator) == expected
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"next_index": 12}, "there is no step 12"),
-        ({"next_index": -1}, "there is no step -1"),
+        ({"next_index": 3}, r"seek\(3\) goes on; if .batch followed it, batches.seek\(record=3\)"),
         ({"next_index": 3.0}, "no state of a random-access pipeline"),
         ({"global_next_index": 99}, "there is no record 99"),
         ({"next_index": 3, "processes": 2}, r"seek\(record=6 \* b\)"),

@@ -356,7 +356,9 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
             else:
                 break
             (ds,) = ds.parents
-    except AttributeError:  # this version of Grain names its private parts differently
+    # This version of Grain names its private parts differently, or an index of a later epoch of
+    # endless records does not fit 64 bits.
+    except (AttributeError, OverflowError):
         pass
     return Route(ds, indices, tuple(reversed(steps)))
 

@@ -13,7 +13,6 @@ import socket
 import time
 from concurrent.futures import CancelledError, Executor, Future
 
-import cloudpickle
 from absl import logging
 
 from grain_shard.errors import GrainShardError, describe_error
@@ -23,7 +22,7 @@ from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.spans import READ, span
 from grain_shard.tasks import Producer, Raised
 from grain_shard.trees import Batch
-from grain_shard.worker_processes import sendable
+from grain_shard.worker_processes import pickled, sendable
 
 # Interval, in seconds, at which a thread that waits for a task checks if it should end.
 _CHECK_S = 0.1
@@ -58,7 +57,7 @@ class ExecutorBatches(Producer[int]):
         faults: Faults,
     ):
         self._executor, self._indices, self._faults = executor, iter(indices), faults
-        self._pipeline = cloudpickle.dumps((batching, rules))
+        self._pipeline = pickled((batching, rules))
         if len(self._pipeline) > _LARGE_BYTES:
             logging.warning(
                 "grain_shard: each task for the executor carries the pipeline, of %.1f MB. Let its"

@@ -1,8 +1,9 @@
 """The states of Grain's own iterators over random access, from which a run can go on.
 
-Grain 0.2.18 counts the batches that ``.batch(B).to_iter_dataset()`` has given, and with
-``.mp_prefetch`` those of each worker; `grain.experimental.ElasticIterator` counts records. A state
-holds no batch size, and none of the records' order.
+Grain 0.2.18 counts the elements that ``.to_iter_dataset()`` has given, and with ``.mp_prefetch``
+the elements of each worker: batches if ``.batch`` stands before it, records if ``.batch`` follows.
+The state does not tell which. `grain.experimental.ElasticIterator` counts records. A state holds no
+batch size, and none of the records' order.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from grain_shard.hosts.state_files import KIND, PROCESSES
 
 T = TypeVar("T")
 
-_BATCHES, _RECORDS, _WORKERS = "next_index", "global_next_index", "iterators_in_use_states"
+_ELEMENTS, _RECORDS, _WORKERS = "next_index", "global_next_index", "iterators_in_use_states"
 
 
 class GrainState(NamedTuple):
-    """The batches, or records, that an iterator of Grain has given in a process.
+    """The elements, or records, that an iterator of Grain has given in a process.
 
     Attributes:
         key: The key of the state that counts them.
@@ -46,7 +47,7 @@ class GrainState(NamedTuple):
         if not isinstance(state, Mapping) or KIND in state:
             return None
         processes = state.get(PROCESSES, jax.process_count())
-        for key, states in ((_BATCHES, state.get(_WORKERS, [state])), (_RECORDS, [state])):
+        for key, states in ((_ELEMENTS, state.get(_WORKERS, [state])), (_RECORDS, [state])):
             counts = [one.get(key) for one in states if isinstance(one, Mapping)]
             whole = [count for count in counts if type(count) is int]
             if whole and whole == counts:
@@ -60,12 +61,18 @@ class GrainState(NamedTuple):
             position_at: As in `HostBatches`.
 
         Raises:
-            StateError: The pipeline has no such position, or several processes have each read
-                records of their own, which the state does not tell. The message has the `seek`
-                that goes on.
+            StateError: The state counts elements, which may be batches or records, or the pipeline
+                has no such position. The message has the `seek` that goes on.
         """
         count, processes = self.given, self.processes
-        if self.key == _BATCHES and processes > 1:
+        if self.key == _ELEMENTS and processes == 1:
+            raise StateError(
+                f"Grain's iterator has saved this state: .to_iter_dataset() had given {count}"
+                " elements, and the state does not tell if these were batches or records.\n"
+                f"  remedy: if .batch stood before .to_iter_dataset(), batches.seek({count}) goes"
+                f" on; if .batch followed it, batches.seek(record={count})."
+            )
+        if self.key == _ELEMENTS:
             raise StateError(
                 f"Grain's iterators on {processes} processes have saved this state: each had given"
                 f" {count} batches, and the state does not tell of which records.\n"
@@ -75,16 +82,13 @@ class GrainState(NamedTuple):
                 " own, no place in this order has all that they have read behind it: begin with"
                 " the next epoch."
             )
-        counts_batches = self.key == _BATCHES
-        step, record = (count, None) if counts_batches else (None, count)
         try:
-            position = position_at(step=step, record=record)
+            position = position_at(step=None, record=count)
         except ShardingError as error:
             raise StateError(f"a Grain iterator has saved this state, but {error}") from error
         logging.warning(
-            "grain_shard: a Grain iterator has saved this state. It is taken for %d %s of this very"
-            " pipeline, in the same order and size; the run goes on after them.",
+            "grain_shard: a Grain iterator has saved this state. It is taken for %d records of this"
+            " very pipeline, in the same order; the run goes on after them.",
             count,
-            "batches" if counts_batches else "records",
         )
         return position

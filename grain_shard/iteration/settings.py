@@ -61,7 +61,8 @@ class Settings:
                 f"timeout_s={self.timeout_s!r} is not a positive number of seconds.",
                 remedy="pass how long one host may wait for another.",
             )
-        if self.executor is not None and not hasattr(self.executor, "submit"):
+        is_class = isinstance(self.executor, type)
+        if self.executor is not None and (is_class or not hasattr(self.executor, "submit")):
             raise ShardingError(
                 f"executor={self.executor!r} is no concurrent.futures.Executor.",
                 remedy="pass one, for example client.get_executor() of Dask.",

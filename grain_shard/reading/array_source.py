@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
@@ -88,6 +89,8 @@ def _checked(path: str, array: Any) -> Any:
         problem = "the leaf is no array."
     elif not array.shape:
         problem = "the leaf has no axis that counts the records."
+    elif isinstance(array, np.matrix) or hasattr(array, "iloc") or hasattr(array, "tocsr"):
+        problem = "the leaf is a matrix, or a table of another library, with indices of its own."
     elif np.dtype(array.dtype).hasobject:
         problem = "the leaf holds Python objects."
     elif isinstance(array, np.ma.MaskedArray):
@@ -109,14 +112,14 @@ def _opened(structure: Any, in_files: Sequence[tuple[Callable[..., Any], tuple[A
 
 def _in_file(array: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns a function, and its arguments, that give an array in another process."""
-    if isinstance(array, np.memmap):
+    if hasattr(array, "file"):  # one of h5py's datasets, which cannot be pickled
+        return _of_hdf5, (array.file.filename, array.name)
+    if isinstance(array, np.memmap) and array.mode != "c" and os.path.exists(array.filename or ""):
         root: Any = array
         while isinstance(root.base, np.memmap):
             root = root.base
         offset = root.offset + _address(array) - _address(root)
         return _mapped, (str(array.filename), array.dtype, offset, array.shape, array.strides)
-    if hasattr(array, "file"):  # one of h5py's datasets, which cannot be pickled
-        return _of_hdf5, (array.file.filename, array.name)
     return _same, (array,)
 
 

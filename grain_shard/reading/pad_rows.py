@@ -141,7 +141,7 @@ def _as_dtype(value: Any, array: np.ndarray, keys: Sequence[Any]) -> np.ndarray:
     )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256, typed=True)  # 1.0 is 1+0j, but not for a dtype
 def _fits(value: Any, dtype: np.dtype) -> bool:
     """Returns True if a dtype holds a value exactly, or the dtype is a float that rounds it."""
     if np.iscomplexobj(value) and dtype.kind != "c":
