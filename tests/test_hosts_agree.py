@@ -244,6 +244,10 @@ def case_remainder(host, _):
     return first_batch(shard(numbered().batch(8), remainder=remainder))
 
 
+def case_pad_value(host, _):
+    return first_batch(shard(numbered().batch(8), pad_value=-1 if host == ODD else 0))
+
+
 def case_microbatches(host, _):
     return first_batch(shard(numbered().batch(16), microbatches=2 if host == ODD else 1))
 
@@ -468,6 +472,7 @@ def assert_refused(result, host):
         (case_mesh, "mesh", '[["data", 4], ["model", 2]]', '[["data", 2], ["model", 4]]'),
         (case_order_of_devices, "devices", None, None),
         (case_remainder, "remainder", '"pad"', '"drop"'),
+        (case_pad_value, "pad_value", '"0"', '"-1"'),
         (case_microbatches, "microbatches", "1", "2"),
         (case_read, "read", '"needed"', '"once"'),
         (case_rows, "rows", '"global"', '"local"'),

@@ -73,6 +73,7 @@ PIPELINES = {
         lambda ds: grain.experimental.WindowShuffleMapDataset(ds, window_size=7, seed=1)
     ),
     "slice of a shuffle": base.shuffle(seed=1)[5:35:3],
+    "slice of endless records": base.repeat()[3:38],
     "repeat": base.seed(4).shuffle().repeat(3),
     "repeat the same order": base.seed(4).shuffle().repeat(3, reseed_each_epoch=False),
     "mix": grain.MapDataset.mix([base, base.map(lambda x: -x)], [0.7, 0.3]).seed(1).shuffle(),
