@@ -75,7 +75,8 @@ class Uninterrupted:
     def __init__(self, work: Callable[[], None]):
         self._work, self._error = work, cast(BaseException | None, None)
         self._lock = threading.Lock()
-        self.is_begun = self.is_over = False
+        self.is_begun: bool = False
+        self.is_over: bool = False
 
     def __call__(self) -> None:
         """Does the work and waits for it; a further call does nothing.

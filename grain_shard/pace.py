@@ -74,7 +74,8 @@ class ThreadCount:
 
     def __init__(self, most: int, cores: int):
         self.threads, self.why = 1, "the first read comes alone"
-        self.most, self._cores = most, cores
+        self.most: int = most
+        self._cores = cores
         self._is_first = True
         self._rate = self._spread = 0.0  # with these threads; how far windows are from it
         self._before: tuple[int, float, float] | None = None  # threads, rate, spread: of an attempt
@@ -205,7 +206,7 @@ class ReadPace(Pace):
         process_time: Callable[[], float] = time.process_time,
     ):
         self._fixed, self._process_time = fixed, process_time
-        self.count = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
+        self.count: ThreadCount = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
         self.seconds_per_record: float | None = None  # by the clock, of late
         self._active = 0
         self._waiting = 0  # consumers

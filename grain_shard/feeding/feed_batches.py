@@ -149,7 +149,8 @@ class FeedBatches(grain.IterDataset):
 
     def __init__(self, feeds: FeedStreams, rows: FeedRows):
         super().__init__()
-        self.feeds, self.rows = feeds, rows
+        self.feeds: FeedStreams = feeds
+        self.rows: FeedRows = rows
         self.has_compared_rows = False  # of two feeds, in the first batch that was read
 
     def padded(self, padding: Padding) -> FeedBatches:

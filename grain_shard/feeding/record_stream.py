@@ -35,8 +35,10 @@ class RecordStream(grain.IterDataset):
         options: Any,
     ):
         super().__init__(records)
-        self.reads, self.feed, self.records = reads, feed, records
-        self.ahead = min(options.num_threads, options.prefetch_buffer_size) > 0
+        self.reads: SharedReads = reads
+        self.feed: int = feed
+        self.records: grain.MapDataset = records
+        self.ahead: bool = min(options.num_threads, options.prefetch_buffer_size) > 0
 
     def __iter__(self) -> RecordIterator:
         return RecordIterator(self)

@@ -50,7 +50,8 @@ class SharedReads(TaskStage[None]):
     """
 
     def __init__(self, faults: Faults, num_rows: int, num_threads: int | None = None):
-        self.faults, self._lines = faults, _Lines(faults, num_rows)
+        self.faults: Faults = faults
+        self._lines = _Lines(faults, num_rows)
         pace = ReadPace(num_threads, most=_MOST_READERS)
         super().__init__(self._lines, buffer_size=1, pace=pace, name="grain-shard-feed-read")
 

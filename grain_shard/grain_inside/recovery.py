@@ -16,7 +16,8 @@ class Unreadable:
     """
 
     def __init__(self, error: BaseException, among: int = 1):
-        self.error, self.among = error, among
+        self.error: BaseException = error
+        self.among: int = among
 
 
 class Recovery:

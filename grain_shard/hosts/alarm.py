@@ -175,7 +175,8 @@ class Listener:
     """
 
     def __init__(self):
-        self._store, self.asked = Store(), 0
+        self._store = Store()
+        self.asked: int = 0
         self.alarms: dict[str, Alarm] = {}
         self.left_last: _Run | None = None
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)

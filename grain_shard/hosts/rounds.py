@@ -54,7 +54,8 @@ class Store:
     """
 
     def __init__(self):
-        self._client, self.host = runtime_client(), jax.process_index()
+        self._client = runtime_client()
+        self.host: int = jax.process_index()
         self.folder = _FOLDER
 
     @_reaching_the_store()
@@ -123,7 +124,9 @@ class Rounds(Store):
 
     def __init__(self, hosts: Sequence[int], timeout_s: float, series: Series):
         super().__init__()
-        self.hosts, self.timeout_s, self._series = list(hosts), timeout_s, series
+        self.hosts: list[int] = list(hosts)
+        self.timeout_s: float = timeout_s
+        self._series = series
         self._is_leader = self.host == self.hosts[0]
         self.name, self.has_failed = "", False
 

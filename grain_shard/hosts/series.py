@@ -31,7 +31,7 @@ class Series:
     _datasets: ClassVar[collections.Counter[str]] = collections.Counter()
 
     def __init__(self):
-        self.place = _caller()
+        self.place: str = _caller()
         self._dataset: int | None = None
         self._iterators = itertools.count()
 

@@ -115,7 +115,8 @@ class SlowestOf:
     """
 
     def __init__(self, hosts: Sequence[int], waits: Callable[[float], Waits]):
-        self.hosts, self.waits = list(hosts), waits
+        self.hosts: list[int] = list(hosts)
+        self.waits: Callable[[float], Waits] = waits
         self.found: SlowestHost | None = None
         self._told: int | None = None  # which host the log has last named
 

@@ -122,7 +122,8 @@ class EpochBatches(Iterator[Batch]):
     """
 
     def __init__(self, epochs: Epochs, run: Run, epoch: int, num_batches: int):
-        self._epochs, self.epoch = epochs, epoch
+        self._epochs = epochs
+        self.epoch: int = epoch
         self._run, self._num_batches = run, num_batches
         self._stop, self._is_new = epochs.position.step + num_batches, True
 

@@ -78,9 +78,12 @@ class Run:
             together.close()
             stage.close()
 
-        self.batches, self.stage, self.together = batches, stage, together
-        self.has_compared = False
-        self.start, self.close = Uninterrupted(start), Uninterrupted(close)
+        self.batches: TaskStage[Any] = batches
+        self.stage: TaskStage[Placed] | AgreedEnd[Placed] = stage
+        self.together: Alone = together
+        self.has_compared: bool = False
+        self.start: Uninterrupted = Uninterrupted(start)
+        self.close: Uninterrupted = Uninterrupted(close)
 
 
 class Place(NamedTuple):

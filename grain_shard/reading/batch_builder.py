@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -56,10 +56,12 @@ class BatchBuilder:
         padding: Padding | None,
     ):
         self._index, self._records, self._template = index, records, template
-        self._route, self.faults = route, faults
+        self._route = route
+        self.faults: Faults = faults
         self._num_rows, self._padding = num_rows, padding
         self.size: int = len(records)
-        self.number, self.position = 0, cast(Any, None)
+        self.number: int = 0
+        self.position: Any = None
         self._missing = self.size
         self._bad_rows: list[int] = []
         self._stack: Stack | None = None

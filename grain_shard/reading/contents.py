@@ -42,7 +42,9 @@ class Contents:
     def __init__(self, ds: Any = None):
         leaves = [] if ds is None else [node for node in walk(ds) if not node.parents]
         self._node = next((node for node in leaves if type(node) is SOURCE and len(node)), None)
-        self.digest, self.is_read, self.why_not = "", self._node is None, ""
+        self.digest: str = ""
+        self.why_not: str = ""
+        self.is_read: bool = self._node is None
         if self.is_read and any(type(node) is not RANGE for node in leaves):
             self.why_not = "no source is known below the pipeline"
 

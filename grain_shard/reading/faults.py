@@ -61,7 +61,7 @@ class Retries:
     times: int = 4
     on: type[Exception] | tuple[type[Exception], ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_int("retries", self.times, 0)
         classes = self.on if isinstance(self.on, tuple) else (self.on,)
         object.__setattr__(self, "on", classes)
@@ -90,7 +90,7 @@ class FaultRules:
     max_bad_records: float = 0.01
     is_read_once: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.retries, Retries):
             object.__setattr__(self, "retries", Retries(self.retries))
         require_choice("on_bad_record", self.on_bad_record, get_args(OnBadRecord))
@@ -179,7 +179,7 @@ class Faults(Recovery):
 
     def __init__(self, rules: FaultRules, *, is_worker: bool = False):
         self._rules, self._is_worker = rules, is_worker
-        self.masks = rules.masks
+        self.masks: bool = rules.masks
         assert isinstance(rules.retries, Retries)
         self._retries: Retries = rules.retries
         self._counts = FaultCounts()
@@ -188,7 +188,7 @@ class Faults(Recovery):
         self._is_stopped = False
         self._lock = threading.Lock()
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return functools.partial(Faults, is_worker=True), (self._rules,)
 
     def counts(self) -> FaultCounts:

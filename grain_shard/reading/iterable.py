@@ -87,7 +87,8 @@ class IterableBatches(grain.IterDataset):
     def __init__(self, source: Any, rows: Rows | None):
         super().__init__()
         self._source, self.rows = source, rows
-        self.has_begun, self.in_use = False, threading.Lock()
+        self.has_begun: bool = False
+        self.in_use: threading.Lock = threading.Lock()
         # For an iterator that can go back to it, so that there may be other passes.
         self._beginning = copy.deepcopy(source.get_state()) if self._can_go_back else None
 

@@ -88,8 +88,10 @@ class Read(Task[Any]):
 
     def __init__(self, parts: Sequence[Part], reads_many: bool, begins: int = 0):
         self._parts, self._reads_many = list(parts), reads_many
-        self.sink, self.begins, self.size = parts[0].sink, begins, 0
-        self.is_new = all(part.elements is None for part in parts)
+        self.sink: Sink = parts[0].sink
+        self.begins: int = begins
+        self.size: int = 0
+        self.is_new: bool = all(part.elements is None for part in parts)
         self.left: list[Part] = []
         self.seconds = 0.0
 

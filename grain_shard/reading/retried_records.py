@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grain
 import numpy as np
 
@@ -30,7 +32,7 @@ class RetriedRecords(grain.MapDataset):
     def __str__(self) -> str:
         return "RetriedRecords"
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
         try:

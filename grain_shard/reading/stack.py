@@ -32,8 +32,11 @@ class RowStacker:
     """
 
     def __init__(self, row: Any, name: str, origin: Any):
-        self.paths, leaves, self.structure = flatten(row)
-        self.name, self._first = name, name.format(origin)
+        paths, leaves, structure = flatten(row)
+        self.paths: list[str] = paths
+        self.structure: Any = structure
+        self.name: str = name
+        self._first = name.format(origin)
         _refuse_lists(row)
         # Copies: a row may be a view of a much larger array, which it would keep in memory.
         self.likes: list[np.ndarray] = [np.array(like) for like in as_arrays(self.paths, leaves)]

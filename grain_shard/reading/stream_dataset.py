@@ -85,7 +85,8 @@ class StreamDataset(grain.IterDataset):
         made_by: Any = "StreamDataset",
     ):
         super().__init__(parent)
-        self.facts, self._source, self._steps, self._made_by = facts, source, steps, made_by
+        self.facts: StreamFacts = facts
+        self._source, self._steps, self._made_by = source, steps, made_by
 
     @classmethod
     def of(cls, ds: grain.IterDataset, *, global_batch_size: int | None = None) -> StreamDataset:
@@ -187,7 +188,7 @@ class StreamIterator(BatchIterator):
         super().__init__(source)
         self._source, self._steps, self._faults = source, steps, faults
         self._rows_to_expect, self._batch_sizes = rows_to_expect, batch_sizes
-        self.seen = SeenBatches(rows_to_expect)
+        self.seen: SeenBatches = SeenBatches(rows_to_expect)
 
     def __next__(self) -> Batch:
         batch = DROPPED

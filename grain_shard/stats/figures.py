@@ -38,7 +38,10 @@ class Figure(property):
         self, compute: Callable[[Any], Any], line: str, words: str, scale: float, is_sum: bool
     ):
         super().__init__(compute)
-        self.line, self.words, self.scale, self.is_sum = line, words, scale, is_sum
+        self.line: str = line
+        self.words: str = words
+        self.scale: float = scale
+        self.is_sum: bool = is_sum
 
 
 def _figure(
