@@ -129,7 +129,7 @@ def test_the_classifier_saves_and_leaves_when_a_host_is_told_to_stop(
     script.write_text(TOLD_TO_STOP.format(examples=str(EXAMPLES)))
     output = run_here(script, folder) if hosts == 1 else run_on(hosts, script, folder)
     (step,) = map(int, re.findall(r"told to stop: step (\d+) is saved", output))
-    # The run has 20 epochs of 12 steps. JAX looks for the signal once a second, which is many steps.
+    # The run has 20 epochs of 12 steps. JAX looks for the signal once a second: many steps.
     assert 17 <= step < 240
     assert len(losses_in(folder)) == step
 
