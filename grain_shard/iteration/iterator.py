@@ -207,9 +207,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def _compare(self, at: Place) -> None:
         """Compares the pipeline with other hosts', and its contents with the restored state's."""
         contents, run = self._host.contents, at.run
-        batches = run.batches
-        batches.wait_for(lambda: contents.is_read or batches.known().end is not None)
-        contents.read()  # here, if the batches end before a thread has read them
+        run.batches.wait_for(lambda: contents.is_read)
         by_record = {
             NOW: contents.by_record(contents.digest),
             SAVED: contents.by_record(self._saved_digest),
