@@ -277,7 +277,7 @@ class TestRetries:
         assert counting.recovered(error, lambda: tries.append(1)).error is error
         assert not tries
 
-    def test_what_a_failed_read_held_is_let_go_without_the_garbage_collector(self, monkeypatch):
+    def test_what_a_failed_read_held_is_let_go_without_the_garbage_collector(self, kind):
         """A frame that has failed, and whose read was healed by another try, may hold much."""
         held = weakref.WeakSet()
 
@@ -290,7 +290,7 @@ class TestRetries:
         gc.collect()
         gc.disable()
         try:
-            assert all_of(batches(Source(16, fail)).shard_to(data_mesh(2))) == list(range(16))
+            assert all_of(batches(kind(16, fail)).shard_to(data_mesh(2))) == list(range(16))
             assert not held
         finally:
             gc.enable()

@@ -199,6 +199,7 @@ class Route:
 
     def _up(self, elements: Iterable[Any], recovery: Recovery) -> Iterator[Any]:
         steps = [(apply, None if i is None else i.tolist()) for apply, i in self.steps]
+        failures: list[Exception] = []
         for i, element in enumerate(elements):
             if type(element) is Unreadable:
                 yield element
@@ -207,13 +208,13 @@ class Route:
                 for apply, indices in steps:
                     element = apply(element) if indices is None else apply(element, indices[i])
             except Exception as error:
-                failure = error
+                failures.append(error)
             else:
                 yield element
                 continue
+            # No name here refers to the failure: its traceback would keep this frame alive.
             again = functools.partial(self._anew, i, recovery)
-            yield recovery.recovered(failure, again, in_function=True)
-            del failure  # its traceback keeps this frame alive
+            yield recovery.recovered(failures.pop(), again, in_function=True)
 
     def _anew(self, i: int, recovery: Recovery) -> Any:
         """Reads an element again, because a function may have changed the first one in place."""
@@ -245,18 +246,20 @@ class Route:
         If the recovery tries again or masks, each call is halved until it succeeds or asks for one
         element. Otherwise the elements are read one by one.
         """
+        failures: list[Exception] = []
         try:
             result = read(indices)
         except Exception as error:
-            failure = error
+            failures.append(error)
         else:
             return self._checked(result, indices)
+        # No name here refers to the failure: its traceback would keep this frame alive.
         if len(indices) == 1:
             again = lambda: self._checked(read(indices), indices)[0]  # noqa: E731
-            return [recovery.recovered(failure, again)]
-        if not recovery.reads_again(failure):
-            return self._found(read, indices, failure)
-        del failure  # its traceback keeps this frame alive
+            return [recovery.recovered(failures.pop(), again)]
+        if not recovery.reads_again(failures[0]):
+            return self._found(read, indices, failures.pop())
+        failures.clear()
         half = len(indices) // 2
         first = self._many(read, indices[:half], recovery)
         if len(first) < half or (type(first[-1]) is Unreadable and not recovery.masks):
@@ -288,17 +291,18 @@ class Route:
     def _one_by_one(self, recovery: Recovery) -> Iterator[Any]:
         # Not by `map`: a StopIteration of the user's code would end it without an error.
         read_one = single_read_of(self.ds)
+        failures: list[Exception] = []
         for index in self.indices.tolist():
             try:
                 element = read_one(index)
             except Exception as error:
-                failure = error
+                failures.append(error)
             else:
                 yield element
                 continue
             # Outside the except block, or each new error would chain the earlier ones.
-            yield recovery.recovered(failure, functools.partial(read_one, index))
-            del failure  # its traceback keeps this frame alive
+            # No name here refers to the failure: its traceback would keep this frame alive.
+            yield recovery.recovered(failures.pop(), functools.partial(read_one, index))
 
 
 def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[Any]:

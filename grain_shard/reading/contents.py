@@ -78,8 +78,9 @@ class Contents:
         if self._node is None:
             return ""
         try:
-            elements = Route(self._node, np.array(self._indices)).read()
-            digests = [element_digest(element) for element in elements]
+            # No name for the elements: an error among them would keep this frame, and its own.
+            read = Route(self._node, np.array(self._indices)).read
+            digests = [element_digest(element) for element in read()]
         except Exception:  # a record that cannot be read is for the batch that it belongs to
             return ""
         return "".join(digests) if len(digests) == len(self._indices) else ""
