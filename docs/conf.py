@@ -1,54 +1,45 @@
-"""How Sphinx makes the site; docs/build.py runs it."""
+"""The site: `sphinx-build -W docs build/site`."""
 
 import os
 import re
-import sys
-from pathlib import Path
 
+import sphinx.util.logging
 from docutils import nodes
 from sphinx import addnodes
-from sphinx.util import logging
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # importing the package for its docstrings
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import grain_shard
-from docs.build import public_names
-
-logger = logging.getLogger(__name__)
-
-# Every public name as it is written in the pages, and in full, with what describes it.
-PUBLIC = {}
-for full, described in public_names().items():
-    PUBLIC.setdefault(full.rpartition(".")[2], described)
-    PUBLIC[full] = described
 
 project = "grain_shard"
 author = "the authors of grain_shard"
 release = grain_shard.__version__
 html_title = f"grain_shard {release}"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["**/.ipynb_checkpoints"]
+templates_path = ["templates"]
 html_theme = "furo"
 html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-
-# Nothing is loaded from anywhere else.
-nb_ipywidgets_js = {}
+nb_ipywidgets_js = {}  # nothing is loaded from elsewhere
 
 nb_execution_mode = "off"  # notebooks/run.py runs them; the site shows the outputs that they have
 nb_merge_streams = True
 myst_heading_anchors = 4
-suppress_warnings = [
-    "myst.header",  # a notebook may begin with a badge
-    "config.cache",
-    "mystnb.unknown_mime_type",
-]
+suppress_warnings = ["myst.header", "config.cache", "mystnb.unknown_mime_type"]
 
 default_role = "py:obj"  # `shard_to` in a docstring is a link, where there is such a name
+autosummary_generate = True
+autosummary_ignore_module_all = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say it in words
 autodoc_preserve_defaults = True
@@ -56,18 +47,16 @@ napoleon_numpy_docstring = False
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
-SECTIONS_OF_DOCSTRINGS = {"Args:", "Attributes:", "Example:", "Raises:", "Returns:", "Yields:"}
+logger = sphinx.util.logging.getLogger(__name__)
+PUBLIC = {name: f"grain_shard.{name}" for name in grain_shard.__all__}
 SHORT = 20  # characters of code that are not broken over two lines
 
 
-def example_first(app, what, name, obj, options, lines):
-    """Puts the example before what is taken, returned and raised, wherever the docstring has it."""
-    heads = [i for i, line in enumerate(lines) if line in SECTIONS_OF_DOCSTRINGS]
-    for start in heads:
-        if lines[start] == "Example:":
-            end = next((i for i in heads if i > start), len(lines))
-            example, between = lines[start:end], lines[heads[0] : start]
-            lines[heads[0] : end] = [*example, "", *between]
+def link_pages_of_other_folders(app, doctree):
+    """Names the pages of docs/notebooks and its like, which are links to folders beside docs/."""
+    for node in doctree.findall(addnodes.pending_xref):
+        if os.path.isabs(node["reftarget"]):
+            node["reftarget"] = os.path.relpath(node["reftarget"], app.srcdir.parent)
 
 
 def docstring_as_rst(app, what, name, obj, options, lines):
@@ -113,8 +102,8 @@ def link_public_names(app, doctree):
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", example_first, priority=400)  # before Sphinx reads it
     app.connect("autodoc-process-docstring", docstring_as_rst)
+    app.connect("doctree-read", link_pages_of_other_folders)
     app.connect("doctree-read", keep_short_code_in_one_line)
     app.connect("doctree-read", end_code_with_its_last_line)
     app.connect("doctree-read", link_public_names)
