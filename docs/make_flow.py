@@ -2,10 +2,9 @@
 
     python docs/make_flow.py
 
-Which host holds which rows, and which record is in which row, is what the library itself says. The
-animation is CSS inside the picture, so that it runs wherever the picture is shown. It begins with
-the end of the last batch, so that a still of it shows all there is, the padding as well; that is
-what is seen where nothing moves, too.
+The library itself says which host holds which rows. Attributes draw the end of the last batch, so
+that a program without animations, or a reader who wants none, sees a whole picture. CSS inside the
+picture moves the rows. It begins with the end of the last batch, too.
 """
 
 import os
@@ -31,9 +30,10 @@ MOVE = 0.16  # the part of a step that a row takes from one column to the next
 SECONDS_BEFORE = 1  # of the last step's end, with which the animation begins
 
 # Columns, in the units of the picture: where a row of the batch stands, and how large it is.
-WIDTH, HEIGHT = 620, 520
-TOP, PITCH, CELL = 78, 21, (54, 18)
+WIDTH, HEIGHT = 620, 416
+TOP, PITCH, CELL = 64, 17, (54, 15)
 BATCH_X, HOST_X, DEVICE_X, MASK_X = 46, 208, 360, 554
+PALE = "#B8B8B8"  # words of a copy
 
 
 def batches():
@@ -55,28 +55,56 @@ def rows_by_host(hosts):
 def y_of(row):
     """Rows of two devices stand a little apart, and those of two hosts a little more."""
     device = row // (GLOBAL_BATCH_SIZE // NUM_DEVICES)
-    return TOP + row * PITCH + 6 * device + 8 * (device // 2)
+    return TOP + row * PITCH + 4 * device + 6 * (device // 2)
 
 
-def text(x, y, words, style="", extra=""):
-    return f'<text x="{x}" y="{y}" class="{style}" {extra}>{words}</text>'
+def text(x, y, words, size=14, extra='text-anchor="middle"'):
+    return f'<text x="{x}" y="{y}" font-size="{size}" {extra}>{words}</text>'
+
+
+HEAD = 'text-anchor="middle" font-weight="600"'
+CODE = f'{HEAD} font-family="ui-monospace, Menlo, Consolas, monospace"'
 
 
 def while_shown(step):
-    """The style of what belongs to one step, and is seen in the last one where nothing moves."""
-    return f"step{step}" + ("" if step == len(HOSTS_OF_STEP) - 1 else " moving")
+    """The attributes of one step's group: the last one is seen where nothing moves."""
+    return f'data-part="step{step}" opacity="{int(step == len(HOSTS_OF_STEP) - 1)}"'
 
 
 def frames_of(hosts, rows):
     """The frame of each host, around its rows and its devices, with its name where no row goes."""
     for host, held in rows.items():
-        top, bottom = y_of(held[0]) - 7, y_of(held[-1]) + CELL[1] + 7
+        top, bottom = y_of(held[0]) - 6, y_of(held[-1]) + CELL[1] + 6
         color = HOST_COLORS[host]
         yield (
             f'<rect x="{HOST_X - 8}" y="{top}" width="{DEVICE_X + 130 - HOST_X}" rx="6"'
-            f' height="{bottom - top}" fill="{color}" fill-opacity="0.12" stroke="{color}"/>'
+            f' height="{bottom - top}" fill="{pale(color, 0.12)}" stroke="{color}"/>'
         )
-        yield text(DEVICE_X + 70, (top + bottom) / 2 + 4, f"host {host}", "small")
+        yield text(DEVICE_X + 70, (top + bottom) / 2 + 4, f"host {host}", extra="")
+
+
+def devices():
+    for device in range(NUM_DEVICES):
+        y = y_of(device * GLOBAL_BATCH_SIZE // NUM_DEVICES)
+        yield (
+            f'<rect x="{DEVICE_X - 5}" y="{y - 2}" width="{CELL[0] + 10}" rx="4"'
+            f' height="{PITCH + CELL[1] + 4}" fill="white" stroke="#888"/>'
+        )
+
+
+def pale(color, share):
+    """A color on white: not every program draws what is half transparent."""
+    parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - share * (255 - part)):02X}" for part in parts)
+
+
+def cell(attributes, color, words, ink):
+    width, height = CELL
+    return (
+        f'<g {attributes}><rect width="{width}" height="{height}" rx="3" fill="{color}"/>'
+        + text(width / 2, height - 3, words, 12.5, f'text-anchor="middle" fill="{ink}"')
+        + "</g>"
+    )
 
 
 def moving_rows(step, ids, valid, rows):
@@ -84,56 +112,47 @@ def moving_rows(step, ids, valid, rows):
 
     Where it was, a pale copy stays.
     """
-    width, height = CELL
     for host, held in rows.items():
         for row in held:
             y = y_of(row)
             color = HOST_COLORS[host] if valid[row] else PADDING
             words = str(ids[row]) if valid[row] else "pad"
-            cell = (
-                f'<rect width="{width}" height="{height}" rx="3" fill="{color}"/>'
-                f'<text x="{width / 2}" y="{height - 4}" class="cell">{words}</text></g>'
-            )
-            yield f'<g class="copy" transform="translate({BATCH_X} {y})">{cell}'
-            yield f'<g class="copy of-host" transform="translate({HOST_X} {y})">{cell}'
-            yield f'<g class="row" style="--y: {y}px">{cell}'
-            yield text(MASK_X, y + height - 4, valid[row], "mask" if valid[row] else "no")
+            yield cell(f'transform="translate({BATCH_X} {y})"', pale(color, 0.3), words, PALE)
+            at_host = f'data-part="copy" transform="translate({HOST_X} {y})"'
+            yield cell(at_host, pale(color, 0.3), words, PALE)
+            yield f'<g transform="translate({DEVICE_X} {y})">'
+            yield cell('data-part="row"', color, words, "#222") + "</g>"
+            mark = "" if valid[row] else f' fill="{VERMILION}" font-weight="600"'
+            extra = f'data-part="mask" text-anchor="middle"{mark}'
+            yield text(MASK_X, y + CELL[1] - 3, valid[row], size=12.5, extra=extra)
 
 
 def styles():
-    """The animation: every step has its part of the whole, and in it the rows move twice."""
+    """The animation: every step has its part of the whole, and in it the rows move twice.
+
+    It names no class, because ImageMagick draws nothing of what has one.
+    """
     steps = len(HOSTS_OF_STEP)
     whole = steps * SECONDS_A_STEP
     repeated = f"{SECONDS_A_STEP}s {SECONDS_BEFORE - whole}s infinite"
-    yield f"""
-svg {{ font-family: system-ui, sans-serif; font-size: 15px; fill: #222 }}
-.head {{ font-weight: 600; text-anchor: middle }}
-.small {{ font-size: 13.5px }}
-.code {{ font-family: ui-monospace, Menlo, Consolas, monospace }}
-.cell {{ font-size: 14px; text-anchor: middle }}
-.mask, .no {{ font-size: 14px; text-anchor: middle; animation: mask {repeated} }}
-.no {{ fill: {VERMILION}; font-weight: 600 }}
-.moving {{ opacity: 0 }}
-.copy {{ opacity: 0.3 }}
-.of-host {{ animation: of-host {repeated} }}
-.row {{ animation: row {repeated} }}
-.row {{ transform: translate({DEVICE_X}px, var(--y)) }}"""
+    yield f"[data-part=mask] {{ animation: mask {repeated} }}"
+    yield f"[data-part=copy] {{ animation: copy {repeated} }}"
+    yield f"[data-part=row] {{ animation: row {repeated} }}"
     for step in range(steps):
         begin, end = 100 * step / steps, 100 * (step + 1) / steps
-        yield f".step{step} {{ animation: step{step} {whole}s {SECONDS_BEFORE - whole}s infinite }}"
+        moves = f"step{step} {whole}s {SECONDS_BEFORE - whole}s infinite"
+        yield f"[data-part=step{step}] {{ animation: {moves} }}"
         before = "" if step == 0 else f"0%, {begin - 0.1:.2f}% {{ opacity: 0 }} "
         after = "" if step == steps - 1 else f"{end:.2f}%, 100% {{ opacity: 0 }} "
         shown = f"{begin:.2f}%, {end - 0.1:.2f}% {{ opacity: 1 }} "
         yield f"@keyframes step{step} {{ {before}{shown}{after}}}"
     places = [(0.14, BATCH_X), (0.14 + MOVE, HOST_X), (0.5, HOST_X), (0.5 + MOVE, DEVICE_X)]
     moves = "".join(
-        f"{100 * part:g}% {{ transform: translate({x}px, var(--y)) }} " for part, x in places
+        f"{100 * part:g}% {{ transform: translateX({x - DEVICE_X}px) }} " for part, x in places
     )
-    yield (
-        f"@keyframes row {{ 0% {{ transform: translate({BATCH_X}px, var(--y)) }} {moves}"
-        f"100% {{ transform: translate({DEVICE_X}px, var(--y)) }} }}"
-    )
-    yield "@keyframes of-host { 0%, 30% { opacity: 0 } 31%, 100% { opacity: 0.3 } }"
+    start, end = (f"transform: translateX({x - DEVICE_X}px)" for x in (BATCH_X, DEVICE_X))
+    yield f"@keyframes row {{ 0% {{ {start} }} {moves}100% {{ {end} }} }}"
+    yield "@keyframes copy { 0%, 30% { opacity: 0 } 31%, 100% { opacity: 1 } }"
     yield "@keyframes mask { 0%, 64% { opacity: 0 } 70%, 100% { opacity: 1 } }"
     yield "@media (prefers-reduced-motion: reduce) { * { animation: none !important } }"
 
@@ -142,21 +161,15 @@ def draw():
     """The picture, as text."""
     parts = [
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="white"/>',
-        text(BATCH_X + 27, 32, ".batch(16)", "head code"),
-        text(BATCH_X + 27, 52, "of the whole job", "small", 'text-anchor="middle"'),
-        text(HOST_X + 27, 32, "hosts", "head"),
-        text(HOST_X + 27, 52, "read their rows", "small", 'text-anchor="middle"'),
-        text(DEVICE_X + 27, 32, "devices", "head"),
-        text(DEVICE_X + 27, 52, "hold a shard each", "small", 'text-anchor="middle"'),
-        text(MASK_X, 32, "valid_mask", "head code"),
-        text(MASK_X, 52, "which rows count", "small", 'text-anchor="middle"'),
+        text(BATCH_X + 27, 24, ".batch(16)", size=15, extra=CODE),
+        text(BATCH_X + 27, 43, "of the whole job"),
+        text(HOST_X + 27, 24, "hosts", size=15, extra=HEAD),
+        text(HOST_X + 27, 43, "read their rows"),
+        text(DEVICE_X + 27, 24, "devices", size=15, extra=HEAD),
+        text(DEVICE_X + 27, 43, "hold a shard each"),
+        text(MASK_X, 24, "valid_mask", size=15, extra=CODE),
+        text(MASK_X, 43, "which rows count"),
     ]
-    for device in range(NUM_DEVICES):
-        y = y_of(device * GLOBAL_BATCH_SIZE // NUM_DEVICES)
-        parts.append(
-            f'<rect x="{DEVICE_X - 5}" y="{y - 3}" width="{CELL[0] + 10}" rx="4"'
-            f' height="{PITCH + CELL[1] + 6}" fill="white" stroke="#888"/>'
-        )
     captions = [
         "step 0, on four hosts",
         "step 1, on four hosts: then the run is stopped",
@@ -165,10 +178,13 @@ def draw():
     for step, (ids, valid) in enumerate(batches()):
         rows = rows_by_host(HOSTS_OF_STEP[step])
         parts += [
-            f'<g class="{while_shown(step)}">',
+            f"<g {while_shown(step)}>",
+            # It covers the steps before, where a program shows all of them.
+            f'<rect x="4" y="52" width="{WIDTH - 8}" height="{HEIGHT - 56}" fill="white"/>',
             *frames_of(HOSTS_OF_STEP[step], rows),
+            *devices(),
             *moving_rows(step, ids, valid, rows),
-            text(WIDTH / 2, HEIGHT - 16, captions[step], "head"),
+            text(WIDTH / 2, HEIGHT - 12, captions[step], size=15, extra=HEAD),
             "</g>",
         ]
     described = (
@@ -177,10 +193,12 @@ def draw():
     )
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-            f' aria-label="{described}">',
-            "<style>" + "\n".join(styles()) + "\n</style>",
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
+            f' viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif"'
+            f' fill="#222" stroke="none"'
+            f' role="img" aria-label="{described}">',
             *parts,
+            "<style>" + "\n".join(styles()) + "\n</style>",
             "</svg>\n",
         ]
     )
