@@ -98,10 +98,21 @@ def arrows():
     return sorted((a, b) for a, b in found if a != b)
 
 
+def arrows_to_the_next_floor():
+    """The arrows that are drawn. CONTRIBUTING.md has a table of the rest."""
+    floors = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+    return [(a, b) for a, b in arrows() if floors[a] - floors[b] == 1]
+
+
 def places(width):
-    """Where the corner of each room is, from the top floor down, and the height of all."""
+    """The corner of each room, from the top floor down, and the height of the picture.
+
+    Rooms with an arrow stand in the first line of their floor, so that no arrow crosses a room.
+    """
     at, y = {}, MARGIN
-    for rooms in reversed(FLOORS):
+    with_arrow = {below for _, below in arrows_to_the_next_floor()}
+    for floor in reversed(FLOORS):
+        rooms = sorted(floor, key=lambda room: room not in with_arrow)
         for line in (rooms[i : i + MOST] for i in range(0, len(rooms), MOST)):
             left = (width - len(line) * (WIDTH + GAP_X) + GAP_X) / 2
             at |= {room: (left + i * (WIDTH + GAP_X), y) for i, room in enumerate(line)}
@@ -121,20 +132,16 @@ def draw_rooms(path):
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"'
         f' markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{ARROW}"/></marker></defs>',
         '<g font-size="14" text-anchor="start">',
-        f'<text x="{MARGIN}" y="32">Arrows are imports, drawn</text>',
-        f'<text x="{MARGIN}" y="51">to the next floor alone.</text>',
+        f'<text x="{MARGIN}" y="{at["tools"][1] + 20:g}">Arrows are imports, drawn</text>',
+        f'<text x="{MARGIN}" y="{at["tools"][1] + 39:g}">to the next floor alone.</text>',
         "</g>",
     ]
-    for above, below in arrows():
+    for above, below in arrows_to_the_next_floor():
         (x1, y1), (x2, y2) = at[above], at[below]
-        # To what stands right below a line is drawn; what is further down is left out, or the
-        # picture would be nothing but lines. The table in CONTRIBUTING.md has it all.
-        floors = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
-        if floors[above] - floors[below] == 1:
-            lines.append(
-                f'<line x1="{x1 + WIDTH / 2:g}" y1="{y1 + HEIGHT:g}" x2="{x2 + WIDTH / 2:g}"'
-                f' y2="{y2 - 3:g}" stroke="{ARROW}" marker-end="url(#tip)"/>'
-            )
+        lines.append(
+            f'<line x1="{x1 + WIDTH / 2:g}" y1="{y1 + HEIGHT:g}" x2="{x2 + WIDTH / 2:g}"'
+            f' y2="{y2 - 3:g}" stroke="{ARROW}" marker-end="url(#tip)"/>'
+        )
     for room, (x, y) in at.items():
         lines += [
             f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#E8F1F8"'
