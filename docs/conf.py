@@ -23,7 +23,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["**/.ipynb_checkpoints"]
+exclude_patterns = ["**/.ipynb_checkpoints", "benchmarks/*"]  # benchmarks.md includes these
 templates_path = ["templates"]
 html_theme = "furo"
 html_show_copyright = False
@@ -53,10 +53,11 @@ SHORT = 20  # characters of code that are not broken over two lines
 
 
 def link_pages_of_other_folders(app, doctree):
-    """Names the pages of docs/notebooks and its like, which are links to folders beside docs/."""
+    """Names pages beside docs/: its links to folders lead there, and benchmarks.md includes some."""
     for node in doctree.findall(addnodes.pending_xref):
         if os.path.isabs(node["reftarget"]):
-            node["reftarget"] = os.path.relpath(node["reftarget"], app.srcdir.parent)
+            page = os.path.relpath(node["reftarget"], app.srcdir.parent)
+            node["reftarget"] = "benchmarks" if page.startswith("benchmarks/") else page
 
 
 def docstring_as_rst(app, what, name, obj, options, lines):
