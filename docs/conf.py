@@ -23,7 +23,8 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["**/.ipynb_checkpoints", "benchmarks/*"]  # benchmarks.md includes these
+# benchmarks.md includes the pages of benchmarks/.
+exclude_patterns = ["**/.ipynb_checkpoints", "benchmarks/*"]
 templates_path = ["templates"]
 html_theme = "furo"
 html_show_copyright = False
