@@ -9,6 +9,8 @@ import threading
 import grain
 import jax
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -720,3 +722,57 @@ def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row():
     batches.set_state(state)
     assert [batch["id"].tolist() for batch in batches] == [[1, 11], [2, 12], [3, 13]]
     batches.close()
+
+
+NUM_EPOCHS = 3
+
+
+def repeated(feed, folder):
+    """The epochs of records: `.repeat` after `.shuffle` shuffles each anew."""
+    part = grain.MapDataset.range(400)[feed.shard_index :: feed.shard_count]
+    records = part.seed(1).shuffle().repeat(NUM_EPOCHS)
+    return records.map_with_index(
+        lambda index, i: {"id": np.int32(i), "epoch": np.int32(index // len(part))}
+    ).to_iter_dataset()
+
+
+def chained(feed, folder):
+    """The epochs of files, one after the other."""
+    files = sorted(folder.glob("rows-*.parquet"))[feed.shard_index :: feed.shard_count]
+
+    def one_epoch(epoch):
+        order = np.random.default_rng(epoch).permutation(len(files))
+        stream = grain.experimental.ParquetIterDataset([str(files[i]) for i in order])
+        stream = grain.experimental.WindowShuffleIterDataset(stream, window_size=50, seed=epoch)
+        return stream.map(lambda row: {"id": np.int32(row["id"]), "epoch": np.int32(epoch)})
+
+    epochs = [one_epoch(epoch) for epoch in range(NUM_EPOCHS)]
+    return grain.experimental.InterleaveIterDataset(epochs, cycle_length=1)
+
+
+@pytest.mark.parametrize("epochs", [repeated, chained])
+def test_several_epochs_of_a_feed_are_resumed_in_the_middle(epochs, tmp_path):
+    for part in range(16):
+        table = pyarrow.table({"id": np.arange(25) + 25 * part})
+        pyarrow.parquet.write_table(table, tmp_path / f"rows-{part:02}.parquet")
+
+    def rows_of(batches):
+        rows = {epoch: [] for epoch in range(NUM_EPOCHS)}
+        for batch in batches:
+            batch = jax.tree.map(np.asarray, batch)
+            for epoch, i in zip(batch["epoch"], batch["id"], strict=True):
+                rows[int(epoch)] += [int(i)]
+        return rows
+
+    ds = grain_shard.feeds(lambda feed: epochs(feed, tmp_path), num_feeds=8).batch(48)
+    ds = ds.shard_to(data_mesh(8), remainder="error", mask_key=None)
+    whole = rows_of(ds)
+    assert all(sorted(rows) == list(range(400)) for rows in whole.values())
+    assert whole[0] != whole[1] != whole[2]
+    with iter(ds) as batches:
+        before = rows_of(next(batches) for _ in range(10))  # into the second epoch
+        state = batches.get_state()
+    with iter(ds) as batches:
+        batches.set_state(state)
+        after = rows_of(batches)
+    assert all(before[epoch] + after[epoch] == whole[epoch] for epoch in whole)
