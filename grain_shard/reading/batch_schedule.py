@@ -72,5 +72,5 @@ class BatchSchedule:
             )
         if len(ds) == 0:
             raise ShardingError("there are no records to batch.", remedy="check the source.")
-        batching = RecordBatching(cuts=Cuts(len(ds), self.sizes), template=RowTemplate(ds))
+        batching = RecordBatching(cuts=Cuts(len(ds), dict(self.sizes)), template=RowTemplate(ds))
         return RowMapDataset(ds, batching, self)

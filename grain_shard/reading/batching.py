@@ -83,10 +83,6 @@ class Batching(ABC):
             faults: The rules for failed reads.
         """
 
-    @abstractmethod
-    def dropping_remainder(self: B) -> B:
-        """Returns the full batches only."""
-
     def num_batches(self) -> int:
         """Returns the number of batches in one pass."""
         return min(sys.maxsize, self.cuts.steps_before(self.num_epochs))
@@ -110,10 +106,8 @@ class Batching(ABC):
 
     @property
     def host_batch_sizes(self) -> tuple[int, ...]:
-        """Kept rows of full batches, once for each batch size."""
-        if self.rows is None:
-            return self.global_batch_sizes
-        return tuple(len(rows) for rows in self.rows.values())
+        """Kept rows of full batches, for each of `unpadded_sizes`."""
+        return tuple(map(self.host_batch_size_of, self.unpadded_sizes))
 
     @property
     def has_several_sizes(self) -> bool:
@@ -183,7 +177,7 @@ class Batching(ABC):
                     f' {largest} rows, and remainder="drop".',
                     remedy='pass remainder="pad", or make the batch smaller.',
                 )
-            return padded.dropping_remainder()
+            return replace(padded, cuts=replace(cuts, drop_remainder=True))
         self._require_full(cuts)
         return padded
 

@@ -35,33 +35,19 @@ HOW_TO_COUNT_RECORDS = (
 _PLACE = re.compile(r" @ [^)]*| at 0x[0-9a-f]+")
 
 
-def fingerprint(ds: grain.MapDataset) -> Fingerprint:
-    """Returns the fingerprint of a random-access dataset of batches: the same on every host.
-
-    Args:
-        ds: The dataset below the stages of this package.
-
-    Returns:
-        Records above ``.batch``, the batch size (both None if unknown), and one digest each of the
-        sources (names of the files and number of their records; for a Hugging Face dataset its own
-        fingerprint), the seeds, and the transformations. Plain JSON.
-    """
-    node = nodes.batch_node(ds)
-    if node is None:
-        return {"records": None, "global_batch_size": None, **pipeline_digests(ds)}
-    of_records = records_fingerprint(node.records, node.above, node.drop_remainder)
-    return {**of_records, "global_batch_size": node.global_batch_size}
-
-
 def records_fingerprint(
     records: grain.MapDataset, above: Sequence[grain.MapDataset], drop_remainder: bool
 ) -> Fingerprint:
-    """Returns the fingerprint of batched records, whatever the batch size.
+    """Returns the fingerprint of batched records, whatever the batch size: the same on every host.
 
     Args:
         records: The dataset that is batched.
         above: The nodes above the batching.
         drop_remainder: True if records that do not fill a batch are left out.
+
+    Returns:
+        The number of records, and one digest each of the sources, the seeds and the
+        transformations. Plain JSON.
     """
     mixture = _mixture_in_order(records, above)
     described = [(_text(node), nodes.parameters(node)) for node in above]
@@ -109,7 +95,11 @@ def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fi
 
 
 def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:
-    """Returns one digest each of a dataset's sources, seeds and transformations."""
+    """Returns one digest each of a dataset's sources, seeds and transformations.
+
+    A source is described by the names of its files and the number of its records; a Hugging Face
+    dataset by its own fingerprint, too.
+    """
     walked = list(nodes.walk(ds))
     sources = [_source(node) for node in walked if not node.parents]
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -85,9 +85,6 @@ class RecordBatching(Batching):
             return None
         (size,) = self.unpadded_sizes
         return Cuts(self.cuts.records * size, {0: size})
-
-    def dropping_remainder(self) -> RecordBatching:
-        return replace(self, cuts=self.cuts.dropping_remainder())
 
     def fingerprint(self) -> Fingerprint:
         above = () if self.node is None else self.node.above

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import grain
 import numpy as np
@@ -15,7 +15,7 @@ from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cuts
 from grain_shard.reading.faults import Faults
-from grain_shard.reading.fingerprint import Fingerprint, fingerprint
+from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.record_batching import RecordBatching
 from grain_shard.reading.row_template import RowTemplate
@@ -51,13 +51,13 @@ class WholeBatching(Batching):
         last = len(batches.ds) - 1
         return Cuts(last * batches.size + FlatBatch.of(batches.ds[last]).rows, {0: batches.size})
 
-    def dropping_remainder(self) -> WholeBatching:
-        cuts = self.epochs()
-        assert cuts is not None, "no batch of a slice is dropped"
-        return replace(self, cuts=cuts.dropping_remainder())
-
     def fingerprint(self) -> Fingerprint:
-        return {**fingerprint(self.batches.ds), **super().fingerprint()}
+        made_of = self.batches.made_of
+        if made_of is None:
+            unknown = {"records": None, "global_batch_size": None}
+            return {**unknown, **pipeline_digests(self.batches.ds), **super().fingerprint()}
+        found = {**made_of.fingerprint(), **super().fingerprint()}
+        return {**found, "global_batch_size": self.batches.size}
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         return [_WholeBatch(self, index, faults) for index in indices]
