@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -61,40 +60,6 @@ def _sorted(flatten: Callable[..., Any], tree: Any) -> Any:
 
 def _has_mixed_keys(node: Any) -> bool:
     return isinstance(node, dict) and len({isinstance(key, str) for key in node}) > 1
-
-
-def covering(
-    prefix: Any, keys: Sequence[Any], is_leaf: Callable[[Any], bool]
-) -> tuple[Any, Sequence[Any]] | None:
-    """Finds the leaf of a tree prefix that covers a leaf of the tree.
-
-    Args:
-        prefix: The tree prefix.
-        keys: The keys that lead to the leaf of the tree.
-        is_leaf: Returns True for a leaf of the prefix.
-
-    Returns:
-        The leaf of the prefix and the keys that lead to it; a node in place of the leaf if the
-        prefix goes deeper than the tree; None if the prefix does not have these keys.
-    """
-    for depth, key in enumerate(keys):
-        if is_leaf(prefix):
-            return prefix, keys[:depth]
-        try:
-            if isinstance(key, jax.tree_util.GetAttrKey):
-                prefix = getattr(prefix, key.name)
-            else:
-                prefix = prefix[getattr(key, "key", getattr(key, "idx", None))]
-        except (KeyError, IndexError, AttributeError, TypeError):
-            return None
-    return prefix, keys
-
-
-def covered_nones(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> set[str]:
-    """Returns the paths of the leaves of a tree prefix that cover a None, which has no leaves."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]
-    found = [covering(prefix, keys, is_leaf) for keys, leaf in pairs if leaf is None]
-    return {path_of(cover[1]) for cover in found if cover is not None}
 
 
 def is_none(leaf: Any) -> bool:
@@ -198,15 +163,6 @@ class FlatBatch:
     def paths(self) -> list[str]:
         """Paths of the leaves, e.g. ``batch['image']``. For messages: they are slow to make."""
         return _paths(self.structure)
-
-    def digest(self) -> str:
-        """Returns sixteen hex digits of a digest of all leaves' values."""
-        content = b"".join(
-            # The bytes of an array of strings as objects are their addresses.
-            repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-            for array in self.arrays
-        )
-        return hashlib.sha256(content).hexdigest()[:16]
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
         """Raises a `ShardingError` that shows the first leaf."""

@@ -17,8 +17,6 @@ from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.trees import (
     MASK_KEY,
     FlatBatch,
-    covered_nones,
-    covering,
     flatten,
     is_none,
     is_numeric,
@@ -61,24 +59,29 @@ class PadRows:
         """
         if type(self.pad_value) is int and self.pad_value == 0:
             return [_as_dtype(0, np.asarray(leaf), ()) for leaf in jax.tree.leaves(tree)]
-        found, used = [], covered_nones(self.pad_value, tree, _is_number)
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            value, covered = covering(self.pad_value, keys, _is_number) or (0, keys)
-            used.add(path_of(covered))
-            if not _is_number(value):
+        pairs = jax.tree_util.tree_flatten_with_path(self.pad_value)[0]
+        given, found, used = {path_of(keys): value for keys, value in pairs}, [], set()
+        # A None of the tree has no leaf to pad, and a value may be given for it.
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]:
+            nodes = (path_of(keys[:depth]) for depth in range(len(keys) + 1))
+            node = next((path for path in nodes if path in given), None)
+            used.add(node)
+            value = 0 if node is None or self._is_mask(keys) else given[node]
+            if leaf is not None:
+                found.append(_as_dtype(value, np.asarray(leaf), keys))
+        for path in (path for path in given if path not in used):
+            leaves = flatten(tree)[0]
+            if deeper := [leaf for leaf in leaves if path.startswith(leaf)]:
                 raise ShardingError(
                     "pad_value goes deeper than the batch.",
-                    path=path_of(keys),
+                    path=deeper[0],
                     remedy="give this leaf a single number.",
                 )
-            found.append(_as_dtype(0 if self._is_mask(keys) else value, np.asarray(leaf), keys))
-        for keys, _ in jax.tree_util.tree_flatten_with_path(self.pad_value)[0]:
-            if path_of(keys) not in used:
-                raise ShardingError(
-                    "pad_value names a leaf that the batch does not have.",
-                    path=path_of(keys),
-                    remedy=f"mend its name; the batch has {', '.join(flatten(tree)[0])}.",
-                )
+            raise ShardingError(
+                "pad_value names a leaf that the batch does not have.",
+                path=path,
+                remedy=f"mend its name; the batch has {', '.join(leaves)}.",
+            )
         return found
 
     def made(self) -> None:
@@ -111,14 +114,12 @@ class PadRows:
     def are_all_of(self, batch: FlatBatch) -> bool:
         """Returns True if every row of a batch is padding."""
         values = self.values(batch.structure.unflatten(batch.arrays))
-        pairs = zip(batch.arrays, values, strict=True)
-        return all(_same(array, value) for array, value in pairs if array.ndim)
-
-
-def _same(array: np.ndarray, value: np.ndarray) -> bool:
-    if value != value:  # NaN, which is not equal to itself
-        return bool((array != array).all())
-    return bool((array == value).all())
+        return all(
+            # NaN is not equal to itself.
+            np.all((array == value) | ((array != array) & (value != value)))
+            for array, value in zip(batch.arrays, values, strict=True)
+            if array.ndim
+        )
 
 
 def _is_number(value: Any) -> bool:
