@@ -30,10 +30,14 @@ class RowTemplate:
 
     Args:
         records: The dataset that is batched.
+
+    Attributes:
+        rows_at_a_time: The most rows to make before they are written; 1 before one was read.
     """
 
     def __init__(self, records: grain.MapDataset):
         self.records: grain.MapDataset = records
+        self.rows_at_a_time: int = 1
         self._stacker: RowStacker | None = None
 
     def stacker(self, faults: Faults, known: Known | None = None) -> RowStacker:
@@ -47,7 +51,8 @@ class RowTemplate:
             with _LEARNING:
                 if self._stacker is None:
                     row, record = known or self._first(faults)
-                    self._stacker = RowStacker(row, "record {}", record)
+                    stacker = RowStacker(row, "record {}", record)
+                    self._stacker, self.rows_at_a_time = stacker, stacker.rows_at_a_time
         return self._stacker
 
     def _first(self, faults: Faults) -> Known:
@@ -66,8 +71,3 @@ class RowTemplate:
             f" the look of a row is not known; the last: {describe_error(error)}.\n"
             "  remedy: look at the source, and at what .map does."
         ) from error
-
-    @property
-    def rows_at_a_time(self) -> int:
-        """The most rows to make before they are written."""
-        return 1 if self._stacker is None else self._stacker.rows_at_a_time

@@ -45,11 +45,6 @@ class RowStacker:
         self.rows_at_a_time: int = max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
         self._of_many: dict[int, Any] = {}  # by number of rows, the structure of a tuple of rows
 
-    @property
-    def like(self) -> Any:
-        """The template row, in arrays."""
-        return self.structure.unflatten(self.likes)
-
     @functools.cached_property
     def empty_row(self) -> Any:
         """Returns a row of zeros with the structure of the template."""
@@ -160,10 +155,11 @@ class Stack:
 
     def __init__(self, stacker: RowStacker, num_rows: int):
         self._stacker, self._num_rows = stacker, num_rows
-        self._arrays = [empty((num_rows, *like.shape), like.dtype) for like in stacker.likes]
-        self._texts: dict[int, list[Any]] = {
-            i: [None] * num_rows for i, like in enumerate(stacker.likes) if is_text(like)
-        }
+        self._is_text = [is_text(like) for like in stacker.likes]
+        self._arrays = [
+            empty((num_rows, *like.shape), np.dtype(object) if text else like.dtype)
+            for like, text in zip(stacker.likes, self._is_text, strict=True)
+        ]
 
     def write(self, rows: Sequence[Any], start: int, origins: Iterable[Any]) -> None:
         """Writes some rows; several threads may call it, each for its own rows.
@@ -174,7 +170,7 @@ class Stack:
             origins: Origins of the rows, for messages.
         """
         stop = start + len(rows)
-        if isinstance(rows, ArrayRows) and not self._texts:
+        if isinstance(rows, ArrayRows) and not any(self._is_text):
             self._stacker.check_columns(rows.columns)
             for i, array in enumerate(self._arrays):
                 rows.gather(i, array[start:stop])
@@ -183,9 +179,7 @@ class Stack:
         for i, array in enumerate(self._arrays):
             column = leaves[i::width]
             self._stacker.check(i, column, origins)
-            if i in self._texts:
-                self._texts[i][start:stop] = column
-            elif array.ndim > 1:
+            if array.ndim > 1 and not self._is_text[i]:
                 # Not np.stack, which makes a view of each row before it copies.
                 part = array[start:stop]
                 joined = part.reshape(len(part) * part.shape[1], *part.shape[2:])
@@ -198,17 +192,15 @@ class Stack:
 
         The arrays have no other references.
         """
-        arrays = list(self._arrays)
-        for i, texts in self._texts.items():
-            arrays[i] = _joined(texts) if texts else arrays[i]
-        return self._stacker.structure.unflatten(arrays)
+        columns = zip(self._arrays, self._is_text, self._stacker.likes, strict=True)
+        return self._stacker.structure.unflatten(
+            [_as_text(array, like.dtype) if text else array for array, text, like in columns]
+        )
 
 
-def _joined(texts: Sequence[Any]) -> np.ndarray:
-    """Returns strings, or arrays of strings, as one array."""
-    if not any(isinstance(text, str | bytes) and text[-1:] in ("\0", b"\0") for text in texts):
-        return np.stack(texts)
+def _as_text(objects: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns an array of strings in NumPy's dtype for them, if that keeps all characters."""
+    texts = [text.item() if isinstance(text, np.ndarray) else text for text in objects.flat]
     # NumPy's own dtypes for strings drop the NULs at their ends.
-    joined = np.empty(len(texts), object)
-    joined[:] = [text if isinstance(text, str | bytes) else text.item() for text in texts]
-    return joined
+    ends_in_nul = any(text[-1:] in ("\0", b"\0") for text in texts)
+    return np.array(texts, object if ends_in_nul else dtype.type).reshape(objects.shape)
