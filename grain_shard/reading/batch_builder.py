@@ -16,7 +16,7 @@ import numpy as np
 from grain_shard.errors import BadRecordsError
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route
-from grain_shard.reading.faults import Faults
+from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.pad_batch import Padding, pad_batch
 from grain_shard.reading.row_template import RowTemplate
@@ -155,7 +155,7 @@ class BatchBuilder:
             if not self.faults.may_leave_out(listed[i].error):
                 raise self._named(listed[i], start + i)
         if self.faults.masks:
-            self.faults.count(records=len(rows))
+            self.faults.count(FaultCounts(records=len(rows)))
         if not bad:
             return
         good = (i for i, row in enumerate(listed) if type(row) is not Unreadable)

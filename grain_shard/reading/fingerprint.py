@@ -101,9 +101,8 @@ def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]
     dataset by its own fingerprint, too.
     """
     walked = list(nodes.walk(ds))
-    sources = [_source(node) for node in walked if not node.parents]
     return {
-        "source": digest(sources),
+        "source": digest([_source(node) for node in nodes.sources(ds)]),
         "seeds": digest([nodes.seeds(n) for n in walked]),
         "transforms": digest([(_text(n), nodes.parameters(n)) for n in walked]),
     }

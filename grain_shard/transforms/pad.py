@@ -75,8 +75,7 @@ class PadToDivisible(Stage):
             self._padded,
             self,
             global_batch_size=size and round_up(size, self.divisor),
-            unpadded_batch_size=ds.facts.global_batch_size,
-            rows_to_expect=size or 0,
+            unpadded_batch_size=size,
             padding=self.padding.rows,
         )
 
