@@ -24,7 +24,7 @@ from grain_shard.feeding.feed_rows import FeedRows, row_stacker
 from grain_shard.feeding.feed_turns import FeedTurns, FeedWorkers
 from grain_shard.reading.contents import without_digest
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
-from grain_shard.reading.pad_batch import Padding
+from grain_shard.reading.padding import Padding
 from grain_shard.reading.stack import RowStacker
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout

@@ -18,7 +18,7 @@ from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route
 from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.origin import Origin, record_name
-from grain_shard.reading.pad_batch import Padding, pad_batch
+from grain_shard.reading.padding import Padding, pad_batch
 from grain_shard.reading.row_template import RowTemplate
 from grain_shard.reading.stack import Stack
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
@@ -141,7 +141,7 @@ class BatchBuilder:
                         remedy="shuffle, mix or concatenate before .batch, or use"
                         " .batch(B, drop_remainder=True).",
                     )
-            return pad_batch(batch, self._num_rows, self._padding.rows, self._bad_rows)
+            return pad_batch(batch, self._num_rows, self._padding, self._bad_rows)
 
     def failed(self, start: int, error: Raised) -> list[tuple[int, Raised]]:
         """Returns an error in place of the batch."""

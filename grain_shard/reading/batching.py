@@ -20,8 +20,7 @@ from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.cuts import START, Cuts, Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint
-from grain_shard.reading.pad_batch import Padding
-from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.padding import Padding
 from grain_shard.spans import READ, span
 from grain_shard.trees import Batch
 
@@ -127,9 +126,9 @@ class Batching(ABC):
         return any(len(rows) < size for size, rows in self.rows.items())
 
     @property
-    def pad_rows(self) -> PadRows:
-        """The rows of padding in its batches."""
-        return PadRows(mask_key=None) if self.padding is None else self.padding.rows
+    def rows_of_padding(self) -> Padding:
+        """The content of rows of padding, which only other hosts may need."""
+        return self.padding or Padding(1, mask_key=None)
 
     def fingerprint(self) -> Fingerprint:
         """Returns the fields with which a saved state must agree."""

@@ -17,7 +17,7 @@ from grain_shard.host_arrays import owned
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.iterable import is_from_iterable
 from grain_shard.reading.lost_epochs import refuse_lost_epochs
-from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.padding import Padding
 from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.spans import READ, span
 from grain_shard.trees import Batch
@@ -59,7 +59,7 @@ class StreamFacts:
     global_batch_size: int | None = None
     unpadded_batch_size: int | None = None
     owns_arrays: bool = False
-    padding: PadRows = PadRows()  # noqa: RUF009 (it is frozen)
+    padding: Padding = Padding(1)  # noqa: RUF009 (it is frozen)
 
 
 class StreamDataset(grain.IterDataset):
