@@ -20,7 +20,7 @@ from grain_shard.digest import digest
 from grain_shard.errors import StateError
 from grain_shard.grain_inside import nodes
 from grain_shard.reading.cuts import Progress
-from grain_shard.reading.mix import MixedByRecord
+from grain_shard.sources.mix import MixedByRecord
 
 Fingerprint = dict[str, Any]
 WEIGHTS = "weights"  # the field for a mixture's weights, by the record from which they hold

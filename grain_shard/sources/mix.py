@@ -11,7 +11,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside.routes import ElementsOfParents
-from grain_shard.reading.weight_schedule import Parts, WeightSchedule
+from grain_shard.sources.weight_schedule import Parts, WeightSchedule
 
 
 def mix(
