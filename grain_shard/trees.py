@@ -89,30 +89,23 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
             array = np.asarray(leaf)
         except (ValueError, TypeError):  # numpy: "inhomogeneous shape"; JAX: a typed PRNG key
             array = np.empty((), object)
+        problem = remedy = ""
         if isinstance(leaf, np.ma.MaskedArray):
-            raise ShardingError(
-                "the leaf is a masked array, and no device knows of its mask.",
-                path=path,
-                leaf=describe_leaf(array),
-                remedy="fill it in .map, by .filled(0), and make the mask a leaf of its own.",
+            problem = "the leaf is a masked array, and no device knows of its mask."
+            remedy = "fill it in .map, by .filled(0), and make the mask a leaf of its own."
+        elif array.dtype.kind == "O" and not is_text(array):
+            problem = "the leaf holds Python objects (ragged rows, or a None among them)."
+            remedy = (
+                "pad the rows to one shape and replace None by a number in .map, or drop the leaf."
             )
-        if array.dtype.kind == "O" and not is_text(array):
-            raise ShardingError(
-                "the leaf holds Python objects (ragged rows, or a None among them).",
-                path=path,
-                leaf=describe_leaf(leaf),
-                remedy="pad the rows to one shape and replace None by a number in .map, or drop"
-                " the leaf.",
-            )
-        if not (is_text(array) or is_numeric(array.dtype)):
-            raise ShardingError(
-                f"dtype {array.dtype} is not one that JAX can hold.",
-                path=path,
-                leaf=describe_leaf(array),
-                remedy="convert it in .map to a number that JAX has: .astype(np.float32), say."
-                if array.dtype.isnative
-                else 'convert its byte order in .map: .astype(x.dtype.newbyteorder("=")).',
-            )
+        elif not (is_text(array) or is_numeric(array.dtype)):
+            problem = f"dtype {array.dtype} is not one that JAX can hold."
+            remedy = "convert it in .map to a number that JAX has: .astype(np.float32), say."
+            if not array.dtype.isnative:
+                remedy = 'convert its byte order in .map: .astype(x.dtype.newbyteorder("=")).'
+        if problem:
+            shown = describe_leaf(leaf if array.dtype.kind == "O" else array)
+            raise ShardingError(problem, path=path, leaf=shown, remedy=remedy)
         arrays.append(array)
     return arrays
 

@@ -13,6 +13,7 @@ import grain_shard
 from grain_shard import PadToDivisible, ShardingError
 from grain_shard.reading.padding import Padding
 from tests.conftest import data_mesh, to_numpy
+from tests.pipelines import KINDS
 
 VALUES = {"tokens": 7, "loss": {"weight": -1.5}}
 
@@ -25,37 +26,13 @@ def record(i):
     }
 
 
-def random_access():
-    return grain.MapDataset.range(1, 7).map(record).batch(4)
-
-
-def custom_batch():
-    return random_access().map(lambda batch: batch)
-
-
-def stream():
-    return grain.MapDataset.range(1, 7).map(record).to_iter_dataset().batch(4)
-
-
-def feeds():
-    def make_feed(feed):
-        records = grain.MapDataset.range(1, 7).map(record)[feed.shard_index :: feed.shard_count]
-        return records.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-
-    return grain_shard.feeds(make_feed, num_feeds=4).batch(4)
-
-
-PIPELINES = {
-    "random access": random_access,
-    "custom batch": custom_batch,
-    "stream": stream,
-    "feeds": feeds,
-}
-
-
-@pytest.fixture(params=PIPELINES.values(), ids=PIPELINES)
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
 def pipeline(request):
-    return request.param
+    return lambda: request.param(record, start=1)
+
+
+def random_access():
+    return KINDS["random access"](record, start=1)
 
 
 def test_padding_holds_the_values_and_the_mask_stays_false(pipeline):

@@ -56,7 +56,7 @@ def records_fingerprint(
         text = "mix" if node is mixture else _text(node)
         described.append((text, nodes.parameters(node)))
     # A mixture's length follows from its weights and its sources, so it is left out.
-    size = {"records": len(records)} if mixture is None else {WEIGHTS: mixture.weights}
+    size = {"records": len(records)} if mixture is None else {WEIGHTS: mixture.schedule.weights}
     return {
         **size,
         "source": pipeline_digests(records)["source"],
@@ -156,19 +156,13 @@ def check_fingerprint(
 
 
 def _source(node: Any) -> tuple[Any, ...]:
-    names = [os.path.basename(str(path)) for path in _paths(node)]
+    paths = getattr(node, "paths", [])
+    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
+    names = [os.path.basename(str(path)) for path in paths]
+    length = len(node) if isinstance(node, grain.MapDataset) else None
     own = nodes.source_fingerprint(node)
-    return _text(node), _length(node), names, *(() if own is None else (own,))
-
-
-def _length(node: Any) -> int | None:
-    return len(node) if isinstance(node, grain.MapDataset) else None
+    return _text(node), length, names, *(() if own is None else (own,))
 
 
 def _text(node: Any) -> str:
     return _PLACE.sub("", str(node))
-
-
-def _paths(node: Any) -> list[Any]:
-    paths = getattr(node, "paths", [])
-    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)

@@ -83,6 +83,11 @@ class IterableBatches(grain.IterDataset):
     Args:
         source: As for `from_iterable`.
         rows: As for `from_iterable`.
+
+    Attributes:
+        has_begun: True once a pass over it has begun.
+        in_use: The lock that is held during each ``next``.
+        has_one_pass: True if an element that one iterator took is gone for the others.
     """
 
     def __init__(self, source: Any, rows: Rows | None):
@@ -90,17 +95,10 @@ class IterableBatches(grain.IterDataset):
         self._source, self.rows = source, rows
         self.has_begun: bool = False
         self.in_use: threading.Lock = threading.Lock()
+        self.has_one_pass: bool = isinstance(source, Iterator)
+        self._can_go_back = self.has_one_pass and _is_stateful(source)
         # For an iterator that can go back to it, so that there may be other passes.
         self._beginning = copy.deepcopy(source.get_state()) if self._can_go_back else None
-
-    @property
-    def has_one_pass(self) -> bool:
-        """True if an element that one iterator took is gone for the others."""
-        return isinstance(self._source, Iterator)
-
-    @property
-    def _can_go_back(self) -> bool:
-        return self.has_one_pass and _is_stateful(self._source)
 
     def require_new_pass(self) -> None:
         """Refuses another pass over an iterator that cannot go back.
