@@ -19,8 +19,7 @@ from grain_shard.grain_inside.routes import Elements, Route
 from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.reading.padding import Padding, pad_batch
-from grain_shard.reading.row_template import RowTemplate
-from grain_shard.reading.stack import Stack
+from grain_shard.reading.stack import RowTemplate, Stack
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
 from grain_shard.tasks import Raised
 from grain_shard.trees import Batch, FlatBatch

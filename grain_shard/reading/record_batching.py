@@ -16,7 +16,7 @@ from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cut, Cuts
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, records_fingerprint
-from grain_shard.reading.row_template import RowTemplate
+from grain_shard.reading.stack import RowTemplate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 
-from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.errors import BadRecordsError, ShardingError, describe_error, describe_leaf
 from grain_shard.grain_inside.array_rows import ArrayRows, Columns
+from grain_shard.grain_inside.recovery import Unreadable
+from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.host_arrays import empty
+from grain_shard.reading.faults import Faults
 from grain_shard.trees import Batch, as_arrays, flatten, is_text, path_of
 
 # Rows are made and written into the batch this many bytes at a time, so that an unfinished batch
 # takes little more than its own memory, and many small rows are written at once.
 _BYTES_AT_A_TIME = 2**20
+# The most records to try, if the first ones are unreadable, to learn the structure of all.
+_MOST_LOOKED_AT = 1000
+# Held while one record is read to learn the structure of all. It is no attribute of a template,
+# because templates are pickled for worker processes, and locks cannot be pickled.
+_LEARNING = threading.Lock()
+
+# A row that was read already, and its record.
+Known = tuple[Any, int]
 
 
 class RowStacker:
@@ -143,6 +156,54 @@ def _refuse_lists(row: Any) -> None:
 def _is_list_of_values(node: Any) -> bool:
     values = bool | int | float | str | bytes
     return type(node) is list and len(node) > 1 and all(isinstance(x, values) for x in node)
+
+
+class RowTemplate:
+    """The records of a pipeline, and the structure of their rows once one was read.
+
+    Args:
+        records: The dataset that is batched.
+
+    Attributes:
+        rows_at_a_time: The most rows to make before they are written; 1 before one was read.
+    """
+
+    def __init__(self, records: grain.MapDataset):
+        self.records: grain.MapDataset = records
+        self.rows_at_a_time: int = 1
+        self._stacker: RowStacker | None = None
+
+    def stacker(self, faults: Faults, known: Known | None = None) -> RowStacker:
+        """Returns a stacker for rows with the structure of the first row ever read.
+
+        Args:
+            faults: The rules for failed reads, if a record must be read.
+            known: A row that was read already, which may be the first, and its record.
+        """
+        if self._stacker is None:
+            with _LEARNING:
+                if self._stacker is None:
+                    row, record = known or self._first(faults)
+                    stacker = RowStacker(row, "record {}", record)
+                    self._stacker, self.rows_at_a_time = stacker, stacker.rows_at_a_time
+        return self._stacker
+
+    def _first(self, faults: Faults) -> Known:
+        """Returns the row of the first readable record, and the record."""
+        error: BaseException = LookupError("there is no record")
+        for record in range(min(len(self.records), _MOST_LOOKED_AT)):
+            way = route(self.records, np.array([record]))
+            (row,) = way.finish(way.read(NEVER, faults), NEVER, faults)
+            if type(row) is not Unreadable:
+                return row, record
+            error = row.error
+            if not faults.may_leave_out(error):
+                raise error
+        raise BadRecordsError(
+            f"none of the first {min(len(self.records), _MOST_LOOKED_AT):,} records can be read, so"
+            f" the look of a row is not known; the last: {describe_error(error)}.\n"
+            "  remedy: look at the source, and at what .map does."
+        ) from error
 
 
 class Stack:

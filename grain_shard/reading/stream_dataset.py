@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 
 import grain
 
-from grain_shard.errors import StateError
+from grain_shard.errors import ShardingError, StateError
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.host_arrays import owned
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.iterable import is_from_iterable
-from grain_shard.reading.lost_epochs import refuse_lost_epochs
 from grain_shard.reading.padding import Padding
 from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.spans import READ, span
@@ -222,3 +221,24 @@ def _refuse(saved: str, now: str) -> NoReturn:
         "  remedy: restore with the pipeline that saved it. In the middle of a run batches of"
         " another size can be cut of a MapDataset down to .batch, and of feeds."
     )
+
+
+def refuse_lost_epochs(ds: grain.IterDataset) -> None:
+    """Refuses a repeated interleave, whose restore Grain gets wrong.
+
+    Restored after its first epoch, Grain's `RepeatIterDataset` over interleaved streams ends with
+    the current epoch and raises nothing. ``.mp_prefetch`` interleaves its workers' streams.
+
+    Args:
+        ds: The stream.
+
+    Raises:
+        ShardingError: The stream has interleaved streams below a `RepeatIterDataset`.
+    """
+    if nodes.repeats_interleaved(ds):
+        raise ShardingError(
+            "a RepeatIterDataset repeats interleaved streams (.mp_prefetch interleaves those of its"
+            " workers). Grain loses the later epochs of such a stream when it is restored.",
+            remedy="repeat below: RepeatIterDataset(ds, n).mp_prefetch(...), each stream before it"
+            " is interleaved, or .repeat(n) on the MapDataset that the stream begins with.",
+        )

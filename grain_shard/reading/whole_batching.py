@@ -17,7 +17,7 @@ from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, pipeline_digests
 from grain_shard.reading.forgotten_batch import refuse_records
 from grain_shard.reading.record_batching import RecordBatching
-from grain_shard.reading.row_template import RowTemplate
+from grain_shard.reading.stack import RowTemplate
 from grain_shard.trees import Batch, FlatBatch
 
 
