@@ -43,11 +43,8 @@ class RecordBatching(Batching):
             node: The known facts of these nodes.
             num_batches: The number of batches of the whole dataset.
         """
-        sizes, drop = {0: node.global_batch_size}, node.drop_remainder
-        cuts, template = (
-            Cuts(len(node.records), sizes, drop_remainder=drop),
-            RowTemplate(node.records),
-        )
+        template = RowTemplate(node.records)
+        cuts = Cuts(len(node.records), {0: node.global_batch_size}, node.drop_remainder)
         if node.num_epochs is None:
             return cls(cuts=Cuts(num_batches, {0: 1}), template=template, node=node, sliced=cuts)
         return cls(cuts=cuts, num_epochs=node.num_epochs, template=template, node=node)
