@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 DIGITS = 4  # of an element's digest, if nothing else is said
+MANY_DIGITS = 16  # of the digests by which batches of many hosts, or many feeds, are told apart
 _MOST_BYTES = 2**20  # of an array; of a longer one, evenly spaced values stand for all
 
 

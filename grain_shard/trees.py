@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -63,40 +62,6 @@ def _has_mixed_keys(node: Any) -> bool:
     return isinstance(node, dict) and len({isinstance(key, str) for key in node}) > 1
 
 
-def covering(
-    prefix: Any, keys: Sequence[Any], is_leaf: Callable[[Any], bool]
-) -> tuple[Any, Sequence[Any]] | None:
-    """Finds the leaf of a tree prefix that covers a leaf of the tree.
-
-    Args:
-        prefix: The tree prefix.
-        keys: The keys that lead to the leaf of the tree.
-        is_leaf: Returns True for a leaf of the prefix.
-
-    Returns:
-        The leaf of the prefix and the keys that lead to it; a node in place of the leaf if the
-        prefix goes deeper than the tree; None if the prefix does not have these keys.
-    """
-    for depth, key in enumerate(keys):
-        if is_leaf(prefix):
-            return prefix, keys[:depth]
-        try:
-            if isinstance(key, jax.tree_util.GetAttrKey):
-                prefix = getattr(prefix, key.name)
-            else:
-                prefix = prefix[getattr(key, "key", getattr(key, "idx", None))]
-        except (KeyError, IndexError, AttributeError, TypeError):
-            return None
-    return prefix, keys
-
-
-def covered_nones(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> set[str]:
-    """Returns the paths of the leaves of a tree prefix that cover a None, which has no leaves."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]
-    found = [covering(prefix, keys, is_leaf) for keys, leaf in pairs if leaf is None]
-    return {path_of(cover[1]) for cover in found if cover is not None}
-
-
 def is_none(leaf: Any) -> bool:
     """Returns True for None, which JAX takes for a tree without leaves."""
     return leaf is None
@@ -124,30 +89,23 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
             array = np.asarray(leaf)
         except (ValueError, TypeError):  # numpy: "inhomogeneous shape"; JAX: a typed PRNG key
             array = np.empty((), object)
+        problem = remedy = ""
         if isinstance(leaf, np.ma.MaskedArray):
-            raise ShardingError(
-                "the leaf is a masked array, and no device knows of its mask.",
-                path=path,
-                leaf=describe_leaf(array),
-                remedy="fill it in .map, by .filled(0), and make the mask a leaf of its own.",
+            problem = "the leaf is a masked array, and no device knows of its mask."
+            remedy = "fill it in .map, by .filled(0), and make the mask a leaf of its own."
+        elif array.dtype.kind == "O" and not is_text(array):
+            problem = "the leaf holds Python objects (ragged rows, or a None among them)."
+            remedy = (
+                "pad the rows to one shape and replace None by a number in .map, or drop the leaf."
             )
-        if array.dtype.kind == "O" and not is_text(array):
-            raise ShardingError(
-                "the leaf holds Python objects (ragged rows, or a None among them).",
-                path=path,
-                leaf=describe_leaf(leaf),
-                remedy="pad the rows to one shape and replace None by a number in .map, or drop"
-                " the leaf.",
-            )
-        if not (is_text(array) or is_numeric(array.dtype)):
-            raise ShardingError(
-                f"dtype {array.dtype} is not one that JAX can hold.",
-                path=path,
-                leaf=describe_leaf(array),
-                remedy="convert it in .map to a number that JAX has: .astype(np.float32), say."
-                if array.dtype.isnative
-                else 'convert its byte order in .map: .astype(x.dtype.newbyteorder("=")).',
-            )
+        elif not (is_text(array) or is_numeric(array.dtype)):
+            problem = f"dtype {array.dtype} is not one that JAX can hold."
+            remedy = "convert it in .map to a number that JAX has: .astype(np.float32), say."
+            if not array.dtype.isnative:
+                remedy = 'convert its byte order in .map: .astype(x.dtype.newbyteorder("=")).'
+        if problem:
+            shown = describe_leaf(leaf if array.dtype.kind == "O" else array)
+            raise ShardingError(problem, path=path, leaf=shown, remedy=remedy)
         arrays.append(array)
     return arrays
 
@@ -198,15 +156,6 @@ class FlatBatch:
     def paths(self) -> list[str]:
         """Paths of the leaves, e.g. ``batch['image']``. For messages: they are slow to make."""
         return _paths(self.structure)
-
-    def digest(self) -> str:
-        """Returns sixteen hex digits of a digest of all leaves' values."""
-        content = b"".join(
-            # The bytes of an array of strings as objects are their addresses.
-            repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-            for array in self.arrays
-        )
-        return hashlib.sha256(content).hexdigest()[:16]
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
         """Raises a `ShardingError` that shows the first leaf."""

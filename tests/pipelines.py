@@ -71,3 +71,23 @@ def going_on(ds, state):
 def flat(batches):
     """The ids of all batches in one list."""
     return list(itertools.chain.from_iterable(batches))
+
+
+def six(make, start):
+    return grain.MapDataset.range(start, start + 6).map(make)
+
+
+def six_in_feeds(make, start):
+    def make_feed(feed):
+        return six(make, start)[feed.shard_index :: feed.shard_count].to_iter_dataset(IN_TURN)
+
+    return grain_shard.feeds(make_feed, num_feeds=4).batch(4)
+
+
+# Batches of 4 of the records ``make(start)``, ``make(start + 1)``, ...: six of them.
+KINDS = {
+    "random access": lambda make, start=0: six(make, start).batch(4),
+    "custom batch": lambda make, start=0: six(make, start).batch(4).map(lambda batch: batch),
+    "stream": lambda make, start=0: six(make, start).to_iter_dataset().batch(4),
+    "feeds": lambda make, start=0: six_in_feeds(make, start),
+}

@@ -16,7 +16,7 @@ from grain_shard.background import Background, TaskStage
 from grain_shard.errors import AgreementError
 from grain_shard.hosts.ends import AgreedEnd, decide
 from grain_shard.iteration.placing import Placing
-from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.padding import Padding
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.stats.meter import Meter
 from grain_shard.tasks import Producer
@@ -354,7 +354,7 @@ def test_a_scalar_stays_what_it_is_in_padding():
     """It belongs to the whole batch: on hosts that still have rows, it is that of theirs."""
 
     class Padded:
-        padding = PadRows()
+        padding = Padding(1)
 
         def past_end(self, position, batches):
             return position + batches

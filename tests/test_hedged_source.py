@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 import grain_shard
 from grain_shard import HedgedSource, ShardingError
-from grain_shard.reading import hedged_source
-from grain_shard.reading.daemon_threads import DaemonThreads
 from grain_shard.reading.origin import Origin
+from grain_shard.sources import hedged_source
+from grain_shard.sources.daemon_threads import DaemonThreads
 from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, nothing
 from tests.pipelines import after, going_on

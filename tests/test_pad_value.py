@@ -11,8 +11,9 @@ import pytest
 
 import grain_shard
 from grain_shard import PadToDivisible, ShardingError
-from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.padding import Padding
 from tests.conftest import data_mesh, to_numpy
+from tests.pipelines import KINDS
 
 VALUES = {"tokens": 7, "loss": {"weight": -1.5}}
 
@@ -25,37 +26,13 @@ def record(i):
     }
 
 
-def random_access():
-    return grain.MapDataset.range(1, 7).map(record).batch(4)
-
-
-def custom_batch():
-    return random_access().map(lambda batch: batch)
-
-
-def stream():
-    return grain.MapDataset.range(1, 7).map(record).to_iter_dataset().batch(4)
-
-
-def feeds():
-    def make_feed(feed):
-        records = grain.MapDataset.range(1, 7).map(record)[feed.shard_index :: feed.shard_count]
-        return records.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-
-    return grain_shard.feeds(make_feed, num_feeds=4).batch(4)
-
-
-PIPELINES = {
-    "random access": random_access,
-    "custom batch": custom_batch,
-    "stream": stream,
-    "feeds": feeds,
-}
-
-
-@pytest.fixture(params=PIPELINES.values(), ids=PIPELINES)
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
 def pipeline(request):
-    return request.param
+    return lambda: request.param(record, start=1)
+
+
+def random_access():
+    return KINDS["random access"](record, start=1)
 
 
 def test_padding_holds_the_values_and_the_mask_stays_false(pipeline):
@@ -133,7 +110,7 @@ def test_batches_without_padding_need_no_mask(pipeline):
 
 
 class TestWhatIsPadding:
-    rows = PadRows({"x": 5})
+    rows = Padding(1, pad_value={"x": 5})
 
     @pytest.mark.parametrize(
         ("x", "mask", "padding"),
@@ -150,7 +127,7 @@ class TestWhatIsPadding:
 
     def test_nan_is_nan(self):
         batch = grain_shard.trees.FlatBatch.of({"x": np.full(2, np.nan)})
-        assert PadRows({"x": float("nan")}).are_all_of(batch)
+        assert Padding(1, pad_value={"x": float("nan")}).are_all_of(batch)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -189,11 +166,11 @@ HELD = {
 def test_padding_holds_the_value_or_it_is_refused(dtype, held, refused):
     rows = {"x": np.zeros(2, getattr(ml_dtypes, dtype, dtype))}
     for value in held:
-        padded = PadRows({"x": value}).like(rows)["x"].astype(complex)
+        padded = Padding(1, pad_value={"x": value}).like(rows)["x"].astype(complex)
         np.testing.assert_allclose(padded, value, rtol=0.3, atol=0.15)
     for value in refused:
         with pytest.raises(ShardingError) as refusal:
-            PadRows({"x": value}).like(rows)
+            Padding(1, pad_value={"x": value}).like(rows)
         assert f"batch['x']: its dtype cannot hold pad_value={value!r}." in str(refusal.value)
         assert f"leaf:   {dtype}[2]" in str(refusal.value)
 

@@ -18,8 +18,8 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from grain_shard import ArrayRecordSource, BatchLayout, PadToDivisible, ShardBatch
-from grain_shard.reading import open_file, sources
-from grain_shard.reading.daemon_threads import DaemonThreads
+from grain_shard.sources import array_record_source, record_files
+from grain_shard.sources.daemon_threads import DaemonThreads
 from tests.conftest import HANG_S, data_mesh, ids
 from tests.counting_source import BatchedSource, nothing
 
@@ -192,7 +192,7 @@ def tree(paths, tmp_path, monkeypatch):
 @pytest.fixture
 def reader(monkeypatch):
     """A reader of files that asks the real one; `use` has sources take a class for theirs."""
-    real = open_file.ArrayRecordReader
+    real = record_files.ArrayRecordReader
 
     class Reader:
         def __init__(self, path, **options):
@@ -203,7 +203,7 @@ def reader(monkeypatch):
 
         @staticmethod
         def use(kind):
-            monkeypatch.setattr(open_file, "ArrayRecordReader", kind)
+            monkeypatch.setattr(record_files, "ArrayRecordReader", kind)
 
     return Reader
 
@@ -450,8 +450,8 @@ def test_of_a_bucket_that_does_not_answer_the_log_says_so(paths, monkeypatch, re
         said.set()
 
     reader.use(Late)
-    monkeypatch.setattr(sources, "_LATE_S", 0.01)
-    monkeypatch.setattr(sources.logging, "log_every_n_seconds", log)
+    monkeypatch.setattr(array_record_source, "_LATE_S", 0.01)
+    monkeypatch.setattr(array_record_source.logging, "log_every_n_seconds", log)
     assert list(ArrayRecordSource("gs://bucket/train-0")) == [record(7)]
     assert "gs://bucket/train-0 has not answered" in lines[0]
     assert "credentials" in lines[0]
@@ -467,7 +467,7 @@ def test_at_most_half_of_the_files_that_a_process_may_open_are_open(paths, monke
             alive.add(self)
 
     reader.use(Noted)
-    monkeypatch.setattr(sources.resource, "getrlimit", lambda kind: (6, 6))
+    monkeypatch.setattr(array_record_source.resource, "getrlimit", lambda kind: (6, 6))
     source = ArrayRecordSource(paths)
     assert (len(opened), len(alive)) == (4, 3)
     assert list(source) == [record(i) for i in range(TOTAL)]
@@ -491,14 +491,14 @@ def test_files_that_make_wait_are_opened_and_read_side_by_side(paths, what, monk
             return self.reader.read(positions)
 
     reader.use(Meeting)
-    monkeypatch.setattr(sources, "_PATIENCE_S", -1)  # as if the first had taken long
+    monkeypatch.setattr(array_record_source, "_PATIENCE_S", -1)  # as if the first had taken long
     source = ArrayRecordSource(paths)
     assert list(source._getitems(range(TOTAL))) == [record(i) for i in range(TOTAL)]
 
 
 def test_with_one_thread_beside_the_caller_the_same_is_read(paths, monkeypatch):
-    monkeypatch.setattr(sources, "_PATIENCE_S", -1)
-    monkeypatch.setattr(sources, "_HELPERS", DaemonThreads("grain-shard-one", 1))
+    monkeypatch.setattr(array_record_source, "_PATIENCE_S", -1)
+    monkeypatch.setattr(array_record_source, "_HELPERS", DaemonThreads("grain-shard-one", 1))
     for _ in range(2):  # an error leaves no call behind
         source = ArrayRecordSource(paths)
         assert list(source._getitems(range(TOTAL))) == [record(i) for i in range(TOTAL)]

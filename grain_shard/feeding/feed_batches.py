@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import grain
 from absl import logging
 
-from grain_shard.digest import element_digest
+from grain_shard.digest import MANY_DIGITS, element_digest
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_position import FeedsPosition
 from grain_shard.feeding.feed_reader import FeedStreams, FeedTurn, MakeFeed
@@ -24,15 +24,13 @@ from grain_shard.feeding.feed_rows import FeedRows, row_stacker
 from grain_shard.feeding.feed_turns import FeedTurns, FeedWorkers
 from grain_shard.reading.contents import without_digest
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
-from grain_shard.reading.pad_batch import Padding
+from grain_shard.reading.padding import Padding
 from grain_shard.reading.stack import RowStacker
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
 from grain_shard.tasks import Producer, Raised
 from grain_shard.trees import Batch
-
-_LONG = 16  # digits of a digest by which rows of many feeds are told apart
 
 
 def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
@@ -185,10 +183,10 @@ def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
     turn_of: dict[str, FeedTurn] = {}
     with contextlib.suppress(TypeError):  # an object in a row has no digest
         for turn in turns:
-            same = turn_of.setdefault(element_digest(turn.rows[:1], _LONG), turn)
+            same = turn_of.setdefault(element_digest(turn.rows[:1], MANY_DIGITS), turn)
             if same is turn or not turn.rows:
                 continue
-            if element_digest(same.rows, _LONG) == element_digest(turn.rows, _LONG):
+            if element_digest(same.rows, MANY_DIGITS) == element_digest(turn.rows, MANY_DIGITS):
                 logging.warning(
                     "grain_shard: feeds %d and %d begin with the same rows, so records are most"
                     " likely read twice. make_feed must return another part of the source for each"

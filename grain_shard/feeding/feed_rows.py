@@ -13,7 +13,7 @@ from typing import Any
 
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_reader import FeedTurn
-from grain_shard.reading.pad_batch import Padding, pad_batch
+from grain_shard.reading.padding import Padding, pad_batch
 from grain_shard.reading.stack import RowStacker, Stack
 from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.trees import Batch
@@ -131,7 +131,7 @@ class FeedRows:
                 rows += [stacker.empty_row] * count
             feeds += [feed] * (len(rows) - len(feeds))
         if missing and self.padding is not None:
-            self.padding.rows.made()
+            self.padding.made()
         stack = Stack(stacker, len(rows))
         stack.write(rows, 0, feeds)
         if self.padding is None:
@@ -139,4 +139,4 @@ class FeedRows:
         size = self._padded_size
         if self.layout is not None:
             size = len(self.layout.rows(size))
-        return pad_batch(stack.batch(), size, self.padding.rows, missing)
+        return pad_batch(stack.batch(), size, self.padding, missing)

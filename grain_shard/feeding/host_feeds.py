@@ -21,7 +21,7 @@ from grain_shard.hosts.state_files import FEEDS
 from grain_shard.iteration.host_batches import HostBatches, Opened, opened_in_order
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultRules, Faults, read_by_several
-from grain_shard.reading.pad_batch import Remainder
+from grain_shard.reading.padding import Remainder
 from grain_shard.sharding.layout import BatchLayout, describe_parts
 from grain_shard.trees import Batch
 
@@ -56,7 +56,7 @@ class HostFeeds(HostBatches):
         own = list(ds.rows.by_feed)
         self.own_feeds = OwnFeeds(own, own if saved_feeds is None else saved_feeds)
         if ds.rows.padding is not None:
-            self.padding = ds.rows.padding.rows
+            self.padding = ds.rows.padding
             self.fingerprint[REMAINDER] = ds.rows.padding.remainder
         self.compared = {**self.fingerprint, "global_batch_size": ds.rows.global_batch_size}
 

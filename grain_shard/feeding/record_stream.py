@@ -13,6 +13,7 @@ import grain
 
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.recovery import Unreadable
+from grain_shard.reading.faults import FaultCounts
 from grain_shard.reading.origin import Origin, record_name
 from grain_shard.tasks import Raised
 
@@ -70,7 +71,7 @@ class RecordIterator(grain.DatasetIterator):
                 raise
             index, self._next_index = self._next_index, self._next_index + 1
             if faults.masks:
-                faults.count(records=1)
+                faults.count(FaultCounts(records=1))
             if type(element) is Unreadable:
                 origin = Origin.of(stream.records, index)
                 faults.leave_out(element, index, feed=stream.feed, origin=origin)

@@ -243,6 +243,11 @@ def walk(ds: Any) -> Iterator[Any]:
         yield from walk(below)
 
 
+def sources(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
+    """Returns the datasets at the beginning of a pipeline, which have no parents."""
+    return [node for node in walk(ds) if not node.parents]
+
+
 def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:
     """Returns the seeds that a node was given: ``.seed``, ``.shuffle`` and ``.random_map``."""
     found = [getattr(ds, name, None) for name in ("_seed_rng_seed", "_seed")]

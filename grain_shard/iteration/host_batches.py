@@ -19,7 +19,7 @@ from grain_shard.hosts.compare import GLOBAL
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.reading.contents import Contents
 from grain_shard.reading.faults import FaultCounts
-from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.padding import Padding
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.stats.counts import ReadThreads
 from grain_shard.tasks import Producer, naming_closed
@@ -113,7 +113,7 @@ class HostBatches(ABC):
     rows: str = GLOBAL
     compared: Mapping[str, Any] = {}
     contents: Contents = Contents()
-    padding: PadRows = PadRows()
+    padding: Padding = Padding(1)
     own_feeds: OwnFeeds = OwnFeeds()
     reads_other_rows: bool = False
     host_batch_sizes: tuple[int, ...] = ()

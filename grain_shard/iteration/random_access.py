@@ -53,7 +53,7 @@ class RandomAccess(HostBatches):
     def __init__(self, batching: Batching, contents: Contents, settings: Settings):
         self._batching, self._settings, self._passes = batching, settings, 1
         self.contents = contents
-        self.padding, self.reads_other_rows = batching.pad_rows, batching.reads_other_rows
+        self.padding, self.reads_other_rows = batching.rows_of_padding, batching.reads_other_rows
         self.fingerprint = batching.fingerprint()
         self.host_batch_sizes = batching.host_batch_sizes if batching.has_several_sizes else ()
         self.compared = {**self.fingerprint, "epochs": batching.num_epochs}

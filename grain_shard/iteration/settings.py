@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.reading.faults import FaultRules
 from grain_shard.reading.iterable import Rows
-from grain_shard.reading.pad_batch import Remainder
+from grain_shard.reading.padding import Remainder
 from grain_shard.sharding.sharding_tree import ShardingTree
 
 

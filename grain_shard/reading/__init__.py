@@ -1,1 +1,1 @@
-"""Reads of one host: sources, records, rows, and the fingerprints of pipelines."""
+"""Reads of one host: records, rows, batches, and the fingerprints of pipelines."""

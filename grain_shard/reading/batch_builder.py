@@ -16,11 +16,10 @@ import numpy as np
 from grain_shard.errors import BadRecordsError
 from grain_shard.grain_inside.recovery import Unreadable
 from grain_shard.grain_inside.routes import Elements, Route
-from grain_shard.reading.faults import Faults
+from grain_shard.reading.faults import FaultCounts, Faults
 from grain_shard.reading.origin import Origin, record_name
-from grain_shard.reading.pad_batch import Padding, pad_batch
-from grain_shard.reading.row_template import RowTemplate
-from grain_shard.reading.stack import Stack
+from grain_shard.reading.padding import Padding, pad_batch
+from grain_shard.reading.stack import RowTemplate, Stack
 from grain_shard.spans import BATCH, MAP, PAD, READ, span
 from grain_shard.tasks import Raised
 from grain_shard.trees import Batch, FlatBatch
@@ -141,7 +140,7 @@ class BatchBuilder:
                         remedy="shuffle, mix or concatenate before .batch, or use"
                         " .batch(B, drop_remainder=True).",
                     )
-            return pad_batch(batch, self._num_rows, self._padding.rows, self._bad_rows)
+            return pad_batch(batch, self._num_rows, self._padding, self._bad_rows)
 
     def failed(self, start: int, error: Raised) -> list[tuple[int, Raised]]:
         """Returns an error in place of the batch."""
@@ -155,7 +154,7 @@ class BatchBuilder:
             if not self.faults.may_leave_out(listed[i].error):
                 raise self._named(listed[i], start + i)
         if self.faults.masks:
-            self.faults.count(records=len(rows))
+            self.faults.count(FaultCounts(records=len(rows)))
         if not bad:
             return
         good = (i for i, row in enumerate(listed) if type(row) is not Unreadable)

@@ -13,7 +13,7 @@ from grain_shard.grain_inside import nodes
 from grain_shard.reading.cuts import Cuts
 from grain_shard.reading.record_batching import RecordBatching
 from grain_shard.reading.row_dataset import RowMapDataset
-from grain_shard.reading.row_template import RowTemplate
+from grain_shard.reading.stack import RowTemplate
 
 
 @dataclass(frozen=True)
@@ -72,5 +72,5 @@ class BatchSchedule:
             )
         if len(ds) == 0:
             raise ShardingError("there are no records to batch.", remedy="check the source.")
-        batching = RecordBatching(cuts=Cuts(len(ds), self.sizes), template=RowTemplate(ds))
+        batching = RecordBatching(cuts=Cuts(len(ds), dict(self.sizes)), template=RowTemplate(ds))
         return RowMapDataset(ds, batching, self)

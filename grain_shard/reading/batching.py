@@ -20,8 +20,7 @@ from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.cuts import START, Cuts, Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint
-from grain_shard.reading.pad_batch import Padding
-from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.padding import Padding
 from grain_shard.spans import READ, span
 from grain_shard.trees import Batch
 
@@ -83,10 +82,6 @@ class Batching(ABC):
             faults: The rules for failed reads.
         """
 
-    @abstractmethod
-    def dropping_remainder(self: B) -> B:
-        """Returns the full batches only."""
-
     def num_batches(self) -> int:
         """Returns the number of batches in one pass."""
         return min(sys.maxsize, self.cuts.steps_before(self.num_epochs))
@@ -110,10 +105,8 @@ class Batching(ABC):
 
     @property
     def host_batch_sizes(self) -> tuple[int, ...]:
-        """Kept rows of full batches, once for each batch size."""
-        if self.rows is None:
-            return self.global_batch_sizes
-        return tuple(len(rows) for rows in self.rows.values())
+        """Kept rows of full batches, for each of `unpadded_sizes`."""
+        return tuple(map(self.host_batch_size_of, self.unpadded_sizes))
 
     @property
     def has_several_sizes(self) -> bool:
@@ -133,9 +126,9 @@ class Batching(ABC):
         return any(len(rows) < size for size, rows in self.rows.items())
 
     @property
-    def pad_rows(self) -> PadRows:
-        """The rows of padding in its batches."""
-        return PadRows(mask_key=None) if self.padding is None else self.padding.rows
+    def rows_of_padding(self) -> Padding:
+        """The content of rows of padding, which only other hosts may need."""
+        return self.padding or Padding(1, mask_key=None)
 
     def fingerprint(self) -> Fingerprint:
         """Returns the fields with which a saved state must agree."""
@@ -183,7 +176,7 @@ class Batching(ABC):
                     f' {largest} rows, and remainder="drop".',
                     remedy='pass remainder="pad", or make the batch smaller.',
                 )
-            return padded.dropping_remainder()
+            return replace(padded, cuts=replace(cuts, drop_remainder=True))
         self._require_full(cuts)
         return padded
 

@@ -14,7 +14,7 @@ import numpy as np
 from absl import logging
 
 from grain_shard.digest import DIGITS, element_digest
-from grain_shard.grain_inside.nodes import walk
+from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.routes import Route
 from grain_shard.grain_inside.source_reads import RANGE, SOURCE
 from grain_shard.tasks import Task
@@ -40,7 +40,7 @@ class Contents:
     """
 
     def __init__(self, ds: Any = None):
-        leaves = [] if ds is None else [node for node in walk(ds) if not node.parents]
+        leaves = [] if ds is None else nodes.sources(ds)
         self._node = next((node for node in leaves if type(node) is SOURCE and len(node)), None)
         self.digest: str = ""
         self.why_not: str = ""

@@ -6,8 +6,10 @@ so they may change at any record, and no record is left out or taken twice.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -44,6 +46,7 @@ class Cut(NamedTuple):
     size: int
 
 
+@dataclass(frozen=True)
 class Cuts:
     """The batches of a run. No batch has records of two epochs.
 
@@ -56,30 +59,18 @@ class Cuts:
         Cut(epoch=0, record=8, num_records=2, size=3)
         Cut(epoch=1, record=0, num_records=3, size=3)
 
-    Args:
+    Attributes:
         records: Records in an epoch.
-        sizes: Maps a step to the size of a full batch from that step on; ascending, from step 0.
+        sizes_by_step: Maps a step to the size of a full batch from that step on; ascending, from
+            step 0.
         drop_remainder: True leaves out the short batch at the end of an epoch.
         begin: Position of the first batch, whatever the sizes were before.
     """
 
-    def __init__(
-        self,
-        records: int,
-        sizes: Mapping[int, int],
-        *,
-        drop_remainder: bool = False,
-        begin: Progress = START,
-    ):
-        self.records: int = records
-        self.drop_remainder: bool = drop_remainder
-        self.begin: Progress = begin
-        self.sizes_by_step: dict[int, int] = dict(sizes)
-        current = sizes[max(step for step in sizes if step <= begin.step)]
-        self._stretches = [_Stretch(self, begin, current)]
-        for step, size in sizes.items():
-            if step > begin.step:
-                self._stretches.append(_Stretch(self, self.progress(step), size))
+    records: int
+    sizes_by_step: Mapping[int, int]
+    drop_remainder: bool = False
+    begin: Progress = START
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -88,12 +79,20 @@ class Cuts:
 
     def beginning_at(self, progress: Progress) -> Cuts:
         """Returns the same sizes at the same steps, with the first cut at this position."""
-        drop_remainder = self.drop_remainder
-        return Cuts(self.records, self.sizes_by_step, drop_remainder=drop_remainder, begin=progress)
+        return replace(self, begin=progress)
 
-    def dropping_remainder(self) -> Cuts:
-        """Returns the same cuts, without short batches."""
-        return Cuts(self.records, self.sizes_by_step, drop_remainder=True, begin=self.begin)
+    @functools.cached_property
+    def _stretches(self) -> list[_Stretch]:
+        stretches = list[_Stretch]()
+        first = max(step for step in self.sizes_by_step if step <= self.begin.step)
+        for step, size in self.sizes_by_step.items():
+            if step >= first:
+                start = stretches[-1].progress(step) if stretches else self.begin
+                stretches.append(_Stretch(self.records, self.drop_remainder, start, size))
+        return stretches
+
+    def _stretch_at(self, step: int) -> _Stretch:
+        return self._stretches[bisect_right(self._stretches, step, key=lambda s: s.start.step) - 1]
 
     def cut(self, step: int) -> Cut:
         """Returns the records of the batch of a step."""
@@ -101,8 +100,67 @@ class Cuts:
 
     def progress(self, step: int) -> Progress:
         """Returns the position before a step: the record after the last one handed out."""
-        if step == self.begin.step:
-            return self.begin
+        return self.begin if step == self.begin.step else self._stretch_at(step - 1).progress(step)
+
+    def step_of(self, epoch: int, record: int) -> int:
+        """Returns the step whose batch has a record.
+
+        Returns:
+            The step after a dropped record, and the first step for a record before `begin`.
+        """
+        after = bisect_right(self._stretches, (epoch, record), key=lambda s: s.start[1:])
+        return self._stretches[max(0, after - 1)].step_of(epoch, record)
+
+    def steps_before(self, epoch: int) -> int:
+        """Returns the number of steps done when an epoch begins."""
+        return self.step_of(epoch, 0)
+
+    def has_short(self, epochs: int) -> bool:
+        """Returns True if a batch of the first `epochs` epochs is short."""
+        # Epochs that begin in one stretch end alike, except the last of them, which ends in another
+        # stretch.
+        begun = {stretch.start.epoch + later for stretch in self._stretches for later in (0, 1)}
+        steps = [self.steps_before(epoch + 1) for epoch in begun if epoch < epochs]
+        last = [self.cut(step - 1) for step in steps if step > self.begin.step]
+        return any(cut.num_records < cut.size for cut in last)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """A part of a run in which the batch size stays the same.
+
+    Attributes:
+        records: As for `Cuts`.
+        drop_remainder: As for `Cuts`.
+        start: Position at which the stretch begins.
+        size: Size of a full batch.
+    """
+
+    records: int
+    drop_remainder: bool
+    start: Progress
+    size: int
+
+    def _batches(self, records: int) -> int:
+        return records // self.size if self.drop_remainder else -(-records // self.size)
+
+    @functools.cached_property
+    def _first_epoch(self) -> int:
+        return self._batches(self.records - self.start.record)
+
+    @functools.cached_property
+    def _each_epoch(self) -> int:
+        return self._batches(self.records)
+
+    def cut(self, step: int) -> Cut:
+        epoch, record, batch = self.start.epoch, self.start.record, step - self.start.step
+        if not 0 <= batch < self._first_epoch:  # below 0, too: a slice may count from the end
+            later, batch = divmod(batch - self._first_epoch, self._each_epoch)
+            epoch, record = epoch + 1 + later, 0
+        record += batch * self.size
+        return Cut(epoch, record, min(self.size, self.records - record), self.size)
+
+    def progress(self, step: int) -> Progress:
         last = self.cut(step - 1)
         record = last.record + last.num_records
         if record == self.records:
@@ -110,71 +168,10 @@ class Cuts:
         return Progress(step, last.epoch, record)
 
     def step_of(self, epoch: int, record: int) -> int:
-        """Returns the step whose batch has a record; for a dropped record, the step after it."""
-        after = bisect_right(self._stretches, (epoch, record), key=lambda s: s.start[1:])
-        return self._stretches[after - 1].step_of(epoch, record)
-
-    def steps_before(self, epoch: int) -> int:
-        """Returns the number of steps done when an epoch begins."""
-        for stretch, following in zip(self._stretches, self._stretches[1:], strict=False):
-            step = stretch.steps_before(epoch)
-            if step < following.start.step:
-                return step
-        return self._stretches[-1].steps_before(epoch)
-
-    def has_short(self, epochs: int) -> bool:
-        """Returns True if a batch of the first `epochs` epochs is short."""
-        steps = self.steps_before(epochs)
-        for stretch in self._stretches:
-            # Epochs that end within a stretch end alike, except the one in which it begins.
-            for following in (stretch.start.epoch + 1, stretch.start.epoch + 2):
-                last = stretch.steps_before(following) - 1
-                if stretch.start.step <= last < steps and self._stretch_at(last) is stretch:
-                    cut = stretch.cut(last)
-                    if cut.num_records < cut.size:
-                        return True
-        return False
-
-    def _stretch_at(self, step: int) -> _Stretch:
-        if len(self._stretches) == 1:
-            return self._stretches[0]
-        return self._stretches[bisect_right(self._stretches, step, key=lambda s: s.start.step) - 1]
-
-
-class _Stretch:
-    """A part of a run in which the batch size stays the same.
-
-    Args:
-        cuts: The cuts of the whole run.
-        start: Position at which the stretch begins.
-        size: Size of a full batch.
-    """
-
-    def __init__(self, cuts: Cuts, start: Progress, size: int):
-        self.start, self._size = start, size
-        self._records, self._drop = cuts.records, cuts.drop_remainder
-        self._first_epoch = self._batches(cuts.records - start.record)
-        self._each_epoch = self._batches(cuts.records)
-
-    def _batches(self, records: int) -> int:
-        return records // self._size if self._drop else -(-records // self._size)
-
-    def cut(self, step: int) -> Cut:
-        epoch, record, batch = self.start.epoch, self.start.record, step - self.start.step
-        if not 0 <= batch < self._first_epoch:
-            later, batch = divmod(batch - self._first_epoch, self._each_epoch)
-            epoch, record = epoch + 1 + later, 0
-        record += batch * self._size
-        return Cut(epoch, record, min(self._size, self._records - record), self._size)
-
-    def step_of(self, epoch: int, record: int) -> int:
-        if epoch == self.start.epoch:
-            batch = (record - self.start.record) // self._size
-            return self.start.step + min(batch, self._first_epoch)
-        return self.steps_before(epoch) + min(record // self._size, self._each_epoch)
-
-    def steps_before(self, epoch: int) -> int:
-        later = epoch - self.start.epoch - 1
-        if later < 0:
-            return self.start.step
-        return self.start.step + self._first_epoch + later * self._each_epoch
+        later = epoch - self.start.epoch
+        if later > 0:
+            batch = min(record // self.size, self._each_epoch)
+            batch += self._first_epoch + (later - 1) * self._each_epoch
+        else:
+            batch = min(max(0, record - self.start.record) // self.size, self._first_epoch)
+        return self.start.step + batch

@@ -183,7 +183,6 @@ class Faults(Recovery):
         assert isinstance(rules.retries, Retries)
         self._retries: Retries = rules.retries
         self._counts = FaultCounts()
-        self._listed: list[BadRecord] = []
         self._exhausted = 0  # records for which all tries were used up
         self._is_stopped = False
         self._lock = threading.Lock()
@@ -193,21 +192,18 @@ class Faults(Recovery):
 
     def counts(self) -> FaultCounts:
         """Returns the counts so far."""
-        return self._counts._replace(listed=tuple(self._listed))  # without a lock: see interrupts
+        return self._counts  # without a lock: see interrupts
 
     def taken(self) -> FaultCounts:
         """Returns the counts since the last call."""
         with self._lock:
-            counts = self._counts._replace(listed=tuple(self._listed))
-            self._counts, self._listed = FaultCounts(), []
+            counts, self._counts = self._counts, FaultCounts()
             return counts
 
-    def count(self, **more: int) -> FaultCounts:
-        """Adds to the counts of these names; returns the sums."""
+    def count(self, more: FaultCounts) -> FaultCounts:
+        """Adds to the counts; returns the sums."""
         with self._lock:
-            counts = self._counts
-            added = {name: getattr(counts, name) + number for name, number in more.items()}
-            self._counts = counts = counts._replace(**added)
+            self._counts = counts = more.after(self._counts)
             return counts
 
     def stop(self) -> None:
@@ -225,7 +221,7 @@ class Faults(Recovery):
         if not self._retries.times or not self.may_heal(error):
             return self.masks
         self._require_source(error)
-        self.count(retries=1)
+        self.count(FaultCounts(retries=1))
         return True
 
     def recovered(
@@ -254,9 +250,10 @@ class Faults(Recovery):
         if self._is_stopped:
             return False
         self._require_source(error)
+        retries = self.count(FaultCounts(retries=1)).retries
         text = (
             f"a read has failed, and is tried again (try {tries + 2} of {self._retries.times + 1}):"
-            f" {describe_error(error)}. It is retry {self.count(retries=1).retries} of this"
+            f" {describe_error(error)}. It is retry {retries} of this"
             f" pipeline. Others are not logged for {_LOG_EVERY_S} s."
         )
         logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
@@ -321,15 +318,12 @@ class Faults(Recovery):
             BadRecordsError: There are too many bad records now.
         """
         unlisted = counts.bad_records - len(counts.listed)
-        self.count(records=counts.records, retries=counts.retries, bad_records=unlisted)
+        self.count(counts._replace(bad_records=unlisted, listed=()))
         for bad in counts.listed:
             self._leave_out(bad, None)
 
     def _leave_out(self, bad: BadRecord, error: BaseException | None) -> None:
-        _, count, _, records = self.count(bad_records=1)
-        with self._lock:
-            if len(self._listed) < _MOST_LISTED:
-                self._listed.append(bad)
+        _, count, listed, records = self.count(FaultCounts(bad_records=1, listed=(bad,)))
         if self._is_worker:
             return
         text = (
@@ -338,7 +332,7 @@ class Faults(Recovery):
         )
         logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         if count > self._most():
-            some = dict.fromkeys([*self._listed[:9], bad])
+            some = dict.fromkeys([*listed[:9], bad])
             shown = "\n".join(f"    {one.name}: {one.error}" for one in some)
             raise BadRecordsError(
                 f"{count:,} of {records:,} records of this host cannot be read, more than"

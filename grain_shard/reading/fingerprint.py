@@ -20,7 +20,7 @@ from grain_shard.digest import digest
 from grain_shard.errors import StateError
 from grain_shard.grain_inside import nodes
 from grain_shard.reading.cuts import Progress
-from grain_shard.reading.mix import MixedByRecord
+from grain_shard.sources.mix import MixedByRecord
 
 Fingerprint = dict[str, Any]
 WEIGHTS = "weights"  # the field for a mixture's weights, by the record from which they hold
@@ -35,33 +35,19 @@ HOW_TO_COUNT_RECORDS = (
 _PLACE = re.compile(r" @ [^)]*| at 0x[0-9a-f]+")
 
 
-def fingerprint(ds: grain.MapDataset) -> Fingerprint:
-    """Returns the fingerprint of a random-access dataset of batches: the same on every host.
-
-    Args:
-        ds: The dataset below the stages of this package.
-
-    Returns:
-        Records above ``.batch``, the batch size (both None if unknown), and one digest each of the
-        sources (names of the files and number of their records; for a Hugging Face dataset its own
-        fingerprint), the seeds, and the transformations. Plain JSON.
-    """
-    node = nodes.batch_node(ds)
-    if node is None:
-        return {"records": None, "global_batch_size": None, **pipeline_digests(ds)}
-    of_records = records_fingerprint(node.records, node.above, node.drop_remainder)
-    return {**of_records, "global_batch_size": node.global_batch_size}
-
-
 def records_fingerprint(
     records: grain.MapDataset, above: Sequence[grain.MapDataset], drop_remainder: bool
 ) -> Fingerprint:
-    """Returns the fingerprint of batched records, whatever the batch size.
+    """Returns the fingerprint of batched records, whatever the batch size: the same on every host.
 
     Args:
         records: The dataset that is batched.
         above: The nodes above the batching.
         drop_remainder: True if records that do not fill a batch are left out.
+
+    Returns:
+        The number of records, and one digest each of the sources, the seeds and the
+        transformations. Plain JSON.
     """
     mixture = _mixture_in_order(records, above)
     described = [(_text(node), nodes.parameters(node)) for node in above]
@@ -70,7 +56,7 @@ def records_fingerprint(
         text = "mix" if node is mixture else _text(node)
         described.append((text, nodes.parameters(node)))
     # A mixture's length follows from its weights and its sources, so it is left out.
-    size = {"records": len(records)} if mixture is None else {WEIGHTS: mixture.weights}
+    size = {"records": len(records)} if mixture is None else {WEIGHTS: mixture.schedule.weights}
     return {
         **size,
         "source": pipeline_digests(records)["source"],
@@ -109,11 +95,14 @@ def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fi
 
 
 def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:
-    """Returns one digest each of a dataset's sources, seeds and transformations."""
+    """Returns one digest each of a dataset's sources, seeds and transformations.
+
+    A source is described by the names of its files and the number of its records; a Hugging Face
+    dataset by its own fingerprint, too.
+    """
     walked = list(nodes.walk(ds))
-    sources = [_source(node) for node in walked if not node.parents]
     return {
-        "source": digest(sources),
+        "source": digest([_source(node) for node in nodes.sources(ds)]),
         "seeds": digest([nodes.seeds(n) for n in walked]),
         "transforms": digest([(_text(n), nodes.parameters(n)) for n in walked]),
     }
@@ -167,19 +156,13 @@ def check_fingerprint(
 
 
 def _source(node: Any) -> tuple[Any, ...]:
-    names = [os.path.basename(str(path)) for path in _paths(node)]
+    paths = getattr(node, "paths", [])
+    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
+    names = [os.path.basename(str(path)) for path in paths]
+    length = len(node) if isinstance(node, grain.MapDataset) else None
     own = nodes.source_fingerprint(node)
-    return _text(node), _length(node), names, *(() if own is None else (own,))
-
-
-def _length(node: Any) -> int | None:
-    return len(node) if isinstance(node, grain.MapDataset) else None
+    return _text(node), length, names, *(() if own is None else (own,))
 
 
 def _text(node: Any) -> str:
     return _PLACE.sub("", str(node))
-
-
-def _paths(node: Any) -> list[Any]:
-    paths = getattr(node, "paths", [])
-    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from grain_shard.errors import ShardingError
+from grain_shard.grain_inside import nodes
 from grain_shard.host_arrays import owned
 from grain_shard.reading.state_json import NoState
 from grain_shard.trees import Batch, leaves_of
@@ -82,6 +83,11 @@ class IterableBatches(grain.IterDataset):
     Args:
         source: As for `from_iterable`.
         rows: As for `from_iterable`.
+
+    Attributes:
+        has_begun: True once a pass over it has begun.
+        in_use: The lock that is held during each ``next``.
+        has_one_pass: True if an element that one iterator took is gone for the others.
     """
 
     def __init__(self, source: Any, rows: Rows | None):
@@ -89,17 +95,10 @@ class IterableBatches(grain.IterDataset):
         self._source, self.rows = source, rows
         self.has_begun: bool = False
         self.in_use: threading.Lock = threading.Lock()
+        self.has_one_pass: bool = isinstance(source, Iterator)
+        self._can_go_back = self.has_one_pass and _is_stateful(source)
         # For an iterator that can go back to it, so that there may be other passes.
         self._beginning = copy.deepcopy(source.get_state()) if self._can_go_back else None
-
-    @property
-    def has_one_pass(self) -> bool:
-        """True if an element that one iterator took is gone for the others."""
-        return isinstance(self._source, Iterator)
-
-    @property
-    def _can_go_back(self) -> bool:
-        return self.has_one_pass and _is_stateful(self._source)
 
     def require_new_pass(self) -> None:
         """Refuses another pass over an iterator that cannot go back.
@@ -190,16 +189,9 @@ def is_from_iterable(ds: Any) -> bool:
     return isinstance(ds, IterableBatches)
 
 
-def _sources_of(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
-    """Returns the datasets at the beginning of a pipeline, which have no parents."""
-    if not ds.parents:
-        return [ds]
-    return [source for parent in ds.parents for source in _sources_of(parent)]
-
-
 def said_rows(ds: grain.MapDataset | grain.IterDataset) -> Rows | None:
     """Returns the rows that all sources of a pipeline declare; None unless all agree."""
-    said = {source.rows if is_from_iterable(source) else None for source in _sources_of(ds)}
+    said = {source.rows if is_from_iterable(source) else None for source in nodes.sources(ds)}
     return said.pop() if len(said) == 1 else None
 
 
@@ -224,7 +216,7 @@ def require_new_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
     Raises:
         ShardingError: A source is used up.
     """
-    for source in _sources_of(ds):
+    for source in nodes.sources(ds):
         if is_from_iterable(source):
             source.require_new_pass()
 
@@ -235,7 +227,7 @@ def require_another_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
     Raises:
         ShardingError: A source of the pipeline allows only one pass.
     """
-    for source in _sources_of(ds):
+    for source in nodes.sources(ds):
         if is_from_iterable(source) and source.has_one_pass:
             raise ShardingError(
                 f"only a batch tells what batches look like, and {source} can be gone through only"

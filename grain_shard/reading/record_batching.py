@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from grain_shard.reading.batching import Batching
 from grain_shard.reading.cuts import Cut, Cuts
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.fingerprint import Fingerprint, records_fingerprint
-from grain_shard.reading.row_template import RowTemplate
+from grain_shard.reading.stack import RowTemplate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,8 @@ class RecordBatching(Batching):
             node: The known facts of these nodes.
             num_batches: The number of batches of the whole dataset.
         """
-        sizes, drop = {0: node.global_batch_size}, node.drop_remainder
-        cuts, template = (
-            Cuts(len(node.records), sizes, drop_remainder=drop),
-            RowTemplate(node.records),
-        )
+        template = RowTemplate(node.records)
+        cuts = Cuts(len(node.records), {0: node.global_batch_size}, node.drop_remainder)
         if node.num_epochs is None:
             return cls(cuts=Cuts(num_batches, {0: 1}), template=template, node=node, sliced=cuts)
         return cls(cuts=cuts, num_epochs=node.num_epochs, template=template, node=node)
@@ -85,9 +82,6 @@ class RecordBatching(Batching):
             return None
         (size,) = self.unpadded_sizes
         return Cuts(self.cuts.records * size, {0: size})
-
-    def dropping_remainder(self) -> RecordBatching:
-        return replace(self, cuts=self.cuts.dropping_remainder())
 
     def fingerprint(self) -> Fingerprint:
         above = () if self.node is None else self.node.above

@@ -18,10 +18,10 @@ from grain_shard.reading.whole_batching import WholeBatching
 def batching_of(ds: grain.MapDataset) -> Batching:
     """Returns the batches of a dataset, with the cheapest way to read exactly their rows."""
     node = nodes.batch_node(ds)
-    made_of = None if node is None else RecordBatching.of(node, len(ds))
-    if made_of is not None and node is not None and node.only_stacks:
-        return made_of
-    return WholeBatching.of(ds, made_of)
+    if node is None:
+        return WholeBatching.of(ds, None)
+    records = RecordBatching.of(node, len(ds))
+    return records if node.only_stacks else WholeBatching.of(ds, records)
 
 
 class RowMapDataset(grain.MapDataset):

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 
-from grain_shard.errors import ShardingError, describe_leaf
+from grain_shard.errors import BadRecordsError, ShardingError, describe_error, describe_leaf
 from grain_shard.grain_inside.array_rows import ArrayRows, Columns
+from grain_shard.grain_inside.recovery import Unreadable
+from grain_shard.grain_inside.routes import NEVER, route
 from grain_shard.host_arrays import empty
+from grain_shard.reading.faults import Faults
 from grain_shard.trees import Batch, as_arrays, flatten, is_text, path_of
 
 # Rows are made and written into the batch this many bytes at a time, so that an unfinished batch
 # takes little more than its own memory, and many small rows are written at once.
 _BYTES_AT_A_TIME = 2**20
+# The most records to try, if the first ones are unreadable, to learn the structure of all.
+_MOST_LOOKED_AT = 1000
+# Held while one record is read to learn the structure of all. It is no attribute of a template,
+# because templates are pickled for worker processes, and locks cannot be pickled.
+_LEARNING = threading.Lock()
+
+# A row that was read already, and its record.
+Known = tuple[Any, int]
 
 
 class RowStacker:
@@ -44,11 +57,6 @@ class RowStacker:
         # The number of rows to make before they are written.
         self.rows_at_a_time: int = max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
         self._of_many: dict[int, Any] = {}  # by number of rows, the structure of a tuple of rows
-
-    @property
-    def like(self) -> Any:
-        """The template row, in arrays."""
-        return self.structure.unflatten(self.likes)
 
     @functools.cached_property
     def empty_row(self) -> Any:
@@ -150,6 +158,54 @@ def _is_list_of_values(node: Any) -> bool:
     return type(node) is list and len(node) > 1 and all(isinstance(x, values) for x in node)
 
 
+class RowTemplate:
+    """The records of a pipeline, and the structure of their rows once one was read.
+
+    Args:
+        records: The dataset that is batched.
+
+    Attributes:
+        rows_at_a_time: The most rows to make before they are written; 1 before one was read.
+    """
+
+    def __init__(self, records: grain.MapDataset):
+        self.records: grain.MapDataset = records
+        self.rows_at_a_time: int = 1
+        self._stacker: RowStacker | None = None
+
+    def stacker(self, faults: Faults, known: Known | None = None) -> RowStacker:
+        """Returns a stacker for rows with the structure of the first row ever read.
+
+        Args:
+            faults: The rules for failed reads, if a record must be read.
+            known: A row that was read already, which may be the first, and its record.
+        """
+        if self._stacker is None:
+            with _LEARNING:
+                if self._stacker is None:
+                    row, record = known or self._first(faults)
+                    stacker = RowStacker(row, "record {}", record)
+                    self._stacker, self.rows_at_a_time = stacker, stacker.rows_at_a_time
+        return self._stacker
+
+    def _first(self, faults: Faults) -> Known:
+        """Returns the row of the first readable record, and the record."""
+        error: BaseException = LookupError("there is no record")
+        for record in range(min(len(self.records), _MOST_LOOKED_AT)):
+            way = route(self.records, np.array([record]))
+            (row,) = way.finish(way.read(NEVER, faults), NEVER, faults)
+            if type(row) is not Unreadable:
+                return row, record
+            error = row.error
+            if not faults.may_leave_out(error):
+                raise error
+        raise BadRecordsError(
+            f"none of the first {min(len(self.records), _MOST_LOOKED_AT):,} records can be read, so"
+            f" the look of a row is not known; the last: {describe_error(error)}.\n"
+            "  remedy: look at the source, and at what .map does."
+        ) from error
+
+
 class Stack:
     """An unfinished batch.
 
@@ -160,10 +216,11 @@ class Stack:
 
     def __init__(self, stacker: RowStacker, num_rows: int):
         self._stacker, self._num_rows = stacker, num_rows
-        self._arrays = [empty((num_rows, *like.shape), like.dtype) for like in stacker.likes]
-        self._texts: dict[int, list[Any]] = {
-            i: [None] * num_rows for i, like in enumerate(stacker.likes) if is_text(like)
-        }
+        self._is_text = [is_text(like) for like in stacker.likes]
+        self._arrays = [
+            empty((num_rows, *like.shape), np.dtype(object) if text else like.dtype)
+            for like, text in zip(stacker.likes, self._is_text, strict=True)
+        ]
 
     def write(self, rows: Sequence[Any], start: int, origins: Iterable[Any]) -> None:
         """Writes some rows; several threads may call it, each for its own rows.
@@ -174,7 +231,7 @@ class Stack:
             origins: Origins of the rows, for messages.
         """
         stop = start + len(rows)
-        if isinstance(rows, ArrayRows) and not self._texts:
+        if isinstance(rows, ArrayRows) and not any(self._is_text):
             self._stacker.check_columns(rows.columns)
             for i, array in enumerate(self._arrays):
                 rows.gather(i, array[start:stop])
@@ -183,9 +240,7 @@ class Stack:
         for i, array in enumerate(self._arrays):
             column = leaves[i::width]
             self._stacker.check(i, column, origins)
-            if i in self._texts:
-                self._texts[i][start:stop] = column
-            elif array.ndim > 1:
+            if array.ndim > 1 and not self._is_text[i]:
                 # Not np.stack, which makes a view of each row before it copies.
                 part = array[start:stop]
                 joined = part.reshape(len(part) * part.shape[1], *part.shape[2:])
@@ -198,17 +253,15 @@ class Stack:
 
         The arrays have no other references.
         """
-        arrays = list(self._arrays)
-        for i, texts in self._texts.items():
-            arrays[i] = _joined(texts) if texts else arrays[i]
-        return self._stacker.structure.unflatten(arrays)
+        columns = zip(self._arrays, self._is_text, self._stacker.likes, strict=True)
+        return self._stacker.structure.unflatten(
+            [_as_text(array, like.dtype) if text else array for array, text, like in columns]
+        )
 
 
-def _joined(texts: Sequence[Any]) -> np.ndarray:
-    """Returns strings, or arrays of strings, as one array."""
-    if not any(isinstance(text, str | bytes) and text[-1:] in ("\0", b"\0") for text in texts):
-        return np.stack(texts)
+def _as_text(objects: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns an array of strings in NumPy's dtype for them, if that keeps all characters."""
+    texts = [text.item() if isinstance(text, np.ndarray) else text for text in objects.flat]
     # NumPy's own dtypes for strings drop the NULs at their ends.
-    joined = np.empty(len(texts), object)
-    joined[:] = [text if isinstance(text, str | bytes) else text.item() for text in texts]
-    return joined
+    ends_in_nul = any(text[-1:] in ("\0", b"\0") for text in texts)
+    return np.array(texts, object if ends_in_nul else dtype.type).reshape(objects.shape)

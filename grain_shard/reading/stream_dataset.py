@@ -10,14 +10,13 @@ from typing import Any, NoReturn
 
 import grain
 
-from grain_shard.errors import StateError
+from grain_shard.errors import ShardingError, StateError
 from grain_shard.grain_inside import nodes
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.host_arrays import owned
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.reading.iterable import is_from_iterable
-from grain_shard.reading.lost_epochs import refuse_lost_epochs
-from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.padding import Padding
 from grain_shard.reading.retried_records import RetriedRecords
 from grain_shard.spans import READ, span
 from grain_shard.trees import Batch
@@ -52,17 +51,14 @@ class StreamFacts:
     Attributes:
         global_batch_size: Rows of a full batch; None if only the batches show it.
         unpadded_batch_size: Rows of a full batch before padding; None if only the batches show it.
-        rows_to_expect: Rows of every full batch, if padding needs the number; 0 if only the first
-            batch shows it.
         owns_arrays: True if the arrays of the batches have no other references.
         padding: Values of rows of padding.
     """
 
     global_batch_size: int | None = None
     unpadded_batch_size: int | None = None
-    rows_to_expect: int = 0
     owns_arrays: bool = False
-    padding: PadRows = PadRows()  # noqa: RUF009 (it is frozen)
+    padding: Padding = Padding(1)  # noqa: RUF009 (it is frozen)
 
 
 class StreamDataset(grain.IterDataset):
@@ -86,7 +82,9 @@ class StreamDataset(grain.IterDataset):
     ):
         super().__init__(parent)
         self.facts: StreamFacts = facts
-        self._source, self._steps, self._made_by = source, steps, made_by
+        self.source: grain.IterDataset = source
+        self.steps: Sequence[Step] = steps
+        self._made_by = made_by
 
     @classmethod
     def of(cls, ds: grain.IterDataset, *, global_batch_size: int | None = None) -> StreamDataset:
@@ -97,7 +95,7 @@ class StreamDataset(grain.IterDataset):
         """
         refuse_lost_epochs(ds)
         owns_arrays = is_from_iterable(ds)
-        return cls(ds, ds, StreamFacts(global_batch_size, global_batch_size, 0, owns_arrays))
+        return cls(ds, ds, StreamFacts(global_batch_size, global_batch_size, owns_arrays))
 
     def after(self, step: Step, made_by: Any, **facts: Any) -> StreamDataset:
         """Returns the stream with one more step.
@@ -107,8 +105,8 @@ class StreamDataset(grain.IterDataset):
             made_by: The stage that adds the step.
             **facts: The fields of `StreamFacts` that the step changes.
         """
-        changed, steps = replace(self.facts, **facts), (*self._steps, step)
-        return StreamDataset(self, self._source, changed, steps, made_by)
+        changed, steps = replace(self.facts, **facts), (*self.steps, step)
+        return StreamDataset(self, self.source, changed, steps, made_by)
 
     def with_own_arrays(self) -> StreamDataset:
         """Returns the same batches, in arrays without other references."""
@@ -122,17 +120,7 @@ class StreamDataset(grain.IterDataset):
         Args:
             faults: The rules for failed reads, in the random-access parts that Grain reads.
         """
-        source = replace_read_ahead(
-            self._source,
-            lambda records, options: RetriedRecords(records, faults).to_iter_dataset(options),
-        )
-        return StreamIterator(
-            iter(source),
-            self._steps,
-            self.facts.rows_to_expect,
-            batch_sizes=nodes.batch_sizes(self._source),
-            faults=faults,
-        )
+        return StreamIterator(self, faults)
 
     def __iter__(self) -> StreamIterator:
         return self.iterate(Faults(FAIL_AT_ONCE))
@@ -163,12 +151,11 @@ class StreamIterator(BatchIterator):
     the short last one. It also holds the sizes of all known ``.batch`` nodes, because the stream's
     position may count the batches of such a node.
 
+    The steps run in the thread that asks for the batch.
+
     Args:
-        source: The user's iterator.
-        steps: The steps, in order. They run in the thread that asks for the batch.
-        rows_to_expect: Rows of a full batch; 0 if only the first batch shows it.
-        batch_sizes: The sizes of each ``.batch`` in the stream.
-        faults: The rules for failed reads.
+        ds: The stream.
+        faults: The rules for failed reads, in the random-access parts that Grain reads.
 
     Attributes:
         seen: The facts learned from the batches.
@@ -176,19 +163,17 @@ class StreamIterator(BatchIterator):
 
     _PARENT, _ROWS, _BATCH_SIZES = "parent", "rows", "batch_sizes"  # the state's keys
 
-    def __init__(
-        self,
-        source: grain.DatasetIterator,
-        steps: Sequence[Step],
-        rows_to_expect: int,
-        *,
-        batch_sizes: list[int],
-        faults: Faults,
-    ):
-        super().__init__(source)
-        self._source, self._steps, self._faults = source, steps, faults
-        self._rows_to_expect, self._batch_sizes = rows_to_expect, batch_sizes
-        self.seen: SeenBatches = SeenBatches(rows_to_expect)
+    def __init__(self, ds: StreamDataset, faults: Faults):
+        source = replace_read_ahead(
+            ds.source,
+            lambda records, options: RetriedRecords(records, faults).to_iter_dataset(options),
+        )
+        self._source = iter(source)
+        super().__init__(self._source)
+        self._steps, self._faults = ds.steps, faults
+        self._batch_sizes = nodes.batch_sizes(ds.source)
+        self._rows_to_expect = ds.facts.unpadded_batch_size or 0
+        self.seen: SeenBatches = SeenBatches(self._rows_to_expect)
 
     def __next__(self) -> Batch:
         batch = DROPPED
@@ -236,3 +221,24 @@ def _refuse(saved: str, now: str) -> NoReturn:
         "  remedy: restore with the pipeline that saved it. In the middle of a run batches of"
         " another size can be cut of a MapDataset down to .batch, and of feeds."
     )
+
+
+def refuse_lost_epochs(ds: grain.IterDataset) -> None:
+    """Refuses a repeated interleave, whose restore Grain gets wrong.
+
+    Restored after its first epoch, Grain's `RepeatIterDataset` over interleaved streams ends with
+    the current epoch and raises nothing. ``.mp_prefetch`` interleaves its workers' streams.
+
+    Args:
+        ds: The stream.
+
+    Raises:
+        ShardingError: The stream has interleaved streams below a `RepeatIterDataset`.
+    """
+    if nodes.repeats_interleaved(ds):
+        raise ShardingError(
+            "a RepeatIterDataset repeats interleaved streams (.mp_prefetch interleaves those of its"
+            " workers). Grain loses the later epochs of such a stream when it is restored.",
+            remedy="repeat below: RepeatIterDataset(ds, n).mp_prefetch(...), each stream before it"
+            " is interleaved, or .repeat(n) on the MapDataset that the stream begins with.",
+        )

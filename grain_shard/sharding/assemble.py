@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from grain_shard.digest import MANY_DIGITS, element_digest
 from grain_shard.errors import ShardingError, describe_leaf
 from grain_shard.sharding.layout import BatchLayout, describe_parts
 from grain_shard.sharding.sharding_tree import ShardingTree
@@ -171,7 +172,7 @@ class Assembler:
                 check_fits(path, array, sharding, self._global_shape(array.shape, flat.rows))
             self._leaves.append(_Leaf(path, sharding, array.shape, array.dtype))
         if self._is_padding is not None and not self._is_padding(flat):
-            self.digest = flat.digest()
+            self.digest = element_digest(flat.arrays, MANY_DIGITS)
         self._structure, self._num_rows = flat.structure, flat.rows
         return cut
 

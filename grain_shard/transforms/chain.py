@@ -14,7 +14,7 @@ from grain_shard.grain_inside import nodes
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.reading.faults import FaultRules, OnBadRecord, Retries
 from grain_shard.reading.iterable import Rows, agreed_rows
-from grain_shard.reading.pad_batch import Remainder
+from grain_shard.reading.padding import Remainder
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.stream_dataset import StreamDataset
 from grain_shard.sharding.sharding_tree import Read, ShardingTree

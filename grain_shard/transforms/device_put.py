@@ -149,7 +149,7 @@ def _check_can_leave_out(ds: RowMapDataset) -> None:
             remedy="move the .map before .batch, where it is given each record; pad records to one"
             " shape there instead of in a batch_fn.",
         )
-    if ds.batching.pad_rows.mask_key is None:
+    if ds.batching.rows_of_padding.mask_key is None:
         raise ShardingError(
             'on_bad_record="mask" needs the mask, which alone tells that a row is none.',
             remedy="leave out mask_key=None.",

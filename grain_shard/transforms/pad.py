@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from grain_shard.errors import require_choice, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
-from grain_shard.reading.pad_batch import REMAINDERS, Padding, Remainder, pad_batch
-from grain_shard.reading.pad_rows import PadRows
+from grain_shard.reading.padding import Padding, pad_batch
 from grain_shard.reading.row_dataset import RowMapDataset
 from grain_shard.reading.stream_dataset import DROPPED, SeenBatches, StreamDataset
 from grain_shard.sharding.layout import round_up
 from grain_shard.spans import PAD, span
 from grain_shard.transforms.stage import Stage
-from grain_shard.trees import MASK_KEY, Batch, FlatBatch
+from grain_shard.trees import Batch, FlatBatch
 
 
-@dataclass(frozen=True)
-class PadToDivisible(Stage):
+class PadToDivisible(Padding, Stage):
     """Pads the rows of every batch to a multiple of `divisor`, and adds a mask.
 
     Every batch gets as many rows as a full one, so a training step compiles once. The mask is
@@ -36,27 +30,8 @@ class PadToDivisible(Stage):
             "error" to refuse it.
         mask_key: The key of the mask in the batch; None for no mask.
         global_batch_size: Rows of a full batch before padding; None for the dataset's own size.
-        pad_value: Values in rows of padding; see `PadRows`. The mask is False in all of them.
+        pad_value: Values in rows of padding; see `Padding`. The mask is False in all of them.
     """
-
-    divisor: int
-    remainder: Remainder = "pad"
-    mask_key: str | None = MASK_KEY
-    global_batch_size: int | None = None
-    pad_value: Any = 0
-
-    def __post_init__(self) -> None:
-        require_int("divisor", self.divisor, 1)
-        self.padding  # noqa: B018 (refuses an invalid pad value)
-        if self.global_batch_size is not None:
-            require_int("global_batch_size", self.global_batch_size, 1)
-        require_choice("remainder", self.remainder, REMAINDERS)
-
-    @property
-    def padding(self) -> Padding:
-        """The padding of each batch."""
-        rows = PadRows(self.pad_value, self.mask_key)
-        return Padding(self.divisor, self.remainder, rows, self.global_batch_size)
 
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
         """Returns the padded dataset.
@@ -66,7 +41,7 @@ class PadToDivisible(Stage):
                 the short batches are unknown.
         """
         ds = ds.whole()
-        return RowMapDataset(ds, ds.batching.padded(self.padding), self)
+        return RowMapDataset(ds, ds.batching.padded(self), self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
         """Returns the padded dataset, which refuses a short batch in the middle of the stream."""
@@ -75,9 +50,8 @@ class PadToDivisible(Stage):
             self._padded,
             self,
             global_batch_size=size and round_up(size, self.divisor),
-            unpadded_batch_size=ds.facts.global_batch_size,
-            rows_to_expect=size or 0,
-            padding=self.padding.rows,
+            unpadded_batch_size=size,
+            padding=self,
         )
 
     def _padded(self, batch: Batch, seen: SeenBatches) -> Batch:
@@ -99,8 +73,8 @@ class PadToDivisible(Stage):
                 remedy=f'batch by {padded_rows}, or pass remainder="pad".',
             )
         with span(PAD):
-            return pad_batch(batch, padded_rows, self.padding.rows)
+            return pad_batch(batch, padded_rows, self)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
         """Returns the dataset, in which padding replaces the rows of a feed that has ended."""
-        return ds.padded(self.padding)
+        return ds.padded(self)

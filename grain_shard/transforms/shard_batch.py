@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
+from grain_shard.digest import MANY_DIGITS, element_digest
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.row_dataset import RowMapDataset
@@ -66,7 +67,7 @@ class ShardBatch(Stage):
         def own_rows(batch: Batch, seen: SeenBatches) -> Batch:
             flat = FlatBatch.of(batch)
             if not seen.first_digest and self.layout.num_hosts > 1:
-                seen.first_digest = flat.digest()
+                seen.first_digest = element_digest(flat.arrays, MANY_DIGITS)
             return take_rows(flat, self.layout.rows(flat.rows))
 
         return ds.after(own_rows, self, global_batch_size=None, owns_arrays=True)

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from grain_shard.checkpoint import CheckpointRestore
-from grain_shard.reading.sources import ArrayRecordSource
+from grain_shard.sources.array_record_source import ArrayRecordSource
 from grain_shard.tools.demo import MIN_ACCURACY, VIRTUAL_DEVICES
 from grain_shard.tools.demo.checks import CountingSource, check, count_compilations, digests, say
 from grain_shard.tools.demo.digits import decode

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from grain_shard.reading.sources import ArrayRecordSource
+from grain_shard.sources.array_record_source import ArrayRecordSource
 
 _SIDE_BY_SIDE = 1, 4, 16, 64
 _EACH_S = 1.0  # for each number side by side

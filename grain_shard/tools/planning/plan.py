@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from grain_shard.errors import ShardingError, describe_spec, require_choice, require_int
-from grain_shard.reading.pad_batch import Remainder
+from grain_shard.reading.padding import Remainder
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.sharding.sharding_tree import Read, ShardingTree
 from grain_shard.sharding.slices import slice_of

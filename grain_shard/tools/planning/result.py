@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from grain_shard.errors import ShardingError, describe_mesh
-from grain_shard.reading.pad_batch import Remainder
+from grain_shard.reading.padding import Remainder
 from grain_shard.tools.showing.tables import (
     FittingTable,
     InNotebooks,

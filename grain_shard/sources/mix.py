@@ -11,7 +11,7 @@ import numpy as np
 
 from grain_shard.errors import ShardingError
 from grain_shard.grain_inside.routes import ElementsOfParents
-from grain_shard.reading.weight_schedule import Parts, WeightSchedule
+from grain_shard.sources.weight_schedule import WeightSchedule
 
 
 def mix(
@@ -76,25 +76,20 @@ class MixedByRecord(ElementsOfParents):
 
     def __init__(self, datasets: Sequence[grain.MapDataset], schedule: WeightSchedule):
         super().__init__(datasets)
-        self._schedule = schedule
+        self.schedule: WeightSchedule = schedule
 
     def __len__(self) -> int:
         return self._length
 
     @functools.cached_property
     def _length(self) -> int:
-        return self._schedule.length([len(ds) for ds in self.parents])
+        return self.schedule.length([len(ds) for ds in self.parents])
 
     def __repr__(self) -> str:
         return f"<{self}>"
 
     def __str__(self) -> str:
-        return f"mix({self._schedule})"
-
-    @property
-    def weights(self) -> list[tuple[int, Parts]]:
-        """Returns the weights as integers in lowest terms, each with its first record."""
-        return self._schedule.weights
+        return f"mix({self.schedule})"
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -103,4 +98,4 @@ class MixedByRecord(ElementsOfParents):
         return self.parents[dataset.item()][record.item()]
 
     def below(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._schedule.locate(indices)
+        return self.schedule.locate(indices)

@@ -18,7 +18,7 @@ from concurrent.futures import Future, as_completed
 from typing import Any
 
 from grain_shard.errors import ShardingError
-from grain_shard.reading.daemon_threads import DaemonThreads
+from grain_shard.sources.daemon_threads import DaemonThreads
 
 # The usual time is an estimate of the 95th percentile of read times, without a list of them. A
 # longer read raises it by a tenth, a shorter one lowers it by a 19th of that, so it settles where

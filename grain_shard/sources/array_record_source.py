@@ -21,9 +21,8 @@ import numpy as np
 from absl import logging
 from array_record.python.array_record_data_source import FileInstruction
 
-from grain_shard.reading.daemon_threads import DaemonThreads
-from grain_shard.reading.find_files import BUCKET, find_files
-from grain_shard.reading.open_file import open_file
+from grain_shard.sources.daemon_threads import DaemonThreads
+from grain_shard.sources.record_files import BUCKET, find_files, open_file
 
 PathOrInstruction = str | os.PathLike[str] | FileInstruction
 

@@ -1,0 +1,246 @@
+"""Padding: the number of rows, their values (zeros or the user's), and the mask of real rows."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grain_shard.errors import ShardingError, describe_leaf, require_choice, require_int
+from grain_shard.host_arrays import empty
+from grain_shard.sharding.layout import round_up
+from grain_shard.trees import (
+    MASK_KEY,
+    Batch,
+    FlatBatch,
+    flatten,
+    is_none,
+    is_numeric,
+    is_text,
+    path_of,
+)
+
+Remainder = Literal["pad", "drop", "error"]
+# The end of a remedy.
+_NO_MASK = (
+    'mask_key=None with remainder="drop": without a mask, means include the zeros of padding.'
+)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The padding of batches.
+
+    Example:
+        >>> padding = Padding(4, pad_value={"tokens": -1})
+        >>> padding.size(6), padding.like({"tokens": np.arange(2), "x": np.ones(2)})
+        (8, {'tokens': array([-1, -1]), 'x': array([0., 0.])})
+
+    Attributes:
+        divisor: The padded number of rows is a multiple of this.
+        remainder: "pad" pads a short batch, "drop" drops it, "error" refuses it.
+        mask_key: The key of the mask in a batch; None for no mask.
+        global_batch_size: Rows of a full batch before padding; None for the dataset's own size.
+        pad_value: A number for all leaves, or a tree prefix of numbers. Leaves outside the prefix
+            are padded with 0. Text is padded with "", and masks with False.
+    """
+
+    divisor: int
+    remainder: Remainder = "pad"
+    mask_key: str | None = MASK_KEY
+    global_batch_size: int | None = None
+    pad_value: Any = 0
+
+    def __post_init__(self) -> None:
+        require_int("divisor", self.divisor, 1)
+        if self.global_batch_size is not None:
+            require_int("global_batch_size", self.global_batch_size, 1)
+        require_choice("remainder", self.remainder, get_args(Remainder))
+        values = jax.tree_util.tree_flatten_with_path(self.pad_value, is_leaf=is_none)[0]
+        for keys, value in values:
+            if not _is_number(value):
+                raise ShardingError(
+                    f"pad_value{jax.tree_util.keystr(keys)} is {value!r}, which is no number.",
+                    remedy='pass a number, or a tree of them: {"tokens": tokenizer.pad_id}.',
+                )
+
+    def size(self, global_batch_size: int) -> int:
+        """Returns the rows of a full batch, including its padding."""
+        return round_up(self.global_batch_size or global_batch_size, self.divisor)
+
+    def values(self, tree: Any) -> list[np.ndarray]:
+        """Returns the pad value of each leaf of a tree of arrays, as a scalar of the leaf's dtype.
+
+        Raises:
+            ShardingError: A leaf cannot hold its value, or the tree lacks a leaf of `pad_value`.
+        """
+        if type(self.pad_value) is int and self.pad_value == 0:
+            return [_as_dtype(0, np.asarray(leaf), ()) for leaf in jax.tree.leaves(tree)]
+        pairs = jax.tree_util.tree_flatten_with_path(self.pad_value)[0]
+        given, found, used = {path_of(keys): value for keys, value in pairs}, [], set()
+        # A None of the tree has no leaf to pad, and a value may be given for it.
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]:
+            nodes = (path_of(keys[:depth]) for depth in range(len(keys) + 1))
+            node = next((path for path in nodes if path in given), None)
+            used.add(node)
+            value = 0 if node is None or self._is_mask(keys) else given[node]
+            if leaf is not None:
+                found.append(_as_dtype(value, np.asarray(leaf), keys))
+        for path in (path for path in given if path not in used):
+            leaves = flatten(tree)[0]
+            if deeper := [leaf for leaf in leaves if path.startswith(leaf)]:
+                raise ShardingError(
+                    "pad_value goes deeper than the batch.",
+                    path=deeper[0],
+                    remedy="give this leaf a single number.",
+                )
+            raise ShardingError(
+                "pad_value names a leaf that the batch does not have.",
+                path=path,
+                remedy=f"mend its name; the batch has {', '.join(leaves)}.",
+            )
+        return found
+
+    def made(self) -> None:
+        """Warns, where rows of padding are made, if no mask will mark them."""
+        if self.mask_key is None:
+            warnings.warn(
+                "a batch has rows of padding and no mask, so a mean over the batch includes them:"
+                ' zeros, or pad_value. Pass remainder="drop"; or leave out mask_key=None, which'
+                " needs records that are dicts, and divide by the sum of the mask.",
+                stacklevel=1,  # so that it is shown once
+            )
+
+    def _is_mask(self, keys: Any) -> bool:
+        return len(keys) == 1 and getattr(keys[0], "key", None) == self.mask_key
+
+    def like(self, tree: Any) -> Any:
+        """Returns a batch of padding with the shapes and dtypes of another batch.
+
+        Scalars are unchanged: they belong to the whole batch, and are the same on every host.
+        """
+        self.made()
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten(
+            [
+                np.full_like(leaf, value) if np.ndim(leaf) else leaf
+                for leaf, value in zip(leaves, self.values(tree), strict=True)
+            ]
+        )
+
+    def are_all_of(self, batch: FlatBatch) -> bool:
+        """Returns True if every row of a batch is padding."""
+        values = self.values(batch.structure.unflatten(batch.arrays))
+        return all(
+            # NaN is not equal to itself.
+            np.all((array == value) | ((array != array) & (value != value)))
+            for array, value in zip(batch.arrays, values, strict=True)
+            if array.ndim
+        )
+
+
+def _is_number(value: Any) -> bool:
+    numpys = isinstance(value, np.generic) and is_numeric(value.dtype)
+    return numpys or isinstance(value, numbers.Number)
+
+
+def _as_dtype(value: Any, array: np.ndarray, keys: Sequence[Any]) -> np.ndarray:
+    if is_text(array):
+        return np.array(next(iter(array.flat), "")[:0], array.dtype)
+    if type(value) is int and value == 0:
+        return np.zeros((), array.dtype)
+    if _fits(value, array.dtype):
+        return np.asarray(value, array.dtype)
+    raise ShardingError(
+        f"its dtype cannot hold pad_value={value!r}.",
+        path=path_of(keys),
+        leaf=describe_leaf(array),
+        remedy="give each leaf a value of its own, by a dict; one that is left out gets 0.",
+    )
+
+
+@functools.lru_cache(maxsize=256, typed=True)  # 1.0 is 1+0j, but not for a dtype
+def _fits(value: Any, dtype: np.dtype) -> bool:
+    """Returns True if a dtype holds a value exactly, or the dtype is a float that rounds it."""
+    if np.iscomplexobj(value) and dtype.kind != "c":
+        return False
+    try:
+        with np.errstate(all="ignore"):
+            held = np.array(value, dtype).item()
+    except (TypeError, ValueError, OverflowError):
+        return False
+    if held == value or (held != held and value != value):
+        return True
+    # Floats beyond the largest become inf, NaN or, in four and six bits, the largest.
+    return (
+        jnp.issubdtype(dtype, np.inexact)
+        and np.isfinite(held)
+        and abs(value.real) <= float(jnp.finfo(dtype).max)
+    )
+
+
+def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int] = ()) -> Batch:
+    """Returns the batch with rows of padding added up to `size`, and the mask.
+
+    Args:
+        batch: A tree of arrays ``[m, ...]``, m <= size; scalars are unchanged.
+        size: Rows to pad to.
+        padding: Values of these rows, and the key of the mask, ``bool[size]``.
+        bad_rows: Rows of the batch to overwrite with padding, in place.
+
+    Raises:
+        ShardingError: A mask is requested and the batch is not a mapping, or has that key already;
+            a leaf cannot hold its pad value; or a leaf of `pad_value` does not exist.
+    """
+    flat, mask_key = FlatBatch.of(batch), padding.mask_key
+    arrays, missing = flat.arrays, size - flat.rows
+    # Computed even if no row is missing, so that an error is raised at the first batch.
+    values = padding.values(flat.structure.unflatten(arrays))
+    if missing:
+        padding.made()
+        arrays = [
+            _with_rows(array, missing, value) if array.ndim else array
+            for array, value in zip(arrays, values, strict=True)
+        ]
+    bad = list(bad_rows)
+    if bad:
+        for array, value in zip(arrays, values, strict=True):
+            if array.ndim:
+                array[bad] = value
+    padded = flat.structure.unflatten(arrays)
+    if mask_key is None:
+        return padded
+    if not isinstance(padded, Mapping):
+        flat.refuse(
+            f"the batch is a {type(padded).__name__}, so there is no place for the mask.",
+            remedy=f"turn records into dicts with .map before .batch, or pass {_NO_MASK}",
+        )
+    if not all(isinstance(key, str) for key in padded):
+        flat.refuse(
+            "the batch's keys are no strings, among which JAX could sort that of the mask.",
+            remedy=f"give records string keys in .map, or pass {_NO_MASK}",
+        )
+    if mask_key in padded:
+        raise ShardingError(
+            f"the batch already has a leaf {mask_key!r}, the key of the mask.",
+            path=f"batch[{mask_key!r}]",
+            leaf=describe_leaf(padded[mask_key]),
+            remedy=f"pass another mask_key, or {_NO_MASK}",
+        )
+    mask = np.arange(size) < flat.rows
+    mask[bad] = False
+    return {**padded, mask_key: mask}
+
+
+def _with_rows(array: np.ndarray, count: int, value: np.ndarray) -> np.ndarray:
+    padded = empty((len(array) + count, *array.shape[1:]), array.dtype)
+    padded[: len(array)] = array
+    padded[len(array) :] = value
+    return padded

@@ -1,0 +1,1 @@
+"""Sources of records: files, arrays, sources that are asked twice, and mixtures of datasets."""
