@@ -259,17 +259,19 @@ class Interrupted(BaseException):
 def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrupts, remainder):
     """Host 0 is interrupted before or after some of its waits, and asks for the batch again."""
     places = itertools.count()
-    wait_for = TaskStage.wait_for
 
     def interrupt():
         if meeting.interrupted == threading.get_ident() and next(places) in interrupts:
             raise Interrupted
 
-    def wait(self, *args):
-        interrupt()
-        result = wait_for(self, *args)
-        interrupt()
-        return result
+    def interrupted(wait):
+        def waits(*args):
+            interrupt()
+            result = wait(*args)
+            interrupt()
+            return result
+
+        return waits
 
     def handed_out_with_interrupts(batches, host, meeting):
         if host == 0:
@@ -287,7 +289,8 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
     meeting = Meeting(len(lengths))
     meeting.interrupted = None
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(lengths)) as threads:
-        patch.setattr(TaskStage, "wait_for", wait)
+        for name in ("wait_for", "peek"):
+            patch.setattr(TaskStage, name, interrupted(getattr(TaskStage, name)))
         futures = [
             threads.submit(
                 handed_out_with_interrupts,
