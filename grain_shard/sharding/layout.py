@@ -206,10 +206,9 @@ def _shards_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, i
         return devices, np.zeros(len(devices), np.int64), 1
     mesh = cast(Mesh, sharding.mesh)
     axes = batch_axes(sharding.spec)
-    shard = np.zeros(mesh.devices.shape, np.int64)
-    for name in axes:
-        dim = mesh.axis_names.index(name)
-        size = mesh.devices.shape[dim]
-        along = np.arange(size).reshape([-1 if d == dim else 1 for d in range(shard.ndim)])
-        shard = shard * size + along
-    return list(mesh.devices.flat), shard.reshape(-1), math.prod(mesh.shape[a] for a in axes)
+    sizes = [mesh.shape[axis] for axis in axes]
+    along = np.indices(mesh.devices.shape).reshape(len(mesh.shape), -1)
+    # The first index, of an axis of size 1, is for a batch axis that is not sharded.
+    of_axes = along[[mesh.axis_names.index(axis) for axis in axes]]
+    shard = np.ravel_multi_index((0 * along[0], *of_axes), (1, *sizes))
+    return list(mesh.devices.flat), np.asarray(shard), math.prod(sizes)
