@@ -132,11 +132,17 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
                 remedy="fill it in .map, by .filled(0), and make the mask a leaf of its own.",
             )
         if array.dtype.kind == "O" and not is_text(array):
+            is_key = isinstance(leaf, jax.Array)
             raise ShardingError(
-                "the leaf holds Python objects (ragged rows, or a None among them).",
+                "the leaf holds typed PRNG keys, which NumPy does not have."
+                if is_key
+                else "the leaf holds Python objects (ragged rows, or a None among them).",
                 path=path,
                 leaf=describe_leaf(leaf),
-                remedy="pad the rows to one shape and replace None by a number in .map, or drop"
+                remedy="make numbers of the keys in .map, by jax.random.key_data, and keys again in"
+                " the step, by jax.random.wrap_key_data."
+                if is_key
+                else "pad the rows to one shape and replace None by a number in .map, or drop"
                 " the leaf.",
             )
         if not (is_text(array) or is_numeric(array.dtype)):

@@ -88,6 +88,11 @@ class ShardingTree:
         if microbatches is not None:
             require_int("microbatches", microbatches, 1)
         given = jax.tree.leaves(mesh_or_sharding)
+        if isinstance(mesh_or_sharding, list) and isinstance(next(iter(given), None), jax.Device):
+            raise ShardingError(
+                "a list of devices has no axes, along which the rows could be split.",
+                remedy=f'pass jax.make_mesh(({len(given)},), ("data",), devices=devices).',
+            )
         if spec is None and any(isinstance(leaf, PartitionSpec) for leaf in given):
             mesh_or_sharding, spec = None, mesh_or_sharding
         if mesh_or_sharding is None:
