@@ -170,12 +170,12 @@ def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
             return place_leaf(name, leaf, sharding)
         except ShardingError as error:
             # The remedies that the error comes with are for batches.
-            remedy = "shard another dim of this leaf, or replicate it with PartitionSpec()."
-            if error.spec is None:
-                remedy = (
-                    "make the leaf an array of numbers that JAX has, or take it out of the state."
-                )
-            raise error.with_remedy(remedy) from None
+            error.remedy = (
+                "make the leaf an array of numbers that JAX has, or take it out of the state."
+                if error.spec is None
+                else "shard another dim of this leaf, or replicate it with PartitionSpec()."
+            )
+            raise error from None
 
     return jax.tree_util.tree_map_with_path(place, state)
 
