@@ -263,6 +263,11 @@ def case_rows(host, _):
     return first_batch(shard(ds, rows="local" if host == ODD else "global"))
 
 
+def case_global_streams(host, _):
+    ds = numbered().seed(7 if host == ODD else 1).shuffle().to_iter_dataset().batch(8)
+    return first_batch(shard(ds, rows="global"))
+
+
 def case_restored_step(host, _):
     iterator = shard(numbered().batch(8))
     if host == ODD:
@@ -476,6 +481,7 @@ def assert_refused(result, host):
         (case_microbatches, "microbatches", "1", "2"),
         (case_read, "read", '"needed"', '"once"'),
         (case_rows, "rows", '"global"', '"local"'),
+        (case_global_streams, 'first batch of rows="global"', None, None),
         (case_restored_step, "next batch", "0", "1"),
         (case_record_shape, "batch['x']", None, None),
         (case_record_dtype, "batch['x']", None, None),
@@ -557,7 +563,7 @@ def test_a_host_whose_first_record_raises_has_its_own_error_and_is_named_elsewhe
         assert "bad record " in result["text"]
         if host != ODD:
             assert result["type"] == "AgreementError"
-            assert "host 2 failed at the first batch." in result["text"]
+            assert "host 2 failed." in result["text"]
 
 
 def test_the_first_host_too_is_named_at_once_if_it_fails(results):
@@ -565,7 +571,7 @@ def test_the_first_host_too_is_named_at_once_if_it_fails(results):
         assert_refused(result, host)
         if host != 0:
             assert result["type"] == "AgreementError"
-            assert "host 0 failed at the first batch." in result["text"]
+            assert "host 0 failed." in result["text"]
             assert "ValueError: bad record 0" in result["text"]
 
 

@@ -26,7 +26,7 @@ from grain_shard.hosts.absences import Absences
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.rounds import Rounds
 from grain_shard.spans import AGREE, counted_by, counter, span
-from grain_shard.tasks import Known, Producer, Results
+from grain_shard.tasks import Known, Producer, Raised, Results
 
 T = TypeVar("T")
 
@@ -41,40 +41,25 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
         remainder: Whether a host whose stream has ended goes on with batches of padding until the
             last one ends ("pad"), ends the others ("drop"), or is an error ("error").
         same_rows: Whether every host produces the same batches, so that all have to end at once.
-        answers: By host ``[batches, digest]``: how many batches it has ready, 0 if its stream
-            has ended, and a digest of its first whole batch ("" if it gives none). Or
-            ``{"failed": text}``.
+        answers: By host, how many batches it has ready, 0 if its stream has ended.
 
     Returns:
         How many batches every host hands out before the next vote, 0 if all end here; or
         ``{"error": message}``.
 
     Example:
-        >>> decide("pad", False, {0: [4, ""], 1: [2, ""], 2: [0, ""]})
+        >>> decide("pad", False, {0: 4, 1: 2, 2: 0})
         2
-        >>> decide("drop", False, {0: [4, ""], 1: [2, ""], 2: [0, ""]})
+        >>> decide("drop", False, {0: 4, 1: 2, 2: 0})
         0
     """
-    failed = {host: vote["failed"] for host, vote in answers.items() if isinstance(vote, dict)}
-    if failed:
-        lines = [f"  host {host}: {text}" for host, text in failed.items()]
-        return {"error": "\n".join(["a host's stream failed.", *lines])}
-    ready = {host: batches for host, (batches, _) in answers.items()}
-    ended = [host for host, batches in ready.items() if batches == 0]
-    # There is no digest in later votes, for an empty stream, and with another setting of `rows`,
-    # which the comparison at the start reports.
-    digests = {host: digest for host, (_, digest) in answers.items() if digest}
-    if same_rows and len(set(digests.values())) > 1:
-        first = next(iter(digests))
-        other = next(host for host, digest in digests.items() if digest != digests[first])
-        problem = f"the first batches of hosts {first} and {other} differ."
-    elif 0 < len(ended) < len(ready):
-        problem = (
-            f"the streams of {len(ended)} of {len(ready)} hosts (the first: host {ended[0]}) end"
-            " earlier than the others."
-        )
-    else:
-        return min(ready.values())
+    ended = [host for host, ready in answers.items() if ready == 0]
+    if len(ended) in (0, len(answers)):
+        return min(answers.values())
+    problem = (
+        f"the streams of {len(ended)} of {len(answers)} hosts (the first: host {ended[0]}) end"
+        " earlier than the others."
+    )
     if same_rows:
         return {
             "error": 'rows="global" says that every host produces the same batches, and'
@@ -85,7 +70,7 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
     if remainder == "error":
         remedy = 'pass remainder="pad" (zeros and a mask) or remainder="drop".'
         return {"error": f"{problem}\n  remedy: {remedy}"}
-    return min(filter(None, ready.values())) if remainder == "pad" else 0
+    return min(filter(None, answers.values())) if remainder == "pad" else 0
 
 
 class _Votes(Producer[int]):
@@ -99,7 +84,6 @@ class _Votes(Producer[int]):
         read: As for `AgreedEnd`.
         rounds: As for `AgreedEnd`.
         decide: Makes a verdict of all votes.
-        first_digest: As for `AgreedEnd`.
 
     Attributes:
         agreed: How many batches all hosts hand out, from the first one on.
@@ -114,10 +98,9 @@ class _Votes(Producer[int]):
         read: TaskStage[Any],
         rounds: Rounds,
         decide: Callable[[Answers], Any],
-        first_digest: Callable[[], str],
     ):
-        self._placed, self._read, self._rounds = placed, read, rounds
-        self._decide, self._first_digest = decide, first_digest
+        self._placed, self._read = placed, read
+        self._rounds, self._decide = rounds, decide
         self.absences = Absences(rounds)
         self.agreed = self.handed_out = self.number = 0
         self._stopped = self._is_over = False
@@ -162,9 +145,9 @@ class _Votes(Producer[int]):
             # their collectives, and not for a vote.
             if ready == 0:
                 with contextlib.suppress(AgreementError):  # the store is gone
-                    self._rounds.fail(round_, describe_error(known.end), self._decide)
+                    self._rounds.fail(round_, describe_error(known.end))
             raise known.end
-        self._rounds.put(round_, [max(0, ready), "" if self.agreed else self._first_digest()])
+        self._rounds.put(round_, max(0, ready))
         more = self._rounds.verdict(
             round_,
             self._decide,
@@ -216,8 +199,6 @@ class AgreedEnd(Results[T]):
         rounds: The series of rounds in which the hosts vote.
         remainder: As for `decide`.
         same_rows: As for `decide`.
-        first_digest: Returns the digest of this host's first whole batch, once it has been read; ""
-            where hosts have different batches.
         padding: Makes a batch of padding, on the devices, of the number of those before it.
     """
 
@@ -229,13 +210,13 @@ class AgreedEnd(Results[T]):
         *,
         remainder: str,
         same_rows: bool,
-        first_digest: Callable[[], str] = lambda: "",
         padding: Callable[[int], T],
     ):
         decider = functools.partial(decide, remainder, same_rows)
         self._placed, self._padding, self._counter = placed, padding, counter()
-        self._votes = _Votes(placed, read, rounds, decider, first_digest)
+        self._votes = _Votes(placed, read, rounds, decider)
         self._agreed = 0
+        self._final: Raised | None = None
         self._voting = Background(
             lambda agreed: agreed, self._votes, buffer_size=2, name="grain-shard-agreement"
         )
@@ -250,12 +231,18 @@ class AgreedEnd(Results[T]):
         return self._votes.handed_out
 
     def peek(self) -> T:
+        if self._final is not None:
+            self._final.throw()
         if self._agreed <= self.taken:
             self._wait_for_verdict()
         known, taken = self._votes.known(), self.taken
-        if known.results <= taken and isinstance(known.end, StopIteration):
+        if known.results > taken or not isinstance(known.end, StopIteration):
+            return self._placed.peek()
+        try:
             return self._padding(taken - known.results)
-        return self._placed.peek()
+        except Exception as error:
+            self._final = Raised(error, error.__traceback__)
+            raise
 
     def release(self, taken: int) -> None:
         self._votes.handed_out = taken
