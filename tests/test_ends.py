@@ -21,6 +21,7 @@ from grain_shard.sharding.reshard import Resharder
 from grain_shard.stats.meter import Meter
 from grain_shard.tasks import Producer
 from tests.conftest import eventually
+from tests.on_hosts import KeyValues
 
 # What follows from the votes: remainder, whether all hosts have the same rows, each host's vote,
 # and how many batches are handed out before the next one (0: all end here), or the error.
@@ -56,61 +57,6 @@ def test_what_follows_from_the_votes_of_all_hosts(remainder, same_rows, votes, e
 FAILED = ValueError("a bad record")
 
 
-class Meeting:
-    """Where hosts that run in threads of this process meet, in place of a store."""
-
-    def __init__(self, num_hosts):
-        self.num_hosts, self.posted = num_hosts, {}
-        self.came = threading.Condition()
-        self.failed = []
-
-    def post(self, name, host, answer):
-        with self.came:
-            self.posted.setdefault(name, {})[host] = answer
-            self.came.notify_all()
-
-    def all_of(self, name, stopped):
-        with self.came:
-            while not (self.has_all(name) or self.failed or stopped()):
-                self.came.wait(0.01)
-            return dict(sorted(self.posted.get(name, {}).items()))
-
-    def has_all(self, name):
-        return len(self.posted.get(name, {})) == self.num_hosts
-
-
-class TestRounds:
-    """`Rounds` by such a meeting."""
-
-    __test__ = False
-    name, timeout_s = "series", 60.0
-
-    def __init__(self, host, meeting):
-        self.host, self.meeting, self.forgotten = host, meeting, []
-
-    def put(self, topic, answer):
-        self.meeting.post(topic, self.host, answer)
-
-    def fail(self, round_, text):
-        with self.meeting.came:
-            self.meeting.failed.append(f"host {self.host}: {text}")
-            self.meeting.came.notify_all()
-
-    def verdict(self, round_, decide, *, absent, stopped):
-        answers = self.meeting.all_of(round_, stopped)
-        if stopped():
-            return None
-        if self.meeting.failed:
-            raise AgreementError(self.meeting.failed[0])
-        verdict = decide(answers)
-        if isinstance(verdict, dict):
-            raise AgreementError(verdict["error"])
-        return verdict
-
-    def forget(self, round_):
-        self.forgotten.append(round_)
-
-
 class Host(Producer):
     """A host's batches; ends with an error, if there is one."""
 
@@ -129,18 +75,17 @@ class Host(Producer):
         self.closed += 1
 
 
-def agreed(source, host=0, meeting=None, *, buffer_size=2, remainder="pad", **options):
+def agreed(source, rounds=None, *, buffer_size=2, remainder="pad"):
     """The host's batches, up to the end that it agrees on with the others."""
     read = Background(lambda item: item, source, buffer_size=buffer_size, name="grain-shard-test")
     placed = Background(lambda item: item, read, buffer_size=1, name="grain-shard-test")
-    rounds = TestRounds(host, meeting or Meeting(1))
     return AgreedEnd(
         placed,
         read,
-        rounds,
+        rounds or KeyValues().rounds(0, 1),
         remainder=remainder,
         same_rows=False,
-        **{"padding": lambda before: "padding", **options},
+        padding=lambda before: "padding",
     )
 
 
@@ -158,15 +103,14 @@ def handed_out(batches):
 
 def of_hosts(lengths, *, failing=(), remainder="pad", buffer_sizes=None):
     """What each of several hosts hands out, whose streams have so many batches."""
-    meeting, sizes = Meeting(len(lengths)), buffer_sizes or [2] * len(lengths)
+    store, sizes = KeyValues(), buffer_sizes or [2] * len(lengths)
     iterators = [
         agreed(
             Host(
                 *(f"batch {k}" for k in range(length)),
                 error=FAILED if host in failing else StopIteration,
             ),
-            host,
-            meeting,
+            store.rounds(host, len(lengths)),
             buffer_size=sizes[host],
             remainder=remainder,
         )
@@ -238,7 +182,7 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
     places = itertools.count()
 
     def interrupt():
-        if meeting.interrupted == threading.get_ident() and next(places) in interrupts:
+        if threading.get_ident() in interrupted_threads and next(places) in interrupts:
             raise Interrupted
 
     def interrupted(wait):
@@ -250,9 +194,9 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
 
         return waits
 
-    def handed_out_with_interrupts(batches, host, meeting):
+    def handed_out_with_interrupts(batches, host):
         if host == 0:
-            meeting.interrupted = threading.get_ident()
+            interrupted_threads.append(threading.get_ident())
         result = []
         while True:
             try:
@@ -263,17 +207,15 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
                 batches.close()
                 return result
 
-    meeting = Meeting(len(lengths))
-    meeting.interrupted = None
+    store, interrupted_threads = KeyValues(), []
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(lengths)) as threads:
         for name in ("wait_for", "peek"):
             patch.setattr(TaskStage, name, interrupted(getattr(TaskStage, name)))
         futures = [
             threads.submit(
                 handed_out_with_interrupts,
-                agreed(Host(*range(length)), host, meeting, remainder=remainder),
+                agreed(Host(*range(length)), store.rounds(host, len(lengths)), remainder=remainder),
                 host,
-                meeting,
             )
             for host, length in enumerate(lengths)
         ]
@@ -283,17 +225,18 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
 
 
 def test_verdicts_that_all_have_read_are_forgotten():
-    batches = agreed(Host(*range(20)))
+    store = KeyValues()
+    batches = agreed(Host(*range(20)), store.rounds(0, 1))
     assert len(handed_out(batches)) == 20
-    votes = batches._votes
-    assert votes._rounds.forgotten == [str(number) for number in range(votes.number - 1)]
+    last = batches._votes.number
+    assert set(store.entries) == {f"series/{number} verdict" for number in (last - 1, last)}
 
 
 def test_a_vote_that_others_do_not_answer_ends_with_the_batches():
-    meeting = Meeting(2)
-    batches = agreed(Host(*range(20)), 0, meeting)
+    store = KeyValues()
+    batches = agreed(Host(*range(20)), store.rounds(0, 2))
     batches.start()
-    eventually(lambda: meeting.posted)
+    eventually(lambda: store.entries)
     batches.close()
     assert not any(thread.is_alive() for thread in batches._voting._shared.threads)
     assert next(batches, "the end") == "the end"
@@ -351,12 +294,13 @@ def test_a_scalar_stays_what_it_is_in_padding():
 
 @pytest.mark.parametrize(("taken", "said"), [(1, True), (21, False)])
 def test_a_host_that_closes_before_the_end_says_so(taken, said):
-    meeting = Meeting(1)
-    batches = agreed(Host(*range(20)), 0, meeting)
+    store = KeyValues()
+    batches = agreed(Host(*range(20)), store.rounds(0, 1))
     for _ in range(taken):
         next(batches, None)
     batches.close()
-    assert meeting.posted.get("absent") == ({0: [None, "closed its iterator"]} if said else None)
+    absent = '[null, "closed its iterator"]' if said else None
+    assert store.entries.get("series/absent/0") == absent
 
 
 @pytest.mark.parametrize("begun", [False, True])
