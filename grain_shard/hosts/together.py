@@ -129,7 +129,13 @@ class Together:
 
     def _compare(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> None:
         try:
-            self._agreed = self._agreed_contents(answer, is_steady)
+            verdict = self._verdict(_START, answer, compare)
+            if verdict is None:  # the iterator was closed
+                self._agreed = Raised(StopIteration(), None)
+            elif "doubt" not in verdict:
+                self._agreed = verdict.get(CONTENTS, "")
+            elif self._verdict(_STEADY, is_steady(), lambda answers: all(answers.values())):
+                raise (StateError if verdict["of"] == "state" else AgreementError)(verdict["doubt"])
         except BaseException as error:
             self._agreed = Raised.of(error)
 
@@ -140,14 +146,6 @@ class Together:
         if digest is not None and answer["rows"] in OWN_ROWS:
             answer[OWN_ROWS[answer["rows"]]] = [list(self._across.shards), digest]
         return answer
-
-    def _agreed_contents(self, answer: Mapping[str, Any], is_steady: Callable[[], bool]) -> str:
-        verdict = self._verdict(_START, answer, compare) or {}
-        if "doubt" not in verdict:
-            return verdict.get(CONTENTS, "")
-        if self._verdict(_STEADY, is_steady(), lambda answers: all(answers.values())):
-            raise (StateError if verdict["of"] == "state" else AgreementError)(verdict["doubt"])
-        return ""
 
     def _verdict(self, round_: str, answer: Any, decide: Callable[[Answers], Any]) -> Any:
         if self._rounds is None:

@@ -269,11 +269,6 @@ class Stats:
         """Threads that read side by side now; None in streams, feeds and worker processes."""
         return self.reads.number
 
-    @property
-    def read_threads_why(self) -> str:
-        """The reason for this number, in words."""
-        return self.reads.why
-
     def as_dict(self, prefix: str = "data") -> dict[str, float]:
         """Returns the figures for wandb or TensorBoard, flat: ``{"data/wait_share": 0.02, ...}``.
 
