@@ -50,7 +50,7 @@ _END_PROCESS = "GRAIN_SHARD_END_PROCESS"
 
 
 class Alarm:
-    """Between an iterator of this host and its like on the others.
+    """The alarm of an iterator, between this host and the others that run the same iterator.
 
     Args:
         series: The name of the iterator's rounds, the same on all hosts.
@@ -88,7 +88,7 @@ class Alarm:
         self.others_know()
 
     def others_know(self) -> None:
-        """The iterator raises an error of which the other hosts know, or cannot be told."""
+        """Notes that the iterator raises an error that the others know, or cannot be told."""
         self.all_know = self._is_over = True
 
     def raise_failure(self) -> None:
@@ -104,14 +104,14 @@ class Alarm:
             raise self._failure
 
     def close(self) -> None:
-        """The iterator is closed, so that no failure concerns it any more."""
+        """Closes the alarm: no failure concerns the iterator any more."""
         self._is_over, self._stop = True, None  # the listener must not keep the iterator alive
         if not self.is_at_end:
             self._listener.left_last = self
         self._listener.alarms.pop(self.series, None)
 
     def hear(self, host: int, text: str) -> None:
-        """Another host has failed; the thread that listens says so."""
+        """Notes that another host has failed; the listening thread calls this."""
         text = f"host {host} failed, and this host cannot go on without it.\n  {text}"
         logging.error("grain_shard: %s", text)
         self.all_know, self._failure = True, AgreementError(text)
@@ -160,8 +160,8 @@ class Listener:
     Python 3.11 it aborts the process when it comes back ("FATAL: exception not rethrown").
 
     Attributes:
-        alarms: Whom to tell, by the names of the series.
-        asked: How often an iterator of this process was asked for a batch.
+        alarms: The alarms of the iterators, by the names of the series.
+        asked: Number of times that an iterator of this process was asked for a batch.
         left_last: The alarm of the last iterator that was closed before its end.
     """
 

@@ -31,7 +31,7 @@ _SORT = "list files in sorted order, which a set, glob and os.listdir do not hav
 
 
 def compare(answers: Answers) -> dict[str, Any]:
-    """The verdict on the hosts' answers, as JSON.
+    """Compares the hosts' answers, and returns the verdict as JSON.
 
     Returns:
         ``{"error": message}``, which names the hosts and the field. If records differ, which is no
@@ -87,7 +87,7 @@ def _compare_contents(answers: Answers) -> dict[str, Any]:
 
 
 def difference(name: str, answers: Answers) -> str | None:
-    """A line that says which hosts gave what for a field; None if all gave the same."""
+    """Returns a line with each value of a field and its hosts; None if the value is one."""
     hosts_by_value: dict[str, list[int]] = {}
     for host, answer in answers.items():
         value = json.dumps(answer[name], sort_keys=True) if name in answer else "nothing"
@@ -103,7 +103,7 @@ def _short(text: str) -> str:
 
 
 def _wrong_rows(answers: Answers) -> list[str]:
-    """Hosts that hold the same shards must feed the same rows, and others must not.
+    """Returns lines about hosts of the same shards with different rows, and the reverse.
 
     The digest of padding is "", since padding is the same everywhere.
     """
@@ -128,7 +128,7 @@ def _wrong_rows(answers: Answers) -> list[str]:
 
 
 def _rows_of(answers: Answers, rows: str) -> Iterator[tuple[int, str, str]]:
-    """Host, shards and digest of those who have rows of their own."""
+    """Yields host, shards and digest of each host that has rows of its own."""
     for host, answer in answers.items():
         if OWN_ROWS[rows] in answer:
             shards, digest = answer[OWN_ROWS[rows]]
@@ -136,7 +136,7 @@ def _rows_of(answers: Answers, rows: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _differing(answers: Iterable[tuple[int, str, str]]) -> Iterator[str]:
-    """Groups of hosts that have the same first value and different second values."""
+    """Names each group of hosts that have the same first value and different second values."""
     groups: dict[str, dict[int, str]] = {}
     for host, first, second in answers:
         groups.setdefault(first, {})[host] = second
@@ -146,7 +146,7 @@ def _differing(answers: Iterable[tuple[int, str, str]]) -> Iterator[str]:
 
 
 def hosts_text(hosts: Any) -> str:
-    """Some hosts in a few words."""
+    """Names some hosts in a few words."""
     hosts = list(hosts)
     names = ", ".join(map(str, hosts[:8])) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
     return f"host {names}" if len(hosts) == 1 else f"hosts {names}"

@@ -38,13 +38,14 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
     """Returns the verdict on the votes of all hosts.
 
     Args:
-        remainder: Whether a host whose stream has ended goes on with batches of padding until the
-            last one ends ("pad"), ends the others ("drop"), or is an error ("error").
-        same_rows: Whether every host produces the same batches, so that all have to end at once.
-        answers: By host, how many batches it has ready, 0 if its stream has ended.
+        remainder: The treatment of a host whose stream has ended: it goes on with batches of
+            padding until the last stream ends ("pad"), ends the others ("drop"), or is an error
+            ("error").
+        same_rows: True if every host produces the same batches, so that all have to end at once.
+        answers: Number of batches that each host has ready, by host; 0 if its stream has ended.
 
     Returns:
-        How many batches every host hands out before the next vote, 0 if all end here; or
+        The number of batches that every host hands out before the next vote, 0 if all end here; or
         ``{"error": message}``.
 
     Example:
@@ -86,9 +87,9 @@ class _Votes(Producer[int]):
         decide: Makes a verdict of all votes.
 
     Attributes:
-        agreed: How many batches all hosts hand out, from the first one on.
-        handed_out: How many batches the training loop has got.
-        number: How many votes are over.
+        agreed: Number of batches that all hosts hand out, from the first one on.
+        handed_out: Number of batches that the training loop has got.
+        number: Number of votes that are over.
         absences: The hosts that will not vote.
     """
 
@@ -119,7 +120,7 @@ class _Votes(Producer[int]):
         return stage.wait_for(lambda: is_enough(stage.known()), wait_s)
 
     def loop_waits(self, waits: bool) -> None:
-        """The training loop has used up the batches agreed on and waits; or waits no longer."""
+        """Notes that the loop has used up the batches agreed on and waits; or waits no longer."""
         self.absences.loop_waits_since = time.monotonic() if waits else None
         if waits:
             self._read.wake()  # for `_is_worth_a_vote`
@@ -199,7 +200,8 @@ class AgreedEnd(Results[T]):
         rounds: The series of rounds in which the hosts vote.
         remainder: As for `decide`.
         same_rows: As for `decide`.
-        padding: Makes a batch of padding, on the devices, of the number of those before it.
+        padding: Makes a batch of padding, on the devices; its argument is the number of batches of
+            padding before it.
     """
 
     def __init__(

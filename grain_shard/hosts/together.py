@@ -1,4 +1,4 @@
-"""`Together`: an iterator among its likes on other hosts, the one object by which it knows of them.
+"""`Together`: all that an iterator has to do with the same iterator on other hosts.
 
 The hosts compare their pipelines at the first batch. They vote on the end of streams, tell each
 other of failures, and learn which of them is the slowest.
@@ -34,8 +34,8 @@ class AcrossHosts:
     Attributes:
         hosts: All hosts in the mesh.
         series: Names the iterators of the dataset.
-        timeout_s: How long one may wait for another, in seconds.
-        fields: All that must be the same on all of them, besides the batches' shapes.
+        timeout_s: Longest time, in seconds, that a host waits for another.
+        fields: The fields that must be the same on all hosts, besides the batches' shapes.
         shards: The shards of the batch axis that this host holds.
         remainder: The treatment of a stream that ends before other hosts' streams; see `decide`.
     """
@@ -49,7 +49,7 @@ class AcrossHosts:
 
 
 class Together:
-    """An iterator among its likes on other hosts, if there are any.
+    """The connection of an iterator to the same iterator on other hosts, if there are any.
 
     The comparison is `Uninterrupted`, so that an interrupt of the loop leaves no round half done.
 
@@ -108,7 +108,7 @@ class Together:
         """Compares fields with the other hosts, and contents also with the restored state.
 
         Args:
-            fields: All that must be the same there, besides the fields of `AcrossHosts`.
+            fields: Fields that must be the same on all hosts, besides the fields of `AcrossHosts`.
             digest: The digest of this host's rows of the first batch; None where there is none.
             is_steady: Returns whether the source gives the same records again.
 
@@ -154,7 +154,7 @@ class Together:
         return self._rounds.verdict(round_, decide, stopped=lambda: self._is_closed)
 
     def failed(self, error: BaseException) -> None:
-        """Tells the other hosts of an error of the iterator, as far as they do not know of it."""
+        """Tells the other hosts of an error of the iterator, unless they know of it already."""
         alarm, rounds = self._alarm, self._rounds
         if alarm is None or rounds is None:
             return

@@ -28,8 +28,8 @@ def place_model_state_on_shards(
     Args:
         state: A tree of arrays and scalars: linen parameters, a `TrainState`, an optax state, an
             `nnx.State`, or any tuple or dict of these. On several processes each passes the same.
-        mesh: Where to.
-        param_sharding: How each leaf is sharded.
+        mesh: The mesh on which the state is placed.
+        param_sharding: The sharding of each leaf.
 
             - None or ``"replicate"``: every device holds all of it.
             - ``"fsdp"``: along its largest dim that the axis divides, or not at all if there is
