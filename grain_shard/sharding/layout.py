@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -61,34 +60,14 @@ class BatchLayout:
         )
 
     @classmethod
-    def from_shardings(cls, shardings: Sequence[Sharding], microbatches: int = 1) -> BatchLayout:
-        """Returns the layout of this process, for leaves with these shardings.
-
-        Args:
-            shardings: The shardings of the leaves; a host holds the union of their rows.
-            microbatches: Number of microbatches in a batch.
-
-        Raises:
-            ShardingError: This process has no device in the mesh.
-        """
-        host, layouts = jax.process_index(), cls.of_hosts(shardings, microbatches)
-        if host not in layouts:
-            raise ShardingError(
-                f"host {host} has no device in the mesh; its hosts are {list(layouts)}.",
-                mesh_axes=mesh_axes_of(shardings),
-                remedy="build the mesh from jax.devices(), or run the pipeline on its hosts only.",
-            )
-        return layouts[host]
-
-    @classmethod
     def of_hosts(
         cls, shardings: Sequence[Sharding], microbatches: int = 1
     ) -> dict[int, BatchLayout]:
         """Returns the layout of every host that has a device in the mesh, ascending by host.
 
         Args:
-            shardings: As for `from_shardings`.
-            microbatches: As for `from_shardings`.
+            shardings: The shardings of the leaves; a host holds the union of their rows.
+            microbatches: Number of microbatches in a batch.
         """
         cuts = [_shards_of_devices(sharding) for sharding in shardings]
         divisor = math.lcm(*(count for _, _, count in cuts))

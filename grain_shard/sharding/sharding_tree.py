@@ -123,8 +123,19 @@ class ShardingTree:
         return mesh_axes_of(self.shardings())
 
     def layout(self) -> BatchLayout:
-        """Returns the rows that this host holds."""
-        return BatchLayout.from_shardings(self.shardings(), self.microbatches or 1)
+        """Returns the rows that this host holds.
+
+        Raises:
+            ShardingError: This process has no device in the mesh.
+        """
+        host, layouts = jax.process_index(), self.layouts()
+        if host not in layouts:
+            raise ShardingError(
+                f"host {host} has no device in the mesh; its hosts are {list(layouts)}.",
+                mesh_axes=self.mesh_axes,
+                remedy="build the mesh from jax.devices(), or run the pipeline on its hosts only.",
+            )
+        return layouts[host]
 
     def layouts(self) -> dict[int, BatchLayout]:
         """Returns the rows that each host with a device in the mesh holds, ascending by host."""
