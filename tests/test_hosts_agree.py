@@ -368,6 +368,15 @@ def case_a_look_at_a_batch_on_one_host(host, _):
     return look, rows, own_ids(next(iter(train)))
 
 
+def case_a_seek_on_one_host_in_mid_run(host, _):
+    with shard(numbered(24).batch(8), timeout_s=2) as iterator:
+        next(iterator)
+        if host != ODD:
+            return None
+        iterator.seek(2)
+        return first_batch(iterator)
+
+
 def case_the_first_wait_is_interrupted_on_one_host(host, _):
     """As by Ctrl-C; its loop asks again."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -604,6 +613,14 @@ def test_a_look_at_a_batch_on_one_host_is_refused_there_and_disturbs_no_other_it
             assert "made at: " in refused["text"]
             assert "iterate over what stands before .shard_to" in refused["text"]
             assert shape == (8,)
+
+
+def test_a_seek_that_the_other_hosts_do_not_call_is_a_timeout_that_says_so(results):
+    result = results[case_a_seek_on_one_host_in_mid_run][ODD]
+    assert_refused(result, ODD)
+    assert result["type"] == "HostTimeoutError"
+    assert "iterator: 0 on hosts 0, 1, 3; 1 on host 2" in result["text"]
+    assert "seek, reset and set_state open one, too: all hosts have to call them" in result["text"]
 
 
 def test_an_interrupt_of_the_first_wait_ends_no_host_and_loses_no_batch(results):
