@@ -105,7 +105,8 @@ class Alarm:
 
     def close(self) -> None:
         """Closes the alarm: no failure concerns the iterator any more."""
-        self._is_over, self._stop = True, None  # the listener must not keep the iterator alive
+        # The listener may keep this alarm, and must not keep the iterator: an error has its frames.
+        self._is_over, self._stop, self._failure = True, None, None
         if not self.is_at_end:
             self._listener.left_last = self
         self._listener.alarms.pop(self.series, None)
