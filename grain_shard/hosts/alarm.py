@@ -69,9 +69,7 @@ class Alarm:
     def __init__(
         self, series: str, hosts: Sequence[int], stop: Callable[[], None], slowest: SlowestOf
     ):
-        self.series: str = series
-        self.hosts: list[int] = list(hosts)
-        self.slowest: SlowestOf = slowest
+        self.series, self.hosts, self.slowest = series, list(hosts), slowest
         self._stop: Callable[[], None] | None = stop
         self._failure: AgreementError | None = None
         self.is_at_end = self.all_know = False
@@ -99,9 +97,9 @@ class Alarm:
         """
         self._loop = threading.get_ident()
         self._listener.asked += 1
-        if self._failure is not None:
+        if (failure := self._failure) is not None:
             self.others_know()
-            raise self._failure
+            raise failure
 
     def close(self) -> None:
         """Closes the alarm: no failure concerns the iterator any more."""
@@ -144,8 +142,7 @@ class Alarm:
                 host,
                 "ends here" if ends else f"should end; it stays, as {_END_PROCESS}=0 says",
             )
-            if sys.__stderr__ is not None:
-                faulthandler.dump_traceback(file=sys.__stderr__)
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         finally:
             if ends:
                 _end()
