@@ -20,7 +20,7 @@ from grain_shard.reading.pad_rows import PadRows
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.stats.meter import Meter
 from grain_shard.tasks import Producer
-from tests.conftest import eventually
+from tests.conftest import HANG_S, eventually
 from tests.on_hosts import KeyValues
 
 # What follows from the votes: remainder, whether all hosts have the same rows, each host's vote,
@@ -240,6 +240,24 @@ def test_a_vote_that_others_do_not_answer_ends_with_the_batches():
     batches.close()
     assert not any(thread.is_alive() for thread in batches._voting._shared.threads)
     assert next(batches, "the end") == "the end"
+
+
+def test_a_host_that_still_has_no_data_learns_that_the_others_have_given_up_on_it():
+    class Stalled(Host):
+        goes_on, learned_in_time = threading.Event(), True
+
+        def __next__(self):
+            self.learned_in_time = self.goes_on.wait(HANG_S)
+            raise StopIteration
+
+    rounds, source = KeyValues().rounds(0, 2, timeout_s=0.1), Stalled()
+    rounds.put_once("0 verdict", {"error": "host 0 had no data"})
+    batches = agreed(source, rounds)
+    with pytest.raises(AgreementError, match="had no data"):
+        next(batches)
+    source.goes_on.set()
+    batches.close()
+    assert source.learned_in_time
 
 
 def test_the_threads_end_with_the_batches():

@@ -258,9 +258,14 @@ class AgreedEnd(Results[T]):
             AgreementError: The hosts cannot go on.
         """
         taken = self.taken
+
+        def need_not_wait(own: Known) -> bool:
+            # The votes end without a batch of this host if the others have given up on it.
+            return own.results > taken or bool(own.end or self._voting.known().end)
+
         try:
             self._votes.loop_waits(True)
-            self._votes.wait_for_own(lambda k: k.results > taken or k.end is not None, math.inf)
+            self._votes.wait_for_own(need_not_wait, math.inf)
             with counted_by(self._counter), span(AGREE):  # from now on it waits for the others
                 while self._agreed <= taken:
                     # In this order, so that an interrupt loses no verdict.
