@@ -261,7 +261,8 @@ class AgreedEnd(Results[T]):
 
         def need_not_wait(own: Known) -> bool:
             # The votes end without a batch of this host if the others have given up on it.
-            return own.results > taken or bool(own.end or self._voting.known().end)
+            ends = own.end, self._voting.known().end
+            return own.results > taken or ends != (None, None)
 
         try:
             self._votes.loop_waits(True)
