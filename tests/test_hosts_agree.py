@@ -177,9 +177,7 @@ DIFFERENCES = {
 
 def case_differences(host, directory):
     """By the name of each difference, how the host is refused."""
-    return {
-        name: first_batch(make(host == ODD, directory)) for name, (make, *_) in DIFFERENCES.items()
-    }
+    return {name: first_batch(make(host == ODD, directory)) for name, make in DIFFERENCES.items()}
 
 
 class Files:
