@@ -88,7 +88,7 @@ def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> di
     meet()
     start, at_work = time.perf_counter(), time.process_time()
     while votes.number < VOTES:
-        votes.draw(1)
+        next(votes)
         batches.taken = votes.agreed
     vote_s = (time.perf_counter() - start) / VOTES
     calls = sum(client.calls.values())

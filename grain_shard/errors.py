@@ -16,6 +16,7 @@ sizes; the remedy. A part that is unknown, or has nothing to do with the error, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -72,22 +73,14 @@ class ShardingError(GrainShardError, ValueError):
         self.leaf: str | None = leaf
         self.spec: Any = spec
         self.mesh_axes: tuple[tuple[str, int], ...] = tuple(mesh_axes)
-        super().__init__(self._text())
+        super().__init__(problem)
 
     def with_mesh(self, mesh_axes: Iterable[tuple[str, int]]) -> ShardingError:
         """Returns this error with the mesh filled in, if the raiser did not know the mesh."""
-        if not self.mesh_axes:
-            self.mesh_axes = tuple(mesh_axes)
-            self.args = (self._text(),)
+        self.mesh_axes = self.mesh_axes or tuple(mesh_axes)
         return self
 
-    def with_remedy(self, remedy: str) -> ShardingError:
-        """This error with another remedy, where the raiser did not know what it was asked for."""
-        self.remedy = remedy
-        self.args = (self._text(),)
-        return self
-
-    def _text(self) -> str:
+    def __str__(self) -> str:
         head = f"{self.path}: {self.problem}" if self.path else self.problem
         spec = None if self.spec is None else describe_spec(self.spec)
         facts = {"leaf": self.leaf, "spec": spec, "mesh": describe_mesh(self.mesh_axes)}
@@ -98,15 +91,7 @@ class ShardingError(GrainShardError, ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A Grain worker pickles its exception, and BaseException would call __init__(*args).
-        return _rebuild_sharding_error, (type(self), self.__dict__.copy())
-
-
-def _rebuild_sharding_error(cls: type[ShardingError], fields: dict[str, Any]) -> ShardingError:
-    names = ("problem", "remedy", "path", "leaf", "spec", "mesh_axes")
-    error = cls(**{name: fields[name] for name in names})
-    for note in fields.get("__notes__", ()):
-        error.add_note(note)
-    return error
+        return functools.partial(type(self), remedy=self.remedy), self.args, self.__dict__
 
 
 class StateError(GrainShardError, ValueError):

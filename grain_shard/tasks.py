@@ -9,7 +9,6 @@ contributes to several.
 from __future__ import annotations
 
 import contextlib
-import queue
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -64,33 +63,6 @@ class Results(Producer[T]):
         item = self.peek()
         self.release(self.taken + 1)
         return item
-
-
-class Queue(Producer[T]):
-    """Items that other threads put in.
-
-    Attributes:
-        is_stopped: True after `stop`.
-    """
-
-    def __init__(self):
-        # A SimpleQueue, because the garbage collector may call `stop` in a thread inside `put`.
-        self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
-        self.is_stopped = False
-
-    def put(self, item: T) -> None:
-        """Adds an item."""
-        self._items.put(item)
-
-    def __next__(self) -> T:
-        item = self._items.get()
-        if item is None:
-            raise StopIteration
-        return item
-
-    def stop(self) -> None:
-        self.is_stopped = True
-        self._items.put(None)
 
 
 class Items(Producer[T]):

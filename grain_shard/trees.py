@@ -93,6 +93,12 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
         if isinstance(leaf, np.ma.MaskedArray):
             problem = "the leaf is a masked array, and no device knows of its mask."
             remedy = "fill it in .map, by .filled(0), and make the mask a leaf of its own."
+        elif array.dtype.kind == "O" and isinstance(leaf, jax.Array):
+            problem = "the leaf holds typed PRNG keys, which NumPy does not have."
+            remedy = (
+                "make numbers of the keys in .map, by jax.random.key_data, and keys again in the"
+                " step, by jax.random.wrap_key_data."
+            )
         elif array.dtype.kind == "O" and not is_text(array):
             problem = "the leaf holds Python objects (ragged rows, or a None among them)."
             remedy = (

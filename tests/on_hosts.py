@@ -1,10 +1,15 @@
-"""What tests on several hosts share: cases in one set of processes, and jobs that are killed."""
+"""What tests on several hosts share: cases in one set of processes, and jobs that are killed.
+
+And hosts that are threads of one process, with the key-value store that they share.
+"""
 
 import json
 import os
 import signal
+import threading
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -12,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from grain_shard import rehearse
+from grain_shard.hosts import rounds
 
 
 def refuse_collective_device_put():
@@ -117,3 +123,53 @@ def assembled(of_hosts):
             np.testing.assert_array_equal(part, leaf[index], name)
         batch[name] = leaf
     return batch
+
+
+class KeyValues:
+    """The client of the runtime's key-value store, of hosts that are threads of this process.
+
+    Attributes:
+        entries: The values, by key.
+        calls: How many calls there were.
+    """
+
+    def __init__(self, entries=()):
+        self.entries, self.calls, self._changed = dict(entries), 0, threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self._changed:
+            self.calls += 1
+            if key in self.entries and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+            self.entries[key] = value
+            self._changed.notify_all()
+
+    def key_value_dir_get(self, prefix):
+        with self._changed:
+            self.calls += 1
+            return [(k, v) for k, v in self.entries.items() if k.startswith(prefix)]
+
+    def key_value_delete(self, key):
+        with self._changed:
+            is_gone = key.__eq__ if key[-1] != "/" else lambda k: k.startswith(key)
+            self.entries = {k: v for k, v in self.entries.items() if not is_gone(k)}
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        with self._changed:
+            if self._changed.wait_for(lambda: key in self.entries, timeout_ms / 1e3):
+                return self.entries[key]
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    def of_host(self, host, make=rounds.Store):
+        """What a function makes that asks for the store and for the host."""
+        with (
+            mock.patch.object(rounds, "runtime_client", return_value=self),
+            mock.patch.object(jax, "process_index", return_value=host),
+        ):
+            return make()
+
+    def rounds(self, host, num_hosts, timeout_s=60.0):
+        """The rounds of one of the hosts, in a series called "series"."""
+        begun = self.of_host(host, lambda: rounds.Rounds(range(num_hosts), timeout_s, None))
+        begun.name, begun.folder = "series", "series"
+        return begun

@@ -1,32 +1,19 @@
 """Which waits for other hosts end, and whom the error names."""
 
+import json
+
 import pytest
 
-from grain_shard.errors import HostTimeoutError
+from grain_shard.errors import AgreementError
 from grain_shard.hosts import absences
 from grain_shard.hosts.absences import Absences
+from tests.on_hosts import KeyValues
 
 
-class Store:
-    """The rounds of host 0 of three, and the topics of all of them."""
-
-    name, hosts, timeout_s = "train/0", [0, 1, 2], 10.0
-
-    def __init__(self, topics, given_up=False):
-        self.topics, self.given_up = topics, given_up
-
-    def put(self, topic, answer):
-        self.topics.setdefault(topic, {})[0] = answer
-
-    def get_all(self, topic):
-        return self.topics.get(topic, {})
-
-    def missing(self, round_):
-        return [host for host in self.hosts if host not in self.topics.get(round_, {})]
-
-    def check(self, round_):
-        if self.given_up:
-            raise HostTimeoutError(round_)
+def rounds_with(topics):
+    """The rounds of host 0 of three, with these topics of all of them."""
+    entries = {f"series/{t}/{h}": json.dumps(v) for t, by in topics.items() for h, v in by.items()}
+    return KeyValues(entries).rounds(0, 3, timeout_s=10.0)
 
 
 @pytest.fixture
@@ -59,14 +46,14 @@ WAITS = [
 
 @pytest.mark.parametrize(("seconds", "is_first", "topics", "given_up"), WAITS)
 def test_a_wait_ends_where_it_is_in_vain(waits, seconds, is_first, topics, given_up):
-    of = Absences(Store({"7": {0: 1, 1: 1}, **topics}))
+    of = Absences(rounds_with({"7": {0: 1, 1: 1}, **topics}))
     assert of.absent("7", is_first) == {}, "as long as the loop does not wait"
     waits(of, seconds)
     assert of.absent("7", is_first) == given_up
 
 
 def test_it_looks_now_and_then(waits):
-    of = Absences(Store({"absent": {2: ["7", "had no data"]}}))
+    of = Absences(rounds_with({"absent": {2: ["7", "had no data"]}}))
     waits(of, 10.5)
     assert of.absent("7", False)
     assert not of.absent("7", False)
@@ -75,17 +62,19 @@ def test_it_looks_now_and_then(waits):
 
 
 def test_a_host_says_that_it_has_no_data(waits):
-    store = Store({})
-    of = Absences(store)
+    rounds = rounds_with({})
+    of = Absences(rounds)
     of.without_data("7")
-    assert store.topics == {}, "the loop does not wait"
+    assert rounds.get_all("absent") == {}, "the loop does not wait"
     waits(of, 11)
     of.without_data("7")
-    assert store.topics == {"absent": {0: ["7", "had no data"]}}
+    assert rounds.get_all("absent") == {0: ["7", "had no data"]}
 
 
 def test_a_host_without_data_learns_that_others_have_given_up(waits):
-    of = Absences(Store({}, given_up=True))
+    rounds = rounds_with({})
+    rounds.put_once("7 verdict", {"error": "they have given up"})
+    of = Absences(rounds)
     waits(of, 11)
-    with pytest.raises(HostTimeoutError):
+    with pytest.raises(AgreementError, match="given up"):
         of.without_data("7")

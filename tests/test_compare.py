@@ -40,7 +40,7 @@ def test_fields(answers, lines):
     assert lines_of(dict(enumerate(answers))) == lines
 
 
-@pytest.mark.parametrize("field", ["source", "transforms"])
+@pytest.mark.parametrize("field", ["source", "transforms", 'first batch of rows="global"'])
 def test_a_pipeline_that_differs_may_be_divided_by_the_host(field):
     error = compare({0: {field: "6dee7067"}, 1: {field: "6f555ae6"}})["error"]
     assert error.splitlines()[1:] == [
@@ -82,11 +82,3 @@ def test_feeds_may_yield_the_same_but_not_another_time_something_else():
     assert lines_of(alike) == []
     (line,) = lines_of({0: {"feed rows": [[0], "a"]}, 1: {"feed rows": [[0], "b"]}})
     assert line.startswith("  feeds: hosts 0, 1 run the same feeds and get different rows;")
-
-
-def test_a_host_that_failed_is_all_that_is_said():
-    answers = {0: {"records": 8}, 1: {"failed": "ValueError: bad record 3"}}
-    assert compare(answers)["error"].splitlines() == [
-        "host 1 failed at the first batch.",
-        "  host 1: ValueError: bad record 3",
-    ]

@@ -20,7 +20,6 @@ from grain_shard.placement import distribute_batch
 from grain_shard.training import (
     create_data_parallel_sharding,
     data_parallel,
-    data_parallel_rules,
     data_parallel_train_step,
     place_batch_on_shards,
     place_model_state_on_shards,
@@ -118,27 +117,6 @@ def one_device_linen_losses():
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
     return losses
-
-
-class TestSharding:
-    @pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
-    def test_rows_are_split(self, num_devices):
-        sharding = create_data_parallel_sharding(mesh_of(num_devices))
-        assert sharding.spec == P("data")
-        assert sharding.shard_shape((16, 3)) == (16 // num_devices, 3)
-
-    def test_over_several_axes(self):
-        mesh = jax.make_mesh((4, 2), ("data", "fsdp"))
-        assert create_data_parallel_sharding(mesh, ("data", "fsdp")).spec == P(("data", "fsdp"))
-
-    def test_unknown_axis_lists_those_of_the_mesh(self, mesh):
-        with pytest.raises(ShardingError) as error:
-            create_data_parallel_sharding(mesh, "batch")
-        assert "'batch', which does not exist" in str(error.value)
-        assert "data=8" in str(error.value)
-
-    def test_rules(self):
-        assert data_parallel_rules()("data", "embed", "mlp") == ("data", None, None)
 
 
 def test_a_batch_is_placed_as_by_distribute_batch():

@@ -20,7 +20,8 @@ from grain_shard.reading.padding import Padding
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.stats.meter import Meter
 from grain_shard.tasks import Producer
-from tests.conftest import eventually
+from tests.conftest import HANG_S, eventually
+from tests.on_hosts import KeyValues
 
 # What follows from the votes: remainder, whether all hosts have the same rows, each host's vote,
 # and how many batches are handed out before the next one (0: all end here), or the error.
@@ -45,7 +46,7 @@ VOTES = [
 
 @pytest.mark.parametrize(("remainder", "same_rows", "votes", "expected"), VOTES)
 def test_what_follows_from_the_votes_of_all_hosts(remainder, same_rows, votes, expected):
-    verdict = decide(remainder, same_rows, {host: [vote, ""] for host, vote in enumerate(votes)})
+    verdict = decide(remainder, same_rows, dict(enumerate(votes)))
     if isinstance(expected, str):
         assert expected in verdict["error"]
         assert "\n  remedy: " in verdict["error"]
@@ -53,85 +54,7 @@ def test_what_follows_from_the_votes_of_all_hosts(remainder, same_rows, votes, e
         assert verdict == expected
 
 
-@pytest.mark.parametrize(
-    ("same_rows", "digests", "refused"),
-    [
-        (True, ["a", "a", "a"], False),
-        (True, ["a", "", "a"], False),
-        (True, ["a", "a", "b"], True),
-        (False, ["a", "a", "b"], False),
-    ],
-)
-def test_first_batches_that_differ_are_refused_where_all_have_to_be_the_same(
-    same_rows, digests, refused
-):
-    verdict = decide("pad", same_rows, {host: [1, d] for host, d in enumerate(digests)})
-    if refused:
-        assert "the first batches of hosts 0 and 2 differ" in verdict["error"]
-    else:
-        assert verdict == 1
-
-
-@pytest.mark.parametrize("remainder", ["pad", "drop", "error"])
-def test_a_failed_host_is_named_whatever_the_others_have(remainder):
-    verdict = decide(remainder, False, {0: [4, ""], 2: {"failed": "OSError: no such file"}})
-    assert verdict == {"error": "a host's stream failed.\n  host 2: OSError: no such file"}
-
-
 FAILED = ValueError("a bad record")
-
-
-class Meeting:
-    """Where hosts that run in threads of this process meet, in place of a store."""
-
-    def __init__(self, num_hosts):
-        self.num_hosts, self.posted = num_hosts, {}
-        self.came = threading.Condition()
-        self.failed = []
-
-    def post(self, name, host, answer):
-        with self.came:
-            self.posted.setdefault(name, {})[host] = answer
-            self.came.notify_all()
-
-    def all_of(self, name, stopped):
-        with self.came:
-            while not (self.has_all(name) or self.failed or stopped()):
-                self.came.wait(0.01)
-            return dict(sorted(self.posted.get(name, {}).items()))
-
-    def has_all(self, name):
-        return len(self.posted.get(name, {})) == self.num_hosts
-
-
-class TestRounds:
-    """`Rounds` by such a meeting."""
-
-    __test__ = False
-    name, timeout_s = "series", 60.0
-
-    def __init__(self, host, meeting):
-        self.host, self.meeting, self.forgotten = host, meeting, []
-
-    def put(self, topic, answer):
-        self.meeting.post(topic, self.host, answer)
-
-    def fail(self, round_, text, decide):
-        with self.meeting.came:
-            self.meeting.failed.append((self.host, text))
-        self.put(round_, {"failed": text})
-
-    def verdict(self, round_, decide, *, absent, stopped):
-        answers = self.meeting.all_of(round_, stopped)
-        if stopped():
-            return None
-        verdict = decide(answers)
-        if isinstance(verdict, dict):
-            raise AgreementError(verdict["error"])
-        return verdict
-
-    def forget(self, round_):
-        self.forgotten.append(round_)
 
 
 class Host(Producer):
@@ -152,18 +75,17 @@ class Host(Producer):
         self.closed += 1
 
 
-def agreed(source, host=0, meeting=None, *, buffer_size=2, remainder="pad", **options):
+def agreed(source, rounds=None, *, buffer_size=2, remainder="pad"):
     """The host's batches, up to the end that it agrees on with the others."""
     read = Background(lambda item: item, source, buffer_size=buffer_size, name="grain-shard-test")
     placed = Background(lambda item: item, read, buffer_size=1, name="grain-shard-test")
-    rounds = TestRounds(host, meeting or Meeting(1))
     return AgreedEnd(
         placed,
         read,
-        rounds,
+        rounds or KeyValues().rounds(0, 1),
         remainder=remainder,
         same_rows=False,
-        **{"padding": lambda before: "padding", **options},
+        padding=lambda before: "padding",
     )
 
 
@@ -181,15 +103,14 @@ def handed_out(batches):
 
 def of_hosts(lengths, *, failing=(), remainder="pad", buffer_sizes=None):
     """What each of several hosts hands out, whose streams have so many batches."""
-    meeting, sizes = Meeting(len(lengths)), buffer_sizes or [2] * len(lengths)
+    store, sizes = KeyValues(), buffer_sizes or [2] * len(lengths)
     iterators = [
         agreed(
             Host(
                 *(f"batch {k}" for k in range(length)),
                 error=FAILED if host in failing else StopIteration,
             ),
-            host,
-            meeting,
+            store.rounds(host, len(lengths)),
             buffer_size=sizes[host],
             remainder=remainder,
         )
@@ -259,21 +180,23 @@ class Interrupted(BaseException):
 def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrupts, remainder):
     """Host 0 is interrupted before or after some of its waits, and asks for the batch again."""
     places = itertools.count()
-    wait_for = TaskStage.wait_for
 
     def interrupt():
-        if meeting.interrupted == threading.get_ident() and next(places) in interrupts:
+        if threading.get_ident() in interrupted_threads and next(places) in interrupts:
             raise Interrupted
 
-    def wait(self, *args):
-        interrupt()
-        result = wait_for(self, *args)
-        interrupt()
-        return result
+    def interrupted(wait):
+        def waits(*args):
+            interrupt()
+            result = wait(*args)
+            interrupt()
+            return result
 
-    def handed_out_with_interrupts(batches, host, meeting):
+        return waits
+
+    def handed_out_with_interrupts(batches, host):
         if host == 0:
-            meeting.interrupted = threading.get_ident()
+            interrupted_threads.append(threading.get_ident())
         result = []
         while True:
             try:
@@ -284,16 +207,15 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
                 batches.close()
                 return result
 
-    meeting = Meeting(len(lengths))
-    meeting.interrupted = None
+    store, interrupted_threads = KeyValues(), []
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(lengths)) as threads:
-        patch.setattr(TaskStage, "wait_for", wait)
+        for name in ("wait_for", "peek"):
+            patch.setattr(TaskStage, name, interrupted(getattr(TaskStage, name)))
         futures = [
             threads.submit(
                 handed_out_with_interrupts,
-                agreed(Host(*range(length)), host, meeting, remainder=remainder),
+                agreed(Host(*range(length)), store.rounds(host, len(lengths)), remainder=remainder),
                 host,
-                meeting,
             )
             for host, length in enumerate(lengths)
         ]
@@ -303,20 +225,39 @@ def test_after_an_interrupt_the_next_call_goes_on_where_it_was(lengths, interrup
 
 
 def test_verdicts_that_all_have_read_are_forgotten():
-    batches = agreed(Host(*range(20)))
+    store = KeyValues()
+    batches = agreed(Host(*range(20)), store.rounds(0, 1))
     assert len(handed_out(batches)) == 20
-    votes = batches._votes
-    assert votes._rounds.forgotten == [str(number) for number in range(votes.number - 1)]
+    last = batches._votes.number
+    assert set(store.entries) == {f"series/{number} verdict" for number in (last - 1, last)}
 
 
 def test_a_vote_that_others_do_not_answer_ends_with_the_batches():
-    meeting = Meeting(2)
-    batches = agreed(Host(*range(20)), 0, meeting)
+    store = KeyValues()
+    batches = agreed(Host(*range(20)), store.rounds(0, 2))
     batches.start()
-    eventually(lambda: meeting.posted)
+    eventually(lambda: store.entries)
     batches.close()
     assert not any(thread.is_alive() for thread in batches._voting._shared.threads)
     assert next(batches, "the end") == "the end"
+
+
+def test_a_host_that_still_has_no_data_learns_that_the_others_have_given_up_on_it():
+    class Stalled(Host):
+        goes_on, learned_in_time = threading.Event(), True
+
+        def __next__(self):
+            self.learned_in_time = self.goes_on.wait(HANG_S)
+            raise StopIteration
+
+    rounds, source = KeyValues().rounds(0, 2, timeout_s=0.1), Stalled()
+    rounds.put_once("0 verdict", {"error": "host 0 had no data"})
+    batches = agreed(source, rounds)
+    with pytest.raises(AgreementError, match="had no data"):
+        next(batches)
+    source.goes_on.set()
+    batches.close()
+    assert source.learned_in_time
 
 
 def test_the_threads_end_with_the_batches():
@@ -371,12 +312,13 @@ def test_a_scalar_stays_what_it_is_in_padding():
 
 @pytest.mark.parametrize(("taken", "said"), [(1, True), (21, False)])
 def test_a_host_that_closes_before_the_end_says_so(taken, said):
-    meeting = Meeting(1)
-    batches = agreed(Host(*range(20)), 0, meeting)
+    store = KeyValues()
+    batches = agreed(Host(*range(20)), store.rounds(0, 1))
     for _ in range(taken):
         next(batches, None)
     batches.close()
-    assert meeting.posted.get("absent") == ({0: [None, "closed its iterator"]} if said else None)
+    absent = '[null, "closed its iterator"]' if said else None
+    assert store.entries.get("series/absent/0") == absent
 
 
 @pytest.mark.parametrize("begun", [False, True])

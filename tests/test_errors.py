@@ -85,6 +85,12 @@ no spec is given, and none of the mesh axes 'dp', 'tp' is called 'data'.
 cannot place batches by a str.
   remedy: pass a Mesh, a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a device, or a tree of these.""",  # noqa: E501
     ),
+    "devices in place of a mesh": (
+        lambda: numbered(8, 8).shard_to(jax.devices()[:4], P("data")),
+        """\
+a list of devices has no axes, along which the rows could be split.
+  remedy: pass jax.make_mesh((4,), ("data",), devices=devices).""",
+    ),
     "a batch size that the shards don't divide": (
         lambda: numbered(12, 6).shard_to(data_mesh(4), remainder="error"),
         NO_SHARDS,
@@ -237,6 +243,13 @@ batch['label']: the leading axis has 3 rows, that of batch['image'] has 4.
 batch['tokens']: the leaf holds Python objects (ragged rows, or a None among them).
   leaf:   object[2]   mesh: data=4
   remedy: pad the rows to one shape and replace None by a number in .map, or drop the leaf.""",
+    ),
+    "typed PRNG keys": (
+        lambda: dicts(lambda i: jax.random.key(i)).shard_to(data_mesh(4)),
+        """\
+batch['leaf0']: the leaf holds typed PRNG keys, which NumPy does not have.
+  leaf:   key<fry>[]   mesh: data=4
+  remedy: make numbers of the keys in .map, by jax.random.key_data, and keys again in the step, by jax.random.wrap_key_data.""",  # noqa: E501
     ),
     "ragged records": (
         lambda: dicts(lambda i: np.zeros(3 + i % 2)).shard_to(data_mesh(4)),

@@ -110,26 +110,74 @@ def decode(data):
     return {"id": np.frombuffer(data, np.int32, 1)[0]}
 
 
-def case_seed(host, _):
-    ds = grain.MapDataset.range(22).seed(7 if host == ODD else 1).shuffle()
-    return first_batch(shard(ds.map(lambda i: {"id": np.int32(i)}).batch(8)))
+def shuffled(odd):
+    return numbered().seed(7 if odd else 1).shuffle()
 
 
-def case_seed_when_started_ahead(host, _):
-    ds = grain.MapDataset.range(22).seed(7 if host == ODD else 1).shuffle()
-    iterator = shard(ds.map(lambda i: {"id": np.int32(i)}).batch(8))
+def started_ahead(iterator):
     iterator.start_prefetch()
-    return first_batch(iterator)
+    return iterator
 
 
-def case_file_list(host, directory):
-    source = files(directory, "a", "c" if host == ODD else "b")
-    return first_batch(shard(grain.MapDataset.source(source).map(decode).batch(8)))
+def at_step(iterator, step):
+    """The iterator, in which the odd host alone seeks."""
+    if step:
+        iterator.seek(step)
+    return iterator
 
 
-def case_order_of_files(host, directory):
-    source = files(directory, *("ba" if host == ODD else "ab"))
-    return first_batch(shard(grain.MapDataset.source(source).map(decode).batch(8)))
+def of_files(directory, names):
+    return grain.MapDataset.source(files(directory, *names)).map(decode).batch(8)
+
+
+def of_records(ds, mesh=None, **options):
+    return shard(ds.batch(16), mesh, **options)
+
+
+def stream(ds):
+    return ds.to_iter_dataset().batch(8)
+
+
+def on_two_axes(sizes, spec=None, read="needed"):
+    mesh = mesh_of(jax.devices(), sizes, ("data", "model"))
+    return shard(numbered().batch(8), mesh, spec, read=read)
+
+
+def with_more(odd):
+    return numbered().map(lambda record: {**record, "extra": np.int32(0)} if odd else record)
+
+
+# By the name of each difference: a host's iterator, by whether it is the odd one, and the folder.
+DIFFERENCES = {
+    "seed": lambda odd, _: shard(shuffled(odd).batch(8)),
+    "seed, when started ahead": lambda odd, _: started_ahead(shard(shuffled(odd).batch(8))),
+    "files": lambda odd, at: shard(of_files(at, "ac" if odd else "ab")),
+    "order of files": lambda odd, at: shard(of_files(at, "ba" if odd else "ab")),
+    "number of records": lambda odd, at: shard(of_files(at, "a" if odd else "ab")),
+    "batch size": lambda odd, _: shard(numbered().batch(16 if odd else 8)),
+    "transformation": lambda odd, _: of_records(numbered().map(dict) if odd else numbered()),
+    "spec": lambda odd, _: on_two_axes((4, 2), P(("data", "model")) if odd else None),
+    "mesh": lambda odd, _: on_two_axes((2, 4) if odd else (4, 2)),
+    "order of devices": lambda odd, _: of_records(
+        numbered(), mesh_of(jax.devices()[:: -1 if odd else 1])
+    ),
+    "remainder": lambda odd, _: of_records(numbered(), remainder="drop" if odd else "pad"),
+    "pad_value": lambda odd, _: of_records(numbered(), pad_value=-1 if odd else 0),
+    "microbatches": lambda odd, _: of_records(numbered(), microbatches=2 if odd else 1),
+    "read": lambda odd, _: on_two_axes((2, 4), P("model"), read="once" if odd else "needed"),
+    "rows": lambda odd, _: shard(stream(numbered()), rows="local" if odd else "global"),
+    "global streams": lambda odd, _: shard(stream(shuffled(odd)), rows="global"),
+    "restored step": lambda odd, _: at_step(of_records(numbered()), int(odd)),
+    "shape of records": lambda odd, _: of_records(numbered(width=4 if odd else 3)),
+    "dtype of records": lambda odd, _: of_records(numbered(dtype=np.int32 if odd else np.float32)),
+    "tree of records": lambda odd, _: of_records(with_more(odd)),
+    "end of the epoch": lambda odd, _: at_step(of_records(numbered()), 2 if odd else 0),
+}
+
+
+def case_differences(host, directory):
+    """By the name of each difference, how the host is refused."""
+    return {name: first_batch(make(host == ODD, directory)) for name, make in DIFFERENCES.items()}
 
 
 class Files:
@@ -205,84 +253,6 @@ def case_restored_with_other_contents(host, _):
         return first_batch(restored)
 
 
-def case_number_of_records(host, directory):
-    source = files(directory, "a") if host == ODD else files(directory, "a", "b")
-    return first_batch(shard(grain.MapDataset.source(source).map(decode).batch(8)))
-
-
-def case_batch_size(host, _):
-    return first_batch(shard(numbered().batch(16 if host == ODD else 8)))
-
-
-def case_transformation(host, _):
-    def augment(record):
-        return record
-
-    ds = numbered()
-    return first_batch(shard((ds.map(augment) if host == ODD else ds).batch(8)))
-
-
-def case_spec(host, _):
-    mesh = mesh_of(jax.devices(), (4, 2), ("data", "model"))
-    spec = P(("data", "model")) if host == ODD else P("data")
-    return first_batch(shard(numbered().batch(8), mesh, spec, read="needed"))
-
-
-def case_mesh(host, _):
-    sizes = (2, 4) if host == ODD else (4, 2)
-    mesh = mesh_of(jax.devices(), sizes, ("data", "model"))
-    return first_batch(shard(numbered().batch(8), mesh, read="needed"))
-
-
-def case_order_of_devices(host, _):
-    devices = jax.devices()[::-1] if host == ODD else jax.devices()
-    return first_batch(shard(numbered().batch(8), mesh_of(devices)))
-
-
-def case_remainder(host, _):
-    remainder = "drop" if host == ODD else "pad"
-    return first_batch(shard(numbered().batch(8), remainder=remainder))
-
-
-def case_pad_value(host, _):
-    return first_batch(shard(numbered().batch(8), pad_value=-1 if host == ODD else 0))
-
-
-def case_microbatches(host, _):
-    return first_batch(shard(numbered().batch(16), microbatches=2 if host == ODD else 1))
-
-
-def case_read(host, _):
-    mesh = mesh_of(jax.devices(), (2, 4), ("model", "data"))
-    read = "once" if host == ODD else "needed"
-    return first_batch(shard(numbered().batch(8), mesh, read=read))
-
-
-def case_rows(host, _):
-    ds = numbered().to_iter_dataset().batch(8)
-    return first_batch(shard(ds, rows="local" if host == ODD else "global"))
-
-
-def case_restored_step(host, _):
-    iterator = shard(numbered().batch(8))
-    if host == ODD:
-        iterator.seek(1)
-    return first_batch(iterator)
-
-
-def case_record_shape(host, _):
-    return first_batch(shard(numbered(width=4 if host == ODD else 3).batch(8)))
-
-
-def case_record_dtype(host, _):
-    return first_batch(shard(numbered(dtype=np.int32 if host == ODD else np.float32).batch(8)))
-
-
-def case_record_tree(host, _):
-    ds = numbered().map(lambda record: {**record, "extra": np.int32(0)} if host == ODD else record)
-    return first_batch(shard(ds.batch(8)))
-
-
 def case_everything(host, _):
     """Two hosts differ, each in something else."""
     ds = numbered(23 if host == 1 else 22).seed(9 if host == 3 else 1).shuffle()
@@ -313,14 +283,6 @@ def case_a_stream_on_one_host(host, _):
         return first_batch(shard(ds, timeout_s=2))
     stream = ds.map(lambda batch: batch).to_iter_dataset().batch(1, batch_fn=lambda b: b[0])
     return first_batch(shard(stream, rows="global", timeout_s=2))
-
-
-def case_no_batch_left(host, _):
-    """One host is restored to the end of the epoch."""
-    iterator = shard(numbered().batch(8))
-    if host == ODD:
-        iterator.seek(3)
-    return first_batch(iterator)
 
 
 def case_two_iterators_interleaved(host, _):
@@ -404,6 +366,15 @@ def case_a_look_at_a_batch_on_one_host(host, _):
     return look, rows, own_ids(next(iter(train)))
 
 
+def case_a_seek_on_one_host_in_mid_run(host, _):
+    with shard(numbered(24).batch(8), timeout_s=2) as iterator:
+        next(iterator)
+        if host != ODD:
+            return None
+        iterator.seek(2)
+        return first_batch(iterator)
+
+
 def case_the_first_wait_is_interrupted_on_one_host(host, _):
     """As by Ctrl-C; its loop asks again."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -459,34 +430,36 @@ def assert_refused(result, host):
 
 
 @pytest.mark.parametrize(
-    ("case", "field", "usual", "odd"),
+    ("name", "field", "usual", "odd"),
     [
-        (case_seed, "seeds", None, None),
-        (case_seed_when_started_ahead, "seeds", None, None),
-        (case_file_list, "source", None, None),
-        (case_order_of_files, "source", None, None),
-        (case_number_of_records, "records", "22", "11"),
-        (case_batch_size, "global_batch_size", "8", "16"),
-        (case_transformation, "transforms", None, None),
-        (case_spec, "specs", json.dumps([str(P("data"))]), json.dumps([str(P(("data", "model")))])),
-        (case_mesh, "mesh", '[["data", 4], ["model", 2]]', '[["data", 2], ["model", 4]]'),
-        (case_order_of_devices, "devices", None, None),
-        (case_remainder, "remainder", '"pad"', '"drop"'),
-        (case_pad_value, "pad_value", '"0"', '"-1"'),
-        (case_microbatches, "microbatches", "1", "2"),
-        (case_read, "read", '"needed"', '"once"'),
-        (case_rows, "rows", '"global"', '"local"'),
-        (case_restored_step, "next batch", "0", "1"),
-        (case_record_shape, "batch['x']", None, None),
-        (case_record_dtype, "batch['x']", None, None),
-        (case_record_tree, "batch['extra']", "nothing", None),
-        (case_no_batch_left, "batches", "nothing", '"none left"'),
+        ("seed", "seeds", None, None),
+        ("seed, when started ahead", "seeds", None, None),
+        ("files", "source", None, None),
+        ("order of files", "source", None, None),
+        ("number of records", "records", "22", "11"),
+        ("batch size", "global_batch_size", "8", "16"),
+        ("transformation", "transforms", None, None),
+        ("spec", "specs", json.dumps([str(P("data"))]), json.dumps([str(P(("data", "model")))])),
+        ("mesh", "mesh", '[["data", 4], ["model", 2]]', '[["data", 2], ["model", 4]]'),
+        ("order of devices", "devices", None, None),
+        ("remainder", "remainder", '"pad"', '"drop"'),
+        ("pad_value", "pad_value", '"0"', '"-1"'),
+        ("microbatches", "microbatches", "1", "2"),
+        ("read", "read", '"needed"', '"once"'),
+        ("rows", "rows", '"global"', '"local"'),
+        ("global streams", 'first batch of rows="global"', None, None),
+        ("restored step", "next batch", "0", "1"),
+        ("shape of records", "batch['x']", None, None),
+        ("dtype of records", "batch['x']", None, None),
+        ("tree of records", "batch['extra']", "nothing", None),
+        ("end of the epoch", "batches", "nothing", '"none left"'),
     ],
 )
 def test_a_host_that_differs_is_named_with_the_field_on_every_host(
-    results, case, field, usual, odd
+    results, name, field, usual, odd
 ):
-    for host, result in enumerate(results[case]):
+    for host, of_host in enumerate(results[case_differences]):
+        result = of_host[name]
         assert_refused(result, host)
         assert result["type"] == "AgreementError"
         (line,) = [line for line in result["text"].splitlines() if line.startswith(f"  {field}: ")]
@@ -537,9 +510,9 @@ def test_a_state_of_other_contents_is_refused_on_every_host(results):
 
 
 def test_a_field_that_is_the_same_everywhere_is_not_named(results):
-    for result in results[case_batch_size]:
+    for of_host in results[case_differences]:
         for field in ("records", "seeds", "source", "mesh", "specs", "devices", "next batch"):
-            assert f"  {field}: " not in result["text"]
+            assert f"  {field}: " not in of_host["batch size"]["text"]
 
 
 def test_two_hosts_that_differ_in_two_ways_are_named_with_both_fields(results):
@@ -557,7 +530,7 @@ def test_a_host_whose_first_record_raises_has_its_own_error_and_is_named_elsewhe
         assert "bad record " in result["text"]
         if host != ODD:
             assert result["type"] == "AgreementError"
-            assert "host 2 failed at the first batch." in result["text"]
+            assert "host 2 failed." in result["text"]
 
 
 def test_the_first_host_too_is_named_at_once_if_it_fails(results):
@@ -565,7 +538,7 @@ def test_the_first_host_too_is_named_at_once_if_it_fails(results):
         assert_refused(result, host)
         if host != 0:
             assert result["type"] == "AgreementError"
-            assert "host 0 failed at the first batch." in result["text"]
+            assert "host 0 failed." in result["text"]
             assert "ValueError: bad record 0" in result["text"]
 
 
@@ -638,6 +611,14 @@ def test_a_look_at_a_batch_on_one_host_is_refused_there_and_disturbs_no_other_it
             assert "made at: " in refused["text"]
             assert "iterate over what stands before .shard_to" in refused["text"]
             assert shape == (8,)
+
+
+def test_a_seek_that_the_other_hosts_do_not_call_is_a_timeout_that_says_so(results):
+    result = results[case_a_seek_on_one_host_in_mid_run][ODD]
+    assert_refused(result, ODD)
+    assert result["type"] == "HostTimeoutError"
+    assert "iterator: 0 on hosts 0, 1, 3; 1 on host 2" in result["text"]
+    assert "seek, reset and set_state open one, too: all hosts have to call them" in result["text"]
 
 
 def test_an_interrupt_of_the_first_wait_ends_no_host_and_loses_no_batch(results):

@@ -718,52 +718,27 @@ class TestInterpreterExit:
             assert err.endswith("KeyboardInterrupt\n")
 
 
-class InterruptedOnce(together.Alone):
-    """Stands for other hosts; an interrupt comes while the first batch is compared with theirs."""
+class InterruptedTwice(together.Together):
+    """An interrupt comes before the first batch is compared, and one after that."""
 
-    interrupts = 1
+    calls = 0
 
     def compare(self, *what):
-        if self.interrupts:
-            self.interrupts -= 1
+        self.calls += 1
+        if self.calls == 1:
             raise KeyboardInterrupt
-        return super().compare(*what)
+        agreed = super().compare(*what)
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return agreed
 
 
 def test_an_interrupt_while_hosts_compare_loses_no_batch(monkeypatch):
-    monkeypatch.setattr(iterator_module, "Alone", InterruptedOnce)
+    monkeypatch.setattr(iterator_module, "Together", InterruptedTwice)
     with iter(numbered(24, 8).shard_to(data_mesh(2))) as iterator:
         before = iterator.get_state()
-        with pytest.raises(KeyboardInterrupt):
-            next(iterator)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                next(iterator)
         assert iterator.get_state() == before
         assert ids(iterator) == [list(range(8)), list(range(8, 16)), list(range(16, 24))]
-
-
-class AmongHosts(together.Together):
-    """Is alone and compares in a thread, as among hosts; an interrupt comes once that is over."""
-
-    def __init__(self):
-        together.Alone.__init__(self)
-        self._answers = tasks.Queue()
-        self._comparing = background.Background(
-            self._compared, self._answers, buffer_size=1, name="grain-shard-test"
-        )
-        self._comparing.stop = self._interrupted_after(self._comparing.stop)
-
-    def _interrupted_after(self, stop):
-        def stop_once():
-            self._comparing.stop = stop
-            stop()
-            raise KeyboardInterrupt
-
-        return stop_once
-
-    _answer, _verdict = together.Alone._answer, together.Alone._verdict
-
-
-def test_an_interrupt_after_hosts_compared_does_not_pass_for_the_end():
-    compared = AmongHosts()
-    with pytest.raises(KeyboardInterrupt):
-        compared.compare({"seeds": 1})
-    assert compared.compare({"seeds": 1}) == ""

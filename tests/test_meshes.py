@@ -12,6 +12,7 @@ from grain_shard.training import (
     MeshRules,
     create_1d_mesh,
     create_2d_mesh,
+    create_data_parallel_sharding,
     create_named_sharding,
     data_parallel_rules,
     fsdp_rules,
@@ -59,22 +60,34 @@ def test_global_batch_size(data_axis, expected):
     assert global_batch_size(64, mesh, data_axis) == expected
 
 
-def test_global_batch_size_on_a_mesh_without_that_axis():
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mesh: global_batch_size(64, mesh, "batch"),
+        lambda mesh: create_named_sharding(mesh, "data", "batch"),
+        lambda mesh: create_data_parallel_sharding(mesh, "batch"),
+    ],
+)
+def test_an_axis_that_the_mesh_does_not_have(use):
     with pytest.raises(ShardingError, match="'batch', which does not exist") as error:
-        global_batch_size(64, create_2d_mesh(), "batch")
+        use(create_2d_mesh())
     assert error.value.remedy == "the mesh has 'data', 'model'; use each axis at most once."
+    assert "data=4, model=2" in str(error.value)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+def test_rows_are_split_over_the_data_axis_or_several(num_devices):
+    sharding = create_data_parallel_sharding(create_1d_mesh(devices=jax.devices()[:num_devices]))
+    assert sharding.spec == P("data")
+    assert sharding.shard_shape((16, 3)) == (16 // num_devices, 3)
+    both = create_data_parallel_sharding(create_2d_mesh(), ("data", "model"))
+    assert both.spec == P(("data", "model"))
 
 
 def test_named_sharding():
     mesh = create_2d_mesh()
     assert create_named_sharding(mesh).is_fully_replicated
     assert create_named_sharding(mesh, None, ("data", "model")).shard_shape((3, 16)) == (3, 2)
-
-
-def test_named_sharding_of_an_axis_that_the_mesh_does_not_have():
-    with pytest.raises(ShardingError, match="'seq', which does not exist") as error:
-        create_named_sharding(create_2d_mesh(), "data", "seq")
-    assert "data=4, model=2" in str(error.value)
 
 
 @pytest.mark.parametrize(

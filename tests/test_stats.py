@@ -5,13 +5,11 @@ import json
 import weakref
 
 import grain
-import jax
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 import grain_shard
-from grain_shard.hosts import rounds
 from grain_shard.hosts import slowest as slowest_module
 from grain_shard.hosts.slowest import SlowestHost, SlowestOf, Waits, compare_waits, slowest
 from grain_shard.reading.faults import BadRecord, FaultCounts
@@ -22,6 +20,7 @@ from grain_shard.stats.figures import Figures, Stats, waits
 from grain_shard.stats.meter import Meter
 from grain_shard.tools import prometheus
 from tests.conftest import data_mesh, ids, numbered
+from tests.on_hosts import KeyValues
 
 
 class Clock:
@@ -362,37 +361,19 @@ def test_a_loop_that_has_only_begun_has_not_waited_for_much_of_the_time(meter, c
     assert meter.waits_of_late(30.0) == Waits(share=0.05, wait_s=1.5, stage=None)
 
 
-class Store:
-    """What the hosts' clients share: a dict in place of the runtime's key-value store."""
-
-    def __init__(self):
-        self.entries, self.calls = {}, 0
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        assert allow_overwrite or key not in self.entries
-        self.calls += 1
-        self.entries[key] = value
-
-    def key_value_dir_get(self, prefix):
-        self.calls += 1
-        return [(k, v) for k, v in self.entries.items() if k.startswith(prefix)]
-
-
 class Cluster:
     """Hosts that take their turns one after the other."""
 
     def __init__(self, monkeypatch, num_hosts):
-        self.store, self.shares = Store(), [0.0] * num_hosts
+        self.store, self.shares = KeyValues(), [0.0] * num_hosts
         self.stores, self.iterators, self.logged = [], [], []
-        monkeypatch.setattr(rounds, "runtime_client", lambda: self.store)
         monkeypatch.setattr(
             slowest_module.logging,
             "warning",
             lambda text, *args: self.logged.append((self.at_work, text % args)),
         )
         for host in range(num_hosts):
-            monkeypatch.setattr(jax, "process_index", lambda host=host: host)
-            self.stores.append(rounds.Store())
+            self.stores.append(self.store.of_host(host))
             self.iterators.append({"train": self.iterator(host)})
         self.go_round()
 

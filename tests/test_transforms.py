@@ -672,7 +672,7 @@ class TestLayout:
         of_host_1 = Mesh(devices_of_hosts(2, 4)[4:], ("data",))
         sharding = NamedSharding(of_host_1, P("data"))
         with pytest.raises(ShardingError, match="host 0 has no device in the mesh"):
-            BatchLayout.from_shardings([sharding])
+            ShardingTree([sharding]).layout()
 
     def test_the_divisor_is_the_least_that_fits_every_leaf(self):
         mesh = jax.make_mesh((4, 2), ("a", "b"))
@@ -684,7 +684,7 @@ class TestLayout:
             ([P(("a", "b")), P("b")], 8),
         ]:
             shardings = [NamedSharding(mesh, spec) for spec in specs]
-            assert BatchLayout.from_shardings(shardings).divisor == divisor
+            assert ShardingTree(shardings).layout().divisor == divisor
 
     def test_a_long_list_of_shards_is_shortened(self):
         assert repr(BatchLayout(99, tuple(range(9)))).startswith(

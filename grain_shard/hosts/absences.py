@@ -1,10 +1,10 @@
-"""The hosts that will not vote: each says so itself, for the others that would wait in vain.
+"""The hosts that will not vote: each says so itself, so that the others do not wait in vain.
 
-The time counts for which a training loop waits, so a loop that is busy disturbs no wait. A host
-without data, or without an iterator, is waited for as long as `timeout_s`. One whose loop is busy
-with something else, so that its buffers stay full, is waited for ten times as long: the others
-would wait for it in the collectives of the training step just as well. The first host that gives up
-settles the vote for all.
+A host gives up after its training loop has waited for long enough; the time in which the loop is
+busy does not count. A host without data, or without an iterator, is waited for as long as
+`timeout_s`. A host whose loop is busy with something else, so that its buffers stay full, is waited
+for ten times as long: the others would wait for it in the collectives of the training step just as
+well. The first host that gives up settles the vote for all.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Absences:
         return dict.fromkeys(missing, "did not ask for its next batch") if is_late else {}
 
     def leave(self) -> None:
-        """This host's iterator is closed before its end."""
+        """Tells the others that this host's iterator is closed before its end."""
         if self._rounds.name:
             with contextlib.suppress(AgreementError):  # the runtime has ended
                 self._rounds.put(_ABSENT, [None, "closed its iterator"])

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import logging
 
@@ -43,26 +43,14 @@ _STILL_S, _LOOK_S = 10.0, 0.5
 _HEARD_S, _LOOK_AGAIN_S = 5.0, 0.05
 # Seconds that a process waits at its end for the listening thread, which it has woken.
 _JOIN_S = 30.0
+# Two threads may open iterators at once, inside of `Uninterrupted`, and need one listener.
+_one_asks = threading.Lock()
 # An environment variable: where it is "0", a process whose loop stands still does not end.
 _END_PROCESS = "GRAIN_SHARD_END_PROCESS"
 
 
-class _Run(NamedTuple):
-    """The run of an iterator on several hosts.
-
-    Attributes:
-        series: The name of its rounds.
-        hosts: The hosts.
-        knows: Whether all hosts know that it has failed, or cannot be told.
-    """
-
-    series: str
-    hosts: list[int]
-    knows: bool
-
-
 class Alarm:
-    """Between an iterator of this host and its like on the others.
+    """The alarm of an iterator, between this host and the others that run the same iterator.
 
     Args:
         series: The name of the iterator's rounds, the same on all hosts.
@@ -71,35 +59,35 @@ class Alarm:
         slowest: Learns which host is the slowest.
 
     Attributes:
+        series: As given.
+        hosts: As given.
         slowest: As given.
+        all_know: Whether all hosts know that an iterator of the series failed, or cannot be told.
         is_at_end: Whether the loop has had all batches.
     """
 
     def __init__(
         self, series: str, hosts: Sequence[int], stop: Callable[[], None], slowest: SlowestOf
     ):
-        self._series, self._hosts, self._stop, self.slowest = series, list(hosts), stop, slowest
+        self.series, self.hosts, self.slowest = series, list(hosts), slowest
+        self._stop: Callable[[], None] | None = stop
         self._failure: AgreementError | None = None
-        self.is_at_end = self._others_know = False
+        self.is_at_end = self.all_know = False
         self._is_over = False  # the loop knows of the failure, or the iterator is closed
         self._loop = threading.main_thread().ident or 0  # or another one that asks for batches
-        self._listener = listener_of(runtime_client())
+        with _one_asks:
+            self._listener = listener_of(runtime_client())
         self._listener.alarms[series] = self
-
-    @property
-    def run(self) -> _Run:
-        """The run of the iterator."""
-        return _Run(self._series, self._hosts, self._others_know)
 
     def sound(self, error: BaseException) -> None:
         """Tells the other hosts that the iterator raises an error of this host's."""
-        if not self._others_know:  # it is raised again by each further call
-            self._listener.tell(self.run, error)
+        if not self.all_know:  # it is raised again by each further call
+            self._listener.tell(self, error)
         self.others_know()
 
     def others_know(self) -> None:
-        """The iterator raises an error of which the other hosts know, or cannot be told."""
-        self._others_know = self._is_over = True
+        """Notes that the iterator raises an error that the others know, or cannot be told."""
+        self.all_know = self._is_over = True
 
     def raise_failure(self) -> None:
         """Raises the failure of another host if there is one; called whenever a batch is asked for.
@@ -109,23 +97,25 @@ class Alarm:
         """
         self._loop = threading.get_ident()
         self._listener.asked += 1
-        if self._failure is not None:
+        if (failure := self._failure) is not None:
             self.others_know()
-            raise self._failure
+            raise failure
 
     def close(self) -> None:
-        """The iterator is closed, so that no failure concerns it any more."""
-        self._is_over = True
+        """Closes the alarm: no failure concerns the iterator any more."""
+        # The listener may keep this alarm, and must not keep the iterator: an error has its frames.
+        self._is_over, self._stop, self._failure = True, None, None
         if not self.is_at_end:
-            self._listener.left_last = self.run
-        self._listener.alarms.pop(self._series, None)
+            self._listener.left_last = self
+        self._listener.alarms.pop(self.series, None)
 
     def hear(self, host: int, text: str) -> None:
-        """Another host has failed; the thread that listens says so."""
+        """Notes that another host has failed; the listening thread calls this."""
         text = f"host {host} failed, and this host cannot go on without it.\n  {text}"
         logging.error("grain_shard: %s", text)
-        self._others_know, self._failure = True, AgreementError(text)
-        self._stop()
+        self.all_know, self._failure = True, AgreementError(text)
+        if (stop := self._stop) is not None:
+            stop()
         threading.Thread(
             target=self._watch, args=(host, text), name="grain-shard-alarm-watch", daemon=True
         ).start()
@@ -152,8 +142,7 @@ class Alarm:
                 host,
                 "ends here" if ends else f"should end; it stays, as {_END_PROCESS}=0 says",
             )
-            if sys.__stderr__ is not None:
-                faulthandler.dump_traceback(file=sys.__stderr__)
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         finally:
             if ends:
                 _end()
@@ -169,26 +158,26 @@ class Listener:
     Python 3.11 it aborts the process when it comes back ("FATAL: exception not rethrown").
 
     Attributes:
-        alarms: Whom to tell, by the names of the series.
-        asked: How often an iterator of this process was asked for a batch.
-        left_last: The run of the last iterator that was closed before its end.
+        alarms: The alarms of the iterators, by the names of the series.
+        asked: Number of times that an iterator of this process was asked for a batch.
+        left_last: The alarm of the last iterator that was closed before its end.
     """
 
     def __init__(self):
         self._store = Store()
         self.asked: int = 0
         self.alarms: dict[str, Alarm] = {}
-        self.left_last: _Run | None = None
+        self.left_last: Alarm | None = None
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
         self._thread.start()
         # Hooks run last in, first out: this one runs before JAX's, which waits for all hosts.
         atexit.register(self._at_exit)
 
-    def tell(self, run: _Run, error: BaseException) -> None:
-        """Tells the other hosts of a run that this one has failed."""
-        message = {"series": run.series, "host": self._store.host, "text": describe_error(error)}
+    def tell(self, alarm: Alarm, error: BaseException) -> None:
+        """Tells the other hosts of an iterator that this one has failed."""
+        message = {"series": alarm.series, "host": self._store.host, "text": describe_error(error)}
         try:
-            for host in run.hosts:
+            for host in alarm.hosts:
                 if host != self._store.host:
                     self._write(host, message)
         except AgreementError as failure:
@@ -214,7 +203,7 @@ class Listener:
                     number += 1
                     self._store.put(_HEARD.format(message["series"]), "")
                     alarm = self.alarms.get(message["series"])
-                    if alarm is not None and not alarm.run.knows:
+                    if alarm is not None and not alarm.all_know:
                         alarm.hear(message["host"], message["text"])
             except AgreementError:
                 return  # the runtime has ended
@@ -223,26 +212,27 @@ class Listener:
 
     def _at_exit(self) -> None:
         unhandled = getattr(sys, "last_value", None)
-        runs = [alarm.run for alarm in self.alarms.values() if not alarm.is_at_end]
+        alarms = [alarm for alarm in self.alarms.values() if not alarm.is_at_end]
         if self.left_last is not None:  # most likely by that error, which has let go of it
-            runs.append(self.left_last)
-        if unhandled is not None and runs:
-            for run in runs:
-                if not run.knows:
-                    self.tell(run, unhandled)
+            alarms.append(self.left_last)
+        if unhandled is not None and alarms:
+            for alarm in alarms:
+                if not alarm.all_know:
+                    self.tell(alarm, unhandled)
             if self._store.host == 0:
-                self._wait_for_others(runs)
+                self._wait_for_others(alarms)
             _end()
         with contextlib.suppress(AgreementError):
             self._write(self._store.host, {})
         self._thread.join(_JOIN_S)
 
-    def _wait_for_others(self, runs: Sequence[_Run]) -> None:
+    def _wait_for_others(self, alarms: Sequence[Alarm]) -> None:
         """Waits some seconds at most until all hosts, except the failed one, received the error."""
         until = time.monotonic() + _HEARD_S
         with contextlib.suppress(AgreementError):
-            for series, hosts, _ in runs:
-                while len(self._store.get_all(_HEARD.format(series))) < len(hosts) - 1:
+            for alarm in alarms:
+                heard = _HEARD.format(alarm.series)
+                while len(self._store.get_all(heard)) < len(alarm.hosts) - 1:
                     if time.monotonic() > until:
                         return
                     time.sleep(_LOOK_AGAIN_S)

@@ -9,7 +9,9 @@ from typing import Any, Final
 Answers = Mapping[int, Any]
 _MAX_CHARACTERS = 200  # of a value
 # Fields by which a pipeline is told, and why they mostly differ where the script is the same.
-_OF_THE_PIPELINE = "source", "transforms"
+# The last one is the digest of the first whole batch, where hosts say that all produce the same.
+FIRST_BATCH = 'first batch of rows="global"'
+_OF_THE_PIPELINE = "source", "transforms", FIRST_BATCH
 _DIVIDED = (
     " If it is the same, the pipeline is most likely divided by jax.process_index(), as by a slice"
     " or by files of each host: leave that out, since .shard_to gives each host its rows."
@@ -29,7 +31,7 @@ _SORT = "list files in sorted order, which a set, glob and os.listdir do not hav
 
 
 def compare(answers: Answers) -> dict[str, Any]:
-    """The verdict on the hosts' answers, as JSON.
+    """Compares the hosts' answers, and returns the verdict as JSON.
 
     Returns:
         ``{"error": message}``, which names the hosts and the field. If records differ, which is no
@@ -42,10 +44,6 @@ def compare(answers: Answers) -> dict[str, Any]:
           seeds: 1 on hosts 0, 1; 7 on host 2
           remedy: run the same script with the same arguments, files and checkpoint on every host.
     """
-    failed = {host: a["failed"] for host, a in answers.items() if "failed" in a}
-    if failed:
-        lines = [f"  host {host}: {text}" for host, text in failed.items()]
-        return {"error": "\n".join([f"{hosts_text(failed)} failed at the first batch.", *lines])}
     lines = [line for name in _fields(answers) if (line := difference(name, answers))]
     lines += _wrong_rows(answers)
     if not lines:
@@ -89,7 +87,7 @@ def _compare_contents(answers: Answers) -> dict[str, Any]:
 
 
 def difference(name: str, answers: Answers) -> str | None:
-    """A line that says which hosts gave what for a field; None if all gave the same."""
+    """Returns a line with each value of a field and its hosts; None if the value is one."""
     hosts_by_value: dict[str, list[int]] = {}
     for host, answer in answers.items():
         value = json.dumps(answer[name], sort_keys=True) if name in answer else "nothing"
@@ -105,7 +103,7 @@ def _short(text: str) -> str:
 
 
 def _wrong_rows(answers: Answers) -> list[str]:
-    """Hosts that hold the same shards must feed the same rows, and others must not.
+    """Returns lines about hosts of the same shards with different rows, and the reverse.
 
     The digest of padding is "", since padding is the same everywhere.
     """
@@ -130,7 +128,7 @@ def _wrong_rows(answers: Answers) -> list[str]:
 
 
 def _rows_of(answers: Answers, rows: str) -> Iterator[tuple[int, str, str]]:
-    """Host, shards and digest of those who have rows of their own."""
+    """Yields host, shards and digest of each host that has rows of its own."""
     for host, answer in answers.items():
         if OWN_ROWS[rows] in answer:
             shards, digest = answer[OWN_ROWS[rows]]
@@ -138,7 +136,7 @@ def _rows_of(answers: Answers, rows: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _differing(answers: Iterable[tuple[int, str, str]]) -> Iterator[str]:
-    """Groups of hosts that have the same first value and different second values."""
+    """Names each group of hosts that have the same first value and different second values."""
     groups: dict[str, dict[int, str]] = {}
     for host, first, second in answers:
         groups.setdefault(first, {})[host] = second
@@ -148,7 +146,7 @@ def _differing(answers: Iterable[tuple[int, str, str]]) -> Iterator[str]:
 
 
 def hosts_text(hosts: Any) -> str:
-    """Some hosts in a few words."""
+    """Names some hosts in a few words."""
     hosts = list(hosts)
     names = ", ".join(map(str, hosts[:8])) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
     return f"host {names}" if len(hosts) == 1 else f"hosts {names}"

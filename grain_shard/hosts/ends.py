@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from grain_shard.background import TaskStage
+from grain_shard.background import Background, TaskStage
 from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.absences import Absences
 from grain_shard.hosts.compare import Answers
 from grain_shard.hosts.rounds import Rounds
-from grain_shard.pace import Pace
 from grain_shard.spans import AGREE, counted_by, counter, span
-from grain_shard.tasks import Known, Raised, Results, Task, Tasks
+from grain_shard.tasks import Known, Producer, Raised, Results
 
 T = TypeVar("T")
 
@@ -38,43 +38,29 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
     """Returns the verdict on the votes of all hosts.
 
     Args:
-        remainder: Whether a host whose stream has ended goes on with batches of padding until the
-            last one ends ("pad"), ends the others ("drop"), or is an error ("error").
-        same_rows: Whether every host produces the same batches, so that all have to end at once.
-        answers: By host ``[batches, digest]``: how many batches it has ready, 0 if its stream
-            has ended, and a digest of its first whole batch ("" if it gives none). Or
-            ``{"failed": text}``.
+        remainder: The treatment of a host whose stream has ended: it goes on with batches of
+            padding until the last stream ends ("pad"), ends the others ("drop"), or is an error
+            ("error").
+        same_rows: True if every host produces the same batches, so that all have to end at once.
+        answers: Number of batches that each host has ready, by host; 0 if its stream has ended.
 
     Returns:
-        How many batches every host hands out before the next vote, 0 if all end here; or
+        The number of batches that every host hands out before the next vote, 0 if all end here; or
         ``{"error": message}``.
 
     Example:
-        >>> decide("pad", False, {0: [4, ""], 1: [2, ""], 2: [0, ""]})
+        >>> decide("pad", False, {0: 4, 1: 2, 2: 0})
         2
-        >>> decide("drop", False, {0: [4, ""], 1: [2, ""], 2: [0, ""]})
+        >>> decide("drop", False, {0: 4, 1: 2, 2: 0})
         0
     """
-    failed = {host: vote["failed"] for host, vote in answers.items() if isinstance(vote, dict)}
-    if failed:
-        lines = [f"  host {host}: {text}" for host, text in failed.items()]
-        return {"error": "\n".join(["a host's stream failed.", *lines])}
-    ready = {host: batches for host, (batches, _) in answers.items()}
-    ended = [host for host, batches in ready.items() if batches == 0]
-    # There is no digest in later votes, for an empty stream, and with another setting of `rows`,
-    # which the comparison at the start reports.
-    digests = {host: digest for host, (_, digest) in answers.items() if digest}
-    if same_rows and len(set(digests.values())) > 1:
-        first = next(iter(digests))
-        other = next(host for host, digest in digests.items() if digest != digests[first])
-        problem = f"the first batches of hosts {first} and {other} differ."
-    elif 0 < len(ended) < len(ready):
-        problem = (
-            f"the streams of {len(ended)} of {len(ready)} hosts (the first: host {ended[0]}) end"
-            " earlier than the others."
-        )
-    else:
-        return min(ready.values())
+    ended = [host for host, ready in answers.items() if ready == 0]
+    if len(ended) in (0, len(answers)):
+        return min(answers.values())
+    problem = (
+        f"the streams of {len(ended)} of {len(answers)} hosts (the first: host {ended[0]}) end"
+        " earlier than the others."
+    )
     if same_rows:
         return {
             "error": 'rows="global" says that every host produces the same batches, and'
@@ -85,26 +71,25 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
     if remainder == "error":
         remedy = 'pass remainder="pad" (zeros and a mask) or remainder="drop".'
         return {"error": f"{problem}\n  remedy: {remedy}"}
-    return min(filter(None, ready.values())) if remainder == "pad" else 0
+    return min(filter(None, answers.values())) if remainder == "pad" else 0
 
 
-class _Votes(Tasks[None]):
-    """This host's votes, which a thread runs as tasks without results, one after the other.
+class _Votes(Producer[int]):
+    """This host's votes; each item is the number of batches agreed on by then, from the first on.
 
-    Only that thread changes the attributes, except `handed_out`: the training loop changes it.
+    Only the thread that votes changes the attributes, except `handed_out`: the training loop
+    changes it.
 
     Args:
         placed: As for `AgreedEnd`.
         read: As for `AgreedEnd`.
         rounds: As for `AgreedEnd`.
         decide: Makes a verdict of all votes.
-        first_digest: As for `AgreedEnd`.
 
     Attributes:
-        agreed: How many batches all hosts hand out, from the first one on.
-        handed_out: How many batches the training loop has got.
-        is_asked: Whether this host has voted and the verdict is not known yet.
-        number: How many votes are over.
+        agreed: Number of batches that all hosts hand out, from the first one on.
+        handed_out: Number of batches that the training loop has got.
+        number: Number of votes that are over.
         absences: The hosts that will not vote.
     """
 
@@ -114,13 +99,12 @@ class _Votes(Tasks[None]):
         read: TaskStage[Any],
         rounds: Rounds,
         decide: Callable[[Answers], Any],
-        first_digest: Callable[[], str],
     ):
-        self._placed, self._read, self._rounds = placed, read, rounds
-        self._decide, self._first_digest = decide, first_digest
+        self._placed, self._read = placed, read
+        self._rounds, self._decide = rounds, decide
         self.absences = Absences(rounds)
         self.agreed = self.handed_out = self.number = 0
-        self.is_asked = self._stopped = self._is_over = False
+        self._stopped = self._is_over = False
 
     def known(self) -> Known:
         """Returns how many batches this host has by now, and the error or end behind them."""
@@ -129,53 +113,63 @@ class _Votes(Tasks[None]):
         failed = placed.end is not None and not isinstance(placed.end, StopIteration)
         return placed if failed else self._read.known()
 
+    def wait_for_own(self, is_enough: Callable[[Known], bool], wait_s: float) -> bool | None:
+        """Waits for this host's batches, as `TaskStage.wait_for` does."""
+        # The first batch must be on the devices, where it is found out whether it fits.
+        stage = self._read if self.agreed else self._placed
+        return stage.wait_for(lambda: is_enough(stage.known()), wait_s)
+
     def loop_waits(self, waits: bool) -> None:
-        """The training loop has used up the batches agreed on and waits; or waits no longer."""
+        """Notes that the loop has used up the batches agreed on and waits; or waits no longer."""
         self.absences.loop_waits_since = time.monotonic() if waits else None
         if waits:
             self._read.wake()  # for `_is_worth_a_vote`
 
-    def draw(self, room: int) -> Task[None]:
-        try:
-            if self.is_asked:
-                self._hear()
-            else:
-                self._ask()
-        except BaseException:
-            self._is_over = True  # the others know of the end, or learn of the error otherwise
-            raise
-        if self._stopped:
+    def __next__(self) -> int:
+        self._is_over = True  # after an error: the others know of it, or learn of it otherwise
+        more = self._vote(str(self.number))
+        self._is_over = more == 0
+        if not more:
             raise StopIteration
-        return _OVER
+        self.agreed += more
+        self.number += 1
+        return self.agreed
 
-    def _ask(self) -> None:
-        """Votes, once there is something to vote about."""
-        known, name = self._wait_for_batches(), str(self.number)
+    def _vote(self, round_: str) -> int | None:
+        """Votes, once there is something to vote about; returns the verdict, None if stopped."""
+        known = self._wait_for_batches(round_)
         if known is None:
-            return
+            return None
         ready = known.results - self.agreed
         if ready <= 0 and known.end is not None and not isinstance(known.end, StopIteration):
             # A batch that was agreed on and fails is told by the alarm: the others wait for it in
             # their collectives, and not for a vote.
             if ready == 0:
                 with contextlib.suppress(AgreementError):  # the store is gone
-                    self._rounds.fail(name, describe_error(known.end), self._decide)
+                    self._rounds.fail(round_, describe_error(known.end))
             raise known.end
-        self._rounds.put(name, [max(0, ready), "" if self.agreed else self._first_digest()])
-        self.is_asked = True
+        self._rounds.put(round_, max(0, ready))
+        more = self._rounds.verdict(
+            round_,
+            self._decide,
+            absent=lambda: self.absences.absent(round_, is_first=not self.number),
+            stopped=lambda: self._stopped,
+        )
+        if more and self.number:
+            # All hosts have voted again, so they have read the verdict before.
+            self._rounds.forget(str(self.number - 1))
+        return more
 
-    def _wait_for_batches(self) -> Known | None:
+    def _wait_for_batches(self, round_: str) -> Known | None:
         """Returns the batches once they are worth a vote; None if this was stopped."""
-        # The first batch must be on the devices, where it is found out whether it fits.
-        stage = self._read if self.agreed else self._placed
         while True:
-            came = stage.wait_for(lambda: self._is_worth_a_vote(stage.known()), _SLICE_S)
+            came = self.wait_for_own(self._is_worth_a_vote, _SLICE_S)
             known = self.known()
             if known.end is not None or (came and known.results > self.agreed):
                 return known
             if self._stopped or came is False:
                 return None
-            self.absences.without_data(str(self.number))
+            self.absences.without_data(round_)
 
     def _is_worth_a_vote(self, known: Known) -> bool:
         """Returns whether at least as many batches are new as are left of those agreed on.
@@ -186,47 +180,12 @@ class _Votes(Tasks[None]):
         new, left = known.results - self.agreed, self.agreed - self.handed_out
         return known.end is not None or new >= max(1, left)
 
-    def _hear(self) -> None:
-        """Waits for the verdict and follows it."""
-        name = str(self.number)
-        more = self._rounds.verdict(
-            name,
-            self._decide,
-            absent=lambda: self.absences.absent(name, is_first=not self.number),
-            stopped=lambda: self._stopped,
-        )
-        if more is None:
-            return
-        if not more:
-            raise StopIteration
-        if self.number:
-            # All hosts have voted again, so they have read the verdict before.
-            self._rounds.forget(str(self.number - 1))
-        self.agreed += more
-        self.number += 1
-        self.is_asked = False
-
-    def end(self) -> None:
-        pass
-
     def stop(self) -> None:
         self._stopped = True
 
     def close(self) -> None:
         if not self._is_over:
             self.absences.leave()
-
-
-class _Over(Task[None]):
-    """A task that was done while it was drawn."""
-
-    begins = 0
-
-    def run(self) -> tuple[()]:
-        return ()
-
-
-_OVER = _Over()
 
 
 class AgreedEnd(Results[T]):
@@ -241,9 +200,8 @@ class AgreedEnd(Results[T]):
         rounds: The series of rounds in which the hosts vote.
         remainder: As for `decide`.
         same_rows: As for `decide`.
-        first_digest: Returns the digest of this host's first whole batch, once it has been read; ""
-            where hosts have different batches.
-        padding: Makes a batch of padding, on the devices, of the number of those before it.
+        padding: Makes a batch of padding, on the devices; its argument is the number of batches of
+            padding before it.
     """
 
     def __init__(
@@ -254,16 +212,16 @@ class AgreedEnd(Results[T]):
         *,
         remainder: str,
         same_rows: bool,
-        first_digest: Callable[[], str] = lambda: "",
         padding: Callable[[int], T],
     ):
         decider = functools.partial(decide, remainder, same_rows)
         self._placed, self._padding, self._counter = placed, padding, counter()
-        self._votes = _Votes(placed, read, rounds, decider, first_digest)
-        self._voting = TaskStage(
-            self._votes, buffer_size=1, pace=Pace(1), name="grain-shard-agreement"
-        )
+        self._votes = _Votes(placed, read, rounds, decider)
+        self._agreed = 0
         self._final: Raised | None = None
+        self._voting = Background(
+            lambda agreed: agreed, self._votes, buffer_size=2, name="grain-shard-agreement"
+        )
 
     def start(self) -> None:
         """Starts working ahead."""
@@ -277,15 +235,14 @@ class AgreedEnd(Results[T]):
     def peek(self) -> T:
         if self._final is not None:
             self._final.throw()
-        try:
-            if not self._is_agreed():
-                self._wait_for_verdict()
-            known, taken = self._votes.known(), self.taken
-            if known.results <= taken and isinstance(known.end, StopIteration):
-                return self._padding(taken - known.results)
+        if self._agreed <= self.taken:
+            self._wait_for_verdict()
+        known, taken = self._votes.known(), self.taken
+        if known.results > taken or not isinstance(known.end, StopIteration):
             return self._placed.peek()
+        try:
+            return self._padding(taken - known.results)
         except Exception as error:
-            self._voting.stop()
             self._final = Raised(error, error.__traceback__)
             raise
 
@@ -293,30 +250,30 @@ class AgreedEnd(Results[T]):
         self._votes.handed_out = taken
         self._placed.release(min(taken, self._placed.known().results))
 
-    def _is_agreed(self) -> bool:
-        """Returns whether all hosts hand out the next batch."""
-        return self._votes.agreed > self._votes.handed_out
-
     def _wait_for_verdict(self) -> None:
-        """Waits until the next batch is agreed on.
+        """Waits until all hosts hand out the next batch.
 
         Raises:
             StopIteration: All hosts end here, or this one was stopped.
             AgreementError: The hosts cannot go on.
         """
+        taken = self.taken
 
-        def is_decided() -> bool:
-            return self._is_agreed() or self._voting.known().end is not None
+        def need_not_wait(own: Known) -> bool:
+            # The votes end without a batch of this host if the others have given up on it.
+            ends = own.end, self._voting.known().end
+            return own.results > taken or ends != (None, None)
 
         try:
             self._votes.loop_waits(True)
-            self._voting.wait_for(lambda: self._votes.is_asked or is_decided())
+            self._votes.wait_for_own(need_not_wait, math.inf)
             with counted_by(self._counter), span(AGREE):  # from now on it waits for the others
-                self._voting.wait_for(is_decided)
+                while self._agreed <= taken:
+                    # In this order, so that an interrupt loses no verdict.
+                    self._agreed = self._voting.peek()
+                    self._voting.release(self._voting.taken + 1)
         finally:
             self._votes.loop_waits(False)
-        if not self._is_agreed():
-            self._voting.peek()  # there are no results: raises why there is no verdict
 
     def stop(self) -> None:
         self._voting.stop()

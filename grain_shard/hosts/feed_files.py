@@ -33,7 +33,7 @@ class OwnFeeds(NamedTuple):
     """The feeds of a host, ascending.
 
     Attributes:
-        run: Those whose rows it holds, and whose entries it needs.
+        run: The feeds whose rows the host holds, and whose entries it needs.
         saved: The feeds among them whose entries it writes.
     """
 
@@ -42,7 +42,7 @@ class OwnFeeds(NamedTuple):
 
 
 class FeedFile(NamedTuple):
-    """A file that holds the feeds from `first` to `last`, of so many."""
+    """A file with the feeds from `first` to `last`, of `num_feeds` feeds in all."""
 
     first: int
     last: int
@@ -50,19 +50,19 @@ class FeedFile(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> FeedFile | None:
-        """The file of this name; None if it is of something else."""
+        """Returns the file of this name; None if feeds have no file of such a name."""
         match = _NAME.fullmatch(name)
         file = cls(*map(int, match.groups())) if match else None
         return file if file is not None and file.first <= file.last < file.num_feeds else None
 
     @property
     def name(self) -> str:
-        """As it is in the folder."""
+        """The file's name in the folder."""
         return f"feeds-{self.first:05d}-{self.last:05d}-of-{self.num_feeds:05d}.json"
 
     @property
     def feeds(self) -> range:
-        """Those that it holds."""
+        """The feeds in the file."""
         return range(self.first, self.last + 1)
 
 
@@ -107,7 +107,7 @@ def read_feeds(
 
 
 def _complete(directory: epath.Path, files: Sequence[FeedFile]) -> dict[int, FeedFile]:
-    """The file of each feed. By their names alone, so that every host finds the same."""
+    """Returns the file of each feed, by the names alone, so that every host finds the same."""
     file_of: dict[int, FeedFile] = {}
     for file in files:
         if file.num_feeds != files[0].num_feeds:
@@ -147,7 +147,7 @@ def _not_of_one_checkpoint(directory: epath.Path, why: str) -> StateError:
 
 
 def _runs(feeds: Iterable[int]) -> list[list[int]]:
-    """Ascending feeds, cut where one is left out.
+    """Cuts ascending feeds into runs without a gap.
 
     Example:
         >>> _runs([0, 1, 2, 5, 6])
@@ -163,10 +163,10 @@ def _described(feeds: Iterable[int]) -> str:
 
 
 def read_object(path: epath.Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Returns the JSON object in a file.
 
     Raises:
-        StateError: It holds something else.
+        StateError: The file holds something else, or cannot be read.
     """
     try:
         found = json.loads(path.read_text())

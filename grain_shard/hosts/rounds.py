@@ -28,6 +28,8 @@ _GRACE_S = 5.0
 _FOLDER = "grain_shard"
 # The topic under which each host describes the iterator that it has opened last.
 _OPENED = "opened"
+# The key of an answer by which a host says that it failed.
+_FAILED = "failed"
 
 
 @contextlib.contextmanager
@@ -149,18 +151,17 @@ class Rounds(Store):
         answers = self.get_all(round_)
         return [host for host in self.hosts if host not in answers] or self.hosts[:1]
 
-    def fail(self, round_: str, text: str, decide: Callable[[Answers], Any]) -> None:
+    def fail(self, round_: str, text: str) -> None:
         """Puts that this host failed, and does not wait: the first host settles the round by it.
 
         Args:
             round_: The round.
             text: The error.
-            decide: As for `verdict`.
         """
-        answer, self.has_failed = {"failed": text}, True
-        self.put(round_, answer)
+        self.has_failed = True
+        self.put(round_, {_FAILED: text})
         if self._is_leader:
-            self._settle(round_, decide({self.host: answer}))
+            self._try_verdict(round_, lambda answers: None)
 
     def verdict(
         self,
@@ -172,7 +173,7 @@ class Rounds(Store):
     ) -> Any:
         """Waits for the verdict that the first host makes of all answers.
 
-        If a host says that it failed, no other one is waited for.
+        If a host says that it failed, no other one is waited for, and that is the verdict.
 
         Args:
             round_: The round.
@@ -185,23 +186,18 @@ class Rounds(Store):
             The verdict; None if it was given up.
 
         Raises:
-            AgreementError: The verdict is ``{"error": message}``.
+            AgreementError: The verdict is ``{"error": message}``, or a host has failed.
             HostTimeoutError: A host did not answer in time; the message names it.
         """
         until = time.monotonic() + self.timeout_s + (0.0 if self._is_leader else _GRACE_S)
+
+        def late() -> Mapping[int, str]:
+            return dict.fromkeys(self.missing(round_), "") if time.monotonic() > until else {}
+
         verdict = None
-        while verdict is None:
-            if stopped():
-                return None
+        while verdict is None and not stopped():
             verdict = self._try_verdict(round_, decide)
-            if verdict is not None:
-                break
-            if absent is not None:
-                silent = absent()
-            else:
-                is_late = time.monotonic() > until
-                silent = dict.fromkeys(self.missing(round_), "") if is_late else {}
-            if silent:
+            if verdict is None and (silent := (absent or late)()):
                 verdict = self._settle(round_, {"silent": silent})
         self._raise_for(verdict)
         return verdict
@@ -213,11 +209,14 @@ class Rounds(Store):
             return self.wait(_verdict(round_), slice_ms)
         answers = self.get_all(round_)
         missing = [host for host in self.hosts if host not in answers]
-        if missing and not any(isinstance(a, dict) and "failed" in a for a in answers.values()):
+        failed = {h: a[_FAILED] for h, a in answers.items() if isinstance(a, dict) and _FAILED in a}
+        if missing and not failed:
             # Wait for one missing answer: once it is there, most others are likely there, too.
             self.wait(f"{round_}/{missing[-1]}", slice_ms)
             return None
-        verdict = self._settle(round_, decide(answers))
+        lines = [f"  host {host}: {text}" for host, text in failed.items()]
+        error = {"error": "\n".join([f"{hosts_text(failed)} failed.", *lines])}
+        verdict = self._settle(round_, error if failed else decide(answers))
         self.delete(f"{round_}/")
         return verdict
 
@@ -266,7 +265,8 @@ class Rounds(Store):
             + "".join(f"{line}\n" for line in reasons + differences)
             + f"  here:   host {self.host} of {len(self.hosts)}\n"
             "  remedy: look at its log: did it fail, take fewer steps, or open other iterators than"
-            " this host? If it is only slow, raise timeout_s of .shard_to. To look at a batch on"
+            " this host? (seek, reset and set_state open one, too: all hosts have to call them.)"
+            " If it is only slow, raise timeout_s of .shard_to. To look at a batch on"
             " one host alone, iterate over what stands before .shard_to."
         )
 

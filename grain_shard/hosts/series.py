@@ -36,10 +36,10 @@ class Series:
         self._iterators = itertools.count()
 
     def open(self, hosts: Sequence[int]) -> tuple[str, int]:
-        """The name of the next iterator, the same on all hosts, and its number.
+        """Returns the name of the next iterator, the same on all hosts, and its number.
 
         Args:
-            hosts: That have a part of its batches.
+            hosts: The hosts that have a part of its batches.
         """
         key = f"{digest(list(hosts))}/{digest(self.place)}"
         if self._dataset is None:
@@ -50,7 +50,7 @@ class Series:
 
 
 def _caller() -> str:
-    """The innermost place on the stack that is neither of this package nor of Grain."""
+    """Returns the innermost place on the stack outside of this package and of Grain."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:
         frame = frame.f_back

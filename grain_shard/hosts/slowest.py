@@ -31,9 +31,9 @@ class Waits(NamedTuple):
     """The waits of one host's loop of late.
 
     Attributes:
-        share: For which part of the time it has waited for this host's data, 0 to 1.
-        wait_s: The same in seconds a batch.
-        stage: Which stage of the host has been busiest; None if that is not seen.
+        share: Share of the time, 0 to 1, in which the loop waited for this host's data.
+        wait_s: The same wait in seconds a batch.
+        stage: The stage of the host that was busiest; None if that is not seen.
     """
 
     share: float
@@ -51,11 +51,11 @@ class SlowestHost:
 
     Attributes:
         host: Its process index.
-        stage: Which of its stages was busiest ("read", "batch", "pad", "place"); None if that is
-            not seen from its process, as with worker processes.
-        wait_s: For how long its loop waited for its data, in seconds a batch.
-        others_wait_s: The same of the other hosts, the median.
-        share: By how much more of the time it waited than the others (the median), 0 to 1.
+        stage: The stage that was busiest ("read", "batch", "pad", "place"); None if that is not
+            seen from the host's process, as with worker processes.
+        wait_s: Seconds a batch for which its loop waited for its data.
+        others_wait_s: The same wait of the other hosts, the median.
+        share: Share of the time, 0 to 1, that it waited longer than the others (the median).
     """
 
     host: int
@@ -84,7 +84,7 @@ class SlowestHost:
 
 
 def slowest(waits: Mapping[int, Waits]) -> SlowestHost | None:
-    """The host that waits longest for its data, and by how much; None if there is but one.
+    """Returns the host that waits longest for its data, and by how much; None for a single host.
 
     Example:
         >>> found = slowest({0: Waits(0.01, 1e-4, "read"), 1: Waits(0.5, 5e-3, "read")})
@@ -105,8 +105,9 @@ class SlowestOf:
 
     Args:
         hosts: These hosts. The first one compares.
-        waits: How the iterator's loop has waited since the last call, which is so many seconds ago
-            at least. Called by another thread; must not refer to the iterator.
+        waits: Returns the waits of the iterator's loop since the last call; its argument is the
+            least number of seconds since then. Another thread calls it, and it must not refer to
+            the iterator.
 
     Attributes:
         hosts: As given.
@@ -123,7 +124,7 @@ class SlowestOf:
     def hear(self, found: SlowestHost, this_host: int) -> None:
         """Takes the verdict of the hosts; logs a line if one holds the others up anew.
 
-        A host is named there once it was found twice in a row: where each time it is another one,
+        The log names a host that was found twice in a row. If each verdict finds another host,
         nothing is wrong with any of them.
         """
         before, self.found = self.found, found

@@ -41,7 +41,7 @@ def write_state(directory: Any, state: dict[str, Any], feeds: OwnFeeds = _NO_FEE
 
     Args:
         directory: A folder that exists.
-        state: What ``get_state`` gave.
+        state: The state that ``get_state`` returned.
         feeds: The feeds of this host, if the state is of feeds.
     """
     directory = epath.Path(directory)
@@ -57,12 +57,12 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
     """Reads the state for this host's iterator, from no more files than it is in.
 
     Args:
-        directory: Where it was written.
+        directory: The folder into which the state was written.
         feeds: The feeds of this host, if its pipeline is one of feeds.
 
     Raises:
-        StateError: There is none, and the message lists what there is; a file is damaged; or files
-            do not fit together.
+        StateError: There is no state, and the message lists the folder's files; a file is damaged;
+            or files do not fit together.
     """
     directory = epath.Path(directory)
     found = sorted(path.name for path in directory.iterdir()) if directory.exists() else []

@@ -37,7 +37,7 @@ class Opened(NamedTuple):
         position: The position at which the batches begin.
         batches: (batch, position after it), made in the background.
         first_digest: Returns the digest of the first whole batch once it was read, if every host
-            reads the same whole batches; "" otherwise.
+            reads the same whole batches; "" otherwise. It does not refer to the batches.
         reads: Returns the threads that read side by side. It does not refer to the reads.
         faults: Returns the counts of reads that failed. It does not refer to the reads either.
     """

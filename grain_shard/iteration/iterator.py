@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, NoReturn, cast
 
 import grain
 
 from grain_shard.background import Background, TaskStage, jax_context
 from grain_shard.errors import ShardingError, describe_mesh
-from grain_shard.hosts.compare import CONTENTS, GLOBAL, NOW, SAVED
+from grain_shard.hosts.compare import CONTENTS, FIRST_BATCH, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.state_files import is_shared, read_state, write_state
-from grain_shard.hosts.together import AcrossHosts, Alone, Together
+from grain_shard.hosts.together import AcrossHosts, Together
 from grain_shard.interrupts import Uninterrupted
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
@@ -52,8 +52,10 @@ class Run:
         stage: The batches on the devices.
         together: Their like on other hosts.
         meter: Counts them.
+        first_digest: As in `Opened`.
 
     Attributes:
+        first_digest: As given.
         batches: As given.
         stage: As given.
         together: As given.
@@ -67,8 +69,9 @@ class Run:
         kind: str,
         batches: TaskStage[Any],
         stage: TaskStage[Placed] | AgreedEnd[Placed],
-        together: Alone,
+        together: Together,
         meter: Meter,
+        first_digest: Callable[[], str],
     ):
         def start() -> None:
             together.start(kind, stage.stop, meter.waits_of_late)
@@ -78,9 +81,10 @@ class Run:
             together.close()
             stage.close()
 
+        self.first_digest: Callable[[], str] = first_digest
         self.batches: TaskStage[Any] = batches
         self.stage: TaskStage[Placed] | AgreedEnd[Placed] = stage
-        self.together: Alone = together
+        self.together: Together = together
         self.has_compared: bool = False
         self.start: Uninterrupted = Uninterrupted(start)
         self.close: Uninterrupted = Uninterrupted(close)
@@ -162,7 +166,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         host, meter = self._host, self._meter
         opened = host.open(position)
         batches, self._saved_digest = opened.batches, ""
-        together = Alone() if self._across is None else Together(self._across)
+        together = Together(self._across)
         # The threads must refer to this and not to self, which could never be collected then.
         place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)
         placed = Background(
@@ -174,11 +178,11 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 placed,
                 batches,
                 same_rows=host.rows == GLOBAL,
-                first_digest=opened.first_digest,
                 padding=lambda before: place.padding(host, before),
             )
         meter.opens(opened.reads, opened.faults)
-        return Place(Run(host.kind, batches, stage, together, meter), opened.position)
+        run = Run(host.kind, batches, stage, together, meter, opened.first_digest)
+        return Place(run, opened.position)
 
     def __next__(self) -> Batch:
         self._require_open()
@@ -217,6 +221,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             **self._placer.describe(),
             CONTENTS: by_record,
         }
+        if digest := run.first_digest():
+            fields[FIRST_BATCH] = digest
         agreed = run.together.compare(fields, self._placer.digest, contents.is_steady)
         if contents.digest and not agreed:
             contents.leave_out()

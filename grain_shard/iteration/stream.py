@@ -47,6 +47,7 @@ class Stream(HostBatches):
         mark_flags_as_parsed()  # there may be an .mp_prefetch in the stream
         faults = Faults(self._fault_rules)
         iterator = self._ds.iterate(faults)
+        seen = iterator.seen
         if position is not None:
             restore(iterator, pickle.loads(position), "the stream")
         return opened_in_order(
@@ -54,7 +55,7 @@ class Stream(HostBatches):
             self.kind,
             self._buffer_size,
             faults.counts,
-            first_digest=lambda: iterator.seen.first_digest,
+            first_digest=lambda: seen.first_digest,
         )
 
     def require_new_pass(self) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -61,34 +60,14 @@ class BatchLayout:
         )
 
     @classmethod
-    def from_shardings(cls, shardings: Sequence[Sharding], microbatches: int = 1) -> BatchLayout:
-        """Returns the layout of this process, for leaves with these shardings.
-
-        Args:
-            shardings: The shardings of the leaves; a host holds the union of their rows.
-            microbatches: Number of microbatches in a batch.
-
-        Raises:
-            ShardingError: This process has no device in the mesh.
-        """
-        host, layouts = jax.process_index(), cls.of_hosts(shardings, microbatches)
-        if host not in layouts:
-            raise ShardingError(
-                f"host {host} has no device in the mesh; its hosts are {list(layouts)}.",
-                mesh_axes=mesh_axes_of(shardings),
-                remedy="build the mesh from jax.devices(), or run the pipeline on its hosts only.",
-            )
-        return layouts[host]
-
-    @classmethod
     def of_hosts(
         cls, shardings: Sequence[Sharding], microbatches: int = 1
     ) -> dict[int, BatchLayout]:
         """Returns the layout of every host that has a device in the mesh, ascending by host.
 
         Args:
-            shardings: As for `from_shardings`.
-            microbatches: As for `from_shardings`.
+            shardings: The shardings of the leaves; a host holds the union of their rows.
+            microbatches: Number of microbatches in a batch.
         """
         cuts = [_shards_of_devices(sharding) for sharding in shardings]
         divisor = math.lcm(*(count for _, _, count in cuts))
@@ -206,10 +185,9 @@ def _shards_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, i
         return devices, np.zeros(len(devices), np.int64), 1
     mesh = cast(Mesh, sharding.mesh)
     axes = batch_axes(sharding.spec)
-    shard = np.zeros(mesh.devices.shape, np.int64)
-    for name in axes:
-        dim = mesh.axis_names.index(name)
-        size = mesh.devices.shape[dim]
-        along = np.arange(size).reshape([-1 if d == dim else 1 for d in range(shard.ndim)])
-        shard = shard * size + along
-    return list(mesh.devices.flat), shard.reshape(-1), math.prod(mesh.shape[a] for a in axes)
+    sizes = [mesh.shape[axis] for axis in axes]
+    along = np.indices(mesh.devices.shape).reshape(len(mesh.shape), -1)
+    # The first index, of an axis of size 1, is for a batch axis that is not sharded.
+    of_axes = along[[mesh.axis_names.index(axis) for axis in axes]]
+    shard = np.ravel_multi_index((0 * along[0], *of_axes), (1, *sizes))
+    return list(mesh.devices.flat), np.asarray(shard), math.prod(sizes)

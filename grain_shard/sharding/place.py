@@ -14,7 +14,7 @@ from grain_shard.host_arrays import copied
 from grain_shard.sharding.layout import mesh_axes_of
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits, check_held, fitted
-from grain_shard.trees import as_arrays, is_text, path_of
+from grain_shard.trees import as_arrays, flatten, is_text
 
 
 def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) -> Any:
@@ -35,11 +35,10 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
             moved there.
     """
     require_local(target)
-    pairs, structure = jax.tree_util.tree_flatten_with_path(data)
-    if not pairs:
+    paths, leaves, structure = flatten(data)
+    if not leaves:
         return data  # such as the state of plain SGD
-    paths = [path_of(keys) for keys, _ in pairs]
-    arrays = [_as_array(path, leaf, target) for path, (_, leaf) in zip(paths, pairs, strict=True)]
+    arrays = [_as_array(path, leaf, target) for path, leaf in zip(paths, leaves, strict=True)]
     shardings = target.match(structure.unflatten(arrays))
     return structure.unflatten(
         [

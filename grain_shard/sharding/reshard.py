@@ -14,7 +14,7 @@ from grain_shard.trees import Batch, flatten
 
 
 class Resharder:
-    """Jitted identity functions, from the shardings in which rows are read to those of the step.
+    """Jitted identity functions, from the shardings in which rows are read to the step's shardings.
 
     There is one function; on several slices there may be two, see `ShardingTree.moves`.
 

@@ -88,6 +88,11 @@ class ShardingTree:
         if microbatches is not None:
             require_int("microbatches", microbatches, 1)
         given = jax.tree.leaves(mesh_or_sharding)
+        if isinstance(mesh_or_sharding, list) and isinstance(next(iter(given), None), jax.Device):
+            raise ShardingError(
+                "a list of devices has no axes, along which the rows could be split.",
+                remedy=f'pass jax.make_mesh(({len(given)},), ("data",), devices=devices).',
+            )
         if spec is None and any(isinstance(leaf, PartitionSpec) for leaf in given):
             mesh_or_sharding, spec = None, mesh_or_sharding
         if mesh_or_sharding is None:
@@ -118,8 +123,19 @@ class ShardingTree:
         return mesh_axes_of(self.shardings())
 
     def layout(self) -> BatchLayout:
-        """Returns the rows that this host holds."""
-        return BatchLayout.from_shardings(self.shardings(), self.microbatches or 1)
+        """Returns the rows that this host holds.
+
+        Raises:
+            ShardingError: This process has no device in the mesh.
+        """
+        host, layouts = jax.process_index(), self.layouts()
+        if host not in layouts:
+            raise ShardingError(
+                f"host {host} has no device in the mesh; its hosts are {list(layouts)}.",
+                mesh_axes=self.mesh_axes,
+                remedy="build the mesh from jax.devices(), or run the pipeline on its hosts only.",
+            )
+        return layouts[host]
 
     def layouts(self) -> dict[int, BatchLayout]:
         """Returns the rows that each host with a device in the mesh holds, ascending by host."""

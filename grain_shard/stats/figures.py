@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from grain_shard.hosts.slowest import SlowestHost, Waits
 from grain_shard.reading.faults import FaultCounts
@@ -22,11 +22,10 @@ _MS, _MB = 1e3, 1e-6
 DONE, RATES, LOOP, THREADS = "done", "on this host", "a batch", "its making, of all threads"
 
 
-class Figure(property):
-    """One figure: a property of `Figures`, with the words for it.
+class Figure(NamedTuple):
+    """The words for one figure, which is a property of `Figures`.
 
-    Args:
-        compute: Returns the figure; None if it cannot be seen.
+    Attributes:
         line: First words of the line on which it is printed.
         words: Its text on this line, with a place for the figure.
         scale: Factor from the figure to the unit of the text.
@@ -34,21 +33,21 @@ class Figure(property):
             figure of late.
     """
 
-    def __init__(
-        self, compute: Callable[[Any], Any], line: str, words: str, scale: float, is_sum: bool
-    ):
-        super().__init__(compute)
-        self.line: str = line
-        self.words: str = words
-        self.scale: float = scale
-        self.is_sum: bool = is_sum
+    line: str
+    words: str
+    scale: float = 1
+    is_sum: bool = False
 
 
-def _figure(
-    line: str, words: str, scale: float = 1, *, is_sum: bool = False
-) -> Callable[[Callable[[Any], _T]], _T]:
-    # For a type checker the attribute of `Figures` is the value.
-    return lambda compute: cast(Any, Figure(compute, line, words, scale, is_sum))
+FIGURES: dict[str, Figure] = {}
+
+
+def _figure(*words: Any, is_sum: bool = False) -> Callable[[Callable[[Any], _T]], _T]:
+    def entered(compute: Callable[[Any], _T]) -> _T:
+        FIGURES[compute.__name__] = Figure(*words, is_sum=is_sum)
+        return cast(Any, property(compute))  # for a type checker the attribute is the value
+
+    return entered
 
 
 @dataclass(frozen=True)
@@ -198,19 +197,15 @@ class Figures:
 
     def line(self, line: str) -> str:
         """Returns one line of the text, without its first words; None and 0 are left out."""
-        found = [(one, one.__get__(self)) for one in FIGURES.values() if one.line == line]
         texts = [
             one.words.format(value if isinstance(value, str) else value * one.scale)
-            for one, value in found
-            if value
+            for name, one in FIGURES.items()
+            if one.line == line and (value := getattr(self, name))
         ]
         return ", ".join(texts) or "not seen"
 
     def __str__(self) -> str:
         return "\n".join(f"{line}: {self.line(line)}" for line in (DONE, RATES, LOOP, THREADS))
-
-
-FIGURES = {name: one for name, one in vars(Figures).items() if isinstance(one, Figure)}
 
 
 def _difference(now: Mapping[_Key, float], before: Mapping[_Key, float]) -> dict[_Key, float]:
@@ -273,11 +268,6 @@ class Stats:
     def read_threads(self) -> int | None:
         """Threads that read side by side now; None in streams, feeds and worker processes."""
         return self.reads.number
-
-    @property
-    def read_threads_why(self) -> str:
-        """The reason for this number, in words."""
-        return self.reads.why
 
     def as_dict(self, prefix: str = "data") -> dict[str, float]:
         """Returns the figures for wandb or TensorBoard, flat: ``{"data/wait_share": 0.02, ...}``.

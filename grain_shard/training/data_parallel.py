@@ -167,7 +167,7 @@ def _compiled_step(
 
 
 def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
-    """All three with those leaves placed that are not on a mesh yet."""
+    """Returns all three, with the leaves placed that are not on a mesh yet."""
     leaves = jax.tree.leaves((state, batch, rngs))
     meshes = [leaf.sharding.mesh for leaf in leaves if _is_on_mesh(leaf)]
     if len(meshes) == len(leaves) or any(isinstance(leaf, Tracer) for leaf in leaves):

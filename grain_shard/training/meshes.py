@@ -69,7 +69,7 @@ def create_2d_mesh(
 def create_named_sharding(mesh: Mesh, *axes: str | tuple[str, ...] | None) -> NamedSharding:
     """The sharding that gives each dim of an array to an axis, to several of them, or to none.
 
-    Dims beyond are not sharded; with no axes at all, every device holds the whole array.
+    Dims without an axis are not sharded; with no axes at all, every device holds the whole array.
 
     Example:
         >>> mesh = jax.make_mesh((4, 2), ("data", "model"))
@@ -84,7 +84,7 @@ def create_data_parallel_sharding(
 ) -> NamedSharding:
     """The sharding of a batch whose rows, dim 0, are split over the data axis.
 
-    On a mesh where several axes do so it takes all of them, such as ``("data", "fsdp")``.
+    If several axes of the mesh split the rows, pass all of them: ``("data", "fsdp")``.
 
     Example:
         >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))

@@ -28,8 +28,8 @@ def place_model_state_on_shards(
     Args:
         state: A tree of arrays and scalars: linen parameters, a `TrainState`, an optax state, an
             `nnx.State`, or any tuple or dict of these. On several processes each passes the same.
-        mesh: Where to.
-        param_sharding: How each leaf is sharded.
+        mesh: The mesh on which the state is placed.
+        param_sharding: The sharding of each leaf.
 
             - None or ``"replicate"``: every device holds all of it.
             - ``"fsdp"``: along its largest dim that the axis divides, or not at all if there is
@@ -170,12 +170,12 @@ def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
             return place_leaf(name, leaf, sharding)
         except ShardingError as error:
             # The remedies that the error comes with are for batches.
-            remedy = "shard another dim of this leaf, or replicate it with PartitionSpec()."
-            if error.spec is None:
-                remedy = (
-                    "make the leaf an array of numbers that JAX has, or take it out of the state."
-                )
-            raise error.with_remedy(remedy) from None
+            error.remedy = (
+                "make the leaf an array of numbers that JAX has, or take it out of the state."
+                if error.spec is None
+                else "shard another dim of this leaf, or replicate it with PartitionSpec()."
+            )
+            raise error from None
 
     return jax.tree_util.tree_map_with_path(place, state)
 

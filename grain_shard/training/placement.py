@@ -172,8 +172,8 @@ class DevicePlacement:
         True
 
     Args:
-        default_device: Where data goes if nothing else is said; a device of this process. None:
-            its first one, looked up when it is needed.
+        default_device: The device of this process that data goes to if no other is given. None
+            takes the first one, which is looked up when it is needed.
 
     Raises:
         ShardingError: The device belongs to another process.
@@ -226,8 +226,8 @@ class DevicePlacement:
         """Gives every device the whole of every leaf, as one fully replicated array.
 
         Args:
-            data: Such as parameters with their optimizer state.
-            devices: Where to, e.g. ``list(mesh.devices.flat)``; JAX computes with arrays together
+            data: A tree of arrays, such as parameters with their optimizer state.
+            devices: Devices, such as ``list(mesh.devices.flat)``; JAX computes with arrays together
                 only if their devices come in one order. None: the devices of the mesh in use
                 (`jax.set_mesh`), or else all devices of all processes, as `jax.make_mesh` orders
                 them. To go with a batch on a mesh of Explicit axes, that mesh has to be in use;

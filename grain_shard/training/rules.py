@@ -42,7 +42,7 @@ class MeshRules:
     def __call__(self, *logical_axes: str | None) -> tuple[str | None, ...]:
         """The mesh axis of each logical axis; None stays None.
 
-        No mesh axis can shard two dims of an array: it goes to the first that it is for.
+        No mesh axis can shard two dims of an array: the first dim that asks for it gets it.
 
         Raises:
             ValueError: There is no such logical axis.
