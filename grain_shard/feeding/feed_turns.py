@@ -64,7 +64,7 @@ class FeedTurns(Producer[list[FeedTurn]]):
 OpenTurns = Callable[[Mapping[int, FeedState]], FeedTurns]
 
 
-class FeedWorkers(Producer[list[FeedTurn]]):
+class FeedWorkers(WorkerProcesses):
     """Takes the next turn of every feed, as `FeedTurns` does, in worker processes.
 
     The processes start with the first ``next``. The rows of a turn may lie in shared memory.
@@ -88,21 +88,15 @@ class FeedWorkers(Producer[list[FeedTurn]]):
     ):
         self._faults, self._num_workers = faults, min(num_workers, len(feed_states))
         of_worker = functools.partial(_turns_of_worker, open_turns, faults, feed_states)
-        self._processes = WorkerProcesses(
-            of_worker, self._num_workers, buffer_size=buffer_size * self._num_workers
-        )
+        super().__init__(of_worker, self._num_workers, buffer_size=buffer_size * self._num_workers)
 
     def __next__(self) -> list[FeedTurn]:
         turns: list[FeedTurn] = []
         for _ in range(self._num_workers):
-            of_worker, counts = next(self._processes)
+            of_worker, counts = super().__next__()
             self._faults.add(counts)
             turns += of_worker
         return sorted(turns, key=lambda turn: turn.feed)
-
-    def close(self) -> None:
-        """Ends the processes, once the user's code that they run returns."""
-        self._processes.close()
 
 
 def _turns_of_worker(
