@@ -21,9 +21,9 @@ from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from tests import text
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, wait
 from tests.counting_source import SOURCES, BatchedSource, nothing
-from tests.pipelines import IN_TURN, Odd, assert_same, feeds_of, with_states
+from tests.pipelines import IN_TURN, assert_same, feeds_of, with_states
 from tests.test_feeds import PACKERS
 
 READ_OPTIONS = {
@@ -363,22 +363,6 @@ def test_a_stream_that_is_slower_than_it_was_leaves_its_parts_to_others_in_order
 
 
 # Life.
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Odd])
-def test_a_read_ahead_that_raises_is_named_after_the_batches_before(error):
-    def row(feed, i):
-        if i == 5:
-            raise error("five")
-        return {"id": np.int32(i)}
-
-    ds = feeds_of(row, 4, 8, length=50, options=grain.ReadOptions())
-    with iter(ds.shard_to(data_mesh(4))) as batches:
-        assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
-        with pytest.raises(error, match="five") as raised:
-            next(batches)
-    assert raised.value.__notes__.count("grain_shard: in feed 0 of 4") == 1
-    assert any("record 5 of the dataset" in note for note in raised.value.__notes__)
 
 
 def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again():

@@ -51,14 +51,9 @@ class FeedTurns(Producer[list[FeedTurn]]):
     def close(self) -> None:
         """Closes the feeds, each of them also if closing another one fails."""
         self._reads.stop()  # first, because a feed may wait for it
-        errors: list[BaseException] = []
-        for close in (*(reader.close for reader in self._readers), self._reads.close):
-            try:
-                close()
-            except BaseException as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with contextlib.ExitStack() as closing:
+            for close in (self._reads.close, *(reader.close for reader in self._readers)):
+                closing.callback(close)
 
 
 OpenTurns = Callable[[Mapping[int, FeedState]], FeedTurns]
