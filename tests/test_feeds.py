@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard.feeding.feed_batches import FeedRun
-from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
+from grain_shard.feeding.host_feeds import check_feeds, warn_of_shared_feeds
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import HANG_S, Made, background_threads, data_mesh, eventually, ids
@@ -395,21 +394,6 @@ def test_no_feed_is_read_farther_ahead_than_the_buffers_go():
     assert counted.taken == [2 * (4 + 3 + 2)] * 4
 
 
-def test_stopped_it_waits_for_no_feed_that_waits_itself():
-    counted = Counted(slow=1)
-    whole = counted.feeds().of_host(BatchLayout(divisor=4, shards=(0, 1, 2, 3)))
-    batches = HostFeeds(whole, FeedRun(buffer_size=2)).open(None).batches
-    consumer = threading.Thread(target=lambda: next(batches, None))
-    consumer.start()
-    eventually(lambda: counted.taken[0] == 2)  # and so a thread is in feed 1, or almost
-    batches.stop()
-    consumer.join(HANG_S)
-    assert not consumer.is_alive()
-    counted.release.release(1000)
-    batches.close()
-    eventually(lambda: not background_threads())
-
-
 @pytest.mark.parametrize("options", [IN_TURN, grain.ReadOptions()], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Odd])
 def test_a_feed_that_raises_is_named_after_the_batches_before(error, options):
@@ -672,3 +656,5 @@ def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row():
     batches.set_state(state)
     assert [batch["id"].tolist() for batch in batches] == [[1, 11], [2, 12], [3, 13]]
     batches.close()
+    with pytest.raises(ValueError, match="closed iterator"):
+        next(batches)

@@ -8,6 +8,7 @@ served first, and the number of threads does not grow with the number of feeds.
 from __future__ import annotations
 
 import collections
+import math
 import sys
 import threading
 import time
@@ -37,7 +38,8 @@ _FIRST_CALL = 4
 # Handing a part to another thread and back costs more than evaluating records that take less than
 # this, in seconds. The consumer of such records evaluates them itself.
 _CHEAP_S = 20e-6
-# After this time, in seconds, the consumer leaves the rest of a part to the readers.
+# If the records of a part are not cheap, the consumer leaves the rest to the readers after this
+# time, in seconds.
 _LONGEST_S = 8e-3
 # More readers never gave enough speed to be worth their memory.
 _MOST_READERS = 64
@@ -101,7 +103,7 @@ class _Line:
         begun: The index of the next record to begin.
         taken: The index of the next record that the consumer takes.
         come: Evaluated records, or an error as `Raised`, by the index of the first.
-        left: Parts that readers have left to others.
+        left: Parts that a reader or the consumer has left to the readers.
         record_bytes: Bytes of a record; 0 before the first one.
         reads_many: True if the source reads many records in one call.
     """
@@ -142,17 +144,18 @@ class _Line:
         """
         began = time.perf_counter()
         elements = iter(self.way(part.start, part.stop).each(self.faults))
-        may_leave, seconds = self._ahead and not self.reads_many, 0.0
-        while self.taken < part.stop and not (may_leave and seconds > _LONGEST_S):
+        seconds, most_s = 0.0, math.inf if self.reads_many or not self._ahead else _LONGEST_S
+        while self.taken < part.stop and seconds < most_s:
             element = next(elements)
             seconds += time.perf_counter() - began
             if self.taken == part.start:
                 self._learn(element)
-            self.taken += 1
+            self.taken, most_s = self.taken + 1, most_s + _CHEAP_S
             yield element
             began = time.perf_counter()
-        self.begun = self.taken
         self.took(seconds, self.taken - part.start)
+        if self.taken < part.stop:
+            self.left.insert(0, part._replace(start=self.taken))
 
     def _learn(self, element: Any) -> None:
         """Updates the bytes per record."""
@@ -178,7 +181,7 @@ class _Line:
         self._seconds.append(seconds / max(1, count))
 
     def next_size(self, most: int) -> int:
-        """Returns the number of records of a reader's next part, at most this many."""
+        """Returns the number of records of the next part, at most this many."""
         return max(1, min(most, self._next_call if self.reads_many else self.most_in_time))
 
     def begin(self, size: int) -> Part:
@@ -239,8 +242,7 @@ class _Lines(Tasks[None]):
         """Begins a part for the line's consumer to evaluate; None if readers evaluate the next."""
         with self._lock:
             if not (self._stopped or line.is_for_readers or line.ahead):
-                share = self._share(line)
-                return line.begin(line.next_size(share) if line.reads_many else share)
+                return line.begin(line.next_size(self._share(line)))
         self._wanted.ring()  # the consumer may have found its records slow
         return None
 
