@@ -151,7 +151,7 @@ class FeedBatches(grain.IterDataset):
         super().__init__()
         self.feeds: FeedStreams = feeds
         self.rows: FeedRows = rows
-        self.has_compared_rows = False  # of two feeds, in the first batch that was read
+        self.has_compared_rows = False  # True once the first rows of all feeds were compared
 
     def padded(self, padding: Padding) -> FeedBatches:
         """Returns batches of one size: padding in place of rows that feeds lack, and the mask."""

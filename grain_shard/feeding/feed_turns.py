@@ -66,8 +66,8 @@ class FeedWorkers(WorkerProcesses):
 
     Args:
         open_turns: Opens the turns of a worker's feeds, in the worker.
-        faults: Adds up the workers' counts of reads that failed. Pickled with `open_turns`, if that
-            refers to it, it counts for itself in each worker.
+        faults: Adds up the workers' counts of reads that failed. Each worker counts in a copy,
+            which is pickled together with `open_turns`.
         feed_states: The feeds to run, and their states at the start.
         num_workers: Number of processes; no more are started than there are feeds.
         buffer_size: Most batches that wait or are unfinished. Grain keeps at least four.

@@ -250,12 +250,15 @@ class Route:
         if len(indices) == 1:
             again = lambda: self._checked(read(indices), indices)[0]  # noqa: E731
             return [recovery.recovered(failures.pop(), again)]
-        half, reads_again = len(indices) // 2, recovery.reads_again(failures[0])
+        if recovery.reads_again(failures[0]):
+            failures.clear()
+        half = len(indices) // 2
         found = [*self._many(read, indices[:half], recovery)]
         if len(found) == half and (recovery.masks or type(found[-1]) is not Unreadable):
             found += self._many(read, indices[half:], recovery)
-        if not reads_again and type(found[-1]) is not Unreadable:  # each element can be read alone
+        if failures and type(found[-1]) is not Unreadable:  # each element can be read alone
             return [Unreadable(failures.pop(), among=len(indices))]
+        failures.clear()
         return found
 
     def _checked(self, result: Any, indices: np.ndarray) -> Elements:
