@@ -293,7 +293,7 @@ UNCHANGED = r"pass what get_state\(\) gave"
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        *((None, state, "") for state in ({}, {"batch": 3}, {"parent": {}}, [], None)),
+        *((None, state, None) for state in ({}, {"batch": 3}, {"parent": {}}, [], None)),
         *(("step", step, UNCHANGED) for step in (-1, 1.5, "2", None, 10**30)),
         ("feeds", None, UNCHANGED),
         *(("2", entry, UNCHANGED) for entry in ({"staet": {}}, {"ended": False}, None, 3, {})),
