@@ -383,6 +383,17 @@ def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again():
         assert list(rows) == [3, 4]
 
 
+def test_a_stream_ends_also_where_the_garbage_collector_runs_under_the_lock():
+    with contextlib.closing(SharedReads(Faults(FAIL_AT_ONCE), 8)) as reads:
+        elements = reads.elements(grain.MapDataset.range(9), 0, ahead=False)
+        assert next(elements) == 0
+        with reads._lines._lock:
+            closing = threading.Thread(target=elements.close)
+            closing.start()
+            closing.join(HANG_S)
+            assert not closing.is_alive()
+
+
 @pytest.fixture
 def waiting():
     """Feeds in whose records a read waits: they, an event that it is there, and its release."""
