@@ -127,7 +127,7 @@ def _end_with_parent() -> None:
 
 
 def pickled(pipeline: Any) -> bytes:
-    """Pickles what another process is to run.
+    """Pickles a pipeline for another process.
 
     Raises:
         ShardingError: It cannot be pickled.
@@ -143,7 +143,7 @@ def pickled(pipeline: Any) -> bytes:
 
 
 class _Share(grain.IterDataset):
-    """The elements of one worker, whose number and share Grain tells as a slice.
+    """The elements of one worker. Grain passes its number and the number of workers as a slice.
 
     Args:
         make: Makes the elements, pickled: Grain would copy it for each worker.
@@ -163,7 +163,7 @@ class _Share(grain.IterDataset):
 class _ShareIterator(grain.DatasetIterator):
     """Makes the elements, and errors that can be sent to another process.
 
-    It has no state: whoever asks for the elements tells where they begin.
+    It has no state, because `make` knows where the elements begin.
 
     Args:
         make: Called by the first element: Grain makes an iterator in the loop's process, too.
@@ -213,12 +213,12 @@ def _unpacked(packed: np.ndarray, sizes: np.ndarray) -> Any:
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
-    """Returns where parts of these sizes begin, and where the last one ends."""
+    """Returns the start of each part, and the end of the last one, for parts of these sizes."""
     return np.cumsum([0, *(-(-sizes // _ALIGNMENT) * _ALIGNMENT)])
 
 
 def sendable(error: BaseException) -> BaseException:
-    """Returns the error, with its cause as a note; or one that says the same, if it cannot be sent.
+    """Returns the error with its cause as a note, or a RuntimeError with its text if it cannot go.
 
     The cause of an error is not sent along.
     """

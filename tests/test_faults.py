@@ -833,10 +833,21 @@ BARE = {
         lambda: as_stream(ROWS).batch(8, batch_fn=stacked),
         "stacked raised StopIteration for [{'id': ",
     ),
+    "stream, flat map": (
+        lambda: as_stream(ROWS).pipe(grain.experimental.FlatMapIterDataset, Each()).batch(8),
+        f"{ELEMENT.replace('bare', 'Each.flat_map')} {{'id': ",
+    ),
     "feed of mapped records": (lambda: feeds_of_all(lambda: as_stream(ROWS.map(bare))), RECORD),
     "feed, map": (lambda: feeds_of_all(lambda: as_stream(ROWS).map(bare)), ELEMENT),
     "feed, filter": (lambda: feeds_of_all(lambda: as_stream(ROWS).filter(bare)), ELEMENT),
 }
+
+
+class Each(grain.experimental.FlatMapTransform):
+    max_fan_out = 1
+
+    def flat_map(self, element):
+        return [bare(element)]
 
 
 def stacked(rows):

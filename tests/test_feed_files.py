@@ -124,8 +124,7 @@ def test_each_feed_is_written_by_the_first_host_that_runs_it(
     assert sorted(path.name for path in tmp_path.iterdir()) == written
 
 
-# Saved on so many hosts; restored on so many; the most files that a host then reads.
-# Saved on so many hosts; restored on so many; the most files that a host then reads.
+# Hosts that save, hosts that restore, and the most files that one of these then reads.
 OTHER_HOSTS = [
     *[(16, 16, 1), (256, 256, 1), (16, 256, 1), (256, 16, 16)],
     *[(4, 2, 2), (2, 8, 1), (16, 1, 16)],

@@ -21,9 +21,9 @@ from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from tests import text
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
+from tests.conftest import HANG_S, background_threads, data_mesh, eventually, wait
 from tests.counting_source import SOURCES, BatchedSource, nothing
-from tests.pipelines import IN_TURN, Odd, assert_same, feeds_of, with_states
+from tests.pipelines import IN_TURN, assert_same, feeds_of, with_states
 from tests.test_feeds import PACKERS
 
 READ_OPTIONS = {
@@ -365,22 +365,6 @@ def test_a_stream_that_is_slower_than_it_was_leaves_its_parts_to_others_in_order
 # Life.
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Odd])
-def test_a_read_ahead_that_raises_is_named_after_the_batches_before(error):
-    def row(feed, i):
-        if i == 5:
-            raise error("five")
-        return {"id": np.int32(i)}
-
-    ds = feeds_of(row, 4, 8, length=50, options=grain.ReadOptions())
-    with iter(ds.shard_to(data_mesh(4))) as batches:
-        assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
-        with pytest.raises(error, match="five") as raised:
-            next(batches)
-    assert raised.value.__notes__.count("grain_shard: in feed 0 of 4") == 1
-    assert any("record 5 of the dataset" in note for note in raised.value.__notes__)
-
-
 def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again():
     failures = [OSError("once"), OSError("twice")]
 
@@ -397,6 +381,17 @@ def test_a_record_that_failed_is_evaluated_again_when_it_is_asked_for_again():
             with pytest.raises(OSError, match=match):
                 next(rows)
         assert list(rows) == [3, 4]
+
+
+def test_a_stream_ends_also_where_the_garbage_collector_runs_under_the_lock():
+    with contextlib.closing(SharedReads(Faults(FAIL_AT_ONCE), 8)) as reads:
+        elements = reads.elements(grain.MapDataset.range(9), 0, ahead=False)
+        assert next(elements) == 0
+        with reads._lines._lock:
+            closing = threading.Thread(target=elements.close)
+            closing.start()
+            closing.join(HANG_S)
+            assert not closing.is_alive()
 
 
 @pytest.fixture

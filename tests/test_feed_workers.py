@@ -35,10 +35,10 @@ from tests.conftest import (
     ids,
     to_numpy,
 )
-from tests.pipelines import Odd, assert_same, feeds_of, with_states
+from tests.pipelines import assert_same, feeds_of, with_states
 from tests.test_feeds import numbers, unclosable, valid
 from tests.test_lifecycle import start
-from tests.test_workers import Locked, assert_no_child_is_left, children, raising
+from tests.test_workers import assert_no_child_is_left, children, raising
 
 slow = pytest.mark.slow
 SHARED_MEMORY = Path("/dev/shm")
@@ -72,7 +72,7 @@ def described(feed):
 
 
 @slow
-@pytest.mark.parametrize("num_workers", [1, 2, 9])
+@pytest.mark.parametrize("num_workers", [1, 9])
 def test_packed_text_is_bit_for_bit_the_same_and_so_is_each_state(num_workers):
     assert_same(with_states(packed(num_workers=num_workers)), with_states(packed()))
     assert_no_child_is_left()
@@ -149,16 +149,15 @@ def failing(fail):
     return feeds_of(row, 4, 8, length=50)
 
 
-FAILURES = {
-    "an exception": (lambda: raising(ValueError("five")), ValueError, "^five\n"),
-    "one that cannot be sent": (lambda: raising(Locked("five")), RuntimeError, "^Locked: five\n"),
-    "no Exception": (lambda: raising(Odd("five")), RuntimeError, "^Odd: five\n"),
-    "an end": (lambda: next(iter([])), RuntimeError, "raised StopIteration\n"),
-}
-
-
 @slow
-@pytest.mark.parametrize(("fail", "error", "match"), FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize(
+    ("fail", "error", "match"),
+    [
+        (lambda: raising(ValueError("five")), ValueError, "^five\n"),
+        (lambda: next(iter([])), RuntimeError, "raised StopIteration\n"),
+    ],
+    ids=["an exception", "an end"],
+)
 def test_a_feed_that_raises_is_named_after_the_batches_before(fail, error, match):
     ds = failing(fail)
     with iter(ds.shard_to(data_mesh(4), num_workers=2)) as batches:
@@ -170,17 +169,6 @@ def test_a_feed_that_raises_is_named_after_the_batches_before(fail, error, match
         of_worker = [entry.name for entry in raised.traceback], "".join(raised.value.__notes__)
         assert "row" in of_worker[0] or "in row\n" in of_worker[1], "the worker's traceback"
         assert batches.get_state()["step"] == 2
-    assert_no_child_is_left()
-
-
-@slow
-def test_the_death_of_a_worker_is_an_error_and_no_hang():
-    ds = failing(lambda: os._exit(3))
-    with (
-        iter(ds.shard_to(data_mesh(4), num_workers=2)) as batches,
-        pytest.raises(RuntimeError, match="terminated unexpectedly with exit code 3"),
-    ):
-        list(batches)
     assert_no_child_is_left()
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import pickle
 import re
 import threading
 
@@ -17,10 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard.feeding.feed_batches import FeedRun
-from grain_shard.feeding.feed_turns import FeedTurns
-from grain_shard.feeding.host_feeds import HostFeeds, check_feeds, warn_of_shared_feeds
-from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
+from grain_shard.feeding.host_feeds import check_feeds, warn_of_shared_feeds
 from grain_shard.sharding.layout import BatchLayout
 from tests import text
 from tests.conftest import HANG_S, Made, background_threads, data_mesh, eventually, ids
@@ -293,40 +289,29 @@ def test_a_state_of_other_feeds_is_refused(other, field):
         batches.set_state(state)
 
 
-@pytest.mark.parametrize("state", [{}, {"batch": 3}, {"parent": {}}, [], None])
-def test_what_is_no_state_of_feeds_is_refused(state):
-    with (
-        iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches,
-        pytest.raises(grain_shard.StateError),
-    ):
-        batches.set_state(state)
+UNCHANGED = r"pass what get_state\(\) gave"
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "match"),
     [
-        *(("step", value) for value in (-1, 1.5, "2", None, 10**30)),
-        ("feeds", None),
-        *(("2", entry) for entry in ({"staet": {}}, {"ended": False}, None, 3, {})),  # of feed 2
+        *((None, state, None) for state in ({}, {"batch": 3}, {"parent": {}}, [], None)),
+        *(("step", step, UNCHANGED) for step in (-1, 1.5, "2", None, 10**30)),
+        ("feeds", None, UNCHANGED),
+        *(("2", entry, UNCHANGED) for entry in ({"staet": {}}, {"ended": False}, None, 3, {})),
+        ("kind", "stream", "kind: saved 'stream', now "),
+        ("remainder", "drop", "remainder: saved 'drop', now "),
     ],
 )
-def test_what_was_changed_in_a_state_is_refused_and_starts_no_feed_anew(key, value):
+def test_what_is_no_state_or_was_changed_is_refused_and_starts_no_feed_anew(key, value, match):
     with iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches:
         next(batches)
         state = json.loads(json.dumps(batches.get_state()))
-        (state if key in state else state["feeds"])[key] = value
-        with pytest.raises(grain_shard.StateError, match=r"pass what get_state\(\) gave"):
-            batches.set_state(state)
+        if key is not None:
+            (state if key in state else state["feeds"])[key] = value
+        with pytest.raises(grain_shard.StateError, match=match):
+            batches.set_state(value if key is None else state)
         assert ids([next(batches)]) == [[2, 3, 102, 103, 202, 203, 302, 303]], "where it stood"
-
-
-@pytest.mark.parametrize(("key", "value"), [("kind", "stream"), ("remainder", "drop")])
-def test_a_state_of_another_kind_or_remainder_is_refused_and_says_what_changed(key, value):
-    with iter(numbers([9] * 4).batch(8).shard_to(data_mesh(4))) as batches:
-        state = {**batches.get_state(), key: value}
-        with pytest.raises(grain_shard.StateError, match=rf"{key}: saved '{value}', now "):
-            batches.set_state(state)
-        assert batches.get_state() != state
 
 
 def test_a_feed_that_has_not_begun_is_none_in_a_state_of_a_later_step():
@@ -407,58 +392,26 @@ def test_no_feed_is_read_farther_ahead_than_the_buffers_go():
             next(batches)
             eventually(lambda: min(counted.taken) >= 2 * (step + 3 + 2))
             assert counted.taken == [2 * (step + 3 + 2)] * 4
-    threads = [t for t in threading.enumerate() if t.name.startswith("grain-shard")]
-    for thread in threads:
-        thread.join(60)
+    eventually(lambda: not background_threads())
     assert counted.taken == [2 * (4 + 3 + 2)] * 4
 
 
-def host_feeds(ds, *, buffer_size):
-    """All rows of four feeds, as a host's iterator asks for them."""
-    whole = ds.of_host(BatchLayout(divisor=4, shards=(0, 1, 2, 3)))
-    return HostFeeds(whole, FeedRun(buffer_size=buffer_size)).open(None).batches
-
-
-@pytest.mark.parametrize("buffer_size", [1, 2, 4])
-def test_batches_are_made_ahead_of_a_vote_and_are_bounded(buffer_size):
-    counted = Counted()
-    batches = host_feeds(counted.feeds(), buffer_size=buffer_size)
-    for step in range(1, 5):
-        next(batches)
-        eventually(lambda: min(counted.taken) >= 2 * (step + buffer_size))
-        assert counted.taken == [2 * (step + buffer_size)] * 4
-        eventually(lambda: batches.known().results == step + buffer_size)
-    batches.close()
-
-
-def test_stopped_it_waits_for_no_feed_that_waits_itself():
-    counted = Counted(slow=1)
-    batches = host_feeds(counted.feeds(), buffer_size=2)
-    consumer = threading.Thread(target=lambda: next(batches, None))
-    consumer.start()
-    eventually(lambda: counted.taken[0] == 2)  # and so a thread is in feed 1, or almost
-    batches.stop()
-    consumer.join(HANG_S)
-    assert not consumer.is_alive()
-    counted.release.release(1000)
-    batches.close()
-    eventually(lambda: not background_threads())
-
-
+@pytest.mark.parametrize("options", [IN_TURN, grain.ReadOptions()], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Odd])
-def test_a_feed_that_raises_is_named_after_the_batches_before(error):
+def test_a_feed_that_raises_is_named_after_the_batches_before(error, options):
     def row(feed, i):
         if (feed, i) == (2, 5):
             raise error("five")
         return {"id": np.int32(100 * feed + i)}
 
-    ds = feeds_of(row, 4, 8, length=50)
+    ds = feeds_of(row, 4, 8, length=50, options=options)
     with iter(ds.shard_to(data_mesh(4))) as batches:
         assert [batch[:2] for batch in ids([next(batches), next(batches)])] == [[0, 1], [2, 3]]
         for _ in range(2):
             with pytest.raises(error, match="five") as raised:
                 next(batches)
             assert raised.value.__notes__.count("grain_shard: in feed 2 of 4") == 1
+            assert any("record 5 of the dataset" in note for note in raised.value.__notes__)
         assert batches.get_state()["step"] == 2
 
 
@@ -523,23 +476,6 @@ def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
     assert next(batches)["id"].tolist() == [3, 3]
     with contextlib.suppress(OSError):
         batches.close()
-
-
-def test_a_feeds_turns_are_what_there_is_and_say_where_it_stands():
-    feeds = grain_shard.feeds(lambda feed: grain.MapDataset.range(3).to_iter_dataset(), num_feeds=1)
-
-    def turns_from(state, rows_per_feed):
-        turns = FeedTurns(feeds, Faults(FAIL_AT_ONCE), rows_per_feed, None, {0: state})
-        with contextlib.closing(turns):
-            for _ in range(3):
-                (turn,) = next(turns)
-                yield turn.rows, pickle.loads(turn.feed_state)
-
-    (first, state), *rest = turns_from({}, 2)
-    assert first == [0, 1]
-    assert rest == [([2], {"ended": True}), ([], {"ended": True})]
-    assert [rows for rows, _ in turns_from(state, 5)] == [[2], [], []]
-    assert [rows for rows, _ in turns_from({"ended": True}, 5)] == [[], [], []]
 
 
 # What is refused.
@@ -722,6 +658,8 @@ def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row():
     batches.set_state(state)
     assert [batch["id"].tolist() for batch in batches] == [[1, 11], [2, 12], [3, 13]]
     batches.close()
+    with pytest.raises(ValueError, match="closed iterator"):
+        next(batches)
 
 
 NUM_EPOCHS = 3

@@ -22,6 +22,7 @@ from jax._src import xla_bridge
 
 from grain_shard import BatchLayout, PadToDivisible, ShardBatch, ShardingError, ValidateBatchSize
 from tests.conftest import data_mesh, eventually, ids, numbered, to_numpy
+from tests.pipelines import Odd
 from tests.test_lifecycle import run
 
 slow = pytest.mark.slow
@@ -152,12 +153,15 @@ class TestErrors:
         ("fail", "error", "match"),
         [
             (lambda: 1 // 0, ZeroDivisionError, "division"),
-            # Of this one, Grain alone would say nothing, and hang.
+            # Of these two, Grain alone would say nothing, and hang.
             (lambda: raising(Locked("five")), RuntimeError, "^Locked: five\n"),
+            (lambda: raising(Odd("five")), RuntimeError, "^Odd: five\n"),
+            # Of this one it would say that the data end.
+            (lambda: next(iter([])), RuntimeError, "raised StopIteration"),
             # Grain's worker dies of what is no Exception. That is an error, and no hang.
             (lambda: os._exit(3), RuntimeError, "terminated unexpectedly with exit code 3"),
         ],
-        ids=["an exception", "one that cannot be sent", "the death of a worker"],
+        ids=["an exception", "not to be sent", "no Exception", "an end", "a worker's death"],
     )
     def test_in_a_worker_comes_in_its_place_and_stays(self, fail, error, match):
         def decode(i):
@@ -394,19 +398,3 @@ def test_no_more_batches_are_made_ahead_than_the_documentation_says(
             next(batches)
             eventually(lambda: len(list(tmp_path.iterdir())) >= 4 * (k + on_host))
             assert len(list(tmp_path.iterdir())) <= 4 * (k + on_host + 1)  # + 1: on the devices
-
-
-class Stops:
-    """A map that ends a worker's data, says Grain, at one of the records."""
-
-    def __call__(self, i):
-        return {"id": np.int32(next(iter([])) if i == 20 else i)}
-
-
-@pytest.mark.slow
-def test_a_stop_iteration_in_a_worker_is_an_error_and_no_end():
-    ds = grain.MapDataset.range(42).map(Stops()).batch(8).shard_to(data_mesh(2), num_workers=1)
-    seen = []
-    with iter(ds) as batches, pytest.raises(RuntimeError, match="raised StopIteration"):
-        seen.extend(batches)
-    assert ids(seen) == [list(range(8)), list(range(8, 16))]

@@ -29,7 +29,7 @@ from grain_shard.reading.stack import RowStacker
 from grain_shard.reading.stream_dataset import BatchIterator
 from grain_shard.sharding.layout import BatchLayout
 from grain_shard.spans import BATCH, span
-from grain_shard.tasks import Producer, Raised
+from grain_shard.tasks import Items, Producer, Raised
 from grain_shard.trees import Batch
 
 
@@ -149,7 +149,7 @@ class FeedBatches(grain.IterDataset):
         super().__init__()
         self.feeds: FeedStreams = feeds
         self.rows: FeedRows = rows
-        self.has_compared_rows = False  # of two feeds, in the first batch that was read
+        self.has_compared_rows = False  # True once the first rows of all feeds were compared
 
     def padded(self, padding: Padding) -> FeedBatches:
         """Returns batches of one size: padding in place of rows that feeds lack, and the mask."""
@@ -206,14 +206,16 @@ class FeedIterator(BatchIterator):
         position: The feeds' position at the start; None for the beginning.
     """
 
-    _is_closed = True  # until it is whole: Grain closes it in its __del__
+    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # Grain closes it, also if __init__ fails
 
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()
+        # Made here, because the names of this module may be gone at the interpreter's exit.
+        closed = "this is a closed iterator; make another by iter(ds)."
+        self._closed = self._end = Raised(ValueError(closed), None)
         self._ds, self._run = ds, run
         self._stacker: RowStacker | None = None
         self._go_to(position or FeedsPosition.at_start(ds.rows.by_feed))
-        self._is_closed = False
 
     def _go_to(self, position: FeedsPosition) -> None:
         ds, run, states = self._ds, self._run, position.feed_states()
@@ -223,7 +225,6 @@ class FeedIterator(BatchIterator):
         open_turns = functools.partial(
             FeedTurns, ds.feeds, self._faults, ds.rows.per_feed, run.num_threads
         )
-        self._turns: Producer[list[FeedTurn]]
         if run.num_workers:
             workers = run.num_workers, run.buffer_size
             self._turns = FeedWorkers(open_turns, self._faults, states, *workers)
@@ -231,7 +232,6 @@ class FeedIterator(BatchIterator):
             self._turns = open_turns(states)
 
     def __next__(self) -> Batch:
-        self._require_open()
         if self._end is not None:
             self._end.throw()
         try:
@@ -265,7 +265,6 @@ class FeedIterator(BatchIterator):
         return self._position.to_state(self._ds.feeds.fingerprint)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._require_open()
         before, (state, _) = self._turns, without_digest(state)
         # It moves before the old feeds are closed, which may fail: a closed feed would begin anew.
         self._go_to(
@@ -277,10 +276,5 @@ class FeedIterator(BatchIterator):
         self._turns.stop()
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._turns.close()
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise ValueError("this is a closed iterator; make another by iter(ds).")
+        self._end = self._closed
+        self._turns.close()

@@ -117,8 +117,6 @@ class FeedReader:
     def __init__(self, feeds: FeedStreams, feed: int, feed_state: FeedState, reads: SharedReads):
         self._feeds, self._feed, self._feed_state, self._reads = feeds, feed, feed_state, reads
         self._iterator: grain.DatasetIterator | None = None
-        self._ended = feed_state == ENDED
-        self._begun = bool(feed_state)  # whether it has given a row
 
     def turn(self, num_rows: int) -> FeedTurn:
         """Returns the next rows; fewer, or none, once the feed has ended.
@@ -127,37 +125,30 @@ class FeedReader:
             StateError: The feed cannot start from its state.
             IndexError: There are fewer files than feeds, most likely.
         """
-        with span(READ), naming_feed(self._feed, self._feeds.num_feeds):
-            rows = self._take(num_rows)
-            return FeedTurn(self._feed, rows, pickle.dumps(self._state()))  # Grain may change it
-
-    def _take(self, num_rows: int) -> list[Any]:
         rows: list[Any] = []
-        if self._ended:
-            return rows
+        with span(READ), naming_feed(self._feed, self._feeds.num_feeds):
+            if self._feed_state != ENDED:
+                self._take(rows, num_rows)
+            return FeedTurn(self._feed, rows, pickle.dumps(self._feed_state))  # Grain may change it
+
+    def _take(self, rows: list[Any], num_rows: int) -> None:
         try:
             if self._iterator is None:
                 self._iterator = self._open()
             while len(rows) < num_rows:
                 rows.append(next(self._iterator))
+            self._feed_state = {"state": self._iterator.get_state()}
         except StopIteration:
-            self._ended = True
+            self._feed_state = ENDED
             self.close()
         except IndexError as error:
-            if self._begun or rows:
+            if self._feed_state or rows:
                 raise
             raise IndexError(  # and no note: Grain's own would hide it
                 f"the feed failed before its first row ({error}): are there fewer files than"
                 " feeds?\n  remedy: make num_feeds no larger than the number of files, or divide"
                 " the rows of the files among the feeds."
             ) from error
-        self._begun = True
-        return rows
-
-    def _state(self) -> FeedState:
-        if self._ended:
-            return ENDED
-        return self._feed_state if self._iterator is None else {"state": self._iterator.get_state()}
 
     def close(self) -> None:
         """Ends the threads and processes of the feed's own pipeline."""
@@ -173,11 +164,8 @@ class FeedReader:
         read = functools.partial(RecordStream, self._reads, self._feed)
         try:
             iterator = iter(replace_read_ahead(self._feeds.make(self._feed), read))
-            if "state" in self._feed_state:
+            if self._feed_state:
                 restore(iterator, self._feed_state["state"], "the feed")
-        except StopIteration as error:  # which would pass for the end
-            raise RuntimeError(
-                "the feed raised StopIteration before its first row: look for a bare next() in"
-                " make_feed."
-            ) from error
+        except StopIteration as error:  # which would pass for the feed's end
+            Raised.of(error).throw()
         return iterator

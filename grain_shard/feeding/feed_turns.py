@@ -51,28 +51,23 @@ class FeedTurns(Producer[list[FeedTurn]]):
     def close(self) -> None:
         """Closes the feeds, each of them also if closing another one fails."""
         self._reads.stop()  # first, because a feed may wait for it
-        errors: list[BaseException] = []
-        for close in (*(reader.close for reader in self._readers), self._reads.close):
-            try:
-                close()
-            except BaseException as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with contextlib.ExitStack() as closing:
+            for close in (self._reads.close, *(reader.close for reader in self._readers)):
+                closing.callback(close)
 
 
 OpenTurns = Callable[[Mapping[int, FeedState]], FeedTurns]
 
 
-class FeedWorkers(Producer[list[FeedTurn]]):
+class FeedWorkers(WorkerProcesses):
     """Takes the next turn of every feed, as `FeedTurns` does, in worker processes.
 
     The processes start with the first ``next``. The rows of a turn may lie in shared memory.
 
     Args:
         open_turns: Opens the turns of a worker's feeds, in the worker.
-        faults: Adds up the workers' counts of reads that failed. Pickled with `open_turns`, if that
-            refers to it, it counts for itself in each worker.
+        faults: Adds up the workers' counts of reads that failed. Each worker counts in a copy,
+            which is pickled together with `open_turns`.
         feed_states: The feeds to run, and their states at the start.
         num_workers: Number of processes; no more are started than there are feeds.
         buffer_size: Most batches that wait or are unfinished. Grain keeps at least four.
@@ -88,21 +83,15 @@ class FeedWorkers(Producer[list[FeedTurn]]):
     ):
         self._faults, self._num_workers = faults, min(num_workers, len(feed_states))
         of_worker = functools.partial(_turns_of_worker, open_turns, faults, feed_states)
-        self._processes = WorkerProcesses(
-            of_worker, self._num_workers, buffer_size=buffer_size * self._num_workers
-        )
+        super().__init__(of_worker, self._num_workers, buffer_size=buffer_size * self._num_workers)
 
     def __next__(self) -> list[FeedTurn]:
         turns: list[FeedTurn] = []
         for _ in range(self._num_workers):
-            of_worker, counts = next(self._processes)
+            of_worker, counts = super().__next__()
             self._faults.add(counts)
             turns += of_worker
         return sorted(turns, key=lambda turn: turn.feed)
-
-    def close(self) -> None:
-        """Ends the processes, once the user's code that they run returns."""
-        self._processes.close()
 
 
 def _turns_of_worker(

@@ -82,8 +82,8 @@ class HostFeeds(HostBatches):
             if turn.rows:
                 return self._ds.rows.join((), row_stacker(turn.rows[0], feed))
         raise ShardingError(
-            "no feed has a row, so nothing tells what a batch looks like.",
-            remedy="check the source, and what make_feed filters out.",
+            "no feed has a row, so the shapes of a batch are unknown.",
+            remedy="check the source, and the filters in make_feed.",
         )
 
     def next_batch(self, position: FeedsPosition) -> Mapping[str, Any]:
@@ -91,7 +91,7 @@ class HostFeeds(HostBatches):
 
     def repeated(self, times: int) -> NoReturn:
         raise ShardingError(
-            "epochs needs random access: where an epoch of feeds ends, only its end tells.",
+            "epochs needs random access: the length of an epoch of feeds is not known ahead.",
             remedy="let make_feed give all epochs of its part, each with an order of its own:"
             " .shuffle().repeat(n) on the MapDataset that it begins with, or an"
             " InterleaveIterDataset of the epochs' streams with cycle_length=1. Both are written"
@@ -146,7 +146,7 @@ def fault_rules_of(
         return rules
     if not begins_with_records(ds.feeds.make(0)):
         raise ShardingError(
-            'on_bad_record="mask" needs feeds that begin with records that can be had by index, and'
+            'on_bad_record="mask" needs feeds that begin with records that are read by index, and'
             " feed 0 begins with something else.",
             remedy="begin make_feed with a grain.MapDataset, .map what may fail there, and let"
             " .to_iter_dataset() and any .filter follow; or catch the error in the .map that raises"

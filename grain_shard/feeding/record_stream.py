@@ -93,14 +93,8 @@ class RecordIterator(grain.DatasetIterator):
         index = state["next_index"]
         if not 0 <= index <= self._length:
             raise IndexError(f"record {index} of a dataset of {self._length}")
-        self._let_go()
-        self._next_index = index
+        self._next_elements, self._next_index = None, index
 
     def close(self) -> None:
-        self._let_go()
+        self._next_elements = None
         super().close()
-
-    def _let_go(self) -> None:
-        if self._next_elements is not None:
-            self._next_elements.close()
-            self._next_elements = None

@@ -8,9 +8,11 @@ served first, and the number of threads does not grow with the number of feeds.
 from __future__ import annotations
 
 import collections
+import math
 import sys
 import threading
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Generator, Iterator
 from typing import Any, cast
 
 import grain
@@ -36,6 +38,9 @@ _FIRST_CALL = 4
 # Handing a part to another thread and back costs more than evaluating records that take less than
 # this, in seconds. The consumer of such records evaluates them itself.
 _CHEAP_S = 20e-6
+# If the records of a part are not cheap, the consumer leaves the rest to the readers after this
+# time, in seconds.
+_LONGEST_S = 8e-3
 # More readers never gave enough speed to be worth their memory.
 _MOST_READERS = 64
 
@@ -76,18 +81,10 @@ class SharedReads(TaskStage[None]):
             if ahead:
                 self.start()
             while line.taken < line.length:
-                part = None if line.has_come else self._lines.begin(line)
-                if part is not None and not ahead:
-                    for element in line.way(part.start, part.stop).each(self.faults):
-                        line.learn(element)
-                        yield element
-                    line.taken = part.stop
+                if (part := self._lines.begin(line)) is not None:
+                    yield from line.evaluated(part)
                     continue
-                if part is not None:
-                    read = Read([part], line.reads_many)
-                    collections.deque(read.run(), maxlen=0)
-                    self._lines.done(read)
-                elif not self.wait_for(lambda: line.has_come):
+                if not self.wait_for(lambda: line.taken in line.come):
                     raise RuntimeError("the reads of this stream were stopped")
                 elements = self._lines.take(line)
                 if isinstance(elements[0], Raised):
@@ -106,9 +103,9 @@ class _Line:
         begun: The index of the next record to begin.
         taken: The index of the next record that the consumer takes.
         come: Evaluated records, or an error as `Raised`, by the index of the first.
-        left: Parts that readers have left to others.
-        share: The number of records that may be ahead.
+        left: Parts that a reader or the consumer has left to the readers.
         record_bytes: Bytes of a record; 0 before the first one.
+        reads_many: True if the source reads many records in one call.
     """
 
     number = 0
@@ -118,7 +115,7 @@ class _Line:
         self.begun = self.taken = start
         self.come: dict[int, list[Any]] = {}
         self.left: list[Part] = []
-        self.share, self.record_bytes = 1, 0.0
+        self.record_bytes = 0.0
         self.reads_many = route(records, np.arange(0)).reads_many
         self._next_call, self._ahead = _FIRST_CALL, ahead
         self._seconds = collections.deque[float](maxlen=2)  # per record, in the last two reads
@@ -129,7 +126,7 @@ class _Line:
     def write(self, elements: Elements, start: int, until: float) -> int:
         way = self.way(start, start + len(elements))
         rows = list(way.finish(elements, until, self.faults))
-        self.learn(rows[0])
+        self._learn(rows[0])
         self.come[start] = rows
         return len(rows)
 
@@ -140,16 +137,31 @@ class _Line:
         self.come[start] = [error]
         return ()
 
-    def learn(self, element: Any) -> None:
+    def evaluated(self, part: Part) -> Iterator[Any]:
+        """Yields the records of a part, each evaluated when the consumer asks for it.
+
+        If they turn out to be slow, the rest of the part is left to the readers.
+        """
+        began = time.perf_counter()
+        elements = iter(self.way(part.start, part.stop).each(self.faults))
+        seconds, most_s = 0.0, math.inf if self.reads_many or not self._ahead else _LONGEST_S
+        while self.taken < part.stop and seconds < most_s:
+            element = next(elements)
+            seconds += time.perf_counter() - began
+            if self.taken == part.start:
+                self._learn(element)
+            self.taken, most_s = self.taken + 1, most_s + _CHEAP_S
+            yield element
+            began = time.perf_counter()
+        self.took(seconds, self.taken - part.start)
+        if self.taken < part.stop:
+            self.left.insert(0, part._replace(start=self.taken))
+
+    def _learn(self, element: Any) -> None:
         """Updates the bytes per record."""
         if type(element) is not Unreadable and element is not None:
             size = _num_bytes(element)
             self.record_bytes = (self.record_bytes + size) / 2 if self.record_bytes else size
-
-    @property
-    def has_come(self) -> bool:
-        """True if the next records can be taken."""
-        return self.taken in self.come
 
     @property
     def ahead(self) -> int:
@@ -169,14 +181,12 @@ class _Line:
         self._seconds.append(seconds / max(1, count))
 
     def next_size(self, most: int) -> int:
-        """Returns the number of records of the next part, if it is to have at most this many."""
-        # Without reading ahead, a part is found at once and evaluated record by record.
-        by_time = self._ahead and not self.reads_many
-        return max(1, min(most, self.most_in_time if by_time else self._next_call))
+        """Returns the number of records of the next part, at most this many."""
+        return max(1, min(most, self._next_call if self.reads_many else self.most_in_time))
 
-    def begin(self, most: int) -> Part:
+    def begin(self, size: int) -> Part:
         """Begins the next part, of at most this many records."""
-        start, self.begun = self.begun, min(self.begun + self.next_size(most), self.length)
+        start, self.begun = self.begun, min(self.begun + size, self.length)
         self._next_call = min(2 * self._next_call, _MOST_AHEAD)
         return Part(self, start, self.begun)
 
@@ -195,7 +205,7 @@ class _Lines(Tasks[None]):
 
     def __init__(self, faults: Faults, num_rows: int):
         self.row_bytes = 0
-        self._lines: list[_Line] = []
+        self._lines: dict[_Line, None] = {}
         self._faults, self._num_rows = faults, num_rows
         self._lock = threading.Lock()
         self._wanted = Bell()  # rung when a part may have become ready to draw
@@ -203,25 +213,21 @@ class _Lines(Tasks[None]):
 
     def open(self, records: grain.MapDataset, start: int, ahead: bool) -> _Line:
         line = _Line(records, start, self._faults, ahead)
-        with self._lock:
-            self._lines.append(line)
-            self._divide(self._lines)
+        self._lines[line] = None
         self._wanted.ring()
         return line
 
     def close_line(self, line: _Line) -> None:
-        with self._lock:
-            # The other lines get more room after their next reads, and not here: at the
-            # interpreter's exit, where this may run, the names of this module are gone.
-            self._lines.remove(line)
+        # In one step without the lock: the garbage collector may end a stream in any thread, also
+        # in one that holds the lock.
+        self._lines.pop(line, None)
 
-    def _divide(self, lines: Sequence[_Line]) -> None:
-        """Updates the shares of some lines."""
-        for line in lines:
-            most, size = self._num_rows, line.record_bytes
-            if size:
-                most = int(max(_BYTES_AHEAD, self._num_rows * (self.row_bytes or size)) // size)
-            line.share = max(1, min(_MOST_AHEAD, most) // max(1, len(self._lines)))
+    def _share(self, line: _Line) -> int:
+        """Returns the number of a line's records that may be ahead."""
+        most, size = self._num_rows, line.record_bytes
+        if size:
+            most = int(max(_BYTES_AHEAD, self._num_rows * (self.row_bytes or size)) // size)
+        return max(1, min(_MOST_AHEAD, most) // max(1, len(self._lines)))
 
     def take(self, line: _Line) -> list[Any]:
         """Takes the next records of a line, which must be ready: the last one first."""
@@ -235,10 +241,10 @@ class _Lines(Tasks[None]):
     def begin(self, line: _Line) -> Part | None:
         """Begins a part for the line's consumer to evaluate; None if readers evaluate the next."""
         with self._lock:
-            if self._stopped or line.is_for_readers or line.ahead:
-                return None
-            self._divide([line])
-            return line.begin(line.share)
+            if not (self._stopped or line.is_for_readers or line.ahead):
+                return line.begin(line.next_size(self._share(line)))
+        self._wanted.ring()  # the consumer may have found its records slow
+        return None
 
     def draw(self, room: int) -> Read:
         part = self._wanted.wait_for(lambda: self._stopped or self._drawn())
@@ -259,12 +265,13 @@ class _Lines(Tasks[None]):
             part, rest = line.left.pop(0).cut(line.most_in_time)
             line.left[:0] = rest
             return part
+        if line.begun == line.length or not line.is_for_readers:
+            return None
         # A third of what may be ahead: one part is used, while one waits and one is read. The part
         # in use holds up to size - 1 records that were not yet asked for.
-        size = line.next_size((line.share + 1) // 3)
-        if line.ahead + 2 * size - 1 > line.share or line.begun == line.length:
-            return None
-        return line.begin(size) if line.is_for_readers else None
+        share = self._share(line)
+        size = line.next_size((share + 1) // 3)
+        return line.begin(size) if line.ahead + 2 * size - 1 <= share else None
 
     def done(self, task: Read) -> bool:
         with self._lock:
@@ -273,7 +280,6 @@ class _Lines(Tasks[None]):
             line.left[:0] = task.left
             if task.is_new:
                 line.took(task.seconds, task.size)
-            self._divide([line])
         if line.left or line.is_for_readers:
             self._wanted.ring()
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import reprlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,8 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
             return stream
         changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
         functions = {name: fn for name in _FUNCTIONS if _is_users(fn := vars(node).get(name))}
-        if not changed and not functions:
+        flat_map = getattr(vars(node).get("_transform"), "flat_map", None)
+        if not (changed or functions or flat_map):
             return node
         changed_node = copy.copy(node)
         getattr(changed_node, "_transform_name", None)  # of the user's function; Grain keeps it
@@ -63,6 +65,8 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
             setattr(changed_node, name, _with_parents(value, changed))
         for name, fn in functions.items():
             setattr(changed_node, name, _without_end(fn))
+        if flat_map:
+            changed_node._transform = types.SimpleNamespace(flat_map=_without_end(flat_map))
         return changed_node
 
     try:

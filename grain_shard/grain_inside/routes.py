@@ -159,15 +159,33 @@ class Route:
         Raises:
             ValueError: A batched read returned more or fewer elements than it was asked for.
         """
-        below = below_mixture(self.ds, self.indices)
-        if below is not None:
-            return self._of_parents(*below, recovery)
+        elements = self._lower_end(recovery, by_grain=len(self.indices) > 1)
+        is_read = isinstance(elements, list | ArrayRows)
+        return elements if is_read else _taken(elements, until, recovery)
+
+    def _lower_end(self, recovery: Recovery, *, by_grain: bool) -> Elements | Iterator[Any]:
+        """Returns the elements at the lower end of the route, or reads one at each ``next``.
+
+        Args:
+            recovery: The rules for failed reads.
+            by_grain: True lets an unknown node read all of them in one call of Grain's.
+        """
+        mixed = below_mixture(self.ds, self.indices)
+        if mixed is not None:
+            used, part_of = np.unique(mixed[0], return_inverse=True)
+            ways = [route(self.ds.parents[i], mixed[1][mixed[0] == i]) for i in used.tolist()]
+            parts = [way.each(recovery) for way in ways]
+            arrays = [part for part in parts if isinstance(part, ArrayRows)]
+            if parts and len(arrays) == len(parts):
+                return ArrayRows.merged(arrays, part_of)
+            streams = [iter(part) for part in parts]
+            return (next(streams[i]) for i in part_of.tolist())
         read = batched_read_of(self.ds)
-        if read is None and type(self.ds) is not SOURCE and len(self.indices) > 1:
+        if read is None and by_grain and type(self.ds) is not SOURCE:
             getitems = getattr(self.ds, "_getitems", None)
             read = getitems and (lambda indices: getitems(indices.tolist()))
         if read is None:
-            return _taken(self._one_by_one(recovery), until, recovery)
+            return self._one_by_one(recovery)
         return self._many(read, self.indices, recovery) if len(self.indices) else []
 
     def finish(
@@ -178,24 +196,15 @@ class Route:
             return elements
         return _taken(self._up(elements, recovery), until, recovery)
 
-    def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any]:
-        """Yields the finished elements, each made when it is asked for.
+    def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any] | ArrayRows:
+        """Returns the finished elements, each made when it is asked for.
 
-        If the source reads many in a call, the first element reads all of them.
+        A source that reads many in a call reads all of them now.
         """
-        mixed = below_mixture(self.ds, self.indices)
-        if mixed is not None:
-            parents, below = mixed
-            of_parents = [
-                route(parent, below[parents == i]).each(recovery)
-                for i, parent in enumerate(self.ds.parents)
-            ]
-            elements = (next(of_parents[i]) for i in parents.tolist())
-        elif self.reads_many:
-            elements = _let_go(self.read(NEVER, recovery))
-        else:
-            elements = self._one_by_one(recovery)
-        yield from self._up(elements, recovery)
+        elements = self._lower_end(recovery, by_grain=False)
+        if isinstance(elements, ArrayRows) and not self.steps:
+            return elements
+        return self._up(_let_go(elements) if isinstance(elements, list) else elements, recovery)
 
     def _up(self, elements: Iterable[Any], recovery: Recovery) -> Iterator[Any]:
         steps = [(apply, None if i is None else i.tolist()) for apply, i in self.steps]
@@ -225,26 +234,10 @@ class Route:
                 element = apply(element) if indices is None else apply(element, indices.item())
         return element
 
-    def _of_parents(self, parents: np.ndarray, below: np.ndarray, recovery: Recovery) -> Elements:
-        """Reads elements of the parents, and runs the functions on the way up from the parents."""
-        used, part_of = np.unique(parents, return_inverse=True)
-        parts = []
-        for i in used.tolist():
-            way = route(self.ds.parents[i], below[parents == i])
-            parts.append(way.finish(way.read(NEVER, recovery), NEVER, recovery))
-        if parts and all(isinstance(part, ArrayRows) for part in parts):
-            return ArrayRows.merged(parts, part_of)
-        found: dict[int, Any] = {}
-        for i, part in enumerate(parts):
-            found.update(zip(np.flatnonzero(part_of == i).tolist(), part, strict=False))
-        in_order = itertools.takewhile(found.__contains__, range(len(self.indices)))
-        return _taken((found[number] for number in in_order), NEVER, recovery)
-
     def _many(self, read: BatchedRead, indices: np.ndarray, recovery: Recovery) -> Elements:
         """Reads in one call. If the call fails, finds the element at fault, which no error names.
 
-        If the recovery tries again or masks, each call is halved until it succeeds or asks for one
-        element. Otherwise the elements are read one by one.
+        Each call that fails is halved, until one succeeds or asks for one element.
         """
         failures: list[Exception] = []
         try:
@@ -257,24 +250,16 @@ class Route:
         if len(indices) == 1:
             again = lambda: self._checked(read(indices), indices)[0]  # noqa: E731
             return [recovery.recovered(failures.pop(), again)]
-        if not recovery.reads_again(failures[0]):
-            return self._found(read, indices, failures.pop())
-        failures.clear()
+        if recovery.reads_again(failures[0]):
+            failures.clear()
         half = len(indices) // 2
-        first = self._many(read, indices[:half], recovery)
-        if len(first) < half or (type(first[-1]) is Unreadable and not recovery.masks):
-            return first
-        return [*first, *self._many(read, indices[half:], recovery)]
-
-    def _found(self, read: BatchedRead, indices: np.ndarray, failure: Exception) -> list[Any]:
-        """Reads one by one, to find the element for which a call failed."""
-        elements = []
-        for index in np.split(indices, len(indices)):
-            try:
-                elements += self._checked(read(index), index)
-            except Exception as error:
-                return [*elements, Unreadable(error)]
-        return [Unreadable(failure, among=len(indices))]
+        found = [*self._many(read, indices[:half], recovery)]
+        if len(found) == half and (recovery.masks or type(found[-1]) is not Unreadable):
+            found += self._many(read, indices[half:], recovery)
+        if failures and type(found[-1]) is not Unreadable:  # each element can be read alone
+            return [Unreadable(failures.pop(), among=len(indices))]
+        failures.clear()
+        return found
 
     def _checked(self, result: Any, indices: np.ndarray) -> Elements:
         elements = [] if isinstance(result, Mapping) else result
@@ -322,14 +307,11 @@ def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[An
     return taken
 
 
-def _let_go(elements: Elements) -> Iterator[Any]:
+def _let_go(elements: list[Any]) -> Iterator[Any]:
     """Yields elements, and releases each once it is used."""
-    if isinstance(elements, ArrayRows):
-        yield from elements
-        return
-    for i, element in enumerate(elements):
-        elements[i] = None
-        yield element
+    elements.reverse()
+    while elements:
+        yield elements.pop()
 
 
 def read_together(
