@@ -14,10 +14,23 @@ it is the most that Python code can use in one process.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from grain_shard.spans import BATCH, MAP, PAD, PLACE, READ, STAGES, STEP, WAIT, Span
+from grain_shard.spans import (
+    BATCH,
+    MAP,
+    PAD,
+    PLACE,
+    READ,
+    STAGES,
+    STEP,
+    TASK,
+    WAIT,
+    WORK,
+    Span,
+)
 from grain_shard.stats.counts import BUSY, MAKING, busiest
 from grain_shard.tools.measuring.loop import covered_s
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
@@ -77,6 +90,8 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
                 "make the step bigger, by a larger global batch, if batches are small.",
             ),
         )
+    if stage is not None and pipeline.has_executor:
+        return _tasks(measured, pipeline)
     if stage is not None:
         return _making(stage, measured, pipeline)
     if pipeline.num_workers:
@@ -159,6 +174,34 @@ def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck
         f" keeps {cores:.2g} processors busy: {finding}",
         tuple(_advice(stage, who, measured, pipeline)),
     )
+
+
+def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
+    """Returns the verdict if the tasks of an executor hold the loop up."""
+    tasks = [s for s in measured.spans if s.part == TASK]
+    works = [s for s in measured.spans if s.stage == WORK]
+    task_s, work_s = (sum(s.end - s.start for s in spans) for spans in (tasks, works))
+    workers, size = len({s.thread for s in works}), pipeline.cpu_buffer_size
+    busy = work_s / max(1, workers) / measured.seconds
+    task_ms, work_ms = 1e3 * task_s / max(1, len(tasks)), 1e3 * work_s / max(1, len(works))
+    reason = (
+        f"{task_s / measured.seconds:.1f} tasks are under way on average. One takes"
+        f" {task_ms:,.1f} ms: {work_ms:,.1f} ms at a worker, and {max(0, task_ms - work_ms):,.1f}"
+        f" ms on the way and in a queue. The workers ({workers} seen) are {busy:.0%} busy."
+    )
+    # With this many tasks under way, each worker has the next one when it has done one.
+    enough = math.ceil(workers * task_ms / (work_ms or 1))
+    advice = [f"raise cpu_buffer_size ({size} now) to {enough} or more: workers wait for tasks."]
+    if busy >= _MOST:
+        advice = [f"add workers, and raise cpu_buffer_size ({size} now) with them."]
+        if workers >= size:
+            advice = [f"raise cpu_buffer_size ({size} now), or no more workers have a task."]
+    elif enough <= size:
+        advice = [
+            "look at the network between the workers and this host; more workers are no use.",
+            "have the workers send less: uint8 images, made floats inside the step.",
+        ]
+    return Bottleneck("executor", reason, tuple(advice))
 
 
 def _who(stage: str, measured: Measurement) -> str:

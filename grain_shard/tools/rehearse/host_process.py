@@ -22,8 +22,8 @@ _GRACE_S = 2.0
 # Each process runs this: the script or module, as `python` would run it. It differs in five ways.
 #
 # * A signal makes it print the stack of its main thread.
-# * A line is written in one piece, when it is complete. PYTHONUNBUFFERED alone has `print("step", 3)`
-#   write four pieces, and a line of C++ or of a worker process may come between them.
+# * A line is written in one piece, when it is complete. PYTHONUNBUFFERED alone makes
+#   `print("step", 3)` write four pieces, with room between them for a line of C++ or of a worker.
 # * As soon as the script has imported JAX, each computation is told to end before the next begins.
 #   A CPU that is the only one of its process would else begin with any of its computations, and mix
 #   up collectives that an accelerator keeps in order.
