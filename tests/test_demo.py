@@ -94,7 +94,7 @@ def test_too_few_epochs_fail_and_the_files_are_used_again(cache):
     result = run(cache, "-m", "grain_shard", "demo", "--epochs", "1", columns=60)
 
     assert (result.returncode, result.stderr) == (1, "")
-    assert "digits found in " in result.stdout
+    assert "digits found in" in result.stdout
     assert files(cache) == before
     assert max(map(len, result.stdout.replace(f"{cache}", "").splitlines())) <= 60
     assert re.search(r"^  FAILED: test accuracy \d\d\.\d\d% \(>= 97%\)$", result.stdout, re.M)
@@ -115,8 +115,7 @@ def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(first_run):
         r"\[host 0\]   112:128 +host 1: \d+ *",
         r"\[host 0\]   ok: test accuracy 9[789]\.\d\d% \(>= 97%\)",
         r"\[host 0\]   ok: 54 batches after the restore are those of one run, bit for bit",
-        r"\[host 0\]   ok: 10 epochs read each of 1,500 images once \(7,680 reads on host 0, 7,320",
-        r"\[host 0\]     reads on host 1\)",
+        r"\[host 0\]   ok: 10 epochs read each of 1,500 images once \(7,680 reads on host 0, 7,320 .*",
         r"  ok: parameters and optimizer of 2 hosts are those of 1, but for \S+ \(<= 1e-05\)",
     ):
         assert re.search(f"^{line}$", result.stdout, re.MULTILINE), f"{line}\n{result.stdout}"

@@ -16,6 +16,7 @@ from rich.filesize import decimal
 from rich.jupyter import JUPYTER_HTML_FORMAT
 from rich.segment import Segment
 from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 _TEXT_WIDTH = 100
@@ -141,9 +142,15 @@ def to_html(renderable: Any) -> str:
     return _rendered(renderable).export_html(code_format=JUPYTER_HTML_FORMAT, inline_styles=True)
 
 
-def _rendered(renderable: Any) -> Console:
+def to_svg(renderable: Any, title: str) -> str:
+    """Renders a table as a picture, with its colors, as wide as its text."""
+    width = 2 + max(map(cell_len, [title, *to_text(renderable).splitlines()]))
+    return _rendered(renderable, width).export_svg(title=title, theme=DEFAULT_TERMINAL_THEME)
+
+
+def _rendered(renderable: Any, width: int = _TEXT_WIDTH) -> Console:
     # In a notebook rich would show it at once, whatever the file.
-    console = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_jupyter=False, record=True)
+    console = Console(file=io.StringIO(), width=width, force_jupyter=False, record=True)
     console.print(renderable, highlight=False)
     return console
 
