@@ -12,7 +12,7 @@ from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.spans import STEP, WAIT
 from grain_shard.tools.extras import missing, not_installed
 from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
-from grain_shard.tools.measuring.loop import Loop
+from grain_shard.tools.measuring.loop import run_loop
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
 from grain_shard.tools.showing.tables import broken
 
@@ -166,7 +166,7 @@ def profile(
     """
     require_int("num_batches", num_batches, 1)
     require_int("warmup", warmup, 0)
-    loop = Loop(ds, warmup + num_batches, step)
+    loop = run_loop(ds, warmup + num_batches, step)
     if not loop.sizes:
         raise ValueError("the dataset has no batch to measure.")
     warmup = min(warmup, len(loop.sizes) - 1)
