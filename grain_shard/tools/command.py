@@ -32,7 +32,7 @@ _SUBCOMMANDS = {
     ),
     "doctor": _Subcommand(
         "grain_shard.tools.doctor",
-        "say what is here, and what is missing: versions, devices, limits",
+        "report versions, devices, and missing parts with their remedies",
         "python -m grain_shard doctor",
     ),
     "plan": _Subcommand(

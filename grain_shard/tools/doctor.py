@@ -34,9 +34,9 @@ _OK = "ok"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of ``doctor``, for `main`."""
     parser.description = (
-        "Say what is on this machine, as text to be pasted into an issue report: versions, the"
-        " parts of Grain that make reads fast, devices and hosts as JAX sees them, and what is"
-        " missing, with its remedy. Nothing is changed or sent. It ends with 0 whatever it finds;"
+        "Report on this machine, as text to be pasted into an issue report: versions, the parts of"
+        " Grain that make reads fast, devices and hosts as JAX sees them, and missing parts with"
+        " their remedies. Nothing is changed or sent. It ends with 0 whatever it finds;"
         " a part that fails says why in its place."
     )
     wait = "how long to wait for the devices (default: 60)"

@@ -65,8 +65,8 @@ class Measurement:
         recorded_spans: The work of each lane for a batch, from the start of the warm-up on:
             `Span`s, in seconds after the start of the measured loop. The lanes are "read" (read and
             decode the records of a batch, or take it from its stream), "batch" (stack them), "pad",
-            "place" (hand it to the devices), "work" (what a worker of an executor took for a
-            batch; its thread is the worker); and of the loop: "wait" (for a batch that is on the
+            "place" (hand it to the devices), "work" (a task of an executor, at its worker, which
+            is the thread); and of the loop: "wait" (for a batch that is on the
             devices), "step" (until its result is). In a span of "room" a thread rests, because a
             buffer is full.
         pipeline: The facts of the pipeline; None if `shard_to` did not make it.

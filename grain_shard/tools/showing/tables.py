@@ -127,7 +127,7 @@ def to_screen(renderable: Any) -> None:
 
 
 def screen_width() -> int:
-    """Returns the columns of the terminal, or those of COLUMNS; a log has 100."""
+    """Returns the columns of the terminal, or the value of COLUMNS; 100 for a log."""
     return shutil.get_terminal_size((_TEXT_WIDTH, 0)).columns
 
 
