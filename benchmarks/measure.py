@@ -134,7 +134,8 @@ def interleave(
 ) -> Iterator[Round]:
     """Runs all sides in turn, `rounds` times, after one round that does not count.
 
-    A side that raises `Skip` is not run again.
+    A side that raises is not run again. The others go on without it: a peer that is missing or
+    broken leaves its own rows empty.
     """
     skipped: dict[str, Skip] = {}
     for number in range(-1 if warm_up else 0, rounds):
@@ -146,8 +147,23 @@ def interleave(
                     figures[name] = side()
                 except Skip as skip:
                     skipped[name] = skip
+                except Exception as error:
+                    skipped[name] = failed(name, error)
         if number >= 0:
             yield {**figures, **skipped}
+
+
+def failed(name: str, error: Exception) -> Skip:
+    """The error of a side, printed, as the word for its rows."""
+    traceback.print_exception(error)
+    first = [*str(error).splitlines(), ""][0][:200]
+    return Skip(f"{name} failed: {type(error).__name__}: {first}")
+
+
+def largest(figures: Iterable[float | Skip]) -> float | Skip:
+    """The largest of some figures, or the first `Skip` among them."""
+    found = list(figures)
+    return next((f for f in found if isinstance(f, Skip)), None) or max(found)  # pyright: ignore
 
 
 def results(group: Group, run: Run) -> list[Result]:
@@ -157,10 +173,15 @@ def results(group: Group, run: Run) -> list[Result]:
     except Skip as skip:
         return [Result(c, [], [], skipped=str(skip)) for c in group.comparisons]
     except Exception as error:
-        traceback.print_exc()
-        failed = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        return [Result(c, [], [], skipped=failed) for c in group.comparisons]
+        skip = failed(group.name, error)
+        return [Result(c, [], [], skipped=str(skip)) for c in group.comparisons]
     return [_result(comparison, rounds) for comparison in group.comparisons]
+
+
+def has_failed(group: Group, result: Result) -> bool:
+    """Whether the group or our side of it failed; a peer's failure is the peer's."""
+    ours = (f"{group.name} failed: ", f"{result.comparison.ours} failed: ")
+    return (result.skipped or "").startswith(ours)
 
 
 def _result(comparison: Comparison, rounds: Sequence[Round]) -> Result:

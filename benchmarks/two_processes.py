@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from benchmarks.measure import Comparison, Goal, Group, Round, Run, interleave
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, interleave, largest
 from grain_shard import rehearse
 
 GLOBAL_BATCH_SIZE, FEATURES = 256, 3 * 64 * 64  # float32: 12.6 MB
@@ -65,7 +65,7 @@ def measure(run: Run) -> Iterable[Round]:
         rounds_on_host, run.rounds(quick=3, full=9), hosts=2, devices_per_host=4, timeout_s=240
     )
     for figures in zip(*by_host, strict=True):
-        yield {side: max(host[side] for host in figures) for side in figures[0]}
+        yield {side: largest(host[side] for host in figures) for side in figures[0]}
 
 
 def _comparison(what: str, against: str, ours: str, theirs: str) -> Comparison:

@@ -22,7 +22,7 @@ import numpy as np
 import grain_shard
 from benchmarks import peers
 from benchmarks.data import decode_record, record_files
-from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interleave
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interleave, largest
 from benchmarks.range_server import RangeSource, serving
 from benchmarks.slow_mount import mounted
 
@@ -143,13 +143,10 @@ def rates(
         for side, pipeline in pipelines.items()
     }
     for figures in interleave(sides, run.rounds(quick=1, full=3), warm_up=False):
-        best = {f"{name}: {BEST}": _best(figures, name, grid) for name in datasets}
+        best = {
+            f"{name}: {BEST}": largest(figures[f"{name}: {n}"] for n in grid) for name in datasets
+        }
         yield {**figures, **best}
-
-
-def _best(figures: Round, name: str, grid: Sequence[int]) -> float | Skip:
-    fixed = [figures[f"{name}: {n}"] for n in grid]
-    return next((f for f in fixed if isinstance(f, Skip)), None) or max(fixed)  # pyright: ignore
 
 
 def waiting_sources() -> dict[str, grain.MapDataset]:

@@ -24,6 +24,8 @@ LOOP = WAIT, STEP = "wait", "step"
 MAP, AGREE = "map", "agree"
 # The wait of a stage's threads for room in a full buffer.
 ROOM = "room"
+# The part of "read" that is the wait for a task of an executor, and the task's time at a worker.
+TASK, WORK = "task", "work"
 
 
 class Span(NamedTuple):
@@ -113,9 +115,13 @@ class span:  # used as a function; written as a generator it would take half as 
         if _listeners and self._processor_start is not None:
             processor_s = time.thread_time() - self._processor_start
             thread = threading.current_thread().name
-            done = Span(self._stage, thread, start, end, processor_s, self._part)
-            for listener in _listeners:
-                listener.append(done)
+            record(Span(self._stage, thread, start, end, processor_s, self._part))
+
+
+def record(done: Span) -> None:
+    """Adds a span to the active recordings: one of this process, or one that a worker measured."""
+    for listener in _listeners:
+        listener.append(done)
 
 
 @contextmanager

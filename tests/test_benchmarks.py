@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import reading
 from benchmarks.__main__ import main
 from benchmarks.chart import write_chart
 from benchmarks.figures import figure
@@ -19,10 +20,12 @@ from benchmarks.measure import (
     Run,
     Skip,
     alone,
+    has_failed,
     interleave,
     results,
 )
 from benchmarks.page import write_page
+from benchmarks.report import print_tables
 from benchmarks.saved import read_json, write_json
 from benchmarks.tables import tables
 
@@ -69,24 +72,45 @@ def test_pairs_of_a_round_are_compared(tmp_path, compared, goal, values, met):
     assert result.met is met
 
 
-def test_an_absent_peer_is_skipped_with_a_word_and_the_others_are_measured(tmp_path):
+def test_p1_is_printed_whatever_a_peer_raises(tmp_path, monkeypatch, capsys):
     tries = []
 
-    def absent():
+    def broken(paths, decode, size):
         tries.append(1)
-        raise Skip("datarax is not installed")
+        raise ValueError("no indexed access\nand more")
 
-    sides = {"ours": lambda: 1.0, "theirs": lambda: 2.0, "absent": absent}
-    group = Group(
-        "reading",
-        "Reading",
-        lambda run: interleave(sides, 3),
-        [comparison("ours / theirs", None), comparison("ours / theirs", None, theirs="absent")],
-    )
-    measured, skipped = results(group, Run(True, tmp_path))
-    assert measured.values == [0.5] * 3
-    assert (skipped.skipped, skipped.values) == ("datarax is not installed", [])
-    assert len(tries) == 1
+    def missing(paths, decode, size):
+        raise Skip("flax is not installed")
+
+    monkeypatch.setattr(reading, "RECORDS", 2 * reading.GLOBAL_BATCH_SIZE)
+    monkeypatch.setattr(Run, "rounds", lambda run, quick, full: 1)
+    monkeypatch.setitem(reading.PIPELINES, "datarax", broken)
+    monkeypatch.setitem(reading.PIPELINES, "flax", missing)
+    (group,) = (group for group in GROUPS if group.name == "reading")
+    measured = results(group, Run(True, tmp_path))
+    assert len(tries) == 1, "it is not run again"
+    empty = {result.comparison.theirs: result.skipped for result in measured if not result.values}
+    assert empty == {
+        "datarax": "datarax failed: ValueError: no indexed access",
+        "flax": "flax is not installed",
+    }
+    assert not any(has_failed(group, result) for result in measured)
+    print_tables([(group, measured)])
+    shown = capsys.readouterr().out
+    for word in ("P1", "P2", "P3", "P8", "datarax failed:"):
+        assert f"  {word} " in shown
+
+
+def test_a_side_of_ours_that_fails_is_a_failure(tmp_path):
+    def broken():
+        raise ValueError
+
+    sides = {"ours": broken, "theirs": lambda: 1.0}
+    compared = [comparison("ours / theirs", None)]
+    for measure in (lambda run: interleave(sides, 1), lambda run: broken()):
+        group = Group("reading", "Reading", measure, compared)
+        (result,) = results(group, Run(True, tmp_path))
+        assert has_failed(group, result)
 
 
 def test_no_two_subjects_share_a_number():

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import grain
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from grain_shard import BatchLayout, GrainShardError, ShardBatch, ShardingError, profile
+from grain_shard import BatchLayout, GrainShardError, ShardBatch, profile
 from grain_shard.measuring import Profile
 from grain_shard.placement import prefetch_to_device
 from grain_shard.spans import Span
@@ -270,6 +271,36 @@ def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
 
 
 @pytest.mark.parametrize(
+    ("size", "task_s", "workers", "work_s", "reason", "advice"),
+    [
+        (8, 10, 2, 10, "8.0 tasks.* 10,000.0 ms: 10,000.0 ms at.* 100% busy", "add workers, and"),
+        (2, 10, 2, 10, "2.0 tasks.* 0.0 ms on the way.* 100% busy", "raise cpu.*no more workers"),
+        (2, 10, 2, 2, r"8,000.0 ms on the way.*\(2 seen\) are 20% busy", "raise .* to 10 or more"),
+        (8, 10, 1, 4, r"6,000.0 ms on the way.*\(1 seen\) are 40% busy", "network.*uint8 images"),
+    ],
+)
+def test_tasks_of_an_executor_are_told_from_their_way(
+    size, task_s, workers, work_s, reason, advice
+):
+    tasks = [(f"t{i}", 0, task_s, 0, "task") for i in range(size)]
+    works = [(f"w{i}", 10 - work_s, 10) for i in range(workers)]
+    pipeline = Pipeline(cpu_buffer_size=size, has_executor=True)
+    found = find_bottleneck(measured(pipeline, **{**READING, "read": tasks, "work": works}))
+    assert found.name == "executor"
+    assert re.search(reason, found.reason), found
+    assert re.search(advice, " ".join(found.advice)), found
+
+
+def test_workers_of_an_executor_that_are_slow_are_seen_at_work():
+    with ThreadPoolExecutor(2) as executor:
+        ds = sharded(batches(slow(record)), executor=executor)
+        profiled = profile(ds, step, 20)
+    assert profiled.bottleneck == "executor", profiled
+    assert profiled.figures.threads("work") == 2
+    assert profiled.advice == ("add workers, and raise cpu_buffer_size (4 now) with them.",)
+
+
+@pytest.mark.parametrize(
     ("ds", "expected"),
     [
         (sharded(), Pipeline()),
@@ -333,7 +364,7 @@ class TestProfile:
     def test_busy_is_when_any_thread_is_at_work_however_many_were_seen(self):
         spans = [Span("read", f"t{i}", i, i + 1.0) for i in range(5)]
         profiled = Profile(1, 1, 0, 10.0, (*spans, Span("read", "t5", 0.0, 1.0)))
-        assert (profiled.threads("read"), profiled.busy("read")) == (6, 0.5)
+        assert (profiled.figures.threads("read"), profiled.busy("read")) == (6, 0.5)
         assert profiled.side_by_side("read") == 0.6
 
     def test_threads_that_make_batches_tell_when_the_buffer_is_full(self):
@@ -376,13 +407,9 @@ class TestProfile:
         assert tells or f"{num_batches} of the {asked} batches" in found.reason
         assert tells or found.advice == ("put .repeat() before .batch, and profile again.",)
 
-    def test_refusals(self):
-        with pytest.raises(ValueError, match="no batch to measure"):
-            profile([], step)
+    def test_a_step_that_returns_nothing_is_refused(self):
         with pytest.raises(ValueError, match="returned nothing"):
             profile(sharded(), lambda batch: None)
-        with pytest.raises(ShardingError, match="num_batches=0"):
-            profile([], step, 0)
 
 
 class TestPicture:

@@ -149,19 +149,24 @@ def test_the_command_line_prefixes_whole_lines_of_both_streams(script):
     path = script("""
         import jax
         jax.distributed.initialize()
-        sys.stdout.write(f"{sys.argv[1:]} on {jax.process_index()} ")
-        sys.stderr.write("and stderr, ")
-        sys.stdout.write(f"{jax.device_count()} devices\\nno newline")
+        print(sys.argv[1:], "on", jax.process_index(), end=" ")
+        print("on", "stderr", file=sys.stderr)
+        os.write(2, b"of C++\\n")
+        print("with", jax.device_count(), "devices\\nno newline", end="")
     """)
     command = [sys.executable, "-c", COMMAND_LINE, "--hosts", "2", "--devices-per-host", "3", path]
     ended = subprocess.run([*command, "--steps", "7"], capture_output=True, text=True, timeout=60)
 
     assert (ended.returncode, ended.stderr) == (0, "")
     assert sorted(ended.stdout.splitlines()) == [
-        "[host 0] ['--steps', '7'] on 0 and stderr, 6 devices",
-        "[host 0] no newline",
-        "[host 1] ['--steps', '7'] on 1 and stderr, 6 devices",
-        "[host 1] no newline",
+        f"[host {host}] {line}"
+        for host in range(2)
+        for line in (
+            f"['--steps', '7'] on {host} with 6 devices",
+            "no newline",
+            "of C++",
+            "on stderr",
+        )
     ]
 
 

@@ -10,6 +10,7 @@ import functools
 import os
 import pickle
 import socket
+import threading
 import time
 from concurrent.futures import CancelledError, Executor, Future
 
@@ -19,7 +20,7 @@ from grain_shard.errors import GrainShardError, describe_error
 from grain_shard.host_arrays import owned
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
-from grain_shard.spans import READ, span
+from grain_shard.spans import READ, TASK, WORK, Span, record, span
 from grain_shard.tasks import Producer, Raised
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import pickled, sendable
@@ -33,7 +34,8 @@ _LARGE_BYTES = 2**20
 # Pipelines that a worker keeps.
 _KEPT = 8
 
-Made = tuple[Batch, FaultCounts] | BaseException
+# A batch, the counts of failed reads, and the seconds that it took the worker of this name.
+Made = tuple[Batch, FaultCounts, float, str] | BaseException
 
 
 class ExecutorBatches(Producer[int]):
@@ -84,7 +86,7 @@ class ExecutorBatches(Producer[int]):
         while True:
             future, tries = self._submitted(index), tries + 1
             try:
-                with span(READ):
+                with span(READ, part=TASK):
                     found = self._result(future)
                 break
             except Exception as error:  # of the executor: a task returns its own
@@ -101,8 +103,10 @@ class ExecutorBatches(Producer[int]):
                 time.sleep(_PAUSE_S)
         if isinstance(found, BaseException):
             raise found
-        batch, counts = found
+        batch, counts, seconds, worker = found
         self._faults.add(counts)
+        now = time.perf_counter()
+        record(Span(WORK, worker, now - seconds, now))
         return owned(batch)
 
     def _submitted(self, index: int) -> Future[Made]:
@@ -140,13 +144,16 @@ def _lost(executor: Executor, index: int, tries: int, error: BaseException) -> G
 
 
 def make_batch(pipeline: bytes, index: int) -> Made:
-    """Makes one batch, in a worker; returns it with the counts of failed reads, or its error."""
+    """Makes one batch, in a worker; returns it with facts about its making, or its error."""
+    start, process = time.perf_counter(), f"process {os.getpid()} of {socket.gethostname()}"
     try:
         batching, rules = _unpickled(pipeline)
-        return counted_batch(batching, rules, index)
+        batch, counts = counted_batch(batching, rules, index)
     except Exception as error:
-        error.add_note(f"grain_shard: in process {os.getpid()} of {socket.gethostname()}")
+        error.add_note(f"grain_shard: in {process}")
         return sendable(error)
+    worker = f"thread {threading.get_ident()} of {process}"
+    return batch, counts, time.perf_counter() - start, worker
 
 
 def counted_batch(batching: Batching, rules: FaultRules, index: int) -> tuple[Batch, FaultCounts]:

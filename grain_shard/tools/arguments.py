@@ -22,13 +22,6 @@ def positive_integer(text: str) -> int:
     return int(text)
 
 
-def whole_number(text: str) -> int:
-    """A whole number, of 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
 def positive_seconds(text: str) -> float:
     """A time in seconds, no longer than Python can wait."""
     try:

@@ -31,9 +31,9 @@ _SUBCOMMANDS = {
         "python -m grain_shard demo --hosts 2",
     ),
     "doctor": _Subcommand(
-        "grain_shard.tools.doctor.command",
-        "say what is here: versions, devices, limits, and how fast files are read",
-        "python -m grain_shard doctor 'data/train-*'",
+        "grain_shard.tools.doctor",
+        "report versions, devices, and missing parts with their remedies",
+        "python -m grain_shard doctor",
     ),
     "plan": _Subcommand(
         "grain_shard.tools.planning.command",

@@ -9,8 +9,8 @@ from grain_shard.errors import GrainShardError
 # The modules of each, and its use.
 EXTRAS = {
     "demo": (("sklearn", "tqdm"), "python -m grain_shard demo"),
-    "plot": (("matplotlib",), "profile(...).plot(), plan --picture"),
-    "plan": (("matplotlib", "libtpu"), "plan --topology: the topologies of TPUs"),
+    "plot": (("matplotlib",), "profile(...).plot()"),
+    "plan": (("libtpu",), "plan --topology: the topologies of TPUs"),
     "notebooks": (("jupyterlab", "ipywidgets", "nbclient"), "the notebooks"),
 }
 _PACKAGES = {"sklearn": "scikit-learn"}  # whose modules have another name

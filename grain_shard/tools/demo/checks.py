@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
+from grain_shard.sources.array_record_source import ArrayRecordSource
+from grain_shard.tools.showing.tables import broken, screen_width
 from grain_shard.trees import Batch
 
 
 class CountingSource:
-    """A source that counts the records that this host reads, in whatever thread."""
+    """A source that notes the records that this host reads, in whatever thread.
 
-    def __init__(self, source: Any):
-        self._source, self._lock = source, threading.Lock()
-        self.reads: int = 0
+    Attributes:
+        read: The indices of these records; a list takes more of them without a lock.
+    """
+
+    def __init__(self, source: ArrayRecordSource):
+        self._source: ArrayRecordSource = source
+        self.read: list[int] = []
 
     def __len__(self) -> int:
         return len(self._source)
@@ -28,8 +32,7 @@ class CountingSource:
         return self._getitems([index])[0]
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
-        with self._lock:
-            self.reads += len(indices)
+        self.read += indices
         return self._source._getitems(indices)
 
 
@@ -37,9 +40,9 @@ def count_compilations() -> Counter[str]:
     """Counts, from now on, how often XLA compiles each function, e.g. ``jit(train_step)``."""
     counts: Counter[str] = Counter()
 
-    def listen(event: str, duration_secs: float, **fields: Any) -> None:
+    def listen(event: str, duration_secs: float, **fields: object) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            counts[fields["fun_name"]] += 1
+            counts[str(fields["fun_name"])] += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return counts
@@ -57,14 +60,11 @@ def digests(ds: Iterable[Batch]) -> list[str]:
 
 def check(kept: bool, promise: str) -> bool:
     """Prints a kept promise on the first host, and a broken one on every host that sees it."""
-    if kept:
-        say(f"  ok: {promise}")
-    else:
-        print(f"  FAILED: {promise}", flush=True)
+    say(f"  ok: {promise}" if kept else f"  FAILED: {promise}", on_each_host=not kept)
     return kept
 
 
-def say(text: str) -> None:
-    """Prints on the first host."""
-    if jax.process_index() == 0:
-        print(text, flush=True)
+def say(text: str, on_each_host: bool = False) -> None:
+    """Prints on the first host, or on each, in lines that fit the terminal."""
+    if on_each_host or jax.process_index() == 0:
+        print(broken(text, screen_width()), flush=True)

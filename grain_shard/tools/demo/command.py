@@ -7,37 +7,28 @@ import contextlib
 import os
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from grain_shard.errors import GrainShardError
-from grain_shard.tools.arguments import UsageError, positive_integer, whole_number
+from grain_shard.tools.arguments import UsageError, positive_integer
 from grain_shard.tools.demo import MIN_ACCURACY, VIRTUAL_DEVICES
 from grain_shard.tools.extras import EXTRAS, missing, not_installed
 from grain_shard.tools.libtpu import keep_libtpu_quiet
 
-_LARGEST_BATCH = 750  # of 1,500 images: with two batches an epoch has a middle to stop at
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of ``demo``, for `main`."""
-    digits = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "grain_shard", "digits")
     parser.description = (
-        "Train a classifier on 1,797 images of handwritten digits: ArrayRecord files,"
-        " .shard_to(mesh), nnx.jit, Orbax. No network and no accelerator is needed: without one,"
-        f" the mesh is of {VIRTUAL_DEVICES} virtual CPU devices. Exits with 1 unless"
+        "Train a classifier on 1,797 images of handwritten digits: ArrayRecord files (in the cache"
+        " folder, XDG_CACHE_HOME), .shard_to(mesh), nnx.jit, Orbax. No network and no accelerator"
+        f" is needed: without one, the mesh is of {VIRTUAL_DEVICES} virtual CPU devices. Exits with"
+        " 1 unless"
         f" {MIN_ACCURACY:.0%} of held-out images are told right, each step compiles once, and"
         " the batches after an interruption are, bit for bit, those that would have come."
     )
-    number = partial(parser.add_argument, metavar="N")
-    number("--epochs", type=positive_integer, default=10, help="default: %(default)s")
-    batch_size = "rows of a batch, on all hosts together; default: %(default)s"
-    number("--batch-size", type=_batch_size, default=128, help=batch_size)
-    seed = "seed of the parameters and the shuffling; default: %(default)s"
-    number("--seed", type=whole_number, default=0, help=seed)
-    data_dir = f"folder of the images, written if they are missing; default: {digits}"
-    default = digits.expanduser()
-    parser.add_argument("--data-dir", type=Path, default=default, metavar="DIR", help=data_dir)
+    parser.add_argument(
+        "--epochs", type=positive_integer, default=10, metavar="N", help="default: %(default)s"
+    )
     either = parser.add_mutually_exclusive_group()
     hosts = "train on one host, then on this many (processes on this machine), and compare"
     either.add_argument("--hosts", type=int, choices=(1, 2, 4, 8), default=1, help=hosts)
@@ -83,24 +74,17 @@ def main(args: argparse.Namespace) -> int:
 
     from etils import epath
 
-    from grain_shard.tools.demo.digits import write_digits
+    from grain_shard.tools.demo.digits import digits_folder, write_digits
     from grain_shard.tools.demo.run import compare, run
     from grain_shard.tools.rehearse.result import RehearsalError
 
     given = contextlib.nullcontext(args.distributed)
     with given if args.distributed else tempfile.TemporaryDirectory() as name:
         directory = epath.Path(name)
-        write_digits(args.data_dir)
+        write_digits(digits_folder())
         try:
             kept = (run if args.hosts == 1 else compare)(args, directory)
         except RehearsalError as error:
             print(f"demo: {error}", file=sys.stderr)
             return 1
     return 0 if kept else 1
-
-
-def _batch_size(text: str) -> int:
-    size = positive_integer(text)
-    if size > _LARGEST_BATCH:
-        raise argparse.ArgumentTypeError(f"{size} is more than {_LARGEST_BATCH}, half of an epoch")
-    return size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from grain_shard.trees import Batch
 
 _FILES = {"train": 4, "test": 2}
 _TEST_IMAGES = 297  # of 1,797; both parts end with a batch that has to be padded
+
+
+def digits_folder() -> Path:
+    """Returns the folder of the images, in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "grain_shard" / "digits"
 
 
 def decode(record: bytes) -> Batch:
@@ -59,6 +66,6 @@ def write_digits(directory: Path) -> None:
         if not any(directory.glob("train-*")):  # else another process has written them meanwhile
             raise GrainShardError(
                 f"cannot write the digits to {directory}: {error}\n"
-                "  remedy: name a folder that can be made, --data-dir."
+                "  remedy: set XDG_CACHE_HOME to a folder that can be written."
             ) from error
     say(f"digits written to {directory}")

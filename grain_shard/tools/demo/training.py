@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +36,10 @@ class Classifier(nnx.Module):
         return self.linear(x.reshape(x.shape[0], -1))
 
 
-@partial(nnx.jit, static_argnums=0)  # under jit, so that every device of the mesh has a copy
-def create(seed: int) -> tuple[Classifier, nnx.Optimizer]:
+@nnx.jit  # so that every device of the mesh has a copy
+def create() -> tuple[Classifier, nnx.Optimizer]:
     """A new model and its optimizer, on the mesh that is set."""
-    model = Classifier(nnx.Rngs(seed))
+    model = Classifier(nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adamw(2e-2, eps=1e-3), wrt=nnx.Param)
 
 
@@ -64,14 +63,13 @@ def eval_step(model: Classifier, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def train(
-    ds: ShardedDataset, directory: epath.Path, seed: int, stop_at: int | None = None
+    ds: ShardedDataset, directory: epath.Path, stop_at: int | None = None
 ) -> tuple[Classifier, float]:
     """Trains to the end of the dataset, from the last checkpoint if there is one.
 
     Args:
         ds: The global batches of all epochs.
         directory: Where the checkpoints are; on several hosts, a folder that they share.
-        seed: The parameters' seed.
         stop_at: Save and give up after this step, as a job does that is preempted.
 
     Returns:
@@ -79,7 +77,7 @@ def train(
     """
     from tqdm import tqdm  # here, since --help has to work without the extra
 
-    model, optimizer = create(seed)
+    model, optimizer = create()
     with ocp.CheckpointManager(directory) as checkpoints, iter(ds) as batches:
         step = checkpoints.latest_step() or 0
         if step:

@@ -14,10 +14,23 @@ it is the most that Python code can use in one process.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from grain_shard.spans import BATCH, MAP, PAD, PLACE, READ, STAGES, STEP, WAIT, Span
+from grain_shard.spans import (
+    BATCH,
+    MAP,
+    PAD,
+    PLACE,
+    READ,
+    STAGES,
+    STEP,
+    TASK,
+    WAIT,
+    WORK,
+    Span,
+)
 from grain_shard.stats.counts import BUSY, MAKING, busiest
 from grain_shard.tools.measuring.loop import covered_s
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
@@ -38,6 +51,7 @@ _ONE_AT_A_TIME = 1.2
 _ENOUGH = 10
 _FUNCTIONS = "your functions"
 _DOING = {READ: "reading and decoding records", BATCH: "stacking records", PAD: "padding"}
+_ASK_FOR_MANY = "give the source a _getitems that asks for many records at once"
 _SEND_LESS = "send less to the devices: uint8 images, made floats inside the step."
 
 
@@ -77,6 +91,8 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
                 "make the step bigger, by a larger global batch, if batches are small.",
             ),
         )
+    if stage is not None and pipeline.has_executor:
+        return _tasks(measured, pipeline)
     if stage is not None:
         return _making(stage, measured, pipeline)
     if pipeline.num_workers:
@@ -161,6 +177,34 @@ def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck
     )
 
 
+def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
+    """Returns the verdict if the tasks of an executor hold the loop up."""
+    tasks = [s for s in measured.spans if s.part == TASK]
+    works = [s for s in measured.spans if s.stage == WORK]
+    task_s, work_s = (sum(s.end - s.start for s in spans) for spans in (tasks, works))
+    workers, size = len({s.thread for s in works}), pipeline.cpu_buffer_size
+    busy = work_s / max(1, workers) / measured.seconds
+    task_ms, work_ms = 1e3 * task_s / max(1, len(tasks)), 1e3 * work_s / max(1, len(works))
+    reason = (
+        f"{task_s / measured.seconds:.1f} tasks are under way on average. One takes"
+        f" {task_ms:,.1f} ms: {work_ms:,.1f} ms at a worker, and {max(0, task_ms - work_ms):,.1f}"
+        f" ms on the way and in a queue. The workers ({workers} seen) are {busy:.0%} busy."
+    )
+    # With this many tasks under way, each worker has the next one when it has done one.
+    enough = math.ceil(workers * task_ms / (work_ms or 1))
+    advice = [f"raise cpu_buffer_size ({size} now) to {enough} or more: workers wait for tasks."]
+    if busy >= _MOST:
+        advice = [f"add workers, and raise cpu_buffer_size ({size} now) with them."]
+        if workers >= size:
+            advice = [f"raise cpu_buffer_size ({size} now), or no more workers have a task."]
+    elif enough <= size:
+        advice = [
+            "look at the network between the workers and this host; more workers are no use.",
+            "have the workers send less: uint8 images, made floats inside the step.",
+        ]
+    return Bottleneck("executor", reason, tuple(advice))
+
+
 def _who(stage: str, measured: Measurement) -> str:
     """Returns the part of a stage that takes its time, as far as parts can be told apart."""
     reads = [s for s in measured.spans if s.stage == READ]
@@ -168,7 +212,7 @@ def _who(stage: str, measured: Measurement) -> str:
         return "this"
     if not any(s.part == MAP for s in reads):
         return f"the source, or {_FUNCTIONS},"
-    computes = _computes(measured)
+    computes = _making_cores(measured) >= _COMPUTES
     seconds = [s.processor_s if computes else s.end - s.start for s in reads]
     mapped_s = sum(s for read, s in zip(reads, seconds, strict=True) if read.part == MAP)
     return _FUNCTIONS if mapped_s > _MOST * sum(seconds) else "the source"
@@ -177,6 +221,7 @@ def _who(stage: str, measured: Measurement) -> str:
 def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> Iterator[str]:
     """Yields advice for the threads that make batches."""
     in_threads = not pipeline.is_stream and not pipeline.num_workers
+    computes = _making_cores(measured) >= _COMPUTES
     if stage == READ and pipeline.reads_other_rows:
         yield (
             "move the .map (or the batch_fn) that stands at or after .batch before it: this host"
@@ -194,17 +239,17 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> 
         yield "make records smaller before .batch: crop, or keep uint8 until the step."
     if stage == PAD:
         yield "choose a global batch that the shards divide: then only the last is padded."
-    if _computes(measured) and in_threads:
+    if computes and in_threads:
         yield (
             "pass num_workers, as far as there are idle processor cores: processes compute side by"
             " side, and threads do where the work leaves Python's lock."
         )
-    if _computes(measured) and stage == READ:
+    if computes and stage == READ:
         yield (
             "make the decoding cheaper, or move work into the step, where it is done for a whole"
             " batch at once."
         )
-    if not _computes(measured) and stage == READ and in_threads:
+    if not computes and stage == READ and in_threads:
         yield _more_side_by_side(who, measured, pipeline)
         if not _surely_waits(measured):
             yield "if it computes, pass num_workers, or profile while the machine is idle."
@@ -218,15 +263,11 @@ def _more_side_by_side(who: str, measured: Measurement, pipeline: Pipeline) -> s
             f" ({pipeline.cpu_buffer_size} now), so that more is read side by side: for {full:.0%}"
             " of the time there was no room to begin another batch."
         )
-    if who == _FUNCTIONS:
-        return (
-            "if they wait for files or a network, leave num_threads out, so that the number of them"
-            " side by side is found, or have them ask for less. Larger buffers would not help."
-        )
+    ask = "have them ask for less" if who == _FUNCTIONS else _ASK_FOR_MANY
+    waits = "they wait" if who == _FUNCTIONS else "this waits"
     return (
-        "if this waits for files or a network, leave num_threads out, so that the number of"
-        " reads side by side is found, or give the source a _getitems that asks for many"
-        " records at once. Larger buffers would not help."
+        f"if {waits} for files or a network, leave num_threads out, so that the number of reads"
+        f" side by side is found, or {ask}. Larger buffers would not help."
     )
 
 
@@ -258,10 +299,6 @@ def _making_cores(measured: Measurement) -> float:
     return measured.processor_s(*MAKING) / measured.seconds
 
 
-def _computes(measured: Measurement) -> bool:
-    return _making_cores(measured) >= _COMPUTES
-
-
 def _busiest(measured: Measurement) -> str | None:
     """Returns the stage that takes longer for a batch than the loop's own work; None if none does.
 
@@ -269,7 +306,9 @@ def _busiest(measured: Measurement) -> str | None:
     wait for the interpreter's lock may do so in any stage.
     """
     placing, making = measured.busy(PLACE), _making_share(measured)
-    stage_s = measured.processor_s if _computes(measured) else measured.figures.stage_s
+    stage_s = (
+        measured.processor_s if _making_cores(measured) >= _COMPUTES else measured.figures.stage_s
+    )
     return busiest(making, placing, stage_s, least=max(BUSY, 1 - measured.busy(WAIT)))
 
 

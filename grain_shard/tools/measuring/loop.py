@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,13 +15,8 @@ from grain_shard.stats.counts import mask_of, size_of
 from grain_shard.trees import MASK_KEY
 
 
-class Loop:
-    """A loop that takes batches and does a step with each.
-
-    Args:
-        ds: The dataset, or an iterator, which is not closed.
-        num_batches: Number of batches to take; fewer if the dataset ends.
-        step: Called with each batch; None for no step.
+class Loop(NamedTuple):
+    """The record of a loop that took batches and did a step with each.
 
     Attributes:
         spans: All spans meanwhile, by the time of their start.
@@ -29,30 +24,45 @@ class Loop:
         read_threads: The threads that read in the end, in words; "" if not known.
     """
 
-    def __init__(self, ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | None):
-        self.sizes: list[dict[str, int]] = []
-        masks: list[Any] = []
-        row_dims = 1 if (pipeline := sharded(ds)) is None else pipeline.row_dims
-        with recorded() as spans, _opened(ds) as iterator:
-            while len(masks) < num_batches:
-                try:
-                    with span(WAIT):
-                        batch = jax.block_until_ready(next(iterator))
-                except StopIteration:
-                    break
-                self.sizes.append(size_of(batch, row_dims))
-                # A mask is summed after the loop: the pipeline would get ahead meanwhile.
-                masks.append(mask_of(batch, MASK_KEY))
-                if step is not None:
-                    _take(step, batch)
-                del batch  # not to hold one more on the devices than the pipeline means to
-            is_ours = isinstance(iterator, ShardedIterator)
-            self.read_threads = str(iterator.stats().reads) if is_ours else ""
-        self.spans = sorted(spans, key=lambda s: s.start)
-        for size, mask in zip(self.sizes, masks, strict=True):
-            # A step that donates its batch deletes the mask, so its records cannot be counted.
-            if mask is not None and not (isinstance(mask, jax.Array) and mask.is_deleted()):
-                size["records"] = int(mask.sum())
+    spans: list[Span]
+    sizes: list[dict[str, int]]
+    read_threads: str
+
+
+def run_loop(ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | None) -> Loop:
+    """Runs a loop.
+
+    Args:
+        ds: The dataset, or an iterator, which is not closed.
+        num_batches: Number of batches to take; fewer if the dataset ends.
+        step: Called with each batch; None for no step.
+    """
+    sizes: list[dict[str, int]] = []
+    masks: list[Any] = []
+    row_dims = 1 if (pipeline := sharded(ds)) is None else pipeline.row_dims
+    with contextlib.ExitStack() as cleanup, recorded() as spans:
+        iterator = iter(ds)
+        if iterator is not ds:
+            cleanup.callback(getattr(iterator, "close", lambda: None))
+        while len(masks) < num_batches:
+            try:
+                with span(WAIT):
+                    batch = jax.block_until_ready(next(iterator))
+            except StopIteration:
+                break
+            sizes.append(size_of(batch, row_dims))
+            # A mask is summed after the loop: the pipeline would get ahead meanwhile.
+            masks.append(mask_of(batch, MASK_KEY))
+            if step is not None:
+                _take(step, batch)
+            del batch  # not to hold one more on the devices than the pipeline means to
+        is_ours = isinstance(iterator, ShardedIterator)
+        read_threads = str(iterator.stats().reads) if is_ours else ""
+    for size, mask in zip(sizes, masks, strict=True):
+        # A step that donates its batch deletes the mask, so its records cannot be counted.
+        if mask is not None and not (isinstance(mask, jax.Array) and mask.is_deleted()):
+            size["records"] = int(mask.sum())
+    return Loop(sorted(spans, key=lambda s: s.start), sizes, read_threads)
 
 
 def _take(step: Callable[[Any], Any], batch: Any) -> None:
@@ -63,17 +73,6 @@ def _take(step: Callable[[Any], Any], batch: Any) -> None:
             "the step returned nothing, so nothing tells when the devices are done with it.\n"
             "  remedy: return what it computes, such as the loss."
         )
-
-
-@contextlib.contextmanager
-def _opened(ds: Iterable[Any]) -> Iterator[Iterator[Any]]:
-    """Opens an iterator, and closes it at the end unless it is the caller's own."""
-    iterator = iter(ds)
-    try:
-        yield iterator
-    finally:
-        if iterator is not ds and (close := getattr(iterator, "close", None)) is not None:
-            close()
 
 
 def covered_s(spans: Sequence[Span]) -> float:

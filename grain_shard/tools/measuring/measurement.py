@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grain_shard.iteration.sharded_dataset import ShardedDataset
-from grain_shard.spans import LOOP, PAD, PLACE, ROOM, STAGES, Span
+from grain_shard.spans import LOOP, PAD, PLACE, ROOM, STAGES, WORK, Span
 from grain_shard.stats.figures import Figures
 from grain_shard.tools.measuring.loop import covered_s, cut
+
+_LANES = *STAGES, WORK, *LOOP
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Pipeline:
     Attributes:
         cpu_buffer_size: Most batches on the host, including unfinished ones.
         num_workers: Worker processes that make the batches; 0 if threads do.
+        has_executor: True if an executor makes the batches.
         is_stream: True if batches come in order only.
         reads_once: True if every row is read on one host and moved by the devices.
         reads_other_rows: True if whole batches are read, of which this host keeps some rows.
@@ -28,6 +31,7 @@ class Pipeline:
 
     cpu_buffer_size: int = 4
     num_workers: int = 0
+    has_executor: bool = False
     is_stream: bool = False
     reads_once: bool = False
     reads_other_rows: bool = False
@@ -39,6 +43,7 @@ class Pipeline:
         return cls(
             cpu_buffer_size=ds.settings.cpu_buffer_size,
             num_workers=ds.settings.num_workers,
+            has_executor=ds.settings.executor is not None,
             is_stream=ds.num_batches() is None,
             reads_once=ds.settings.final_shardings is not None,
             reads_other_rows=ds.host.reads_other_rows,
@@ -60,9 +65,10 @@ class Measurement:
         recorded_spans: The work of each lane for a batch, from the start of the warm-up on:
             `Span`s, in seconds after the start of the measured loop. The lanes are "read" (read and
             decode the records of a batch, or take it from its stream), "batch" (stack them), "pad",
-            "place" (hand it to the devices); and of the loop: "wait" (for a batch that is on
-            the devices), "step" (until its result is). In a span of "room" a thread rests, because
-            a buffer is full.
+            "place" (hand it to the devices), "work" (a task of an executor, at its worker, which
+            is the thread); and of the loop: "wait" (for a batch that is on the
+            devices), "step" (until its result is). In a span of "room" a thread rests, because a
+            buffer is full.
         pipeline: The facts of the pipeline; None if `shard_to` did not make it.
         num_examples: Rows of the measured global batches; where these have a "valid_mask", only
             those for which it is True, unless the step donated it.
@@ -84,7 +90,7 @@ class Measurement:
     @functools.cached_property
     def spans(self) -> tuple[Span, ...]:
         """The spans of the lanes within the measured loop, cut off at its start and its end."""
-        return self._within(*STAGES, *LOOP)
+        return self._within(*_LANES)
 
     @functools.cached_property
     def rests(self) -> tuple[Span, ...]:
@@ -136,7 +142,7 @@ class Measurement:
     @property
     def lanes_s(self) -> Mapping[str, float]:
         """Seconds of work in each lane that was seen, of all its threads together."""
-        return {lane: s for lane in (*STAGES, *LOOP) if (s := self.figures.stage_s(lane))}
+        return {lane: s for lane in _LANES if (s := self.figures.stage_s(lane))}
 
     @property
     def stages_s(self) -> Mapping[str, float]:
@@ -155,10 +161,6 @@ class Measurement:
         batches = {stage: made or len(times) for stage, times in seconds.items()}
         batches[PLACE] = len(seconds[PLACE])
         return {stage: sum(times) / batches[stage] for stage, times in seconds.items() if times}
-
-    def threads(self, *lanes: str) -> int:
-        """Returns the number of threads that were seen at work in these lanes."""
-        return self.figures.threads(*lanes)
 
     def busy(self, *lanes: str) -> float:
         """Returns the part of the time, 0 to 1, in which any thread was at work in these lanes.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import textwrap
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,15 @@ from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.spans import STEP, WAIT
 from grain_shard.tools.extras import missing, not_installed
 from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
-from grain_shard.tools.measuring.loop import Loop
+from grain_shard.tools.measuring.loop import run_loop
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
+from grain_shard.tools.showing.tables import broken
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+_WIDTH = 80  # a notebook breaks no lines
 
 
 class Profile(Measurement):
@@ -44,8 +47,9 @@ class Profile(Measurement):
 
         A stage ("read", "batch", "pad", "place"), the "step" itself, the "buffer" (too small for
         a few batches that take much longer than the others), the "workers" (processes, which are
-        not seen), the "handover" (anything between the devices and the loop), or "unseen" (a
-        dataset without stages that are seen, time outside of them, or too few batches to tell).
+        not seen), the "executor" (its tasks), the "handover" (anything between the devices and
+        the loop), or "unseen" (a dataset without stages that are seen, time outside of them, or
+        too few batches to tell).
         """
         return self.found.name
 
@@ -78,7 +82,7 @@ class Profile(Measurement):
             f"{'lane':<8}{'threads':>7}{'total':>14}{'a batch':>14}{'busy':>8}",
         ]
         for lane, total_s in self.lanes_s.items():
-            threads, a_batch = f"{self.threads(lane):>7}", f"{self._a_batch(total_s):>14}"
+            threads, a_batch = f"{self.figures.threads(lane):>7}", f"{self._a_batch(total_s):>14}"
             lines.append(f"{lane:<8}{threads}{total_s:>12.3f} s{a_batch}{self.busy(lane):>8.0%}")
         if self.read_threads:
             lines += [
@@ -86,11 +90,11 @@ class Profile(Measurement):
                 f"reads side by side, as found while it ran: {self.read_threads}",
                 "(threads come and go until then; the table counts all that were seen)",
             ]
-        lines += ["", _broken(f"bottleneck: {self.bottleneck}; {self.found.reason}")]
-        lines += [_broken(f"  - {advice}") for advice in self.advice]
+        lines += ["", broken(f"bottleneck: {self.bottleneck}; {self.found.reason}", _WIDTH)]
+        lines += [broken(f"  - {advice}", _WIDTH) for advice in self.advice]
         if self.pipeline is not None and self.pipeline.num_workers:
             unseen = "not seen: reading, stacking and padding in the worker processes"
-            lines.append(_broken(f"{unseen} (num_workers={self.pipeline.num_workers})."))
+            lines.append(broken(f"{unseen} (num_workers={self.pipeline.num_workers}).", _WIDTH))
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -106,12 +110,6 @@ class Profile(Measurement):
         except GrainShardError as error:
             print(error)
         print(self)
-
-
-def _broken(sentence: str) -> str:
-    """In lines that fit a page, as a notebook breaks none; later ones are indented further."""
-    indent = " " * (4 if sentence.startswith("  - ") else 2)
-    return textwrap.fill(sentence, 80, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def profile(
@@ -168,7 +166,7 @@ def profile(
     """
     require_int("num_batches", num_batches, 1)
     require_int("warmup", warmup, 0)
-    loop = Loop(ds, warmup + num_batches, step)
+    loop = run_loop(ds, warmup + num_batches, step)
     if not loop.sizes:
         raise ValueError("the dataset has no batch to measure.")
     warmup = min(warmup, len(loop.sizes) - 1)

@@ -6,7 +6,7 @@ import io
 
 from matplotlib.figure import Figure
 
-from grain_shard.spans import BATCH, PAD, PLACE, READ, STEP, WAIT
+from grain_shard.spans import BATCH, PAD, PLACE, READ, STEP, WAIT, WORK
 from grain_shard.tools import palette
 from grain_shard.tools.measuring.measurement import Measurement
 
@@ -15,6 +15,7 @@ _COLORS = {
     BATCH: palette.SKY,
     PAD: palette.PURPLE,
     PLACE: palette.ORANGE,
+    WORK: palette.GRAY,
     WAIT: palette.VERMILION,
     STEP: palette.GREEN,
 }

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--compile", type=_script_and_name, metavar="SCRIPT.PY:NAME", help=compiled)
     add("--json", action="store_true", help="print JSON, with every host")
-    add("--picture", type=_picture, metavar="FILE", help="draw who holds which rows: mesh.png")
+    add("--picture", type=_picture, metavar="FILE", help="draw who holds which rows: mesh.svg")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -66,7 +66,8 @@ def main(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: The options do not fit together, or name a file that is missing.
-        GrainShardError: An optional package is missing, or a picture cannot be written.
+        GrainShardError: An optional package is missing.
+        OSError: The picture cannot be written.
     """
     if (args.hosts is None) != (args.devices_per_host is None):
         raise UsageError(
@@ -124,11 +125,9 @@ def _script_and_name(text: str) -> str:
 
 
 def _picture(text: str) -> Path:
-    """A file whose name says what picture it is."""
-    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no name of a picture: write one ending in .png or .svg (or .pdf)"
-        )
+    """A file whose name says that it is an SVG."""
+    if Path(text).suffix.lower() != ".svg":
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .svg, the kind of the picture")
     return Path(text)
 
 

@@ -5,12 +5,12 @@ Their devices can be looked at, not computed with. Nothing here starts a JAX bac
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
@@ -73,7 +73,7 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
         options["chip_config_name"] = "megacore"
     if slices > 1:
         options["num_slices"] = slices
-    with _variables(_NO_TPU_HERE):
+    with mock.patch.dict(os.environ, _NO_TPU_HERE | dict(os.environ)):
         try:
             devices = topologies.get_topology_desc(
                 platform="tpu", topology_name=topology, **options
@@ -151,15 +151,3 @@ def _hybrid_mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int) -
         left //= between[-1]
     arranged = create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
     return Mesh(arranged, tuple(axes))
-
-
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables that are set for a while, if they are not set already."""
-    added = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]

@@ -19,9 +19,11 @@ from typing import IO
 # program to ask for, and does not end the process.
 _GRACE_S = 2.0
 
-# Each process runs this: the script or module, as `python` would run it. It differs in four ways.
+# Each process runs this: the script or module, as `python` would run it. It differs in five ways.
 #
 # * A signal makes it print the stack of its main thread.
+# * A line is written in one piece, when it is complete. PYTHONUNBUFFERED alone makes
+#   `print("step", 3)` write four pieces, with room between them for a line of C++ or of a worker.
 # * As soon as the script has imported JAX, each computation is told to end before the next begins.
 #   A CPU that is the only one of its process would else begin with any of its computations, and mix
 #   up collectives that an accelerator keeps in order.
@@ -65,6 +67,8 @@ class InOrder:
 in_order = InOrder()
 sys.meta_path.insert(0, in_order)
 faulthandler.register(signal.SIGQUIT, all_threads=False)
+for stream in (sys.stdout, sys.stderr):
+    stream.reconfigure(line_buffering=True, write_through=False)
 del sys.argv[0]
 alone = sys.argv.pop(0)
 code, late_s = 0, 0.5

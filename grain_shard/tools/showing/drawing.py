@@ -35,18 +35,7 @@ def draw_batch(batch: Any) -> Iterator[Any]:
             key = sharding.mesh, tuple(sharding.spec)[:dims], leaf.shape[:dims]
             groups.setdefault(key, []).append((path, leaf))
     for leaves in groups.values():
-        yield _drawing([path for path, _ in leaves], leaves[0][1])
-
-
-def holders(
-    sharding: NamedSharding, shape: tuple[int, ...], dims: int
-) -> dict[tuple[Range, ...], list[Any]]:
-    """The devices that hold each piece of an array: by (start, stop) along its first dims."""
-    found: dict[tuple[Range, ...], list[Any]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        piece = tuple(index[dim].indices(shape[dim])[:2] for dim in range(dims))
-        found.setdefault(piece, []).append(device)
-    return found
+        yield draw_leaf([path for path, _ in leaves], leaves[0][1])
 
 
 def _dims_drawn(sharding: NamedSharding) -> int:
@@ -54,8 +43,13 @@ def _dims_drawn(sharding: NamedSharding) -> int:
     return max(1, spec_rank(sharding))
 
 
-def _drawing(paths: Sequence[str], leaf: Any) -> Any:
-    held = holders(leaf.sharding, leaf.shape, _dims_drawn(leaf.sharding))
+def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
+    """The table of one leaf, under the paths of all that are cut like it."""
+    # The devices that hold each piece, by (start, stop) along its first dims.
+    held: dict[tuple[Range, ...], list[Any]] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        dims = zip(index, leaf.shape[: _dims_drawn(leaf.sharding)], strict=False)
+        held.setdefault(tuple(part.indices(size)[:2] for part, size in dims), []).append(device)
     lines = sorted({piece[0] for piece in held})
     columns = sorted({piece[1:] for piece in held})
     several_hosts = len({device.process_index for device in leaf.sharding.device_set}) > 1

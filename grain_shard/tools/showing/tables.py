@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+import shutil
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,17 +13,13 @@ from rich import box
 from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.filesize import decimal
+from rich.jupyter import JUPYTER_HTML_FORMAT
 from rich.segment import Segment
 from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 _TEXT_WIDTH = 100
-
-# A table that is wider than the page is scrolled, not folded.
-_HTML = (
-    '<pre style="white-space:pre;overflow-x:auto;line-height:normal;'
-    "font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace\">{code}</pre>"
-)
 
 
 class FittingTable:
@@ -103,10 +101,10 @@ class FirstLines:
 
 
 class InNotebooks:
-    """For what rich can render: HTML in a notebook, and text where none is shown.
+    """HTML in a notebook, for any class that rich can render.
 
-    Text is shown by a terminal, by a page of GitHub that has not loaded the notebook's HTML, and a
-    comparison of two versions of a notebook.
+    The text beside it is for a terminal, for a page of GitHub that has not loaded the HTML, and for
+    a comparison of two versions of a notebook. It has no codes of colors, as rich's own would.
     """
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
@@ -119,15 +117,18 @@ class _Page(InNotebooks, Group):
 
 def to_screen(renderable: Any) -> None:
     """Prints a table: in colors if stdout is a terminal, and as HTML in a notebook."""
-    console = Console()
+    console = Console(width=screen_width())
     if console.is_jupyter:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
         display(_Page(renderable))
-        return
-    if not console.is_terminal:  # a log has no width to keep to
-        console = Console(width=max(_TEXT_WIDTH, console.width))
-    console.print(renderable, highlight=False)
+    else:
+        console.print(renderable, highlight=False)
+
+
+def screen_width() -> int:
+    """Returns the columns of the terminal, or the value of COLUMNS; 100 for a log."""
+    return shutil.get_terminal_size((_TEXT_WIDTH, 0)).columns
 
 
 def to_text(renderable: Any) -> str:
@@ -138,14 +139,32 @@ def to_text(renderable: Any) -> str:
 
 def to_html(renderable: Any) -> str:
     """Renders a table as one HTML element, with its colors."""
-    return _rendered(renderable).export_html(code_format=_HTML, inline_styles=True)
+    return _rendered(renderable).export_html(code_format=JUPYTER_HTML_FORMAT, inline_styles=True)
 
 
-def _rendered(renderable: Any) -> Console:
+def to_svg(renderable: Any, title: str) -> str:
+    """Renders a table as a picture, with its colors, as wide as its text."""
+    width = 2 + max(map(cell_len, [title, *to_text(renderable).splitlines()]))
+    return _rendered(renderable, width).export_svg(title=title, theme=DEFAULT_TERMINAL_THEME)
+
+
+def _rendered(renderable: Any, width: int = _TEXT_WIDTH) -> Console:
     # In a notebook rich would show it at once, whatever the file.
-    console = Console(file=io.StringIO(), width=_TEXT_WIDTH, force_jupyter=False, record=True)
+    console = Console(file=io.StringIO(), width=width, force_jupyter=False, record=True)
     console.print(renderable, highlight=False)
     return console
+
+
+def broken(sentence: str, width: int) -> str:
+    """Breaks a sentence into lines between two words; later lines are indented by two more."""
+    indent = " " * (2 + len(sentence) - len(sentence.lstrip()))
+    return textwrap.fill(
+        sentence,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def describe_bytes(count: int | None) -> str:

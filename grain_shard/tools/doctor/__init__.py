@@ -1,1 +1,0 @@
-"""``python -m grain_shard doctor``: a report on this machine, to be read by others."""
