@@ -10,13 +10,13 @@ import functools
 import os
 import pickle
 import socket
-import time
 from concurrent.futures import CancelledError, Executor, Future
 
 from absl import logging
 
 from grain_shard.errors import GrainShardError, describe_error
 from grain_shard.host_arrays import owned
+from grain_shard.interrupts import Bell
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.spans import READ, span
@@ -24,8 +24,6 @@ from grain_shard.tasks import Producer, Raised
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import pickled, sendable
 
-# Interval, in seconds, at which a thread that waits for a task checks if it should end.
-_CHECK_S = 0.1
 # The pause before a lost task is submitted again, in seconds: another worker may have to start.
 _PAUSE_S = 1.0
 # A pipeline of some kB is sent along with each task; one that is larger than this holds its data.
@@ -66,12 +64,14 @@ class ExecutorBatches(Producer[int]):
             )
         self._tries = 1 + rules.times
         self._is_stopped = False
+        self._changed = Bell()  # rung when a task is done, and when the batches are stopped
 
     def __next__(self) -> int:
         return next(self._indices)
 
     def stop(self) -> None:
         self._is_stopped = True
+        self._changed.ring()
 
     def made(self, index: int) -> Batch:
         """Returns a batch in arrays without other references; several threads may call it.
@@ -98,7 +98,7 @@ class ExecutorBatches(Producer[int]):
                     self._tries,
                     describe_error(error),
                 )
-                time.sleep(_PAUSE_S)
+                self._changed.wait_for(lambda: self._is_stopped, _PAUSE_S)
         if isinstance(found, BaseException):
             raise found
         batch, counts = found
@@ -116,14 +116,12 @@ class ExecutorBatches(Producer[int]):
             ) from error
 
     def _result(self, future: Future[Made]) -> Made:
-        while not self._is_stopped:
-            try:
-                return future.result(timeout=_CHECK_S)
-            except TimeoutError:
-                if future.done():
-                    return future.result()
-        future.cancel()
-        raise CancelledError
+        future.add_done_callback(lambda _: self._changed.ring())
+        self._changed.wait_for(lambda: self._is_stopped or future.done())
+        if not future.done():
+            future.cancel()
+            raise CancelledError
+        return future.result()
 
 
 def _name(executor: Executor) -> str:

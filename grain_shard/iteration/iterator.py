@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import grain
 
-from grain_shard.background import Background, TaskStage, jax_context
+from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.hosts.compare import CONTENTS, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
@@ -32,6 +32,7 @@ from grain_shard.interrupts import Uninterrupted
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.iteration.second_pass import Passes
+from grain_shard.jax_context import jax_context
 from grain_shard.reading.contents import with_digest, without_digest
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
@@ -49,12 +50,14 @@ class Run:
     Args:
         kind: The kind of the pipeline.
         batches: The batches on this host.
-        stage: The batches on the devices.
+        placed: The batches on the devices.
+        stage: The same, up to the end that all hosts agree on.
         together: Their like on other hosts.
         meter: Counts them.
 
     Attributes:
         batches: As given.
+        placed: As given.
         stage: As given.
         together: As given.
         has_compared: True once the pipeline was compared with other hosts' and with a state's.
@@ -66,6 +69,7 @@ class Run:
         self,
         kind: str,
         batches: TaskStage[Any],
+        placed: TaskStage[Placed],
         stage: TaskStage[Placed] | AgreedEnd[Placed],
         together: Alone,
         meter: Meter,
@@ -79,6 +83,7 @@ class Run:
             stage.close()
 
         self.batches: TaskStage[Any] = batches
+        self.placed: TaskStage[Placed] = placed
         self.stage: TaskStage[Placed] | AgreedEnd[Placed] = stage
         self.together: Alone = together
         self.has_compared: bool = False
@@ -178,7 +183,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 padding=lambda before: place.padding(host, before),
             )
         meter.opens(opened.reads, opened.faults)
-        return Place(Run(host.kind, batches, stage, together, meter), opened.position)
+        return Place(Run(host.kind, batches, placed, stage, together, meter), opened.position)
 
     def __next__(self) -> Batch:
         self._require_open()
@@ -189,7 +194,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         at = self._at
         at.run.together.check()
         if at.pending is None:
-            at = self._at = at._replace(pending=self._next_placed(at))
+            at = self._at = Place(at.run, at.position, at.taken, self._next_placed(at))
         if self._reshard is not None:
             self._reshard.forget()
         batch, position, size = cast(Placed, at.pending)
@@ -431,4 +436,5 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __del__(self) -> None:
         if (at := getattr(self, "_at", None)) is not None:
             at.run.stage.stop()  # without waiting: the garbage collector runs anywhere
+            at.run.placed.log_close_error()
             at.run.together.close()
