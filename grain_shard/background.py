@@ -184,9 +184,12 @@ class TaskStage(OrderedResults[T]):
                 nothing.
         """
         self.stop()
-        deadline = time.monotonic() + _JOIN_TIMEOUT_S
-        for thread in self.threads:
-            if thread.is_alive() and thread.ident != threading.get_ident():
+        # A stage whose threads have ended may be closed at the interpreter's exit, when the modules
+        # that this file imports are gone; so nothing else is called for it.
+        alive = [t for t in self.threads if t.is_alive() and t.ident != threading.get_ident()]
+        if alive:
+            deadline = time.monotonic() + _JOIN_TIMEOUT_S
+            for thread in alive:
                 thread.join(max(0.0, deadline - time.monotonic()))
         self._nobody_closes = True
         if self._close_errors:

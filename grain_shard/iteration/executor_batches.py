@@ -55,6 +55,7 @@ class ExecutorBatches(Producer[int]):
         faults: Faults,
     ):
         self._executor, self._indices, self._faults = executor, iter(indices), faults
+        self._name = type(executor).__name__
         self._pipeline = pickled((batching, rules))
         if len(self._pipeline) > _LARGE_BYTES:
             logging.warning(
@@ -89,7 +90,12 @@ class ExecutorBatches(Producer[int]):
                 break
             except Exception as error:  # of the executor: a task returns its own
                 if self._is_stopped or tries == self._tries:
-                    raise _lost(self._executor, index, tries, error) from error
+                    raise GrainShardError(
+                        f"the executor {self._name} did not make batch {index} (tries: {tries}):"
+                        f" {describe_error(error)}\n  remedy: see whether its workers run, have"
+                        " memory enough, and can import grain_shard and the modules of the"
+                        " pipeline."
+                    ) from error
                 logging.warning(
                     "grain_shard: the executor has lost batch %d, which is submitted again (try %d"
                     " of %d): %s",
@@ -110,7 +116,7 @@ class ExecutorBatches(Producer[int]):
             return self._executor.submit(make_batch, self._pipeline, index)
         except Exception as error:
             raise GrainShardError(
-                f"the executor {_name(self._executor)} takes no task: {describe_error(error)}\n"
+                f"the executor {self._name} takes no task: {describe_error(error)}\n"
                 "  remedy: shut it down only after the iterator is closed; an executor whose"
                 " workers have died has to be made anew. The state of the iterator goes on with it."
             ) from error
@@ -122,19 +128,6 @@ class ExecutorBatches(Producer[int]):
             future.cancel()
             raise CancelledError
         return future.result()
-
-
-def _name(executor: Executor) -> str:
-    return type(executor).__name__
-
-
-def _lost(executor: Executor, index: int, tries: int, error: BaseException) -> GrainShardError:
-    return GrainShardError(
-        f"the executor {_name(executor)} did not make batch {index} (tries: {tries}):"
-        f" {describe_error(error)}\n"
-        "  remedy: see whether its workers run, have memory enough, and can import grain_shard and"
-        " the modules of the pipeline."
-    )
 
 
 def make_batch(pipeline: bytes, index: int) -> Made:
