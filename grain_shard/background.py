@@ -83,27 +83,15 @@ class TaskStage(OrderedResults[T]):
         self._more_wanted = Bell()
         self._one_draws = threading.Lock()  # held while a task is drawn, which may take long
         self._running = 0  # threads that have not ended
-        self._drained = False  # no task will be drawn any more
+        self._is_over = False  # no task will be drawn any more
         self._to_close = [tasks]  # until they are closed
         self._close_errors: list[BaseException] = []
         self._nobody_closes = False  # close() will not be called again: log errors in closing
 
     def start(self) -> None:
         """Starts working ahead; a second call does nothing."""
-        if not self.threads and not self._is_stopped:
-            with self._lock:
-                if not self.threads:
-                    _stages.add(self)
-                    self._start_thread()
-
-    def _start_thread(self) -> None:
-        rank = len(self.threads)
-        thread = threading.Thread(
-            target=self._run, args=(rank,), name=f"{self._name}-{rank}", daemon=True
-        )
-        thread.start()
-        self.threads.append(thread)
-        self._running += 1
+        if not self.threads and not self._is_over:
+            self._start_more()
 
     def _start_more(self) -> None:
         """Starts one more thread, if more should work.
@@ -111,11 +99,21 @@ class TaskStage(OrderedResults[T]):
         Each new thread calls this, so the first ones already work while the last ones start.
         """
         with self._lock:
-            if len(self.threads) < self._pace.threads and not self._is_over():
-                try:
-                    self._start_thread()
-                except RuntimeError:  # the system allows no more threads: continue with these
-                    self._pace.limit(len(self.threads))
+            rank = len(self.threads)
+            if rank >= self._pace.threads or self._is_over:
+                return
+            name = f"{self._name}-{rank}"
+            thread = threading.Thread(target=self._run, args=(rank,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system allows no more threads: continue with these
+                if not rank:
+                    raise
+                self._pace.limit(rank)
+                return
+            self.threads.append(thread)
+            self._running += 1
+            _stages.add(self)
 
     def wait_for(self, has_come: Callable[[], bool], wait_s: float = math.inf) -> bool | None:
         """Waits for something other than the next result; by any thread.
@@ -141,7 +139,7 @@ class TaskStage(OrderedResults[T]):
         return has_come_now
 
     def _ended(self) -> Raised | None:
-        """Returns what follows the results, once no thread runs a task any more."""
+        """Returns the error, or the end, after the results, once no thread runs a task any more."""
         return None if self._running else self._final
 
     def _wait(
@@ -171,6 +169,7 @@ class TaskStage(OrderedResults[T]):
 
     def stop(self) -> None:
         """Tells the threads to end, without waiting. From then on ``next`` ends at once."""
+        self._is_over = True
         super().stop()
         self._tasks.stop()
         if not self.threads:
@@ -222,7 +221,7 @@ class TaskStage(OrderedResults[T]):
         except BaseException as error:
             # An error of the stage itself: errors of tasks are results. The consumer must not hang.
             with self._lock:
-                self._final, self._drained = self._final or Raised.of(error), True
+                self._final, self._is_over = self._final or Raised.of(error), True
             self._wake_all()
             self._tasks.stop()  # another thread may be waiting for something to draw
         finally:
@@ -238,12 +237,12 @@ class TaskStage(OrderedResults[T]):
                 threads rests.
         """
         if rank >= self._pace.threads:
-            self._more_wanted.wait_for(lambda: rank < self._pace.threads or self._is_over())
+            self._more_wanted.wait_for(lambda: rank < self._pace.threads or self._is_over)
         with self._one_draws:
             if not self._has_room():
                 with span(ROOM):
                     self._room_came.wait_for(self._has_room)
-            if self._is_over():
+            if self._is_over:
                 return False
             if rank >= self._pace.threads:
                 return True
@@ -284,18 +283,15 @@ class TaskStage(OrderedResults[T]):
         self._put(number, result)
 
     def _end(self, final: Raised) -> bool:
-        """Ends the results after those that were begun; returns that no task is left."""
-        self._drained = True
+        """Lets an error, or the end, follow the results begun; returns False, as `_step` does."""
+        self._is_over = True
         self._deliver(self._begun, final)
         self._wake_all()
         return False
 
     def _has_room(self) -> bool:
         with self._lock:  # where it does not change together with `Tasks.done`
-            return self._is_over() or self.room >= self._tasks.room_wanted
-
-    def _is_over(self) -> bool:
-        return self._is_stopped or self._drained
+            return self._is_over or self.room >= self._tasks.room_wanted
 
     def _wake_all(self) -> None:
         super()._wake_all()

@@ -98,7 +98,7 @@ class OrderedResults(Results[T]):
             if self._final is None:
                 self._results.setdefault(number, result)
             before = self._ready
-            with contextlib.suppress(KeyError):
+            with contextlib.suppress(KeyError):  # cleared by `stop`, or not there yet
                 while self._final is None:
                     after = self._results[self._ready]
                     if isinstance(after, Raised):

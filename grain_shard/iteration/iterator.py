@@ -119,7 +119,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
             contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
-        passes: The passes of the dataset's iterators.
+        passes: The passes of the dataset's iterators; None for this iterator's alone.
         dataset: The dataset, if `shard_to` made it.
 
     Example:
@@ -149,7 +149,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self.dataset = dataset
         self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard = device_buffer_size, reshard
-        self._across, self._passes = across, passes
+        self._across, self._passes = across, passes or Passes()
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
             self._enter_context = jax_context()  # of the thread that made it, for all its life
@@ -188,7 +188,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __next__(self) -> Batch:
         self._require_open()
         is_first = not self._at.taken and self.position == self._beginning
-        if self._passes is not None and is_first:
+        if is_first:
             self._passes.begins()
         self.start_prefetch()
         at = self._at
@@ -200,8 +200,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         batch, position, size = cast(Placed, at.pending)
         at.run.stage.release(at.taken + 1)
         self._meter.handed_out(size)
-        if self._passes is not None:
-            self._passes.gives(is_first=is_first)
+        self._passes.gives(is_first=is_first)
         try:
             self._at = Place(at.run, position, at.taken + 1)
             return batch
@@ -247,19 +246,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 # Outside the except block, so that another host's failure, if it is the cause, is
                 # not chained to an exception of this host.
                 together.ended(self._host.next_batch(at.position))
-                self._at_end()
+                self._passes.ends()
+                if self._reshard is not None:
+                    self._reshard.wait()
                 raise StopIteration
         if not at.run.has_compared:
             self._compare(at)
         return (
             placed if self._reshard is None else placed._replace(batch=self._reshard(placed.batch))
         )
-
-    def _at_end(self) -> None:
-        if self._passes is not None:
-            self._passes.ends()
-        if self._reshard is not None:
-            self._reshard.wait()
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch that ``next`` returned, as plain JSON."""
@@ -352,7 +347,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         self._require_open()
         self._host.require_new_pass()
-        self._passes = None  # it is meant
+        self._passes = Passes()  # it is meant
         self.go_to(None)
 
     def _open_anew(self, position: Position | None) -> None:
