@@ -219,9 +219,6 @@ class ReadPace(Pace):
     def threads(self) -> int:
         return self.count.threads
 
-    def __str__(self) -> str:
-        return f"{self.threads} ({self.count.why})"
-
     def limit(self, most: int) -> None:
         self.count.most = most
         self.count.threads = min(most, self.count.threads)

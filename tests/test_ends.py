@@ -238,7 +238,7 @@ def test_a_vote_that_others_do_not_answer_ends_with_the_batches():
     batches.start()
     eventually(lambda: store.entries)
     batches.close()
-    assert not any(thread.is_alive() for thread in batches._voting._shared.threads)
+    assert not any(thread.is_alive() for thread in batches._voting.threads)
     assert next(batches, "the end") == "the end"
 
 
@@ -263,7 +263,7 @@ def test_a_host_that_still_has_no_data_learns_that_the_others_have_given_up_on_i
 def test_the_threads_end_with_the_batches():
     batches = agreed(Host("a", "b"))
     assert handed_out(batches) == ["a", "b"]
-    assert not any(thread.is_alive() for thread in batches._voting._shared.threads)
+    assert not any(thread.is_alive() for thread in batches._voting.threads)
     batches.close()
 
 

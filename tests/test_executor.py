@@ -16,7 +16,7 @@ import grain_shard
 from grain_shard import GrainShardError, Retries, ShardingError, rehearse
 from grain_shard.errors import BadRecordsError
 from grain_shard.iteration import executor_batches
-from tests.conftest import data_mesh, to_numpy
+from tests.conftest import HANG_S, background_threads, data_mesh, to_numpy, wait
 
 RECORDS, GLOBAL_BATCH_SIZE = 100, 16
 
@@ -211,6 +211,17 @@ class TestALostWorker:
         with self.Losing(2) as executor, pytest.raises(GrainShardError) as caught:
             list(ds.shard_to(mesh, executor=executor, retries=Retries(1)))
         assert "Losing did not make batch 0 (tries: 2): ConnectionResetError" in str(caught.value)
+
+    def test_close_ends_the_pause_before_it_is_submitted_again(self, mesh, monkeypatch):
+        monkeypatch.setattr(executor_batches, "_PAUSE_S", 10 * HANG_S)
+        pauses = threading.Event()
+        monkeypatch.setattr(executor_batches.logging, "warning", lambda *args: pauses.set())
+        with self.Losing(1) as executor:
+            iterator = iter(records().batch(GLOBAL_BATCH_SIZE).shard_to(mesh, executor=executor))
+            iterator.start_prefetch()
+            wait(pauses)
+            iterator.close()
+        assert not background_threads()
 
     @pytest.mark.long
     def test_dask_five_workers_are_killed_in_the_middle(self, dask, mesh):

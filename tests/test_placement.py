@@ -464,7 +464,7 @@ class TestPrefetchState:
         wait(inside)
         threads.append(threading.Thread(target=iterator.set_state, args=(state,)))
         threads[0].start()
-        eventually(lambda: iterator._at.run.stage._shared._stopped)
+        eventually(lambda: iterator._at.run.stage._is_stopped)
         go_on.set()
         threads[0].join(HANG_S)
         assert values(iterator) == PAIRS

@@ -57,7 +57,7 @@ def stage(work, tickets=None, *, buffer_size=2, num_threads=1):
 
 
 def threads_of(background):
-    return background._shared.threads
+    return background.threads
 
 
 def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about():
@@ -250,7 +250,9 @@ class TestClose:
         assert_ended(threads_of(numbers))
 
 
-class TestGarbageCollection:
+class TestStop:
+    """An iterator that is collected stops its stages."""
+
     def test_it_frees_the_tickets_and_the_work(self):
         class Work:
             def __call__(self, n):
@@ -261,8 +263,8 @@ class TestGarbageCollection:
         numbers = stage(work, tickets)
         next(numbers)
         threads = threads_of(numbers)
+        numbers.stop()
         del numbers, work, tickets
-        gc.collect()
         assert_ended(threads)
         threads.clear()
         gc.collect()
@@ -273,14 +275,13 @@ class TestGarbageCollection:
         numbers = stage(lambda n: n, tickets)
         next(numbers)
         stopped = threading.Event()
-        shared = numbers._shared
 
-        def collected_under_the_lock():
-            with shared._lock:
-                numbers.__del__()  # what the collector calls
+        def stopped_under_the_lock():
+            with numbers._lock:
+                numbers.stop()
             stopped.set()
 
-        threading.Thread(target=collected_under_the_lock, daemon=True).start()
+        threading.Thread(target=stopped_under_the_lock, daemon=True).start()
         wait(stopped)
         assert_ended(threads_of(numbers))
         assert len(tickets.closed_by) == 1

@@ -315,7 +315,7 @@ class TestLife:
             tasks, buffer_size=16, pace=OneAfterMany(16), name="grain-shard-test"
         )
         assert [next(stage) for _ in range(100)] == list(range(100))
-        threads = stage._shared.threads
+        threads = stage.threads
         stage.close()
         assert not any(thread.is_alive() for thread in threads)
 

@@ -48,6 +48,9 @@ class FeedTurns(Producer[list[FeedTurn]]):
     def stop(self) -> None:
         self._reads.stop()
 
+    def __del__(self) -> None:
+        self.stop()  # the threads refer to the reads, not to this object
+
     def close(self) -> None:
         """Closes the feeds, each of them also if closing another one fails."""
         self._reads.stop()  # first, because a feed may wait for it

@@ -18,6 +18,7 @@ from absl import logging
 
 from grain_shard.errors import GrainShardError, describe_error
 from grain_shard.host_arrays import owned
+from grain_shard.interrupts import Bell
 from grain_shard.reading.batching import Batching
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.spans import READ, TASK, WORK, Span, record, span
@@ -25,8 +26,6 @@ from grain_shard.tasks import Producer, Raised
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import pickled, sendable
 
-# Interval, in seconds, at which a thread that waits for a task checks if it should end.
-_CHECK_S = 0.1
 # The pause before a lost task is submitted again, in seconds: another worker may have to start.
 _PAUSE_S = 1.0
 # A pipeline of some kB is sent along with each task; one that is larger than this holds its data.
@@ -59,6 +58,7 @@ class ExecutorBatches(Producer[int]):
         faults: Faults,
     ):
         self._executor, self._indices, self._faults = executor, iter(indices), faults
+        self._name = type(executor).__name__
         self._pipeline = pickled((batching, rules))
         if len(self._pipeline) > _LARGE_BYTES:
             logging.warning(
@@ -68,12 +68,14 @@ class ExecutorBatches(Producer[int]):
             )
         self._tries = 1 + rules.times
         self._is_stopped = False
+        self._changed = Bell()  # rung when a task is done, and when the batches are stopped
 
     def __next__(self) -> int:
         return next(self._indices)
 
     def stop(self) -> None:
         self._is_stopped = True
+        self._changed.ring()
 
     def made(self, index: int) -> Batch:
         """Returns a batch in arrays without other references; several threads may call it.
@@ -91,7 +93,12 @@ class ExecutorBatches(Producer[int]):
                 break
             except Exception as error:  # of the executor: a task returns its own
                 if self._is_stopped or tries == self._tries:
-                    raise _lost(self._executor, index, tries, error) from error
+                    raise GrainShardError(
+                        f"the executor {self._name} did not make batch {index} (tries: {tries}):"
+                        f" {describe_error(error)}\n  remedy: see whether its workers run, have"
+                        " memory enough, and can import grain_shard and the modules of the"
+                        " pipeline."
+                    ) from error
                 logging.warning(
                     "grain_shard: the executor has lost batch %d, which is submitted again (try %d"
                     " of %d): %s",
@@ -100,7 +107,7 @@ class ExecutorBatches(Producer[int]):
                     self._tries,
                     describe_error(error),
                 )
-                time.sleep(_PAUSE_S)
+                self._changed.wait_for(lambda: self._is_stopped, _PAUSE_S)
         if isinstance(found, BaseException):
             raise found
         batch, counts, seconds, worker = found
@@ -114,33 +121,18 @@ class ExecutorBatches(Producer[int]):
             return self._executor.submit(make_batch, self._pipeline, index)
         except Exception as error:
             raise GrainShardError(
-                f"the executor {_name(self._executor)} takes no task: {describe_error(error)}\n"
+                f"the executor {self._name} takes no task: {describe_error(error)}\n"
                 "  remedy: shut it down only after the iterator is closed; an executor whose"
                 " workers have died has to be made anew. The state of the iterator goes on with it."
             ) from error
 
     def _result(self, future: Future[Made]) -> Made:
-        while not self._is_stopped:
-            try:
-                return future.result(timeout=_CHECK_S)
-            except TimeoutError:
-                if future.done():
-                    return future.result()
-        future.cancel()
-        raise CancelledError
-
-
-def _name(executor: Executor) -> str:
-    return type(executor).__name__
-
-
-def _lost(executor: Executor, index: int, tries: int, error: BaseException) -> GrainShardError:
-    return GrainShardError(
-        f"the executor {_name(executor)} did not make batch {index} (tries: {tries}):"
-        f" {describe_error(error)}\n"
-        "  remedy: see whether its workers run, have memory enough, and can import grain_shard and"
-        " the modules of the pipeline."
-    )
+        future.add_done_callback(lambda _: self._changed.ring())
+        self._changed.wait_for(lambda: self._is_stopped or future.done())
+        if not future.done():
+            future.cancel()
+            raise CancelledError
+        return future.result()
 
 
 def make_batch(pipeline: bytes, index: int) -> Made:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import grain
 
-from grain_shard.background import Background, TaskStage, jax_context
+from grain_shard.background import Background, TaskStage
 from grain_shard.errors import ShardingError, describe_mesh
 from grain_shard.hosts.compare import CONTENTS, FIRST_BATCH, GLOBAL, NOW, SAVED
 from grain_shard.hosts.ends import AgreedEnd
@@ -32,6 +32,7 @@ from grain_shard.interrupts import Uninterrupted
 from grain_shard.iteration.host_batches import HostBatches, Position
 from grain_shard.iteration.placing import Placed, Placer, Placing
 from grain_shard.iteration.second_pass import Passes
+from grain_shard.jax_context import jax_context
 from grain_shard.reading.contents import with_digest, without_digest
 from grain_shard.sharding.reshard import Resharder
 from grain_shard.spans import counted_by
@@ -49,7 +50,8 @@ class Run:
     Args:
         kind: The kind of the pipeline.
         batches: The batches on this host.
-        stage: The batches on the devices.
+        placed: The batches on the devices.
+        stage: The same, up to the end that all hosts agree on.
         together: Their like on other hosts.
         meter: Counts them.
         first_digest: As in `Opened`.
@@ -57,6 +59,7 @@ class Run:
     Attributes:
         first_digest: As given.
         batches: As given.
+        placed: As given.
         stage: As given.
         together: As given.
         has_compared: True once the pipeline was compared with other hosts' and with a state's.
@@ -68,6 +71,7 @@ class Run:
         self,
         kind: str,
         batches: TaskStage[Any],
+        placed: TaskStage[Placed],
         stage: TaskStage[Placed] | AgreedEnd[Placed],
         together: Together,
         meter: Meter,
@@ -83,6 +87,7 @@ class Run:
 
         self.first_digest: Callable[[], str] = first_digest
         self.batches: TaskStage[Any] = batches
+        self.placed: TaskStage[Placed] = placed
         self.stage: TaskStage[Placed] | AgreedEnd[Placed] = stage
         self.together: Together = together
         self.has_compared: bool = False
@@ -118,7 +123,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
             contains collectives.
         across: With several hosts in the mesh, how to run in step with them.
-        passes: The passes of the dataset's iterators.
+        passes: The passes of the dataset's iterators; None for this iterator's alone.
         dataset: The dataset, if `shard_to` made it.
 
     Example:
@@ -148,7 +153,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self.dataset = dataset
         self._host, self._placer, self._is_closed = host, placer, False
         self._device_buffer_size, self._reshard = device_buffer_size, reshard
-        self._across, self._passes = across, passes
+        self._across, self._passes = across, passes or Passes()
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
             self._enter_context = jax_context()  # of the thread that made it, for all its life
@@ -181,26 +186,25 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 padding=lambda before: place.padding(host, before),
             )
         meter.opens(opened.reads, opened.faults)
-        run = Run(host.kind, batches, stage, together, meter, opened.first_digest)
+        run = Run(host.kind, batches, placed, stage, together, meter, opened.first_digest)
         return Place(run, opened.position)
 
     def __next__(self) -> Batch:
         self._require_open()
         is_first = not self._at.taken and self.position == self._beginning
-        if self._passes is not None and is_first:
+        if is_first:
             self._passes.begins()
         self.start_prefetch()
         at = self._at
         at.run.together.check()
         if at.pending is None:
-            at = self._at = at._replace(pending=self._next_placed(at))
+            at = self._at = Place(at.run, at.position, at.taken, self._next_placed(at))
         if self._reshard is not None:
             self._reshard.forget()
         batch, position, size = cast(Placed, at.pending)
         at.run.stage.release(at.taken + 1)
         self._meter.handed_out(size)
-        if self._passes is not None:
-            self._passes.gives(is_first=is_first)
+        self._passes.gives(is_first=is_first)
         try:
             self._at = Place(at.run, position, at.taken + 1)
             return batch
@@ -248,19 +252,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
                 # Outside the except block, so that another host's failure, if it is the cause, is
                 # not chained to an exception of this host.
                 together.ended(self._host.next_batch(at.position))
-                self._at_end()
+                self._passes.ends()
+                if self._reshard is not None:
+                    self._reshard.wait()
                 raise StopIteration
         if not at.run.has_compared:
             self._compare(at)
         return (
             placed if self._reshard is None else placed._replace(batch=self._reshard(placed.batch))
         )
-
-    def _at_end(self) -> None:
-        if self._passes is not None:
-            self._passes.ends()
-        if self._reshard is not None:
-            self._reshard.wait()
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch that ``next`` returned, as plain JSON."""
@@ -353,7 +353,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         self._require_open()
         self._host.require_new_pass()
-        self._passes = None  # it is meant
+        self._passes = Passes()  # it is meant
         self.go_to(None)
 
     def _open_anew(self, position: Position | None) -> None:
@@ -437,4 +437,5 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def __del__(self) -> None:
         if (at := getattr(self, "_at", None)) is not None:
             at.run.stage.stop()  # without waiting: the garbage collector runs anywhere
+            at.run.placed.log_close_error()
             at.run.together.close()

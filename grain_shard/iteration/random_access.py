@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import operator
 import sys
 from collections.abc import Iterator, Mapping
@@ -129,29 +128,38 @@ class RandomAccess(HostBatches):
         start = self._batching.cuts.progress(0) if position is None else position
         batching = self._batching.beginning_at(start)
         cuts, indices = batching.cuts, range(start.step, batching.num_batches())
-        settings, faults = self._settings, Faults(self._settings.fault_rules)
-        if settings.num_workers and indices:
-            batches = self._from_workers(batching, start.step, faults)
-            return Opened(start, batches, faults=faults.counts)
-        buffer_size = settings.cpu_buffer_size
+        settings, rules = self._settings, self._settings.fault_rules
+        faults, buffer_size = Faults(rules), settings.cpu_buffer_size
+
+        def position_after(index: int) -> Progress:
+            return cuts.progress(index + 1)
+
         if settings.executor is not None:
-            tasks = ExecutorBatches(
-                settings.executor, batching, indices, settings.fault_rules, faults
-            )
+            tasks = ExecutorBatches(settings.executor, batching, indices, rules, faults)
 
             def made(index: int) -> tuple[Batch, Progress]:
                 batch = tasks.made(index)
                 if index == indices.start:
                     self.contents.read()
-                return batch, cuts.progress(index + 1)
+                return batch, position_after(index)
 
             batches = Background(
-                made,
-                tasks,
-                buffer_size=buffer_size,
-                num_threads=buffer_size,
-                name=THREAD,
+                made, tasks, buffer_size=buffer_size, num_threads=buffer_size, name=THREAD
             )
+            return Opened(start, batches, faults=faults.counts)
+        if settings.num_workers and indices:
+            of_worker = functools.partial(_batches_of_worker, batching, rules, start.step)
+            workers = WorkerProcesses(of_worker, settings.num_workers, buffer_size=buffer_size)
+            numbers = iter(indices)
+
+            def taken(item: tuple[Batch, FaultCounts]) -> tuple[Batch, Progress]:
+                batch, counts = item
+                self.contents.read()
+                faults.add(counts)
+                return owned(batch), position_after(next(numbers))
+
+            # One batch waits here, copied out of shared memory.
+            batches = Background(taken, workers, buffer_size=1, name=THREAD)
             return Opened(start, batches, faults=faults.counts)
         most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
         pace = ReadPace(settings.num_threads, most=most)
@@ -160,7 +168,7 @@ class RandomAccess(HostBatches):
             indices,
             buffer_size,
             pace,
-            lambda index: cuts.progress(index + 1),
+            position_after,
             faults=faults,
             contents=self.contents,
         )
@@ -170,26 +178,6 @@ class RandomAccess(HostBatches):
             return ReadThreads(pace.threads, pace.count.why)
 
         return Opened(start, batches, reads=threads, faults=faults.counts)
-
-    def _from_workers(
-        self, batching: Batching, start: int, faults: Faults
-    ) -> Background[Any, tuple[Batch, Any]]:
-        """Returns batches that workers make; one waits here, copied out of shared memory."""
-        cuts = batching.cuts
-        settings = self._settings
-        of_worker = functools.partial(_batches_of_worker, batching, settings.fault_rules, start)
-        workers = WorkerProcesses(
-            of_worker, settings.num_workers, buffer_size=settings.cpu_buffer_size
-        )
-        steps = itertools.count(start + 1)
-
-        def taken(item: tuple[Batch, FaultCounts]) -> tuple[Batch, Progress]:
-            batch, counts = item
-            self.contents.read()
-            faults.add(counts)
-            return owned(batch), cuts.progress(next(steps))
-
-        return Background(taken, workers, buffer_size=1, name=THREAD)
 
     def first(self) -> Batch:
         return self._batching.read_batch(0, Faults(self._settings.fault_rules))

@@ -15,7 +15,7 @@ class Passes:
         same_order: Whether it is known to be shuffled, and to have the same order in each pass.
     """
 
-    def __init__(self, same_order: bool):
+    def __init__(self, same_order: bool = False):
         self._told_of_order, self._told_of_looks = not same_order, False
         self._one_has_ended = False
         self._looks = 0  # iterators in a row that have given one batch

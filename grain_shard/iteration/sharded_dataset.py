@@ -164,7 +164,8 @@ class ShardedDataset(grain.IterDataset):
     def __repr__(self) -> str:
         batches = self.num_batches()
         count = "" if batches is None else f", {batches} {'batch' if batches == 1 else 'batches'}"
-        return f"<ShardedDataset of {self.host.kind}, mesh ({self._mesh_text()}){count}>"
+        mesh = describe_mesh(self.shardings.mesh_axes)
+        return f"<ShardedDataset of {self.host.kind}, mesh ({mesh}){count}>"
 
     __str__ = __repr__
 
@@ -205,9 +206,6 @@ class ShardedDataset(grain.IterDataset):
             mesh_axes=self.shardings.mesh_axes,
             remedy="pass num_workers to .shard_to instead of calling .mp_prefetch after it.",
         )
-
-    def _mesh_text(self) -> str:
-        return describe_mesh(self.shardings.mesh_axes)
 
     def _assembler(self) -> Assembler:
         compares = self.host.rows != GLOBAL

@@ -76,12 +76,13 @@ class Meter:
 
     def __enter__(self) -> None:
         now, loop = self._clock(), self._loop
-        self._loop = loop._replace(since=now, began=loop.began if loop.until else now)
+        began = loop.began if loop.until else now
+        self._loop = _Loop(began, loop.until, now, loop.wait_s, loop.sums)
 
     def __exit__(self, *exc_info: object) -> None:
         now, loop = self._clock(), self._loop
         wait_s = loop.wait_s + now - (now if loop.since is None else loop.since)
-        self._loop = loop._replace(since=None, until=now, wait_s=wait_s)
+        self._loop = _Loop(loop.began, now, None, wait_s, loop.sums)
 
     def placed(self, batch: Any) -> Mapping[str, int]:
         """Counts this host's NumPy part of a batch as placed; returns its sums."""
@@ -91,9 +92,9 @@ class Meter:
 
     def handed_out(self, size: Mapping[str, int]) -> None:
         """Counts a batch that the loop has got, with the sums that `placed` returned."""
-        before, now, more = self._loop.sums, self._clock(), {"batches": 1, **size}
-        sums = {name: before.get(name, 0) + number for name, number in more.items()}
-        self._loop = self._loop._replace(until=now, sums=sums)
+        loop, now, more = self._loop, self._clock(), {"batches": 1, **size}
+        sums = {name: loop.sums.get(name, 0) + number for name, number in more.items()}
+        self._loop = _Loop(loop.began, now, loop.since, loop.wait_s, sums)
         # The first batch is no part of "of late": it has the time of all that is done only once.
         if not self._kept or now - self._kept[-1][0] >= _KEEP_S:
             self._kept.append((now, self.total()))

@@ -1,0 +1,112 @@
+"""`OrderedResults`: the bounded buffer between the threads that make results and one consumer."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from grain_shard.interrupts import Bell
+from grain_shard.tasks import Known, Raised, Results
+
+T = TypeVar("T")
+
+
+class OrderedResults(Results[T]):
+    """Results that several threads make in any order, and that one consumer takes in order.
+
+    The lock is the threads' own. The consumer, and the thread that stops the results, do without
+    it: each of their steps is a single one, or may be done twice, in the order of the code.
+
+    Args:
+        size: Most results that wait or are unfinished.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._lock = threading.Lock()
+        # Several bells, so that an event wakes only the threads that wait for it.
+        # Rung when the next result or its error is ready, and when the results are stopped.
+        self._result_came = Bell()
+        # Rung when any result or its error is ready, when a task is done, and when stopped.
+        self._something_came = Bell()
+        # Rung when there is room for one more result, and when no more results will begin.
+        self._room_came = Bell()
+        self._results: dict[int, T | Raised] = {}
+        self._begun = 0  # results that tasks have begun
+        self._ready = 0  # results that are there, or were, without a gap
+        self._taken = 0  # only the consumer changes it
+        self._final: Raised | None = None  # follows the results that are ready
+        self._is_stopped = False
+
+    @property
+    def taken(self) -> int:
+        return self._taken
+
+    @property
+    def room(self) -> int:
+        """Number of results that may begin now."""
+        return self._size - (self._begun - self._taken)
+
+    @abstractmethod
+    def _wait(self, bell: Bell, has_come: Callable[[], bool]) -> bool | None:
+        """Waits for `has_come` by a bell; a false value if the results are stopped first."""
+
+    def _next_has_come(self) -> bool:
+        return self._taken < self._ready or self._final is not None
+
+    def peek(self) -> T:
+        if not self._wait(self._result_came, self._next_has_come):
+            raise StopIteration
+        if self._taken < self._ready:
+            try:
+                return cast(T, self._results[self._taken])
+            except KeyError:  # the results were stopped
+                raise StopIteration from None
+        return cast(Raised, self._final).throw()
+
+    def release(self, taken: int) -> None:
+        while self._taken < taken:
+            self._results.pop(self._taken, None)
+            self._taken += 1
+        self._room_came.ring()
+
+    def known(self) -> Known:
+        """Returns the number of results that are ready, and the error or end that follows them."""
+        final, ready = self._final, self._ready  # in this order: none is ready after the end
+        return Known(ready, final.error if final is not None else None)
+
+    def wake(self) -> None:
+        """Makes the threads that wait for something other than the next result look again."""
+        self._something_came.ring()
+
+    def stop(self) -> None:
+        """Ends the results, without waiting. From then on ``next`` ends at once."""
+        self._is_stopped = True
+        self._results.clear()
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for bell in (self._result_came, self._something_came, self._room_came):
+            bell.ring()
+
+    def _put(self, number: int, result: T | Raised) -> None:
+        """Adds a result; if a result has several errors, the first one counts."""
+        with self._lock:
+            if self._final is None:
+                self._results.setdefault(number, result)
+            before = self._ready
+            with contextlib.suppress(KeyError):  # cleared by `stop`, or not there yet
+                while self._final is None:
+                    after = self._results[self._ready]
+                    if isinstance(after, Raised):
+                        self._final = after
+                    else:
+                        self._ready += 1
+            if self._is_stopped:  # also if that was while this ran
+                self._results.clear()
+        if self._ready > before or self._final is not None:
+            self._result_came.ring()
+        self._something_came.ring()
