@@ -120,7 +120,11 @@ class StreamDataset(grain.IterDataset):
         Args:
             faults: The rules for failed reads, in the random-access parts that Grain reads.
         """
-        return StreamIterator(self, faults)
+        source = replace_read_ahead(
+            self.source,
+            lambda records, options: RetriedRecords(records, faults).to_iter_dataset(options),
+        )
+        return StreamIterator(iter(source), self, faults)
 
     def __iter__(self) -> StreamIterator:
         return self.iterate(Faults(FAIL_AT_ONCE))
@@ -154,8 +158,9 @@ class StreamIterator(BatchIterator):
     The steps run in the thread that asks for the batch.
 
     Args:
+        source: The user's iterator.
         ds: The stream.
-        faults: The rules for failed reads, in the random-access parts that Grain reads.
+        faults: The rules for failed reads.
 
     Attributes:
         seen: The facts learned from the batches.
@@ -163,14 +168,9 @@ class StreamIterator(BatchIterator):
 
     _PARENT, _ROWS, _BATCH_SIZES = "parent", "rows", "batch_sizes"  # the state's keys
 
-    def __init__(self, ds: StreamDataset, faults: Faults):
-        source = replace_read_ahead(
-            ds.source,
-            lambda records, options: RetriedRecords(records, faults).to_iter_dataset(options),
-        )
-        self._source = iter(source)
-        super().__init__(self._source)
-        self._steps, self._faults = ds.steps, faults
+    def __init__(self, source: grain.DatasetIterator, ds: StreamDataset, faults: Faults):
+        super().__init__(source)
+        self._source, self._steps, self._faults = source, ds.steps, faults
         self._batch_sizes = nodes.batch_sizes(ds.source)
         self._rows_to_expect = ds.facts.unpadded_batch_size or 0
         self.seen: SeenBatches = SeenBatches(self._rows_to_expect)

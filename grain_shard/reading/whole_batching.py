@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,63 +27,81 @@ class WholeBatching(Batching):
     """Whole batches, of which some rows are kept.
 
     Attributes:
-        ds: The dataset of the batches.
-        made_of: The records of the batches, if known.
-        size: Rows of a full batch.
+        batches: The batches.
     """
 
-    ds: grain.MapDataset
-    made_of: RecordBatching | None
-    size: int
+    batches: Wholes
 
     @classmethod
     def of(cls, ds: grain.MapDataset, made_of: RecordBatching | None) -> WholeBatching:
-        """Returns the batches of a dataset, made of these records if they are known.
-
-        If they are unknown, the first batch is read, which shows the size.
-        """
-        if made_of is not None:
-            cuts, (size, *_) = made_of.cuts, made_of.unpadded_sizes
-            return cls(cuts=cuts, num_epochs=made_of.num_epochs, ds=ds, made_of=made_of, size=size)
-        size = 0
-        if len(ds):
-            first = FlatBatch.of(ds[0])
-            refuse_records(ds, first)
-            size = first.rows
-        return cls(cuts=Cuts(len(ds), {0: 1}), ds=ds, made_of=None, size=size)
+        """Returns the batches of a dataset, made of these records if they are known."""
+        batches = Wholes(ds, made_of)
+        if made_of is None:
+            return cls(cuts=Cuts(len(ds), {0: 1}), batches=batches)
+        return cls(cuts=made_of.cuts, num_epochs=made_of.num_epochs, batches=batches)
 
     @property
     def unpadded_sizes(self) -> tuple[int, ...]:
-        return (self.size,)
+        return (self.batches.size,)
 
     def epochs(self) -> Cuts | None:
-        if self.made_of is not None:
-            return self.made_of.epochs()
-        last = len(self.ds) - 1
-        return Cuts(last * self.size + FlatBatch.of(self.ds[last]).rows, {0: self.size})
+        batches = self.batches
+        if batches.made_of is not None:
+            return batches.made_of.epochs()
+        last = len(batches.ds) - 1
+        return Cuts(last * batches.size + FlatBatch.of(batches.ds[last]).rows, {0: batches.size})
 
     def fingerprint(self) -> Fingerprint:
-        if self.made_of is None:
+        made_of = self.batches.made_of
+        if made_of is None:
             unknown = {"records": None, "global_batch_size": None}
-            return {**unknown, **pipeline_digests(self.ds), **super().fingerprint()}
-        found = {**self.made_of.fingerprint(), **super().fingerprint()}
-        return {**found, "global_batch_size": self.size}
+            return {**unknown, **pipeline_digests(self.batches.ds), **super().fingerprint()}
+        found = {**made_of.fingerprint(), **super().fingerprint()}
+        return {**found, "global_batch_size": self.batches.size}
 
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         return [_WholeBatch(self, index, faults) for index in indices]
+
+
+class Wholes:
+    """The batches of a dataset, and the number of rows of a full one once it is known.
+
+    Args:
+        ds: The dataset.
+        made_of: The records of the batches, if known.
+    """
+
+    def __init__(self, ds: grain.MapDataset, made_of: RecordBatching | None):
+        self.ds: grain.MapDataset = ds
+        self.made_of = made_of
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches in an epoch of the dataset; the chain may drop some of them."""
+        return len(self.ds) if self.made_of is None else self.made_of.cuts.steps_before(1)
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Rows of a full batch; the first use may read the first batch."""
+        if self.made_of is not None:
+            return self.made_of.unpadded_sizes[0]
+        batch = FlatBatch.of(self.ds[0])
+        refuse_records(self.ds, batch)
+        return batch.rows
 
 
 class _WholeBatch(BatchBuilder):
     """One batch, read as one element of the dataset."""
 
     def __init__(self, batching: WholeBatching, index: int, faults: Faults):
-        ds, (epoch, record, _, size) = batching.ds, batching.cuts.cut(index)
+        ds, (epoch, record, _, size) = batching.batches.ds, batching.cuts.cut(index)
         # The index in the dataset, which includes the batches that are dropped here.
-        made_of = batching.made_of
-        per_epoch = len(ds) if made_of is None else made_of.cuts.steps_before(1)
-        below = np.array([epoch * per_epoch + record // size])
-        route, num_rows = Route(ds, below), batching.host_batch_size_of(batching.size)
-        super().__init__(index, below, route, RowTemplate(ds), faults, num_rows, batching.padding)
+        below = np.array([epoch * batching.batches.per_epoch + record // size])
+        padded = 0  # unused without padding; the size may have to be read
+        if batching.padding is not None:
+            padded = batching.host_batch_size_of(batching.batches.size)
+        template = RowTemplate(ds)
+        super().__init__(index, below, Route(ds, below), template, faults, padded, batching.padding)
         self._batching, self._batch = batching, None
 
     def _put(self, elements: Elements, start: int) -> None:
@@ -91,8 +110,8 @@ class _WholeBatch(BatchBuilder):
         Raises:
             ShardingError: The batch has an unexpected number of rows.
         """
-        flat, batching = FlatBatch.of(elements[0]), self._batching
-        made_of, size, rows = batching.made_of, batching.size, None
+        flat, batching, rows = FlatBatch.of(elements[0]), self._batching, None
+        made_of = batching.batches.made_of
         if made_of is not None:
             cuts = batching.cuts if made_of.sliced is None else made_of
             existing = cuts.cut(self._index).num_records
@@ -104,6 +123,7 @@ class _WholeBatch(BatchBuilder):
                     ".map(...), whose first batch tells the size.",
                 )
         if batching.rows is not None:
+            size = batching.batches.size
             rows = batching.rows_of(size)
             if flat.rows > size:
                 flat.refuse(
