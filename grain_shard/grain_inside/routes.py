@@ -160,8 +160,11 @@ class Route:
             ValueError: A batched read returned more or fewer elements than it was asked for.
         """
         elements = self._lower_end(recovery, by_grain=len(self.indices) > 1)
-        is_read = isinstance(elements, list | ArrayRows)
-        return elements if is_read else _taken(elements, until, recovery)
+        try:
+            is_read = isinstance(elements, list | ArrayRows)
+            return elements if is_read else _taken(elements, until, recovery)
+        finally:
+            del elements  # the traceback of an error among them refers to this frame
 
     def _lower_end(self, recovery: Recovery, *, by_grain: bool) -> Elements | Iterator[Any]:
         """Returns the elements at the lower end of the route, or reads one at each ``next``.
@@ -254,12 +257,15 @@ class Route:
             failures.clear()
         half = len(indices) // 2
         found = [*self._many(read, indices[:half], recovery)]
-        if len(found) == half and (recovery.masks or type(found[-1]) is not Unreadable):
-            found += self._many(read, indices[half:], recovery)
-        if failures and type(found[-1]) is not Unreadable:  # each element can be read alone
-            return [Unreadable(failures.pop(), among=len(indices))]
-        failures.clear()
-        return found
+        try:
+            if len(found) == half and (recovery.masks or type(found[-1]) is not Unreadable):
+                found += self._many(read, indices[half:], recovery)
+            if failures and type(found[-1]) is not Unreadable:  # each element can be read alone
+                return [Unreadable(failures.pop(), among=len(indices))]
+            return found
+        finally:
+            failures.clear()
+            del found  # the traceback of an error among them refers to this frame
 
     def _checked(self, result: Any, indices: np.ndarray) -> Elements:
         elements = [] if isinstance(result, Mapping) else result
