@@ -54,7 +54,7 @@ SHORT = 20  # characters of code that are not broken over two lines
 
 
 def link_pages_of_other_folders(app, doctree):
-    """Names pages beside docs/: its links to folders lead there, and benchmarks.md includes some."""
+    """Names pages beside docs/, where its links to folders lead and which benchmarks.md includes."""
     for node in doctree.findall(addnodes.pending_xref):
         if os.path.isabs(node["reftarget"]):
             page = os.path.relpath(node["reftarget"], app.srcdir.parent)
