@@ -54,7 +54,7 @@ SHORT = 20  # characters of code that are not broken over two lines
 
 
 def link_pages_of_other_folders(app, doctree):
-    """Names pages beside docs/: its links to folders lead there; benchmarks.md includes some."""
+    """Names pages beside docs/, to which its links to folders lead."""
     for node in doctree.findall(addnodes.pending_xref):
         if os.path.isabs(node["reftarget"]):
             page = os.path.relpath(node["reftarget"], app.srcdir.parent)

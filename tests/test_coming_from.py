@@ -98,7 +98,7 @@ def rows_of_the_page():
     lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
     cells = [line.strip("| ").split(" | ")[0] for line in lines]
     heads = {"`datarax.distributed`", "datarax", "PyTorch", "tf.data", "Grain"}
-    names = PAGE[: PAGE.index("For each name that is not kept")]
+    names = PAGE[PAGE.index("## datarax") : PAGE.index("For each name that is not kept")]
     return [cell for cell in cells if cell not in heads and f"| {cell} |" not in names]
 
 
@@ -161,7 +161,8 @@ class TestNamesOfDatarax:
     @functools.cached_property
     def table(self):
         """The first table of the page: the left column's names, by the right column."""
-        _, first_table, *_ = re.split(r"^\|---\|---\|\n", PAGE, flags=re.MULTILINE)
+        page = PAGE[PAGE.index("## datarax") :]
+        _, first_table, *_ = re.split(r"^\|---\|---\|\n", page, flags=re.MULTILINE)
         rows = re.findall(r"^\| (.+) \| (.+) \|$", first_table, re.MULTILINE)[:3]
         return {right: re.findall(r"`(\w+)`", left) for left, right in rows}
 
