@@ -45,7 +45,7 @@ def train(ds, folder, last_step, on_step):
         if checkpointer.latest is not None:
             like = {"state": state, "data": batches}
             state = checkpointer.load_checkpointables(abstract_checkpointables=like)["state"]
-        for step in range(int(state["step"]) + 1, last_step + 1):
+        for _ in range(int(state["step"]) + 1, last_step + 1):
             batch = next(batches)
             state, loss = train_step(state, batch)
             on_step(batch, loss)
