@@ -35,10 +35,11 @@ RESULTS = re.compile(r"(<!-- the last runs -->\n```text\n)(.*?)(```)", re.DOTALL
 def metadata(name: str) -> dict:
     """The head of a client's file: PEP 723, and our own table ``[tool.clients]``.
 
-    ``requires-python`` is ``==3.12.*``. ``dependencies`` are the newest pins. The table may have
+    ``requires-python`` is ``==3.12.*``. ``dependencies`` are the newest pins, the client's own first. The table may have
     ``lowest``, pins in the place of those of the same packages, and ``lowest-python``, the Python
     to go with them; ``no-deps``, packages that are installed without the packages that they ask
-    for; and ``note``, a word for the printed line.
+    for; ``sources``, a package whose source archive is unpacked, too; and ``note``, a word for
+    the printed line.
     """
     lines = itertools.takewhile(
         lambda line: line != "# ///", (FOLDER / f"{name}.py").read_text().splitlines()[1:]
@@ -122,6 +123,11 @@ def environment(name: str, pins: str) -> Path:
             for packages, options in zip(wanted, ([], ["--no-deps"]), strict=True):
                 if packages:
                     subprocess.run([*pip, *options, *packages], check=True, stdout=sys.stderr)
+            if sources := ours_of(head).get("sources"):
+                get = [python, "-m", "pip", "download", "-qq", "--no-deps", "--no-binary", ":all:"]
+                subprocess.run([*get, "-d", folder / "sources", sources], check=True)
+                for archive in (folder / "sources").glob("*.tar.gz"):
+                    shutil.unpack_archive(archive, folder / "sources", filter="data")
             stamp.write_text(json.dumps(wanted))
     return python
 
@@ -143,12 +149,13 @@ def contained(command: list) -> list:
 def check(name: str, pins: str, timeout_s: float) -> tuple[bool, str]:
     """Runs a client's checks; whether all held, and the line that says so."""
     python = environment(name, pins)
-    packages = [package_of(r) for r in metadata(name)["dependencies"]]
+    packages = [package_of(metadata(name)["dependencies"][0]), "jax", "grain", "orbax-checkpoint"]
     variables = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "CLIENT_PACKAGES": " ".join(dict.fromkeys([*packages, "jax", "grain"])),
+        "CLIENT_SOURCES": str(python.parents[1] / "sources"),
+        "CLIENT_PACKAGES": " ".join(dict.fromkeys(packages)),
     }
     command = contained([str(python), "-m", f"tests.clients.{name}"])
     try:

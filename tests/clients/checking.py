@@ -34,6 +34,7 @@ class Run:
         ours: Whether the batches come from us; if not, from the client's own input.
         stop: The number of steps after which the run saves and ends.
         hosts: The number of hosts.
+        feeds: The number of feeds, for a client whose input is cut into them.
     """
 
     data: Path
@@ -41,6 +42,7 @@ class Run:
     ours: bool
     stop: int
     hosts: int
+    feeds: int
     batches: list[str] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     evaluations: list[list[str]] = dataclasses.field(default_factory=list)
@@ -88,6 +90,7 @@ def main(
     *,
     resumed: Iterable[tuple[int, int]] = ((1, 2), (2, 1)),
     own: bool = True,
+    one_feed: bool = False,
     timeout_s: float = 400,
 ) -> None:
     """The ``__main__`` of a client's file: checks the client, or is one of its runs.
@@ -97,13 +100,14 @@ def main(
         make_data: Writes the data, once.
         resumed: Pairs of numbers of hosts: a run that stops, and the run that goes on.
         own: Whether the client's own input gives the same batches at each run on 1 host.
+        one_feed: Whether ours has the rows of the client's own input if it has one feed only.
         timeout_s: Ends a run after this many seconds.
     """
     if len(sys.argv) > 1:
         _run(train, make_data, json.loads(sys.argv[1]))
     else:
         module = f"tests.clients.{Path(sys.modules['__main__'].__file__).stem}"
-        sys.exit(_check(module, tuple(resumed), own, timeout_s))
+        sys.exit(_check(module, tuple(resumed), own, one_feed, timeout_s))
 
 
 def _run(train, make_data, words) -> None:
@@ -119,6 +123,7 @@ def _run(train, make_data, words) -> None:
         words["ours"],
         words["stop"],
         jax.process_count(),
+        words["feeds"],
     )
     train(run)
     if jax.process_index() == 0:
@@ -139,7 +144,7 @@ class _Checks:
             print(f"FAILED: {name} {why}", file=sys.stderr)
 
 
-def _check(module: str, resumed, own: bool, timeout_s: float) -> int:
+def _check(module: str, resumed, own: bool, one_feed: bool, timeout_s: float) -> int:
     from grain_shard import rehearse
 
     started, check = time.monotonic(), _Checks()
@@ -163,10 +168,10 @@ def _check(module: str, resumed, own: bool, timeout_s: float) -> int:
             print(f"-- {job}: {time.monotonic() - started:.0f} s", file=sys.stderr)
             return json.loads(Path(words["found"]).read_text())
 
-        def train(job, hosts, *, ours=True, stop=STEPS, checkpoints=None):
+        def train(job, hosts, *, ours=True, stop=STEPS, checkpoints=None, feeds=4):
             checkpoints = checkpoints or folder / f"checkpoints {job}"
             checkpoints.mkdir(exist_ok=True)
-            return run(job, hosts, ours=ours, stop=stop, checkpoints=checkpoints)
+            return run(job, hosts, ours=ours, stop=stop, checkpoints=checkpoints, feeds=feeds)
 
         def same(what, found, expected, key, tolerance=0.0):
             if not found or not expected:
@@ -185,10 +190,11 @@ def _check(module: str, resumed, own: bool, timeout_s: float) -> int:
             check("losses fall", min(one["losses"][-3:]) < one["losses"][0])
         if one and own:
             its = train("its own input", 1, ours=False)
-            same("same rows as its own", one, its, "batches")
-            same("same losses as its own", one, its, "losses")
+            alike = train("ours in one feed", 1, feeds=1) if one_feed else one
+            same("same rows as its own", alike, its, "batches")
+            same("same losses as its own", alike, its, "losses")
             if its and its["evaluations"]:
-                same("same evaluation as its own", one, its, "evaluations")
+                same("same evaluation as its own", alike, its, "evaluations")
         if one:
             two = train("2 hosts", 2)
             same("2 hosts have the rows of 1", two, one, "batches")
