@@ -35,11 +35,11 @@ RESULTS = re.compile(r"(<!-- the last runs -->\n```text\n)(.*?)(```)", re.DOTALL
 def metadata(name: str) -> dict:
     """The head of a client's file: PEP 723, and our own table ``[tool.clients]``.
 
-    ``requires-python`` is ``==3.12.*``. ``dependencies`` are the newest pins, the client's own first. The table may have
-    ``lowest``, pins in the place of those of the same packages, and ``lowest-python``, the Python
-    to go with them; ``no-deps``, packages that are installed without the packages that they ask
-    for; ``sources``, a package whose source archive is unpacked, too; and ``note``, a word for
-    the printed line.
+    ``requires-python`` is ``==3.12.*``. ``dependencies`` are the newest pins, the client's own
+    first. The table may have ``lowest``, pins in the place of those of the same packages, and
+    ``lowest-python``, the Python to go with them; ``no-deps``, packages that are installed without
+    the packages that they ask for; ``sources``, a package whose source archive is unpacked, too;
+    and ``note``, a word for the printed line.
     """
     lines = itertools.takewhile(
         lambda line: line != "# ///", (FOLDER / f"{name}.py").read_text().splitlines()[1:]

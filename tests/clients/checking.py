@@ -140,7 +140,7 @@ class _Checks:
         if condition:
             self.held.append(name)
         else:
-            self.failed.append(name + (f" ({why})" if why else ""))
+            self.failed.append(name)
             print(f"FAILED: {name} {why}", file=sys.stderr)
 
 
@@ -218,7 +218,7 @@ def _check(module: str, resumed, own: bool, one_feed: bool, timeout_s: float) ->
     versions += [f"{package} {importlib.metadata.version(package)}" for package in packages]
     line = f"{', '.join(versions)}: {len(check.held)} checks held"
     if check.failed:
-        line += f", {len(check.failed)} FAILED: {'; '.join(check.failed)}"[:2000]
+        line += f", {len(check.failed)} FAILED: {'; '.join(check.failed)}"
     else:
         line += f" ({', '.join(check.held)})"
     print(f"{line}; {time.monotonic() - started:.0f} s", flush=True)

@@ -83,13 +83,13 @@ class Rows:  # a config by which MaxText makes rows: packed, shifted, and not ye
         return getattr(self.config, name)
 
 
-def sharded(make_iterator, config, mesh, process_indices):
+def sharded(make_iterator, batch_size, config, mesh, process_indices):
     def make_feed(feed):
         hosts = [None] * feed.shard_count  # a feed in the place of a host
         hosts[feed.shard_index] = jax.process_index()
         return make_iterator(config, mesh, hosts)
 
-    ds = grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(config.global_batch_size_to_load)
+    ds = grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(getattr(config, batch_size))
     return iter(ds.shard_to(get_input_data_sharding(config, mesh), mask_key=None))
 
 
@@ -98,12 +98,35 @@ def take_over(bins):  # of each feed: a fixed number, the same on any hosts
         ds, Rows(config), bins, *args, **kwargs
     )
     multihost.MultiHostDataLoadIterator = lambda loader, *_, **__: loader
-    for name in ("make_grain_train_iterator", "make_grain_eval_iterator"):
-        setattr(interface, name, functools.partial(sharded, getattr(interface, name)))
+    for kind, size in (("train", "to_load"), ("eval", "to_load_eval")):
+        name, size = f"make_grain_{kind}_iterator", f"global_batch_size_{size}"
+        setattr(interface, name, functools.partial(sharded, getattr(interface, name), size))
     grain_utility.for_restore = lambda manager, step, iterator, factor: iterator
 
 
 # end of recipe
+
+
+def arguments(data, folder, settings):
+    """The command line of MaxText: what it reads, where it writes, and more settings."""
+    package = Path(maxtext.__file__).parent
+    settings = {
+        "run_name": "run",
+        "base_output_directory": folder,
+        "hardware": "cpu",
+        "dataset_type": "grain",
+        "grain_train_files": data / "train.array_record",
+        "grain_eval_files": data / "eval.array_record",
+        "grain_worker_count": 0,
+        "grain_worker_count_eval": 0,
+        "tokenizer_path": package / "assets" / "tokenizers" / "tokenizer.llama2",
+        "tokenizer_type": "sentencepiece",
+        "enable_tensorboard": False,
+        "enable_goodput_recording": False,
+        "log_config": False,
+    } | settings
+    config = [f"{name}={value}" for name, value in settings.items()]
+    return ["train", str(package / "configs" / "base.yml"), *config]
 
 
 def make_data(folder):
@@ -167,11 +190,7 @@ def run(job):
         return write_metrics(self, metrics, step, metric_type)
 
     metric_logger.MetricLogger.write_metrics = noting_losses
-    package = Path(maxtext.__file__).parent
     settings = {
-        "run_name": "run",
-        "base_output_directory": job.checkpoints,
-        "hardware": "cpu",
         "skip_jax_distributed_system": True,
         "model_name": "gpt3-52k",
         "override_model_config": True,
@@ -182,23 +201,12 @@ def run(job):
         "learning_rate": 0.01,
         "per_device_batch_size": 4,
         "max_target_length": 64,
-        "dataset_type": "grain",
-        "grain_train_files": job.data / "train.array_record",
-        "grain_eval_files": job.data / "eval.array_record",
-        "grain_worker_count": 0,
-        "grain_worker_count_eval": 0,
-        "tokenizer_path": package / "assets" / "tokenizers" / "tokenizer.llama2",
-        "tokenizer_type": "sentencepiece",
         "eval_interval": checking.STOP,
         "eval_steps": 2,
         "enable_checkpointing": True,
         "checkpoint_period": 1000,
-        "enable_tensorboard": False,
-        "enable_goodput_recording": False,
-        "log_config": False,
     }
-    config = [f"{name}={value}" for name, value in settings.items()]
-    trainer.main(["train", str(package / "configs" / "base.yml"), *config])
+    trainer.main(arguments(job.data, job.checkpoints, settings))
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class Losses(hooks.TrainingHooks):
 def run(job):
     class Noting(PeftTrainer):
         def _prepare_inputs(self, batch):
-            if "EVAL" in str(self._mode):
+            if "eval" in str(self._mode).lower():
                 job.evaluations[-1].append(checking.digest(batch))
             else:
                 job.batch(batch)
@@ -117,7 +117,7 @@ def run(job):
         )
         trainer = Noting(make_model(), optax.adam(0.02), config)
         trainer.with_gen_model_input_fn(model_input).with_training_hooks(Losses(job))
-        train_ds, eval_ds = pipeline(0, 400).batch(16), pipeline(400, 450).batch(16)
+        train_ds, eval_ds = pipeline(0, 400).batch(16), pipeline(400, 448).batch(16)
         if job.ours:
             train(trainer, mesh, train_ds, eval_ds)
         else:
