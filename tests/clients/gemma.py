@@ -8,6 +8,7 @@
 #     "jaxtyping==0.3.11",
 #     "ml-collections==1.1.0",
 #     "sentencepiece==0.2.3",
+#     "tensorboard==2.20.0",
 #     "tensorflow-cpu==2.21.0",
 #     "tensorflow-datasets==4.9.10",
 # ]
