@@ -61,11 +61,11 @@ class WithData(ocp.CheckpointManager):  # in its place; set WithData.batches = t
 
     def save(self, step, args):
         data = CheckpointSave(self.batches)
-        return super().save(step, args=ocp.args.Composite(default=args, data=data))
+        return super().save(step, args=ocp.args.Composite(model=args, data=data))
 
     def restore(self, step, args):
         data = CheckpointRestore(self.batches)
-        return super().restore(step, args=ocp.args.Composite(default=args, data=data))["default"]
+        return super().restore(step, args=ocp.args.Composite(model=args, data=data))["model"]
 
 
 # end of recipe
@@ -139,7 +139,7 @@ def run(job):
             job.loss(total - of_all)
             of_all = total
 
-    trainer.logging = types.SimpleNamespace(info=info, debug=print)
+    trainer.logging = types.SimpleNamespace(info=info, debug=lambda *args: None)
     writes_nothing = types.SimpleNamespace(text=["no text"])
     trainer.sampler_lib = types.SimpleNamespace(
         Sampler=lambda **_: lambda *args, **options: writes_nothing
