@@ -42,7 +42,7 @@
 # ]
 #
 # [tool.clients]
-# note = "maxtext asks for nothing without an extra; here is what its trainer imports"
+# note = "maxtext alone asks for no package; the packages here are those that its trainer imports"
 # ///
 """MaxText: its pre-training loop, with its own Grain input and with feeds of it.
 

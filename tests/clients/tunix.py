@@ -23,7 +23,7 @@ class Sharded(hooks.DataHooks):
         spec = jax.P(*trainer.config.data_sharding_axis)
         self.train_batches = iter(train_ds.shard_to(mesh, spec, mask_key=None))
         self.eval_batches = iter(eval_ds.shard_to(mesh, spec, mask_key=None))
-        self.train_batches.seek(trainer.iter_steps)  # 0, or those before the checkpoint
+        self.train_batches.seek(trainer.iter_steps)  # 0 in a new run
 
     def load_next_train_batch(self, trainer):
         return next(self.train_batches, None)
