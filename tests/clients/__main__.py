@@ -54,7 +54,8 @@ def ours_of(head: dict) -> dict:
 
 def recipe(name: str) -> str:
     """The lines of a client's file that a user copies."""
-    return "\n".join(RECIPE.findall((FOLDER / f"{name}.py").read_text()))
+    parts = RECIPE.findall((FOLDER / f"{name}.py").read_text())
+    return "\n\n\n".join(part.strip("\n") for part in parts) + "\n" * bool(parts)
 
 
 def with_recipes(page: str) -> str:
