@@ -24,7 +24,7 @@ CLIENTS = sorted(
     path.stem for path in FOLDER.glob("*.py") if path.read_text().startswith("# /// script")
 )
 # The two that cost least, which CI runs.
-CHEAPEST = ["orbax_v1"]
+CHEAPEST = ["orbax_v1", "substrax_datarax"]
 RECIPE = re.compile(r"^# recipe\n(.*?)^# end of recipe\n", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(
     r"(<!-- not run: the recipe of tests/clients/(\w+)\.py -->\n```python\n)(.*?)(```)", re.DOTALL

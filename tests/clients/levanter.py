@@ -1,6 +1,15 @@
 # /// script
 # requires-python = "==3.12.*"
-# dependencies = ["marin-levanter==0.2.227.dev40316220070", "marin-finelog==0.2.71.dev40003900277", "marin-iris-native==0.1.15.dev39984932175", "jax==0.11.2", "jaxlib==0.11.2", "tensorstore==0.1.84", "pyarrow==26.0.1", "datasets==4.8.5"]
+# dependencies = [
+#     "marin-levanter==0.2.227.dev40316220070",
+#     "marin-finelog==0.2.71.dev40003900277",
+#     "marin-iris-native==0.1.15.dev39984932175",
+#     "jax==0.11.2",
+#     "jaxlib==0.11.2",
+#     "tensorstore==0.1.84",
+#     "pyarrow==26.0.1",
+#     "datasets==4.8.5",
+# ]
 #
 # [tool.clients]
 # note = "a pre-release, which asks for jax<0.12"

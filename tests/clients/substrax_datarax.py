@@ -1,6 +1,9 @@
 # /// script
 # requires-python = "==3.13.*"
 # dependencies = ["datarax==0.1.17", "substrax==0.1.22", "jax==0.11.1", "jaxlib==0.11.1", "pytest"]
+#
+# [tool.clients]
+# note = "substrax 0.1.22, which asks for jax<0.11.2"
 # ///
 """datarax's `Pipeline` with substrax's meshes, training step and checkpoint store."""
 
@@ -13,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from substrax.checkpoint import OrbaxCheckpointStore
 
@@ -23,6 +27,12 @@ THEIRS = ("substrax.devices", "substrax.mesh", "substrax.spmd", "datarax")
 OURS = ("grain_shard.placement", "grain_shard.training")
 ARRAYS = {"x": np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)}
 ARRAYS["y"] = ARRAYS["x"].sum(1, keepdims=True)
+
+
+def compare_names(folder):
+    """The table of docs/coming_from.md, beside what is installed here."""
+    tests = ["tests/test_coming_from.py", "-k", "TestNames"]
+    assert pytest.main(["-q", "-rs", "-p", "no:cacheprovider", *tests]) == 0
 
 
 def names_of(modules):
@@ -101,4 +111,4 @@ def run(job):
 
 
 if __name__ == "__main__":
-    checking.main(run)
+    checking.main(run, compare_names)

@@ -11,13 +11,13 @@
 import functools
 import itertools
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-import grain
 import grain_shard
 from tests.clients import checking
 
