@@ -24,7 +24,7 @@ from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.place import place_leaf, place_tree
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import default_spec
-from grain_shard.training.meshes import create_1d_mesh, create_data_parallel_sharding
+from grain_shard.training.meshes import create_1d_mesh
 from grain_shard.trees import ROOT, is_text
 
 if TYPE_CHECKING:  # flax and optax take a second, and most of this folder needs neither
@@ -50,7 +50,7 @@ def place_batch_on_shards(batch: Any, sharding: Any) -> Any:
             its sharding, or no device can hold it.
 
     Example:
-        >>> rows = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
+        >>> rows = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
         >>> place_batch_on_shards({"x": np.zeros((16, 3))}, rows)["x"].shape
         (16, 3)
     """
