@@ -77,7 +77,7 @@ def train(dataset, sampler, mesh, path, last_step, on_step):
     with iter(batches_of(dataset, sampler, mesh, NUM_EPOCHS)) as batches:
         if path.exists():
             saved = torch.load(path, weights_only=False)
-            state = saved["state"]
+            state = jax.tree.map(jnp.asarray, saved["state"])
             batches.set_state(saved["data"])
         for batch in itertools.islice(batches, last_step - int(state["step"])):
             state, loss = train_step(state, batch)
