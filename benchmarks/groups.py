@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from benchmarks import (
     agreement,
     arrays,
+    clients,
     counting,
     hosts,
     images,
@@ -37,6 +38,7 @@ MODULES = (
     agreement,
     arrays,
     counting,
+    clients,
 )
 GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]
 

@@ -88,3 +88,32 @@ class CheckpointRestore(_OfIterator):
         iterator: An iterator over the same pipeline, or over its epochs. Batch size, hosts and mesh
             may differ.
     """
+
+
+class CheckpointItem:
+    """Kauldron's protocol of a checkpoint item, for a class whose attribute `iter` is an iterator.
+
+    Mixed into an iterator of Kauldron, it saves and restores the iterator of `shard_to`, on any
+    number of hosts::
+
+        from kauldron.data.iterators import PyGrainIterator
+
+        class ShardedIterator(CheckpointItem, PyGrainIterator): ...
+
+    Attributes:
+        iter: An iterator over a dataset that `shard_to` made.
+    """
+
+    iter: ShardedIterator
+
+    def __kd_ocp_handlers__(self) -> CheckpointHandler:
+        return CheckpointHandler()
+
+    def __kd_ocp_save_args__(self) -> CheckpointSave:
+        return CheckpointSave(self.iter)
+
+    def __kd_ocp_restore_args__(self) -> CheckpointRestore:
+        return CheckpointRestore(self.iter)
+
+    def __kd_ocp_restore_post__(self, value: ShardedIterator) -> Any:
+        return self  # whose iterator was restored in place

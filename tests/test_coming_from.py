@@ -5,9 +5,8 @@ the promise, or in `ELSEWHERE`, where the promise is one of the package's own. A
 fails, and so does a test without a row.
 """
 
-import functools
-import importlib
-import itertools
+import enum
+import inspect
 import re
 from pathlib import Path
 
@@ -16,8 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import grain_shard
+import grain_shard.placement
+import grain_shard.training
 from grain_shard.placement import distribute_batch
 from grain_shard.training import (
     create_1d_mesh,
@@ -26,13 +29,18 @@ from grain_shard.training import (
 HERE = Path(__file__).parent
 PAGE = (HERE.parent / "docs" / "coming_from.md").read_text()
 
+HEADS = {"datarax and substrax", "PyTorch", "tf.data", "Grain"}
+# The table of names, up to the next blank line.
+NAMES = PAGE[PAGE.index("| names of |") :].partition("\n\n")[0].splitlines()
+
 TESTS = {}
 
 # By the test that keeps them, the rows that promise no more than the package does anyway.
 ELSEWHERE = {
     "test_contract.py: test_every_record_is_in_exactly_one_valid_row": (
-        "a short last batch wraps around",
-        "`Pipeline(source, batch_size=...)`",
+        "a last batch that is short",
+        "`Pipeline(source, stages, batch_size)`",
+        "`JaxProcessSharderModule`",
         "`DataLoader(batch_size=per_gpu)`",
         "the last batch repeats samples",
         "`drop_last=True`",
@@ -46,9 +54,6 @@ ELSEWHERE = {
     ),
     "test_changing_runs.py: TestEpochs": ("`for epoch in range(n)",),
     "test_contract.py: TestState": ("a sampler's state",),
-    "test_hosts_elastic.py: test_killed_and_resumed_with_other_hosts_and_sizes_it_is_one_run": (
-        "`grain.checkpoint.CheckpointSave(it)`",
-    ),
     "test_contract.py: test_the_batches_are_grains_own_in_order": (
         "`experimental_distribute_dataset`",
     ),
@@ -67,21 +72,15 @@ ELSEWHERE = {
     "test_placement.py: TestShardBatchDim": ("`placement.shard_batch_dim`",),
     "test_placement.py: TestPrefetch": ("`prefetch_to_device` starts", "after `close`"),
     "test_placement.py: TestPrefetchState": ("it has no state",),
-    "test_data_parallel.py: TestDataParallelTrainStep": (
-        "`data_parallel_train_step` is",
-        "its `state` has",
-        "its `loss_fn(variables",
-    ),
-    "test_data_parallel.py: test_defect_in_peer_gradients_become_scalars": (
-        "`reduce_gradient_tree`",
-    ),
-    "test_place_state.py: test_defect_in_peer_fsdp_replicates": (
-        '`place_model_state_on_shards(state, mesh, "fsdp")`',
-    ),
-    "test_place_state.py: test_by_path": ("with a dict of paths",),
     "test_meshes.py: test_2d_mesh_with_a_given_second_axis": ("`.create_hybrid_mesh(4, 2)`",),
     "test_meshes.py: test_rules": ("`fsdp_rules()`",),
-    "test_throughput.py: TestCreateShardedPipeline": ("the guide's `create_sharded_pipeline`",),
+    "test_place_state.py: test_by_path": ("`DataParallelStrategy`",),
+    "test_placement.py: TestDevices": ("`detect_devices()`",),
+    "test_hardware.py: test_detects_real_device_kinds": ("an unknown GPU",),
+    "test_hosts_elastic.py: test_killed_and_resumed_with_other_hosts_and_sizes_it_is_one_run": (
+        "`grain.checkpoint.CheckpointSave(it)`",
+        "`IteratorCheckpoint(folder)",
+    ),
 }
 
 
@@ -96,10 +95,8 @@ def row(*beginnings):
 def rows_of_the_page():
     """The left cells of all tables, but that of names."""
     lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
-    cells = [line.strip("| ").split(" | ")[0] for line in lines]
-    heads = {"`datarax.distributed`", "datarax", "PyTorch", "tf.data", "Grain"}
-    names = PAGE[PAGE.index("## datarax") : PAGE.index("For each name that is not kept")]
-    return [cell for cell in cells if cell not in heads and f"| {cell} |" not in names]
+    cells = [line.strip("| ").split(" | ")[0] for line in lines if line not in NAMES]
+    return [cell for cell in cells if cell not in HEADS]
 
 
 for keeper, beginnings in ELSEWHERE.items():
@@ -122,69 +119,59 @@ def test_no_test_is_without_its_row():
         assert any(cell.startswith(beginning) for cell in rows_of_the_page()), beginning
 
 
-# `datarax.distributed.__all__` of datarax 0.1.4.
-DATARAX_NAMES = [
-    "BatchSizeRecommendation",
-    "DeviceMeshManager",
-    "DevicePlacement",
-    "HardwareType",
-    "MeshRules",
-    "all_gather",
-    "collect_from_devices",
-    "create_data_parallel_sharding",
-    "create_named_sharding",
-    "data_parallel_rules",
-    "data_parallel_train_step",
-    "distribute_batch",
-    "fsdp_rules",
-    "get_batch_size_recommendation",
-    "partition_spec_for_names",
-    "place_batch_on_shards",
-    "place_model_state_on_shards",
-    "place_nnx_state_on_shards",
-    "place_on_device",
-    "prefetch_to_device",
-    "reduce_custom",
-    "reduce_gradient_tree",
-    "reduce_gradients_across_devices",
-    "reduce_max",
-    "reduce_mean",
-    "reduce_mean_collective",
-    "reduce_min",
-    "reduce_sum",
-    "reduce_sum_collective",
-    "spmd_train_step",
-]
+def table_of_names():
+    """By module: the names that are kept, and those that are not."""
+    rows = [line.strip("| ").split("|") for line in NAMES[2:]]
+    return {
+        module.strip(" `"): [re.findall(r"`(\w+)`", cell) for cell in cells]
+        for module, *cells in rows
+    }
 
 
-class TestNamesOfDatarax:
-    @functools.cached_property
-    def table(self):
-        """The first table of the page: the left column's names, by the right column."""
-        page = PAGE[PAGE.index("## datarax") :]
-        _, first_table, *_ = re.split(r"^\|---\|---\|\n", page, flags=re.MULTILINE)
-        rows = re.findall(r"^\| (.+) \| (.+) \|$", first_table, re.MULTILINE)[:3]
-        return {right: re.findall(r"`(\w+)`", left) for left, right in rows}
+class TestNamesOfDataraxAndSubstrax:
+    @pytest.mark.parametrize("module", table_of_names())
+    def test_the_table_has_those_of_the_installed_package(self, module):
+        theirs = set(pytest.importorskip(module, exc_type=ImportError).__all__)
+        kept, others = table_of_names()[module]
+        assert set(kept) <= theirs
+        if module != "datarax":
+            assert sorted(kept + others) == sorted(theirs)
 
-    def test_the_table_has_each_name_once(self):
-        assert list(self.table) == [
-            "`grain_shard.placement`",
-            "`grain_shard.training`",
-            "not taken over",
-        ]
-        assert sorted(itertools.chain(*self.table.values())) == DATARAX_NAMES
-        assert [len(names) for names in self.table.values()] == [7, 13, 10]
+    @pytest.mark.parametrize("module", table_of_names())
+    def test_what_is_kept_takes_their_arguments_in_their_order(self, module):
+        theirs = pytest.importorskip(module, exc_type=ImportError)
+        for name in table_of_names()[module][0]:
+            pairs = [(getattr(theirs, name), ours_of(name))]
+            pairs += [
+                (method, getattr(ours_of(name), attribute))
+                for attribute, method in vars(pairs[0][0]).items()
+                if inspect.isclass(pairs[0][0]) and not attribute.startswith("_")
+            ]
+            for their, our in pairs:
+                if inspect.isroutine(their):
+                    kinds, ours = [signature_of(one) for one in (their, our)]
+                    assert ours[: len(kinds)] == kinds, (name, their)
+                elif isinstance(their, enum.Enum):
+                    assert our.value == their.value
 
-    def test_they_are_those_of_datarax(self):
-        datarax = pytest.importorskip("datarax.distributed", exc_type=ImportError)
-        assert sorted(datarax.__all__) == DATARAX_NAMES
+    def test_each_public_name_has_an_example(self):
+        for module in OURS:
+            for name in module.__all__:
+                assert ">>> " in getattr(module, name).__doc__, name
 
-    @pytest.mark.parametrize("module", ["grain_shard.placement", "grain_shard.training"])
-    def test_each_name_that_is_kept_is_there_and_has_an_example(self, module):
-        public = importlib.import_module(module)
-        assert set(self.table[f"`{module}`"]) <= set(public.__all__)
-        for name in public.__all__:
-            assert ">>> " in getattr(public, name).__doc__, name
+
+OURS = [grain_shard.placement, grain_shard.training]
+
+
+def ours_of(name):
+    return next(getattr(module, name) for module in OURS if name in module.__all__)
+
+
+def signature_of(function):
+    """The kinds of the arguments; the names of those that are passed by name."""
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.kind, p.name if p.kind == named else "") for p in parameters]
 
 
 def numbers(count):
@@ -200,7 +187,8 @@ def ids_of(batches):
 
 @row("`DeviceMeshManager.create_device_mesh(")
 def device_mesh(mesh):
-    assert dict(jax.make_mesh((4, 2), ("data", "model")).shape) == {"data": 4, "model": 2}
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
+    assert dict(mesh.shape) == {"data": 4, "model": 2}
 
 
 @row("`.create_data_parallel_mesh()`")

@@ -11,12 +11,12 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, Mesh
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard import rehearse
 from grain_shard.errors import ShardingError
-from grain_shard.placement import distribute_batch
 from grain_shard.training import (
     create_data_parallel_sharding,
     data_parallel,
@@ -119,8 +119,19 @@ def one_device_linen_losses():
     return losses
 
 
-def test_a_batch_is_placed_as_by_distribute_batch():
-    assert place_batch_on_shards is distribute_batch
+def rows_of_each_host_joined():
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    shardings = {"x": create_data_parallel_sharding(mesh), "step": NamedSharding(mesh, P())}
+    x = np.arange(4.0).reshape(4, 1) + 4 * jax.process_index()
+    batch = place_batch_on_shards({"x": x, "step": 7}, shardings)
+    whole = multihost_utils.process_allgather(batch["x"], tiled=True)
+    return whole.ravel().tolist(), batch["x"].sharding.spec, int(batch["step"])
+
+
+@pytest.mark.slow
+def test_each_host_places_the_rows_that_it_has_loaded():
+    found = rehearse.run(rows_of_each_host_joined, hosts=2, devices_per_host=2)
+    assert found == [(list(range(8)), P("data"), 7)] * 2
 
 
 class TestSpmdTrainStep:

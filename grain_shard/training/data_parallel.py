@@ -19,18 +19,46 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
 from grain_shard.errors import ShardingError, describe_leaf
-from grain_shard.sharding.place import place_leaf
+from grain_shard.host_arrays import owned
+from grain_shard.sharding.assemble import Assembler
+from grain_shard.sharding.place import place_leaf, place_tree
+from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import default_spec
 from grain_shard.training.meshes import create_1d_mesh
-from grain_shard.training.placement import distribute_batch
 from grain_shard.trees import ROOT, is_text
 
 if TYPE_CHECKING:  # flax and optax take a second, and most of this folder needs neither
     import optax
     from flax import nnx
 
-# One function, for which datarax has two names.
-place_batch_on_shards = distribute_batch
+
+def place_batch_on_shards(batch: Any, sharding: Any) -> Any:
+    """Joins the rows that each process has loaded to one global batch.
+
+    On one process this is `distribute_batch`, which on several takes the whole batch on each.
+
+    Args:
+        batch: The rows of this process's devices, as many on each process. A scalar is the same on
+            all of them.
+        sharding: One for all leaves, or a tree prefix of them, as for `distribute_batch`.
+
+    Returns:
+        The same tree of global arrays; text stays on the host.
+
+    Raises:
+        ShardingError: The rows do not split into the shards of this process, a leaf does not fit
+            its sharding, or no device can hold it.
+
+    Example:
+        >>> rows = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
+        >>> place_batch_on_shards({"x": np.zeros((16, 3))}, rows)["x"].shape
+        (16, 3)
+    """
+    shardings = ShardingTree.of(sharding)
+    spread = [one for one in shardings.shardings() if not one.is_fully_replicated]
+    if all(one.is_fully_addressable for one in spread):
+        return place_tree(batch, shardings)
+    return Assembler(shardings, ShardingTree.of(spread).layout())(owned(batch))
 
 
 def spmd_train_step(

@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class HardwareType(enum.Enum):
+class HardwareType(enum.StrEnum):
     """A chip that this module has numbers for. Anything else is `UNKNOWN`, never a near miss.
 
     Example:
         >>> HardwareType("tpu_v5e")
         <HardwareType.TPU_V5E: 'tpu_v5e'>
+        >>> print(HardwareType.H100, HardwareType.H100 == "h100")
+        h100 True
     """
 
     TPU_V5E = "tpu_v5e"

@@ -1,0 +1,206 @@
+"""``python -m tests.clients NAME...``: makes a client's environment, and checks it there."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fcntl
+import fnmatch
+import itertools
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+PAGE = ROOT / "docs" / "recipes.md"
+CLIENTS = sorted(
+    path.stem for path in FOLDER.glob("*.py") if path.read_text().startswith("# /// script")
+)
+# The two that cost least, which CI runs.
+CHEAPEST = ["orbax_v1", "substrax_datarax"]
+RECIPE = re.compile(r"^# recipe\n(.*?)^# end of recipe\n", re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(
+    r"(<!-- not run: the recipe of tests/clients/(\w+)\.py -->\n```python\n)(.*?)(```)", re.DOTALL
+)
+RESULTS = re.compile(r"(<!-- the last runs -->\n```text\n)(.*?)(```)", re.DOTALL)
+
+
+def metadata(name: str) -> dict:
+    """The head of a client's file: PEP 723, and our own table ``[tool.clients]``.
+
+    ``requires-python`` is ``==3.12.*``. ``dependencies`` are the newest pins, the client's own
+    first. The table may have ``lowest``, pins in the place of those of the same packages, and
+    ``lowest-python``, the Python to go with them; ``no-deps``, packages that are installed without
+    the packages that they ask for; ``sources``, a package whose source archive is unpacked, too;
+    and ``note``, a word for the printed line.
+    """
+    lines = itertools.takewhile(
+        lambda line: line != "# ///", (FOLDER / f"{name}.py").read_text().splitlines()[1:]
+    )
+    return tomllib.loads("\n".join(line.removeprefix("#").removeprefix(" ") for line in lines))
+
+
+def ours_of(head: dict) -> dict:
+    """The table ``[tool.clients]``."""
+    return head.get("tool", {}).get("clients", {})
+
+
+def recipe(name: str) -> str:
+    """The lines of a client's file that a user copies."""
+    parts = RECIPE.findall((FOLDER / f"{name}.py").read_text())
+    return "\n\n\n".join(part.strip("\n") for part in parts) + "\n" * bool(parts)
+
+
+def with_recipes(page: str) -> str:
+    """The page with each recipe as it stands in its client's file."""
+    return SHOWN.sub(lambda found: found[1] + recipe(found[2]) + found[4], page)
+
+
+def with_results(page: str, results: dict[str, str]) -> str:
+    """The page with these lines, by the words that begin them, in the place of older ones."""
+
+    def merged(found: re.Match) -> str:
+        old = {re.split(r",|:", line)[0]: line for line in found[2].splitlines()}
+        return (
+            found[1] + "".join(f"{line}\n" for _, line in sorted((old | results).items())) + "```"
+        )
+
+    return RESULTS.sub(merged, page)
+
+
+def package_of(requirement: str) -> str:
+    """The name of the package that a requirement asks for."""
+    return re.split(r"[\[<>=!~ ;@]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def requirements(name: str, pins: str) -> tuple[list[str], list[str]]:
+    """What pip installs with all that it asks for, and what it installs alone."""
+    head = metadata(name)
+    ours = ours_of(head)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    chosen = {package_of(r): r for r in project + head["dependencies"]}
+    if pins == "lowest":
+        chosen |= {package_of(r): r for r in ours.get("lowest", [])}
+    alone = {package_of(r): chosen.pop(package_of(r), r) for r in ours.get("no-deps", [])}
+    return sorted(chosen.values()), sorted(alone.values())
+
+
+def python_for(wanted: str) -> str:
+    """An interpreter of the version ``==3.12.*``."""
+    version = wanted.removeprefix("==").removesuffix(".*")
+    if fnmatch.fnmatch(platform.python_version(), version + ".*"):
+        return sys.executable
+    of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    found = shutil.which(f"python{version}") if not of_pyenv else str(of_pyenv[-1])
+    if found is None:
+        raise SystemExit(f"there is no Python {version}, which this client needs.")
+    return found
+
+
+def environment(name: str, pins: str) -> Path:
+    """The Python of the client's virtual environment, made anew where its requirements changed."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "grain_shard_clients")
+    folder = cache / f"{name}-{pins}"
+    stamp, python = folder / "requirements.json", folder / "bin" / "python"
+    wanted = requirements(name, pins)
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{name}-{pins}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists() or json.loads(stamp.read_text()) != list(wanted):
+            head = metadata(name)
+            version = head["requires-python"]
+            if pins == "lowest":
+                version = ours_of(head).get("lowest-python", version)
+            made_by = python_for(version)
+            subprocess.run([made_by, "-m", "venv", "--clear", folder], check=True)
+            pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+            for packages, options in zip(wanted, ([], ["--no-deps"]), strict=True):
+                if packages:
+                    subprocess.run([*pip, *options, *packages], check=True, stdout=sys.stderr)
+            if sources := ours_of(head).get("sources"):
+                get = [python, "-m", "pip", "download", "-qq", "--no-deps", "--no-binary", ":all:"]
+                subprocess.run([*get, "-d", folder / "sources", sources], check=True)
+                for archive in (folder / "sources").glob("*.tar.gz"):
+                    shutil.unpack_archive(archive, folder / "sources", filter="data")
+            stamp.write_text(json.dumps(wanted))
+    return python
+
+
+def contained(command: list) -> list:
+    """The command in a namespace of processes of its own, where the system allows one.
+
+    What the client leaves behind then ends with it, and it reaches no other process of the machine.
+    """
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    unshare.append("--kill-child")
+    allowed = (
+        shutil.which("unshare")
+        and not subprocess.run([*unshare, "true"], capture_output=True).returncode
+    )
+    return [*unshare, *command] if allowed else command
+
+
+def check(name: str, pins: str, timeout_s: float) -> tuple[bool, str]:
+    """Runs a client's checks; whether all held, and the line that says so."""
+    python = environment(name, pins)
+    packages = [package_of(metadata(name)["dependencies"][0]), "jax", "grain", "orbax-checkpoint"]
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "CLIENT_SOURCES": str(python.parents[1] / "sources"),
+        "CLIENT_PACKAGES": " ".join(dict.fromkeys(packages)),
+    }
+    command = contained([str(python), "-m", f"tests.clients.{name}"])
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, timeout=timeout_s
+        )
+        line = (done.stdout.strip().splitlines() or [f"ended with exit code {done.returncode}"])[-1]
+        held = done.returncode == 0
+    except subprocess.TimeoutExpired:
+        line, held = f"FAILED: not done within {timeout_s:g} s", False
+    note = ours_of(metadata(name)).get("note")
+    today = datetime.date.today().isoformat()
+    return held, f"{name} {pins}, {today}: {line}" + (f" [{note}]" if note else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)}")
+    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--cheapest", action="store_true", help="those that CI runs")
+    pins = ("lowest", "newest", "both")
+    parser.add_argument("--pins", choices=pins, default="newest", help="of the packages")
+    parser.add_argument("--timeout", type=float, default=1500, metavar="S", help="of a client")
+    write = "write the recipes, and the lines of what ran, into docs/recipes.md"
+    parser.add_argument("--write", action="store_true", help=write)
+    parser.add_argument("--python", metavar="NAME", help="print the client's Python, and end")
+    args = parser.parse_args()
+    if args.python:
+        print(environment(args.python, args.pins))
+        return 0
+    names = args.names + args.cheapest * CHEAPEST if not args.all else CLIENTS
+    if unknown := set(names) - set(CLIENTS):
+        parser.error(f"no client {', '.join(sorted(unknown))}; there are {', '.join(CLIENTS)}")
+    results, all_held = {}, True
+    for name in names:
+        for chosen in ("lowest", "newest") if args.pins == "both" else (args.pins,):
+            held, line = check(name, chosen, args.timeout)
+            print(line, flush=True)
+            all_held &= held
+            results[f"{name} {chosen}"] = line
+    if args.write:
+        PAGE.write_text(with_results(with_recipes(PAGE.read_text()), results))
+    return 0 if all_held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

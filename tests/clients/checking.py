@@ -1,0 +1,225 @@
+"""What every client does, in its own environment: its runs on 1 and 2 hosts, and their comparison.
+
+A client is a function ``train(run)``: it trains a tiny model with the client's own trainer, tells
+`Run.step` of each batch, saves to `Run.checkpoints` when it stops after `Run.stop` steps, and goes
+on from what lies there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+STEPS, STOP = 12, 6
+
+
+@dataclasses.dataclass
+class Run:
+    """One run of the client's trainer, on each of its hosts.
+
+    Attributes:
+        data: A folder with the client's data.
+        checkpoints: A folder for its checkpoints, which a run before this one may have filled.
+        ours: Whether the batches come from us; if not, from the client's own input.
+        stop: The number of steps after which the run saves and ends.
+        hosts: The number of hosts.
+        feeds: The number of feeds, for a client whose input is cut into them.
+    """
+
+    data: Path
+    checkpoints: Path
+    ours: bool
+    stop: int
+    hosts: int
+    feeds: int
+    batches: list[str] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    evaluations: list[list[str]] = dataclasses.field(default_factory=list)
+
+    def batch(self, batch: Any) -> None:
+        """Notes the batch that the trainer was given: a digest of its global rows."""
+        self.batches.append(digest(batch))
+
+    def loss(self, loss: Any) -> None:
+        """Notes the loss of a step."""
+        self.losses.append(float(loss))
+
+    def step(self, batch: Any, loss: Any) -> None:
+        """Notes a batch and its loss."""
+        self.batch(batch)
+        self.loss(loss)
+
+    def evaluation(self, batches: Iterable[Any]) -> None:
+        """Notes the batches of one evaluation."""
+        self.evaluations.append([digest(batch) for batch in batches])
+
+
+def digest(batch: Any) -> str:
+    """A digest of the global batch, without our mask: the same on any number of hosts."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    sha = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        name = jax.tree_util.keystr(path)
+        if "valid_mask" in name:
+            continue
+        whole = leaf
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            whole = multihost_utils.process_allgather(leaf, tiled=True)
+        rows = np.ascontiguousarray(whole)
+        sha.update(f"{name} {rows.dtype} {rows.shape}".encode() + rows.tobytes())
+    return sha.hexdigest()[:16]
+
+
+def main(
+    train: Callable[[Run], None],
+    make_data: Callable[[Path], None] = lambda folder: None,
+    *,
+    resumed: Iterable[tuple[int, int]] = ((1, 2), (2, 1)),
+    own: bool = True,
+    one_feed: bool = False,
+    timeout_s: float = 400,
+) -> None:
+    """The ``__main__`` of a client's file: checks the client, or is one of its runs.
+
+    Args:
+        train: Trains on each host of a run.
+        make_data: Writes the data, once.
+        resumed: Pairs of numbers of hosts: a run that stops, and the run that goes on.
+        own: Whether the client's own input gives the same batches at each run on 1 host.
+        one_feed: Whether ours has the rows of the client's own input if it has one feed only.
+        timeout_s: Ends a run after this many seconds.
+    """
+    if len(sys.argv) > 1:
+        _run(train, make_data, json.loads(sys.argv[1]))
+    else:
+        module = f"tests.clients.{Path(sys.modules['__main__'].__file__).stem}"
+        sys.exit(_check(module, tuple(resumed), own, one_feed, timeout_s))
+
+
+def _run(train, make_data, words) -> None:
+    if words["job"] == "data":
+        make_data(Path(words["data"]))
+        return
+    import jax
+
+    jax.distributed.initialize()
+    run = Run(
+        Path(words["data"]),
+        Path(words["checkpoints"]),
+        words["ours"],
+        words["stop"],
+        jax.process_count(),
+        words["feeds"],
+    )
+    train(run)
+    if jax.process_index() == 0:
+        found = {name: getattr(run, name) for name in ("batches", "losses", "evaluations")}
+        Path(words["found"]).write_text(json.dumps(found))
+
+
+class _Checks:
+    def __init__(self):
+        self.held: list[str] = []
+        self.failed: list[str] = []
+
+    def __call__(self, name: str, condition: bool, why: str = "") -> None:
+        if condition:
+            self.held.append(name)
+        else:
+            self.failed.append(name)
+            print(f"FAILED: {name} {why}", file=sys.stderr)
+
+
+def _check(module: str, resumed, own: bool, one_feed: bool, timeout_s: float) -> int:
+    from grain_shard import rehearse
+
+    started, check = time.monotonic(), _Checks()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="client-")))
+        (folder / "data").mkdir()
+
+        def run(job, hosts=1, **words):
+            words = {"job": job, "data": str(folder / "data")} | words
+            words["found"] = str(folder / f"{job}.json")
+            done = rehearse.run_script(
+                ["-m", module, json.dumps(words, default=str)],
+                hosts=hosts,
+                devices_per_host=2 // hosts,
+                timeout_s=timeout_s,
+                echo=sys.stderr,
+            )
+            check.failed += [f"{job} ended badly"] * (done.exit_code != 0)
+            if job == "data" or done.exit_code != 0:
+                return None
+            print(f"-- {job}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+            return json.loads(Path(words["found"]).read_text())
+
+        def train(job, hosts, *, ours=True, stop=STEPS, checkpoints=None, feeds=4):
+            checkpoints = checkpoints or folder / f"checkpoints {job}"
+            checkpoints.mkdir(exist_ok=True)
+            return run(job, hosts, ours=ours, stop=stop, checkpoints=checkpoints, feeds=feeds)
+
+        def same(what, found, expected, key, tolerance=0.0):
+            if not found or not expected:
+                return
+            a, b = found[key], expected[key]
+            if key != "losses":
+                check(what, a == b and bool(a), f"{a} for {b}")
+                return
+            off = max((abs(x - y) / abs(y) for x, y in zip(a, b, strict=False)), default=9.0)
+            check(what, len(a) == len(b) and off <= tolerance, f"{a} for {b}")
+
+        run("data")
+        one = not check.failed and train("1 host", 1)
+        if one:
+            check("12 steps", len(one["losses"]) == len(one["batches"]) == STEPS)
+            check("losses fall", min(one["losses"][-3:]) < one["losses"][0])
+        if one and own:
+            its = train("its own input", 1, ours=False)
+            alike = train("ours in one feed", 1, feeds=1) if one_feed else one
+            same("same rows as its own", alike, its, "batches")
+            same("same losses as its own", alike, its, "losses")
+            if its and its["evaluations"]:
+                same("same evaluation as its own", alike, its, "evaluations")
+        if one:
+            two = train("2 hosts", 2)
+            same("2 hosts have the rows of 1", two, one, "batches")
+            same("and its losses", two, one, "losses", 1e-4)
+        for job, found in (("1 host", one), ("2 hosts", one and two)):
+            if found and found["evaluations"]:
+                passes = found["evaluations"]
+                check(f"evaluated twice alike on {job}", passes[0] == passes[1] != [])
+        for first, then in resumed if one else ():
+            checkpoints = folder / f"checkpoints {first} to {then}"
+            name = f"saved on {first}, resumed on {then}"
+            job = f"saved on {first}, for {then}"
+            before = train(job, first, stop=STOP, checkpoints=checkpoints)
+            after = before and train(name, then, checkpoints=checkpoints)
+            if after:
+                both = {key: before[key] + after[key] for key in ("batches", "losses")}
+                same(f"{name}: rows", both, one, "batches")
+                same(f"{name}: losses", both, one, "losses", 1e-4)
+    packages = os.environ["CLIENT_PACKAGES"].split()
+    versions = [f"python {platform.python_version()}"]
+    versions += [f"{package} {importlib.metadata.version(package)}" for package in packages]
+    line = f"{', '.join(versions)}: {len(check.held)} checks held"
+    if check.failed:
+        line += f", {len(check.failed)} FAILED: {'; '.join(check.failed)}"
+    else:
+        line += f" ({', '.join(check.held)})"
+    print(f"{line}; {time.monotonic() - started:.0f} s", flush=True)
+    return bool(check.failed)
