@@ -28,6 +28,7 @@
 #     "optax==0.2.8",
 #     "orbax-checkpoint==0.12.8",
 #     "pathwaysutils==0.1.13",
+#     "pillow==13.0.0",
 #     "psutil==7.2.2",
 #     "pydantic==2.14.3",
 #     "qwix==0.1.8",
