@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import grain_shard
+from grain_shard.training import place_model_state_on_shards
 from tests.clients import checking
 
 NUM_EPOCHS = 5
@@ -77,7 +78,7 @@ def train(dataset, sampler, mesh, path, last_step, on_step):
     with iter(batches_of(dataset, sampler, mesh, NUM_EPOCHS)) as batches:
         if path.exists():
             saved = torch.load(path, weights_only=False)
-            state = jax.tree.map(jnp.asarray, saved["state"])
+            state = place_model_state_on_shards(saved["state"], mesh)
             batches.set_state(saved["data"])
         for batch in itertools.islice(batches, last_step - int(state["step"])):
             state, loss = train_step(state, batch)
