@@ -36,7 +36,8 @@ def ms_a_batch(batches: Iterator[Any]) -> float:
     for _ in range(BATCHES):
         jax.block_until_ready(next(batches))
     seconds = time.perf_counter() - start
-    getattr(batches, "close", lambda: None)()
+    with contextlib.suppress(AssertionError):  # of MaxText's own, which asks Grain for one parent
+        getattr(batches, "close", lambda: None)()
     return seconds / BATCHES * 1e3
 
 
