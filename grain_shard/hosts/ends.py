@@ -258,6 +258,7 @@ class AgreedEnd(Results[T]):
             AgreementError: The hosts cannot go on.
         """
         taken = self.taken
+        self.start()
 
         def need_not_wait(own: Known) -> bool:
             # The votes end without a batch of this host if the others have given up on it.
