@@ -67,10 +67,10 @@ def with_results(page: str, results: dict[str, str]) -> str:
     """The page with these lines, by the words that begin them, in the place of older ones."""
 
     def merged(found: re.Match) -> str:
+        # Without the names of the checks, which the page tells once.
+        short = {begin: re.sub(r" held \(.*?\)", " held", line) for begin, line in results.items()}
         old = {re.split(r",|:", line)[0]: line for line in found[2].splitlines()}
-        return (
-            found[1] + "".join(f"{line}\n" for _, line in sorted((old | results).items())) + "```"
-        )
+        return found[1] + "".join(f"{line}\n" for _, line in sorted((old | short).items())) + "```"
 
     return RESULTS.sub(merged, page)
 
