@@ -226,7 +226,7 @@ def sendable(error: BaseException) -> BaseException:
     if cause is not None:
         told = "".join(traceback.format_exception(cause)).rstrip()
         error.add_note(f"grain_shard: it was raised from, in a worker process:\n{told}")
-    if isinstance(error, Exception):  # of any other, Grain's worker dies
+    if isinstance(error, Exception):  # any other error would end Grain's worker
         with contextlib.suppress(Exception):
             pickle.loads(pickle.dumps(error))
             return error

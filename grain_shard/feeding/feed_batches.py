@@ -206,7 +206,7 @@ class FeedIterator(BatchIterator):
         position: The feeds' position at the start; None for the beginning.
     """
 
-    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # Grain closes it, also if __init__ fails
+    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # closed by Grain even if __init__ failed
 
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()

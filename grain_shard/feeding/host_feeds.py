@@ -61,7 +61,7 @@ class HostFeeds(HostBatches):
         self.compared = {**self.fingerprint, "global_batch_size": ds.rows.global_batch_size}
 
     def open(self, position: FeedsPosition | None) -> Opened:
-        mark_flags_as_parsed()  # there may be an .mp_prefetch in a feed
+        mark_flags_as_parsed()  # Grain needs it for an .mp_prefetch in a feed
         iterator = FeedIterator(self._ds, self._run, position)
         # If workers make the batches, one waits here, out of their shared memory.
         buffer_size = 1 if self._run.num_workers else self._run.buffer_size

@@ -74,19 +74,19 @@ class Alarm:
         self._failure: AgreementError | None = None
         self.is_at_end = self.all_know = False
         self._is_over = False  # the loop knows of the failure, or the iterator is closed
-        self._loop = threading.main_thread().ident or 0  # or another one that asks for batches
+        self._loop = threading.main_thread().ident or 0  # until another thread asks for a batch
         with _one_asks:
             self._listener = listener_of(runtime_client())
         self._listener.alarms[series] = self
 
     def sound(self, error: BaseException) -> None:
         """Tells the other hosts that the iterator raises an error of this host's."""
-        if not self.all_know:  # it is raised again by each further call
+        if not self.all_know:  # each further call raises the same error again
             self._listener.tell(self, error)
         self.others_know()
 
     def others_know(self) -> None:
-        """Notes that the iterator raises an error that the others know, or cannot be told."""
+        """Notes that the iterator raises an error that the others know of, or cannot be told."""
         self.all_know = self._is_over = True
 
     def raise_failure(self) -> None:
@@ -103,7 +103,8 @@ class Alarm:
 
     def close(self) -> None:
         """Closes the alarm: no failure concerns the iterator any more."""
-        # The listener may keep this alarm, and must not keep the iterator: an error has its frames.
+        # The listener may keep this alarm. It must not keep the iterator, to which an error refers
+        # by its frames.
         self._is_over, self._stop, self._failure = True, None, None
         if not self.is_at_end:
             self._listener.left_last = self
@@ -121,7 +122,10 @@ class Alarm:
         ).start()
 
     def _watch(self, host: int, text: str) -> None:
-        """Ends this process, unless told not to, if the loop stands still before it knows."""
+        """Ends this process if its loop stands still before the loop learns of the failure.
+
+        The user can keep the process by the environment variable `_END_PROCESS`.
+        """
         where, since = None, time.monotonic()
         while time.monotonic() - since < _STILL_S:
             if self._is_over:
@@ -238,7 +242,7 @@ class Listener:
                     time.sleep(_LOOK_AGAIN_S)
 
 
-@functools.lru_cache(maxsize=1)  # the runtime may be shut down and begun anew
+@functools.lru_cache(maxsize=1)  # one for each client: the runtime may be begun anew
 def listener_of(client: Any) -> Listener:
     """Returns the listener of this process; the first call with a client starts it."""
     return Listener()

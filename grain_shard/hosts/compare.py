@@ -8,8 +8,8 @@ from typing import Any, Final
 
 Answers = Mapping[int, Any]
 _MAX_CHARACTERS = 200  # of a value
-# Fields by which a pipeline is told, and why they mostly differ where the script is the same.
-# The last one is the digest of the first whole batch, where hosts say that all produce the same.
+# Fields that describe a pipeline, and the usual reason why hosts with the same script differ. The
+# last one is the digest of the first whole batch, where hosts say that all produce the same.
 FIRST_BATCH = 'first batch of rows="global"'
 _OF_THE_PIPELINE = "source", "transforms", FIRST_BATCH
 _DIVIDED = (
@@ -103,9 +103,11 @@ def _short(text: str) -> str:
 
 
 def _wrong_rows(answers: Answers) -> list[str]:
-    """Returns lines about hosts of the same shards with different rows, and the reverse.
+    """Returns a line for each group of hosts whose rows contradict their shards or feeds.
 
-    The digest of padding is "", since padding is the same everywhere.
+    Hosts with the same shards, or the same feeds, must have the same rows. Hosts with different
+    shards must have different rows. Padding is the same everywhere, so its digest is "", and hosts
+    with that digest may have different shards.
     """
     lines = [
         f"  rows: {hosts} hold the same shards and feed different rows;"

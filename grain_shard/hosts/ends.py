@@ -75,7 +75,7 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
 
 
 class _Votes(Producer[int]):
-    """This host's votes; each item is the number of batches agreed on by then, from the first on.
+    """This host's votes. Each item is the number of batches that the hosts have agreed on so far.
 
     Only the thread that votes changes the attributes, except `handed_out`: the training loop
     changes it.
@@ -191,8 +191,8 @@ class _Votes(Producer[int]):
 class AgreedEnd(Results[T]):
     """Hands out global batches until the end that all hosts have agreed on.
 
-    An interrupt, such as Ctrl-C, may come at any place: the next call goes on there, because the
-    votes are the other thread's.
+    An interrupt, such as Ctrl-C, may come at any place. The next call then goes on where the
+    interrupt came, because another thread votes.
 
     Args:
         placed: This host's batches, on the devices.

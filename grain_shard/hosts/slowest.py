@@ -20,7 +20,7 @@ from absl import logging
 
 from grain_shard.hosts.rounds import Store
 
-# Topics: the waits of all iterators of a host, and the verdicts of a first host on its iterators.
+# Topics: the waits that each host posts, and the verdicts that the first host of an iterator posts.
 _WAITS, _SLOWEST = "waits", "slowest"
 # A host holds the others up if it waits for data for at least this larger share of the time. A
 # smaller difference may be chance, and a remedy would gain little.

@@ -81,7 +81,7 @@ class Contents:
             # No name for the elements: an error among them would keep this frame, and its own.
             read = Route(self._node, np.array(self._indices)).read
             digests = [element_digest(element) for element in read()]
-        except Exception:  # a record that cannot be read is for the batch that it belongs to
+        except Exception:  # the batch that has this record raises the error
             return ""
         return "".join(digests) if len(digests) == len(self._indices) else ""
 

@@ -276,7 +276,7 @@ class Faults(Recovery):
         return not isinstance(error, OSError | ImportError) and not self.may_heal(error)
 
     def _require_source(self, error: Exception) -> None:
-        """Ends the run before a batch is done, if the source is down: each record would pause.
+        """Ends the run within a batch if the source is down, since each further record would pause.
 
         Raises:
             BadRecordsError: All tries were used up for too many records.

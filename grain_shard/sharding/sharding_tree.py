@@ -195,9 +195,10 @@ class ShardingTree:
         return self._spread(Spread.read_by)
 
     def moves(self) -> tuple[ShardingTree, ...]:
-        """Returns the shardings to which devices move a batch read by `spread`, in this order.
+        """Returns the shardings that a batch read by `spread` passes through, in order.
 
-        There are one or two, see `Spread.gathered`. The last one is this tree.
+        The devices move the batch once for each of these shardings. There are one or two (see
+        `Spread.gathered`), and the last one is this tree.
         """
         gathered = self._spread(Spread.gathered)
         return (self,) if gathered == self else (gathered, self)

@@ -1,4 +1,4 @@
-"""The size of batches, and the stage that is busiest: for running sums and for recorded spans."""
+"""The size of a batch and the busiest stage, for live statistics and for recorded profiles."""
 
 from __future__ import annotations
 

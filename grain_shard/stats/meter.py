@@ -31,13 +31,13 @@ class _Loop(NamedTuple):
 
     began: float = 0.0  # with the first call of next
     until: float = 0.0  # when the last call returned
-    since: float | None = None  # when the call began that it waits in now
+    since: float | None = None  # start of the call in which the loop waits now
     wait_s: float = 0.0
     sums: Mapping[str, int] = {}  # of batches that were handed out; never changed
 
 
 class Meter:
-    """Counts. As a context: the training loop waits for its next batch.
+    """Counts an iterator's work. As a context it measures how long the loop waits for a batch.
 
     Args:
         clock: In seconds.

@@ -201,7 +201,7 @@ class DevicePlacement:
 
     @property
     def num_devices(self) -> int:
-        """The devices of all processes together."""
+        """The number of devices of all processes together."""
         return jax.device_count()
 
     def place_on_device(self, data: Any, device: Any = None) -> Any:

@@ -281,7 +281,7 @@ class Plan(InNotebooks):
         )
 
     def _host_lines(self) -> Iterator[tuple[str, ...]]:
-        """One line for the hosts that read the same, as many as fit a screen."""
+        """Yields a line for each group of hosts that read the same, as many as fit a screen."""
         cells = {reads.host: reads.cells() for reads in self.reads.hosts}
         lines = list(self.reads.hosts_by_rows().values())
         for hosts in lines[:_MAX_LINES]:
