@@ -88,12 +88,12 @@ class ThreadCount:
         """Decides the next number of threads, from a window measured with the present number."""
         first, self._is_first = self._is_first, False
         if first and window.process_cores >= 0.5:
-            self._rest = _REST  # its rate is a cold start's, so there is no hurry
+            self._rest = _REST  # a cold start's rate says little: no hurry
             self.why = "the first read computed"
         elif window.starved < _FED:
             self._before, self._rate = None, 0.0  # the consumer set the rate, not the threads
         elif self._before is not None and not self._helped(*self._before, window.rate):
-            pass  # taken back
+            pass  # `_helped` has taken the attempt back
         else:
             self._settle(window.rate)
             if self._rest:
@@ -210,11 +210,11 @@ class ReadPace(Pace):
         self.count: ThreadCount = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
         self.seconds_per_record: float | None = None  # wall time of recent reads
         self._active = 0
-        self._waiting = 0  # consumers
+        self._waiting = 0  # consumers that wait
         self._waits: deque[tuple[float, int]] = deque()  # (time, +1 or -1): one more or fewer
         self._changed = 0.0  # when the number of threads last changed
         self._window: _Sums | None = None
-        self._window_s = 0.0  # the first read, whatever it takes
+        self._window_s = 0.0  # 0: the first window is the first read
 
     @property
     def threads(self) -> int:
@@ -233,7 +233,7 @@ class ReadPace(Pace):
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
         self._pass(now)
         self._active -= 1
-        if not size:  # another read took over all its records: its time is left out
+        if not size:  # a read without records of its own: its time is left out
             if self._window is not None:
                 self._window.active_s -= now - max(start, self._window.start)
             return

@@ -146,7 +146,8 @@ class _Share(grain.IterDataset):
     """The elements of one worker. Grain passes its number and the number of workers as a slice.
 
     Args:
-        make: Makes the elements, pickled: Grain would copy it for each worker.
+        make: The function that makes the elements, pickled because Grain would otherwise copy it
+            for each worker.
     """
 
     def __init__(self, make: bytes):

@@ -159,7 +159,7 @@ def fault_rules_of(
 
 
 def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
-    """Warns if this host runs feeds for a part of their rows, which microbatches have made so.
+    """Warns if microbatches make this host run feeds of which it keeps only some rows.
 
     Args:
         ds: The batches of the feeds that this host runs.

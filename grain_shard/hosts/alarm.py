@@ -2,13 +2,14 @@
 
 Hosts that make their batches without a word to each other do not notice that one has failed. They
 go on to the next collective, which waits for that host, and nothing in Python gets them out of it.
-So a host whose iterator raises says so in the distributed runtime's key-value store, and a thread
-of every process listens. There the iterator raises that failure in its turn. If the training loop
-stands still and does not come to its iterator any more, the process says where it stands, and ends
-(unless GRAIN_SHARD_END_PROCESS is 0, for notebooks and supervisors).
+So a host whose iterator raises puts the error into the distributed runtime's key-value store, where
+a thread of every process listens. On the other hosts the iterator then raises that failure, too. If
+a training loop stands still and does not come to its iterator any more, its process prints where it
+stands, and ends (unless GRAIN_SHARD_END_PROCESS is 0, for notebooks and supervisors).
 
-A process that ends because of such an error leaves at once: at its exit JAX would wait for all
-others, for minutes. So does one whose training loop has failed by itself, and it tells the others.
+A process that ends because of such an error ends at once, because JAX would wait at an ordinary
+exit for all other hosts, for minutes. A process whose training loop has failed by itself ends in
+the same way, and tells the other hosts.
 """
 
 from __future__ import annotations

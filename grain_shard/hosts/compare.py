@@ -16,16 +16,17 @@ _DIVIDED = (
     " If it is the same, the pipeline is most likely divided by jax.process_index(), as by a slice"
     " or by files of each host: leave that out, since .shard_to gives each host its rows."
 )
-# The rows that a host's pipeline yields: the same whole batches as everywhere, rows of its own, or
-# the rows of feeds. In the last two cases hosts compare a field with their shards and a digest of
-# their rows of the first batch. Two feeds may well yield the same rows, so only the same feeds are
-# compared.
+# The rows that a host's pipeline yields: the same whole batches on all hosts, rows of its own, or
+# the rows of feeds. In the last two cases the hosts compare a field with their shards and a digest
+# of their rows of the first batch. Different feeds may yield the same rows, so only hosts
+# that run the same feeds are compared.
 GLOBAL: Final = "global"
 LOCAL: Final = "local"
 OF_FEEDS: Final = "feeds"
 OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
-# The field for the digests of a few records, by their names: as the host reads them `NOW`, and as
-# the state that it has restored holds them, `SAVED`. A host that has none is not compared.
+# The field for the digests of a few records, by the names of the records. `NOW` has the digests
+# that the host reads, `SAVED` those of the state that it has restored. A host without digests is
+# not compared.
 CONTENTS, NOW, SAVED = "contents", "now", "saved"
 _SORT = "list files in sorted order, which a set, glob and os.listdir do not have, and"
 
@@ -34,9 +35,10 @@ def compare(answers: Answers) -> dict[str, Any]:
     """Compares the hosts' answers, and returns the verdict as JSON.
 
     Returns:
-        ``{"error": message}``, which names the hosts and the field. If records differ, which is no
-        error in a source that gives others at each read, ``{"doubt": message, "of": "hosts"}``, or
-        "state". Else ``{"contents": digest}`` of the records, if a host has one.
+        ``{"error": message}``, which names the hosts and the field. If only records differ,
+        ``{"doubt": message, "of": "hosts"}`` (or "state"), because a source may give other records
+        at each read, which is no error. Otherwise ``{"contents": digest}`` of the records, if a
+        host has a digest.
 
     Example:
         >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}})["error"])

@@ -126,7 +126,7 @@ class _Votes(Producer[int]):
             self._read.wake()  # for `_is_worth_a_vote`
 
     def __next__(self) -> int:
-        self._is_over = True  # after an error: the others know of it, or learn of it otherwise
+        self._is_over = True  # stays so after an error, of which the others learn otherwise
         more = self._vote(str(self.number))
         self._is_over = more == 0
         if not more:
@@ -142,8 +142,8 @@ class _Votes(Producer[int]):
             return None
         ready = known.results - self.agreed
         if ready <= 0 and known.end is not None and not isinstance(known.end, StopIteration):
-            # A batch that was agreed on and fails is told by the alarm: the others wait for it in
-            # their collectives, and not for a vote.
+            # If a batch that was agreed on fails, the alarm tells the other hosts, because they
+            # wait for it in a collective and not in a vote.
             if ready == 0:
                 with contextlib.suppress(AgreementError):  # the store is gone
                     self._rounds.fail(round_, describe_error(known.end))

@@ -235,10 +235,10 @@ class Rounds(Store):
             self.delete(_verdict(round_))
 
     def _settle(self, round_: str, verdict: Any) -> Any:
-        """Posts the verdict, or yields to the one that stands.
+        """Posts the verdict, unless another one was posted; returns the one that holds.
 
-        A host that has waited in vain settles it for all: the first host, when it comes at last,
-        must not go on alone.
+        A host that has waited in vain posts a verdict for all hosts. Without it, a first host that
+        comes late would go on alone.
         """
         key = _verdict(round_)
         return verdict if self.put_once(key, verdict) else self.wait(key, _SLICE_MS)

@@ -41,7 +41,7 @@ from grain_shard.stats.meter import Meter
 from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
 
-_SAVES = itertools.count()  # every host saves as often
+_SAVES = itertools.count()  # the same number on every host, because all hosts save together
 
 
 class Run:
@@ -156,7 +156,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._across, self._passes = across, passes or Passes()
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
-            self._enter_context = jax_context()  # of the thread that made it, for all its life
+            self._enter_context = jax_context()  # of the thread that made the iterator
             self._at = self._open(None)
         self._beginning = self._at.position
 
@@ -353,7 +353,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         self._require_open()
         self._host.require_new_pass()
-        self._passes = Passes()  # it is meant
+        self._passes = Passes()  # a deliberate second pass needs no warning
         self.go_to(None)
 
     def _open_anew(self, position: Position | None) -> None:

@@ -134,7 +134,7 @@ class ShardedDataset(grain.IterDataset):
     def _how(self, host: HostBatches) -> dict[str, Any]:
         """Returns the arguments of an iterator over some batches of this host."""
         final = self.settings.final_shardings
-        if final:  # with a collective of ours
+        if final:  # the move to `final` is a collective
             require_order(final.devices())
         return {
             "placer": self._assembler(),
@@ -147,11 +147,11 @@ class ShardedDataset(grain.IterDataset):
     def abstract_batch(self) -> Batch:
         """Describes every batch, without one: `jax.ShapeDtypeStruct`s with their shardings.
 
-        This host's rows of the first batch are read for it, in the calling thread, and no other
-        host is asked. Good for compiling a step ahead of time: ``jax.jit(step).lower(state,
+        The calling thread reads this host's rows of the first batch. No other host is asked. The
+        result serves to compile a step ahead of time: ``jax.jit(step).lower(state,
         ds.abstract_batch())``.
 
-        With a `BatchSchedule` it is a batch of the first size.
+        With a `BatchSchedule` the result describes a batch of the first size.
 
         Returns:
             The tree of a batch; text has only this host's rows.

@@ -97,7 +97,7 @@ class IterableBatches(grain.IterDataset):
         self.in_use: threading.Lock = threading.Lock()
         self.has_one_pass: bool = isinstance(source, Iterator)
         self._can_go_back = self.has_one_pass and _is_stateful(source)
-        # For an iterator that can go back to it, so that there may be other passes.
+        # An iterator that can go back to its beginning allows further passes.
         self._beginning = copy.deepcopy(source.get_state()) if self._can_go_back else None
 
     def require_new_pass(self) -> None:

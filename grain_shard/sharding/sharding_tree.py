@@ -74,8 +74,8 @@ class ShardingTree:
         """Resolves the arguments that the user passes to `shard_to`.
 
         Args:
-            mesh_or_sharding: A `Mesh`; or a `Sharding`, a device, or a tree prefix of shardings.
-                None, or specs in its place: the mesh of `jax.set_mesh`.
+            mesh_or_sharding: A `Mesh`; or a `Sharding`, a device, or a tree prefix of shardings. If
+                it is None, or specs stand in its place, the mesh of `jax.set_mesh` is used.
             spec: With a mesh, a `PartitionSpec` or a tree prefix of them. By default dim 0 is
                 sharded over the mesh's axis "data", or over its only axis.
             microbatches: As for `shard_to`.

@@ -33,7 +33,7 @@ class _Loop(NamedTuple):
     until: float = 0.0  # when the last call returned
     since: float | None = None  # start of the call in which the loop waits now
     wait_s: float = 0.0
-    sums: Mapping[str, int] = {}  # of batches that were handed out; never changed
+    sums: Mapping[str, int] = {}  # of batches that were handed out; replaced, never mutated
 
 
 class Meter:

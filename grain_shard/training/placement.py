@@ -21,7 +21,7 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.training import hardware
 from grain_shard.trees import Batch
 
-_IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # ours read ahead
+_IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # the stages here read ahead
 
 
 def place_on_device(data: Any, device: Any = None) -> Any:
@@ -227,11 +227,12 @@ class DevicePlacement:
 
         Args:
             data: A tree of arrays, such as parameters with their optimizer state.
-            devices: Devices, such as ``list(mesh.devices.flat)``; JAX computes with arrays together
-                only if their devices come in one order. None: the devices of the mesh in use
-                (`jax.set_mesh`), or else all devices of all processes, as `jax.make_mesh` orders
-                them. To go with a batch on a mesh of Explicit axes, that mesh has to be in use;
-                ``distribute_batch(data, NamedSharding(mesh, PartitionSpec()))`` is the same.
+            devices: Devices, such as ``list(mesh.devices.flat)``. JAX computes with several arrays
+                together only if their devices stand in the same order. None takes the devices of
+                the mesh in use (`jax.set_mesh`), or else all devices of all processes, as
+                `jax.make_mesh` orders them. If the batch is on a mesh of Explicit axes, that mesh
+                must be in use, or call
+                ``distribute_batch(data, NamedSharding(mesh, PartitionSpec()))`` instead.
 
         Raises:
             ShardingError: None of the devices belongs to this process, or no device can hold a

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_WIDTH = 80  # a notebook breaks no lines
+_WIDTH = 80  # a notebook does not break long lines
 
 
 class Profile(Measurement):

@@ -212,7 +212,7 @@ class Plan(InNotebooks):
         return to_text(self)
 
     def __rich__(self) -> Any:
-        """All of its tables, the hosts shortened to a screen."""
+        """All tables of the plan, with the hosts shortened to a screen."""
         ways = [reads for reads in (self.needed, self.once) if reads is not None]
         parts: list[Any] = [
             FittingTable(["the job", ""], self._job_lines(), left=2),

@@ -161,7 +161,7 @@ class LeafText(NamedTuple):
 
         Args:
             leaf: The array.
-            row_dims: How many of its dims, from the first on, count rows.
+            row_dims: Number of leading dims that count rows.
         """
         if not hasattr(leaf, "dtype"):
             return cls(f"{type(leaf).__name__} on the host")
