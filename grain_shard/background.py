@@ -145,7 +145,7 @@ class TaskStage(OrderedResults[T]):
     def _wait(
         self, bell: Bell, has_come: Callable[[], bool], wait_s: float = math.inf
     ) -> bool | None:
-        """Waits; False if the stage is stopped first, None after `wait_s`.
+        """Waits until `has_come`; returns False if the stage is stopped first, None after `wait_s`.
 
         Raises:
             RuntimeError: This is a forked process, in which the threads do not run.

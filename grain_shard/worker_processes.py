@@ -167,7 +167,8 @@ class _ShareIterator(grain.DatasetIterator):
     It has no state, because `make` knows where the elements begin.
 
     Args:
-        make: Called by the first element: Grain makes an iterator in the loop's process, too.
+        make: Makes the elements. It is called only when the first element is asked for, because
+            Grain makes an iterator in the loop's process, too.
     """
 
     def __init__(self, make: Callable[[], Iterator[Any]]):

@@ -43,7 +43,7 @@ class Waits(NamedTuple):
 
 @dataclass(frozen=True)
 class SlowestHost:
-    """The host whose training loop waited longest for its data, of late.
+    """The host whose training loop recently waited longest for its data.
 
     Example:
         >>> print(SlowestHost(host=37, stage="read", wait_s=0.012, others_wait_s=0.001, share=0.4))

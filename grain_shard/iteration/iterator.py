@@ -334,7 +334,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     @property
     def position(self) -> Position:
-        """The position after the last batch that ``next`` returned, as it is quick to copy."""
+        """The position after the last batch that ``next`` returned, in a form quick to copy."""
         return self._at.position
 
     def go_to(self, position: Position | None) -> None:

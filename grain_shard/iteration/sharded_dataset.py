@@ -95,12 +95,13 @@ class ShardedDataset(grain.IterDataset):
         return self.host.num_batches()
 
     def records_per_batch(self) -> int | None:
-        """Rows of a full batch that are no padding; of the first, if sizes change.
+        """The rows of a full batch without padding; if sizes change, of the first full batch.
 
-        Where nothing else tells, a batch of a `MapDataset` is read for it.
+        If nothing else tells the number, a batch of a `MapDataset` is read for it.
 
         Returns:
-            Those of all hosts; None if only the batches tell, of a stream.
+            The number for all hosts together; None for a stream if only its batches tell the
+            number.
         """
         return self._records_per_batch()
 

@@ -57,7 +57,7 @@ def busiest(
 
     Args:
         making: Share of the time, 0 to 1, in which the threads that make batches are busy.
-        placing: The same share for the thread that puts them on the devices.
+        placing: The same share for the thread that puts batches on the devices.
         stage_s: Returns the seconds of a stage that makes batches.
         least: None is busiest if both shares are below this one.
     """

@@ -153,7 +153,7 @@ class Figures:
 
     @_figure(LOOP, "wait {:,.2f} ms", _MS)
     def wait_s(self) -> float:
-        """Seconds a batch for which the loop waited; a loop without one waits for the first."""
+        """Seconds per batch for which the loop waited; before the first batch, its wait for it."""
         return self[WAIT] / max(1, self.batches)
 
     @_figure(LOOP, "step {:,.2f} ms", _MS)

@@ -126,7 +126,7 @@ class Meter:
     def recent(self) -> Figures:
         """Returns the sums of the last `RECENT_S` to `RECENT_S + _KEEP_S`.
 
-        They are all sums as long as there are fewer than two batches.
+        With fewer than two batches, these are all sums.
         """
         total = self.total()
         return total if total["batches"] < 2 else total.since(self._kept[0][1])

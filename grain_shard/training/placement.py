@@ -276,10 +276,11 @@ class DevicePlacement:
         """Describes the devices, as plain JSON.
 
         Returns:
-            A dict of ``num_devices``, ``platforms``, ``device_kinds`` and ``devices`` (the id,
-            platform and kind of each), of all processes; of this one ``hardware_type``,
-            ``process_index``, ``process_count``, ``local_devices`` (ids) and ``memory``: by id,
-            ``{"bytes_in_use", "bytes_limit"}``, or None where the backend does not tell.
+            A dict. For all processes it has ``num_devices``, ``platforms``, ``device_kinds`` and
+            ``devices`` (the id, platform and kind of each). For this process it has
+            ``hardware_type``, ``process_index``, ``process_count``, ``local_devices`` (ids) and
+            ``memory`` (by id, ``{"bytes_in_use", "bytes_limit"}``, or None where the backend does
+            not tell).
         """
         devices, local_devices = jax.devices(), jax.local_devices()
         return {

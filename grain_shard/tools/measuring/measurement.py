@@ -130,7 +130,7 @@ class Measurement:
 
     @property
     def wait_s(self) -> float:
-        """Seconds a batch from asking for it until it was on the devices."""
+        """Seconds per batch from the request until the batch was on the devices."""
         return self.figures.wait_s
 
     @property
