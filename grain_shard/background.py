@@ -130,7 +130,7 @@ class TaskStage(OrderedResults[T]):
         Raises:
             RuntimeError: This is a forked process, in which the threads do not run.
         """
-        # Behind the last result a task may still bring it about.
+        # A task behind the last result may still make `has_come` true.
         has_come_now = self._wait(
             self._something_came, lambda: has_come() or self._ended() is not None, wait_s
         )
@@ -145,7 +145,7 @@ class TaskStage(OrderedResults[T]):
     def _wait(
         self, bell: Bell, has_come: Callable[[], bool], wait_s: float = math.inf
     ) -> bool | None:
-        """Waits; False if the stage is stopped first, None after `wait_s`.
+        """Waits until `has_come`; returns False if the stage is stopped first, None after `wait_s`.
 
         Raises:
             RuntimeError: This is a forked process, in which the threads do not run.
@@ -290,7 +290,7 @@ class TaskStage(OrderedResults[T]):
         return False
 
     def _has_room(self) -> bool:
-        with self._lock:  # where it does not change together with `Tasks.done`
+        with self._lock:  # `Tasks.done` changes `room_wanted` under this lock
             return self._is_over or self.room >= self._tasks.room_wanted
 
     def _wake_all(self) -> None:

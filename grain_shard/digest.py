@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 DIGITS = 4  # of an element's digest, if nothing else is said
-MANY_DIGITS = 16  # of the digests by which batches of many hosts, or many feeds, are told apart
-_MOST_BYTES = 2**20  # of an array; of a longer one, evenly spaced values stand for all
+MANY_DIGITS = 16  # of a digest that tells batches of many hosts or feeds apart
+_MOST_BYTES = 2**20  # of an array; a longer one is sampled at even distances
 
 
 def digest(value: Any) -> str:

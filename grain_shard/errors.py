@@ -33,7 +33,7 @@ class GrainShardError(Exception):
     """
 
     def add_note(self, note: str) -> None:
-        """Adds a note, but for Grain's on the frames that it removes from every traceback."""
+        """Adds a note, but leaves out Grain's note on the frames that Grain removes."""
         if "Grain has removed its internal frames" not in note:
             super().add_note(note)
 

@@ -36,7 +36,7 @@ class OrderedResults(Results[T]):
         self._room_came = Bell()
         self._results: dict[int, T | Raised] = {}
         self._begun = 0  # results that tasks have begun
-        self._ready = 0  # results that are there, or were, without a gap
+        self._ready = 0  # results that came without a gap, taken ones included
         self._taken = 0  # only the consumer changes it
         self._final: Raised | None = None  # follows the results that are ready
         self._is_stopped = False
@@ -52,7 +52,7 @@ class OrderedResults(Results[T]):
 
     @abstractmethod
     def _wait(self, bell: Bell, has_come: Callable[[], bool]) -> bool | None:
-        """Waits for `has_come` by a bell; a false value if the results are stopped first."""
+        """Waits by a bell until `has_come` is true; returns a false value if stopped first."""
 
     def _next_has_come(self) -> bool:
         return self._taken < self._ready or self._final is not None
@@ -105,7 +105,7 @@ class OrderedResults(Results[T]):
                         self._final = after
                     else:
                         self._ready += 1
-            if self._is_stopped:  # also if that was while this ran
+            if self._is_stopped:  # the results may have been stopped while this ran
                 self._results.clear()
         if self._ready > before or self._final is not None:
             self._result_came.ring()

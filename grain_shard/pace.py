@@ -57,11 +57,12 @@ class Window(NamedTuple):
 class ThreadCount:
     """Decides how many threads work side by side, from one window to the next.
 
-    It begins with one. Where the reads wait, it goes at once to as many as would keep a processor
-    busy. Otherwise it tries twice as many or half as many. It keeps what helped, steps back from
-    what did not, and then rests before it tries the other way, the longer the more often nothing
-    helped. If the source becomes slow it tries more first, if it becomes fast, fewer. It does
-    nothing while the consumer has what it needs.
+    The count begins with one thread. If the reads wait, the count goes at once to as many threads
+    as would keep a processor busy. Otherwise twice as many threads are tried, or half as many. A
+    change that helped is kept. A change that did not help is taken back, and after a rest the other
+    direction is tried. The rest is longer the more often nothing helped. If the source becomes
+    slow, more threads are tried first; if the source becomes fast, fewer. Nothing is tried while
+    the consumer has what it needs.
 
     Args:
         most: Number of threads there can be.
@@ -69,7 +70,7 @@ class ThreadCount:
 
     Attributes:
         threads: The decision.
-        why: It, in words.
+        why: The reason for the decision, in words.
     """
 
     def __init__(self, most: int, cores: int):
@@ -77,22 +78,22 @@ class ThreadCount:
         self.most: int = most
         self._cores = cores
         self._is_first = True
-        self._rate = self._spread = 0.0  # with these threads; how far windows are from it
+        self._rate = self._spread = 0.0  # with these threads; mean distance of windows from it
         self._before: tuple[int, float, float] | None = None  # threads, rate, spread: of an attempt
         self._up = True
         self._rest, self._next_rest = 0, _REST
         self._is_other = False  # whether the last window was far from the rate
 
     def decide(self, window: Window) -> None:
-        """Takes the measurement of `threads` threads, and sets how many there are to be."""
+        """Decides the next number of threads, from a window measured with the present number."""
         first, self._is_first = self._is_first, False
         if first and window.process_cores >= 0.5:
-            self._rest = _REST  # its rate is a cold start's, so there is no hurry
+            self._rest = _REST  # a cold start's rate says little: no hurry
             self.why = "the first read computed"
         elif window.starved < _FED:
-            self._before, self._rate = None, 0.0  # what was measured is the consumer's rate
+            self._before, self._rate = None, 0.0  # the consumer set the rate, not the threads
         elif self._before is not None and not self._helped(*self._before, window.rate):
-            pass  # taken back
+            pass  # `_helped` has taken the attempt back
         else:
             self._settle(window.rate)
             if self._rest:
@@ -169,32 +170,32 @@ class Pace:
         return self._threads
 
     def limit(self, most: int) -> None:
-        """There cannot be more threads than this."""
+        """Sets the most threads that there can be."""
         self._threads = most
 
     def begun(self, now: float) -> None:
-        """A thread has begun a task; times are in seconds, by `time.perf_counter`."""
+        """Notes that a thread has begun a task; times are in seconds, by `time.perf_counter`."""
 
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
-        """A thread has done a task of `size` records that it began at `start`."""
+        """Notes that a thread has done a task of `size` records that it began at `start`."""
 
     def consumer_waits(self, now: float) -> None:
-        """The consumer begins to wait for a result."""
+        """Notes that the consumer begins to wait for a result."""
 
     def consumer_goes_on(self, now: float) -> None:
-        """It has waited."""
+        """Notes that the consumer no longer waits."""
 
 
 class ReadPace(Pace):
-    """The pace of reads: the first comes alone, then as many go side by side as help, or are asked.
+    """The pace of reads: the first comes alone, then as many go side by side as help, or `fixed`.
 
-    The rate of a window is by Little's law how many reads were under way on average, over how long
-    one record takes. To count records that end within a window would be far off where many long
-    reads end at once.
+    By Little's law, the rate of a window is the average number of reads under way, divided by the
+    time that one record takes. A count of the records that end within the window would be far off
+    where many long reads end at once.
 
     Args:
         fixed: The number of threads after the first read; None to find it.
-        most: No more than these.
+        most: The most threads.
         process_time: Processor time of this process, in seconds.
     """
 
@@ -207,13 +208,13 @@ class ReadPace(Pace):
     ):
         self._fixed, self._process_time = fixed, process_time
         self.count: ThreadCount = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
-        self.seconds_per_record: float | None = None  # by the clock, of late
+        self.seconds_per_record: float | None = None  # wall time of recent reads
         self._active = 0
-        self._waiting = 0  # consumers
-        self._waits: deque[tuple[float, int]] = deque()  # times, and more or fewer of them
+        self._waiting = 0  # consumers that wait
+        self._waits: deque[tuple[float, int]] = deque()  # (time, +1 or -1): one more or fewer
         self._changed = 0.0  # when the number of threads last changed
         self._window: _Sums | None = None
-        self._window_s = 0.0  # the first read, whatever it takes
+        self._window_s = 0.0  # 0: the first window is the first read
 
     @property
     def threads(self) -> int:
@@ -232,7 +233,7 @@ class ReadPace(Pace):
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
         self._pass(now)
         self._active -= 1
-        if not size:  # another read went on with what this one had; it helped nobody
+        if not size:  # a read without records of its own: its time is left out
             if self._window is not None:
                 self._window.active_s -= now - max(start, self._window.start)
             return
@@ -285,7 +286,7 @@ class ReadPace(Pace):
             return False  # a clock with large steps may not have moved at all
         is_idle = self._process_time() - window.process_start < _IDLE_CORES * seconds
         if not self._window_s or is_idle:
-            return True  # as all wait there is nothing to weigh
+            return True  # all threads wait, so there is nothing to weigh
         return seconds >= self._window_s and window.tasks >= _WINDOW_TASKS
 
     def _measured(self, window: _Sums, seconds: float) -> Window:

@@ -8,8 +8,8 @@ reads only this host's rows: everything here takes whole batches.
 The trees hold numpy arrays, `jax.Array`s (typed PRNG keys too) and Python scalars, and come back
 with `jax.Array`s; text stays on the host. What no device can hold is refused, with its path: Python
 objects, masked arrays, dates. On the CPU backend the result shares no memory with numpy input. On
-several processes each passes the same whole data and keeps what its own devices hold; data of the
-host is placed without a collective.
+several processes, each process passes the same whole data and keeps what its own devices hold. Host
+data is placed without a collective.
 """
 
 from grain_shard.public_names import public_names

@@ -49,7 +49,7 @@ class Results(Producer[T]):
 
     @abstractmethod
     def peek(self) -> T:
-        """Waits for the next item and returns it, as ``next`` does; a further call, too."""
+        """Waits for the next item and returns it, but does not take it as ``next`` does."""
 
     @abstractmethod
     def release(self, taken: int) -> None:
@@ -90,7 +90,7 @@ class Raised(NamedTuple):
                 "  remedy: look for a bare next() in the source, in a .map or in make_feed."
             )
             wrapped.__cause__ = error
-            for note in getattr(error, "__notes__", ()):  # on the record
+            for note in getattr(error, "__notes__", ()):  # notes that name the record
                 wrapped.add_note(note)
             return cls(wrapped, None)
         return cls(error, error.__traceback__)

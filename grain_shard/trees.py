@@ -126,7 +126,7 @@ def is_numeric(dtype: np.dtype) -> bool:
         jax.eval_shape(lambda x: x, np.empty((), dtype))
     except TypeError:
         return False
-    return dtype != jax.dtypes.float0  # which JAX takes, and puts on no device
+    return dtype != jax.dtypes.float0  # JAX takes float0, but puts it on no device
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,8 @@ class _Share(grain.IterDataset):
     """The elements of one worker. Grain passes its number and the number of workers as a slice.
 
     Args:
-        make: Makes the elements, pickled: Grain would copy it for each worker.
+        make: The function that makes the elements, pickled because Grain would otherwise copy it
+            for each worker.
     """
 
     def __init__(self, make: bytes):
@@ -166,7 +167,8 @@ class _ShareIterator(grain.DatasetIterator):
     It has no state, because `make` knows where the elements begin.
 
     Args:
-        make: Called by the first element: Grain makes an iterator in the loop's process, too.
+        make: Makes the elements. It is called only when the first element is asked for, because
+            Grain makes an iterator in the loop's process, too.
     """
 
     def __init__(self, make: Callable[[], Iterator[Any]]):
@@ -226,7 +228,7 @@ def sendable(error: BaseException) -> BaseException:
     if cause is not None:
         told = "".join(traceback.format_exception(cause)).rstrip()
         error.add_note(f"grain_shard: it was raised from, in a worker process:\n{told}")
-    if isinstance(error, Exception):  # of any other, Grain's worker dies
+    if isinstance(error, Exception):  # any other error would end Grain's worker
         with contextlib.suppress(Exception):
             pickle.loads(pickle.dumps(error))
             return error

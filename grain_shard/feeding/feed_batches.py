@@ -107,9 +107,9 @@ class FeedRun:
         num_threads: Threads that read ahead for the feeds, in each worker if there are some; None
             finds their number.
         num_workers: Worker processes that run the feeds; 0 for none.
-        buffer_size: Batches that these make ahead. Grain lets them make four at least, whatever
-            their number.
-        fault_rules: Decide on reads that fail.
+        buffer_size: Batches that the workers make ahead. Grain lets them make four at least,
+            however many workers there are.
+        fault_rules: The rules for failed reads.
     """
 
     num_threads: int | None = None
@@ -206,7 +206,7 @@ class FeedIterator(BatchIterator):
         position: The feeds' position at the start; None for the beginning.
     """
 
-    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # Grain closes it, also if __init__ fails
+    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # closed by Grain even if __init__ failed
 
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()
@@ -266,7 +266,8 @@ class FeedIterator(BatchIterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         before, (state, _) = self._turns, without_digest(state)
-        # It moves before the old feeds are closed, which may fail: a closed feed would begin anew.
+        # The position moves before the old feeds are closed. Closing may fail, and a closed feed
+        # would begin anew.
         self._go_to(
             FeedsPosition.of_state(state, self._ds.feeds.fingerprint, self._ds.rows.by_feed)
         )

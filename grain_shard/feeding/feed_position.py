@@ -62,7 +62,7 @@ class FeedsPosition(NamedTuple):
         states = {feed: from_json(saved[str(feed)]) for feed in feeds}
         for feed, feed_state in states.items():
             is_begun = isinstance(feed_state, Mapping) and set(feed_state) == {"state"}
-            # No other state: it would start the feed anew.
+            # Any other state would start the feed anew, so it is refused.
             if not (is_begun or feed_state == ENDED or (feed_state == {} and not step)):
                 raise StateError(f"the state has {feed_state!r} for feed {feed}.\n{_UNCHANGED}")
         return cls(step, {feed: pickle.dumps(states[feed]) for feed in states})

@@ -144,7 +144,7 @@ class FeedReader:
         except IndexError as error:
             if self._feed_state or rows:
                 raise
-            raise IndexError(  # and no note: Grain's own would hide it
+            raise IndexError(  # instead of a note, which Grain's own would hide
                 f"the feed failed before its first row ({error}): are there fewer files than"
                 " feeds?\n  remedy: make num_feeds no larger than the number of files, or divide"
                 " the rows of the files among the feeds."

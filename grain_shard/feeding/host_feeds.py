@@ -61,7 +61,7 @@ class HostFeeds(HostBatches):
         self.compared = {**self.fingerprint, "global_batch_size": ds.rows.global_batch_size}
 
     def open(self, position: FeedsPosition | None) -> Opened:
-        mark_flags_as_parsed()  # there may be an .mp_prefetch in a feed
+        mark_flags_as_parsed()  # Grain needs it for an .mp_prefetch in a feed
         iterator = FeedIterator(self._ds, self._run, position)
         # If workers make the batches, one waits here, out of their shared memory.
         buffer_size = 1 if self._run.num_workers else self._run.buffer_size
@@ -159,7 +159,7 @@ def fault_rules_of(
 
 
 def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
-    """Warns if this host runs feeds for a part of their rows, which microbatches have made so.
+    """Warns if microbatches make this host run feeds of which it keeps only some rows.
 
     Args:
         ds: The batches of the feeds that this host runs.

@@ -32,8 +32,8 @@ from grain_shard.tasks import Raised, Tasks
 _MOST_AHEAD = 2048
 # Most bytes of these, if a batch is smaller. Otherwise as many bytes as a batch has.
 _BYTES_AHEAD = 2**23
-# Records of the first part of a line, if the source reads many in a call. Each next part is twice
-# as large: the first rows must not wait for a large call.
+# The number of records in the first part of a line, if the source reads many in a call. Each next
+# part is twice as large. A large first part would keep the first rows waiting.
 _FIRST_CALL = 4
 # Handing a part to another thread and back costs more than evaluating records that take less than
 # this, in seconds. The consumer of such records evaluates them itself.
@@ -89,7 +89,7 @@ class SharedReads(TaskStage[None]):
                 elements = self._lines.take(line)
                 if isinstance(elements[0], Raised):
                     elements[0].throw()
-                while elements:  # each is let go, because records may be large
+                while elements:  # `pop` lets go of each record, which may be large
                     yield elements.pop()
         finally:
             self._lines.close_line(line)
@@ -294,6 +294,9 @@ class _Lines(Tasks[None]):
 
 
 def _num_bytes(element: Any) -> int:
-    """Returns the bytes of an element's leaves; an object that is no array is measured alone."""
+    """Returns the bytes of an element's leaves.
+
+    An object that is no array counts without the objects that it refers to.
+    """
     leaves = jax.tree.leaves(element)
     return sum(getattr(leaf, "nbytes", None) or sys.getsizeof(leaf) for leaf in leaves)

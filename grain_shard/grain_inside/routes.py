@@ -194,7 +194,7 @@ class Route:
     def finish(
         self, elements: Sequence[Any], until: float = NEVER, recovery: Recovery = AT_ONCE
     ) -> Elements:
-        """Applies the functions on the way up, to the first elements that were read."""
+        """Applies the functions of the route to elements that were read, `until` a time."""
         if isinstance(elements, ArrayRows) and not self.steps:
             return elements
         return _taken(self._up(elements, recovery), until, recovery)
@@ -306,7 +306,7 @@ def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[An
                 break
             if time.perf_counter() > until:
                 break
-    except BaseException as error:  # it belongs to the element after those taken
+    except BaseException as error:  # the error of the element after those taken
         if not taken:
             raise
         taken.append(Unreadable(error))

@@ -2,13 +2,14 @@
 
 Hosts that make their batches without a word to each other do not notice that one has failed. They
 go on to the next collective, which waits for that host, and nothing in Python gets them out of it.
-So a host whose iterator raises says so in the distributed runtime's key-value store, and a thread
-of every process listens. There the iterator raises that failure in its turn. If the training loop
-stands still and does not come to its iterator any more, the process says where it stands, and ends
-(unless GRAIN_SHARD_END_PROCESS is 0, for notebooks and supervisors).
+So a host whose iterator raises puts the error into the distributed runtime's key-value store, where
+a thread of every process listens. On the other hosts the iterator then raises that failure, too. If
+a training loop stands still and does not come to its iterator any more, its process prints where it
+stands, and ends (unless GRAIN_SHARD_END_PROCESS is 0, for notebooks and supervisors).
 
-A process that ends because of such an error leaves at once: at its exit JAX would wait for all
-others, for minutes. So does one whose training loop has failed by itself, and it tells the others.
+A process that ends because of such an error ends at once, because JAX would wait at an ordinary
+exit for all other hosts, for minutes. A process whose training loop has failed by itself ends in
+the same way, and tells the other hosts.
 """
 
 from __future__ import annotations
@@ -74,19 +75,19 @@ class Alarm:
         self._failure: AgreementError | None = None
         self.is_at_end = self.all_know = False
         self._is_over = False  # the loop knows of the failure, or the iterator is closed
-        self._loop = threading.main_thread().ident or 0  # or another one that asks for batches
+        self._loop = threading.main_thread().ident or 0  # until another thread asks for a batch
         with _one_asks:
             self._listener = listener_of(runtime_client())
         self._listener.alarms[series] = self
 
     def sound(self, error: BaseException) -> None:
         """Tells the other hosts that the iterator raises an error of this host's."""
-        if not self.all_know:  # it is raised again by each further call
+        if not self.all_know:  # each further call raises the same error again
             self._listener.tell(self, error)
         self.others_know()
 
     def others_know(self) -> None:
-        """Notes that the iterator raises an error that the others know, or cannot be told."""
+        """Notes that the iterator raises an error that the others know of, or cannot be told."""
         self.all_know = self._is_over = True
 
     def raise_failure(self) -> None:
@@ -103,7 +104,8 @@ class Alarm:
 
     def close(self) -> None:
         """Closes the alarm: no failure concerns the iterator any more."""
-        # The listener may keep this alarm, and must not keep the iterator: an error has its frames.
+        # The listener may keep this alarm. It must not keep the iterator, to which an error refers
+        # by its frames.
         self._is_over, self._stop, self._failure = True, None, None
         if not self.is_at_end:
             self._listener.left_last = self
@@ -121,7 +123,10 @@ class Alarm:
         ).start()
 
     def _watch(self, host: int, text: str) -> None:
-        """Ends this process, unless told not to, if the loop stands still before it knows."""
+        """Ends this process if its loop stands still before the loop learns of the failure.
+
+        The user can keep the process by the environment variable `_END_PROCESS`.
+        """
         where, since = None, time.monotonic()
         while time.monotonic() - since < _STILL_S:
             if self._is_over:
@@ -238,7 +243,7 @@ class Listener:
                     time.sleep(_LOOK_AGAIN_S)
 
 
-@functools.lru_cache(maxsize=1)  # the runtime may be shut down and begun anew
+@functools.lru_cache(maxsize=1)  # one for each client: the runtime may be begun anew
 def listener_of(client: Any) -> Listener:
     """Returns the listener of this process; the first call with a client starts it."""
     return Listener()

@@ -8,24 +8,25 @@ from typing import Any, Final
 
 Answers = Mapping[int, Any]
 _MAX_CHARACTERS = 200  # of a value
-# Fields by which a pipeline is told, and why they mostly differ where the script is the same.
-# The last one is the digest of the first whole batch, where hosts say that all produce the same.
+# Fields that describe a pipeline, and the usual reason why hosts with the same script differ. The
+# last one is the digest of the first whole batch, where hosts say that all produce the same.
 FIRST_BATCH = 'first batch of rows="global"'
 _OF_THE_PIPELINE = "source", "transforms", FIRST_BATCH
 _DIVIDED = (
     " If it is the same, the pipeline is most likely divided by jax.process_index(), as by a slice"
     " or by files of each host: leave that out, since .shard_to gives each host its rows."
 )
-# The rows that a host's pipeline yields: the same whole batches as everywhere, rows of its own, or
-# the rows of feeds. In the last two cases hosts compare a field with their shards and a digest of
-# their rows of the first batch. Two feeds may well yield the same rows, so only the same feeds are
-# compared.
+# The rows that a host's pipeline yields: the same whole batches on all hosts, rows of its own, or
+# the rows of feeds. In the last two cases the hosts compare a field with their shards and a digest
+# of their rows of the first batch. Different feeds may yield the same rows, so only hosts
+# that run the same feeds are compared.
 GLOBAL: Final = "global"
 LOCAL: Final = "local"
 OF_FEEDS: Final = "feeds"
 OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
-# The field for the digests of a few records, by their names: as the host reads them `NOW`, and as
-# the state that it has restored holds them, `SAVED`. A host that has none is not compared.
+# The field for the digests of a few records, by the names of the records. `NOW` has the digests
+# that the host reads, `SAVED` those of the state that it has restored. A host without digests is
+# not compared.
 CONTENTS, NOW, SAVED = "contents", "now", "saved"
 _SORT = "list files in sorted order, which a set, glob and os.listdir do not have, and"
 
@@ -34,9 +35,10 @@ def compare(answers: Answers) -> dict[str, Any]:
     """Compares the hosts' answers, and returns the verdict as JSON.
 
     Returns:
-        ``{"error": message}``, which names the hosts and the field. If records differ, which is no
-        error in a source that gives others at each read, ``{"doubt": message, "of": "hosts"}``, or
-        "state". Else ``{"contents": digest}`` of the records, if a host has one.
+        ``{"error": message}``, which names the hosts and the field. If only records differ,
+        ``{"doubt": message, "of": "hosts"}`` (or "state"), because a source may give other records
+        at each read, which is no error. Otherwise ``{"contents": digest}`` of the records, if a
+        host has a digest.
 
     Example:
         >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}})["error"])
@@ -103,9 +105,11 @@ def _short(text: str) -> str:
 
 
 def _wrong_rows(answers: Answers) -> list[str]:
-    """Returns lines about hosts of the same shards with different rows, and the reverse.
+    """Returns a line for each group of hosts whose rows contradict their shards or feeds.
 
-    The digest of padding is "", since padding is the same everywhere.
+    Hosts with the same shards, or the same feeds, must have the same rows. Hosts with different
+    shards must have different rows. Padding is the same everywhere, so its digest is "", and hosts
+    with that digest may have different shards.
     """
     lines = [
         f"  rows: {hosts} hold the same shards and feed different rows;"

@@ -75,7 +75,7 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
 
 
 class _Votes(Producer[int]):
-    """This host's votes; each item is the number of batches agreed on by then, from the first on.
+    """This host's votes. Each item is the number of batches that the hosts have agreed on so far.
 
     Only the thread that votes changes the attributes, except `handed_out`: the training loop
     changes it.
@@ -126,7 +126,7 @@ class _Votes(Producer[int]):
             self._read.wake()  # for `_is_worth_a_vote`
 
     def __next__(self) -> int:
-        self._is_over = True  # after an error: the others know of it, or learn of it otherwise
+        self._is_over = True  # stays so after an error, of which the others learn otherwise
         more = self._vote(str(self.number))
         self._is_over = more == 0
         if not more:
@@ -142,8 +142,8 @@ class _Votes(Producer[int]):
             return None
         ready = known.results - self.agreed
         if ready <= 0 and known.end is not None and not isinstance(known.end, StopIteration):
-            # A batch that was agreed on and fails is told by the alarm: the others wait for it in
-            # their collectives, and not for a vote.
+            # If a batch that was agreed on fails, the alarm tells the other hosts, because they
+            # wait for it in a collective and not in a vote.
             if ready == 0:
                 with contextlib.suppress(AgreementError):  # the store is gone
                     self._rounds.fail(round_, describe_error(known.end))
@@ -191,8 +191,8 @@ class _Votes(Producer[int]):
 class AgreedEnd(Results[T]):
     """Hands out global batches until the end that all hosts have agreed on.
 
-    An interrupt, such as Ctrl-C, may come at any place: the next call goes on there, because the
-    votes are the other thread's.
+    An interrupt, such as Ctrl-C, may come at any place. The next call then goes on where the
+    interrupt came, because another thread votes.
 
     Args:
         placed: This host's batches, on the devices.

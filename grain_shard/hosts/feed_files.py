@@ -22,7 +22,7 @@ from etils import epath
 
 from grain_shard.errors import StateError
 
-# The keys of a state of feeds under which each feed has its entry, and how many there are.
+# A state of feeds has two keys: one for the entries of the feeds, one for the number of feeds.
 FEED_ENTRIES, NUM_FEEDS = "feeds", "num_feeds"
 
 _NAME = re.compile(r"feeds-(\d+)-(\d+)-of-(\d+)\.json")

@@ -19,8 +19,9 @@ from grain_shard.errors import AgreementError, HostTimeoutError
 from grain_shard.hosts.compare import Answers, difference, hosts_text
 from grain_shard.hosts.series import Series
 
-# A wait is cut into pieces of this length, so that closing an iterator ends it; of many hosts, into
-# as many milliseconds as there are hosts, because each piece is a call of the first host.
+# A wait is cut into pieces of this length, in milliseconds, so that closing an iterator ends the
+# wait. With more hosts than that, a piece lasts one millisecond for each host, because the first
+# host answers a call for every piece.
 _SLICE_MS = 500
 # How much longer than the first host the others wait, so that they report its verdict.
 _GRACE_S = 5.0
@@ -221,10 +222,10 @@ class Rounds(Store):
         return verdict
 
     def check(self, round_: str) -> None:
-        """Raises the verdict of a round if other hosts have given up on this one.
+        """Raises an error if the other hosts have stopped waiting for this host in a round.
 
         Raises:
-            HostTimeoutError: They have.
+            HostTimeoutError: The other hosts have stopped waiting.
         """
         self._raise_for(self.wait(_verdict(round_), wait_ms=1))
 
@@ -234,10 +235,10 @@ class Rounds(Store):
             self.delete(_verdict(round_))
 
     def _settle(self, round_: str, verdict: Any) -> Any:
-        """Posts the verdict, or yields to the one that stands.
+        """Posts the verdict, unless another one was posted; returns the one that holds.
 
-        A host that has waited in vain settles it for all: the first host, when it comes at last,
-        must not go on alone.
+        A host that has waited in vain posts a verdict for all hosts. Without it, a first host that
+        comes late would go on alone.
         """
         key = _verdict(round_)
         return verdict if self.put_once(key, verdict) else self.wait(key, _SLICE_MS)

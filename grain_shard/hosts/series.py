@@ -21,10 +21,10 @@ _OWN = ("grain_shard", "grain")
 
 
 class Series:
-    """Names the iterators of one dataset; made where the dataset is.
+    """Names the iterators of one dataset. It is made in the line that makes the dataset.
 
     Attributes:
-        place: Where in the user's program that is: ``train.py:40``.
+        place: That line of the user's program: ``train.py:40``.
     """
 
     # The number of datasets opened so far, by their hosts and the place where they were made.

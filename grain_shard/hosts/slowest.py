@@ -20,7 +20,7 @@ from absl import logging
 
 from grain_shard.hosts.rounds import Store
 
-# Topics: the waits of all iterators of a host, and the verdicts of a first host on its iterators.
+# Topics: the waits that each host posts, and the verdicts that the first host of an iterator posts.
 _WAITS, _SLOWEST = "waits", "slowest"
 # A host holds the others up if it waits for data for at least this larger share of the time. A
 # smaller difference may be chance, and a remedy would gain little.
@@ -43,7 +43,7 @@ class Waits(NamedTuple):
 
 @dataclass(frozen=True)
 class SlowestHost:
-    """The host whose training loop waited longest for its data, of late.
+    """The host whose training loop recently waited longest for its data.
 
     Example:
         >>> print(SlowestHost(host=37, stage="read", wait_s=0.012, others_wait_s=0.001, share=0.4))

@@ -160,7 +160,7 @@ class Together:
             return
         alarm.raise_failure()  # the iterator was stopped because another host failed
         if isinstance(error, AgreementError) or rounds.has_failed:
-            alarm.others_know()  # or they cannot be told
+            alarm.others_know()  # they know of it, or cannot be told
         elif not isinstance(error, KeyboardInterrupt):
             if self._comparing is None:
                 rounds.fail(_START, describe_error(error))

@@ -142,7 +142,7 @@ class EpochBatches(Iterator[Batch]):
         return self
 
     def reset(self) -> None:
-        """Goes back to the first batch of the epoch; the epoch after it is the next one then."""
+        """Goes back to the first batch of this epoch; the next epoch is then the one after it."""
         self.__dict__.update(vars(self._epochs.rewind(self.epoch)))
 
     def __next__(self) -> Batch:

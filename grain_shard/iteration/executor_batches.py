@@ -38,7 +38,7 @@ Made = tuple[Batch, FaultCounts, float, str] | BaseException
 
 
 class ExecutorBatches(Producer[int]):
-    """The numbers of the batches to make, and the function that has each of them made.
+    """A producer of batch numbers, and the function that has an executor make each batch.
 
     Args:
         executor: Runs the tasks. It is left as it is: the user shuts it down.

@@ -37,7 +37,7 @@ class GrainState(NamedTuple):
 
     @classmethod
     def of(cls, state: Any) -> GrainState | None:
-        """Reads a state; None if it is none of a Grain iterator over random access.
+        """Reads a state; returns None unless a Grain iterator over random access has saved it.
 
         Example:
             >>> workers = [{"next_index": 2}, {"next_index": 1}]

@@ -142,7 +142,7 @@ class HostBatches(ABC):
         """
 
     def require_new_pass(self) -> None:  # noqa: B027
-        """Refuses a pass from the beginning if there was the only one already.
+        """Refuses a pass from the beginning if the only possible pass has begun.
 
         Raises:
             ShardingError: The source is used up.
@@ -182,7 +182,7 @@ class HostBatches(ABC):
         )
 
     def past_end(self, position: Position, batches: int) -> Position:
-        """Returns the position after batches for which this host had no row any more."""
+        """Returns the position after some batches of padding, for which this host had no rows."""
         return position
 
     @abstractmethod

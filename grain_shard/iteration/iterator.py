@@ -41,7 +41,7 @@ from grain_shard.stats.meter import Meter
 from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
 
-_SAVES = itertools.count()  # every host saves as often
+_SAVES = itertools.count()  # the same number on every host, because all hosts save together
 
 
 class Run:
@@ -156,7 +156,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._across, self._passes = across, passes or Passes()
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
-            self._enter_context = jax_context()  # of the thread that made it, for all its life
+            self._enter_context = jax_context()  # of the thread that made the iterator
             self._at = self._open(None)
         self._beginning = self._at.position
 
@@ -277,7 +277,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             StateError: The state was saved by another pipeline; the message names what changed.
         """
         self._require_open()
-        self.get_state()  # an iterator that has no state cannot take one
+        self.get_state()  # raises if the iterator has no state, and so cannot take one
         state, digest = without_digest(state)
         self.go_to(self._host.from_state(state))
         self._saved_digest = digest
@@ -298,9 +298,9 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def seek(self, step: int | None = None, *, record: int | None = None) -> None:
         """Goes to a step, or to a record, of a random-access pipeline.
 
-        It takes no longer for one far away. Nothing is read for it: not what lies before, and in a
-        new iterator, whose threads start with the first ``next``, nothing else either. An iterator
-        in use first waits for the reads that are under way, 5 seconds at most.
+        A far place takes no longer than a near one, because no record before it is read. In a new
+        iterator nothing at all is read before the first ``next``. An iterator in use first waits
+        for the reads that are under way, 5 seconds at most.
 
         Example:
             >>> import jax
@@ -315,14 +315,14 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             [ 5  6  7  8  9 10 11 12]
 
         Args:
-            step: How many batches come before the next one, in a run of this pipeline from its
-                beginning; whatever was restored before plays no part.
-            record: Number of records before the next one, earlier epochs included. A batch begins
-                with the next one. The step is the number of the batch that it is in otherwise.
+            step: Number of batches before the next one, in a run of this pipeline from its
+                beginning. A state that was restored before plays no part.
+            record: Number of records before the next batch, earlier epochs included. The step
+                becomes the number of the batch that holds the next record in a run without `seek`.
 
         Raises:
-            ShardingError: There is no such step or record; not just one of both is given; or the
-                pipeline is a stream, where only reading on tells what comes.
+            ShardingError: There is no such step or record; both of them or neither is given; or the
+                pipeline is a stream, which cannot find a place without reading up to it.
         """
         self._require_open()
         if (step is None) == (record is None):
@@ -334,7 +334,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     @property
     def position(self) -> Position:
-        """The position after the last batch that ``next`` returned, as it is quick to copy."""
+        """The position after the last batch that ``next`` returned, in a form quick to copy."""
         return self._at.position
 
     def go_to(self, position: Position | None) -> None:
@@ -353,14 +353,14 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """
         self._require_open()
         self._host.require_new_pass()
-        self._passes = Passes()  # it is meant
+        self._passes = Passes()  # a deliberate second pass needs no warning
         self.go_to(None)
 
     def _open_anew(self, position: Position | None) -> None:
         run = self._at.run
         try:
             run.close()  # first: the next run may draw from the same source
-        finally:  # it goes there, also if what was open cannot be closed
+        finally:  # the new run begins even if closing the old one raised
             if run.close.is_over:
                 with self._enter_context():
                     self._at = self._open(position)
@@ -397,7 +397,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def start_prefetch(self) -> None:
         """Starts working ahead before the first ``next``."""
         self._require_open()
-        if self._at.run.close.is_begun:  # after an interrupt, or a refused state
+        if self._at.run.close.is_begun:  # an interrupt, or a refused state, has closed the run
             self._open_anew(self._at.position)
         self._at.run.start()
 

@@ -26,7 +26,7 @@ class Placer(Protocol):
     digest: str
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch on the devices."""
+        """Returns the batch on the devices."""
         ...
 
     def describe(self) -> dict[str, str]:
@@ -38,10 +38,10 @@ class Placing:
     """Puts this host's batches on the devices.
 
     Args:
-        placer: Does it.
-        meter: Counts them.
-        position: Before the first one.
-        keeps_last: Whether the last batch is kept on the host, as padding has to look like it.
+        placer: Puts one batch on the devices.
+        meter: Counts the batches.
+        position: The position before the first batch.
+        keeps_last: Whether the last batch is kept on the host, because padding copies its shapes.
     """
 
     def __init__(self, placer: Placer, meter: Meter, position: Position, *, keeps_last: bool):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-# As many iterators in a row may be looks at the data.
+# This many iterators in a row may be mere looks at the data.
 _LOOKS = 2
 
 
@@ -12,7 +12,7 @@ class Passes:
     """The passes that the iterators of a dataset make.
 
     Args:
-        same_order: Whether it is known to be shuffled, and to have the same order in each pass.
+        same_order: Whether the dataset is known to be shuffled with the same order in each pass.
     """
 
     def __init__(self, same_order: bool = False):
@@ -21,7 +21,7 @@ class Passes:
         self._looks = 0  # iterators in a row that have given one batch
 
     def begins(self) -> None:
-        """Warns, if need be, as a pass begins at the beginning."""
+        """Warns, if need be, when a pass starts at the first batch."""
         if self._one_has_ended and not self._told_of_order:
             self._told_of_order = True
             warnings.warn(

@@ -95,12 +95,13 @@ class ShardedDataset(grain.IterDataset):
         return self.host.num_batches()
 
     def records_per_batch(self) -> int | None:
-        """Rows of a full batch that are no padding; of the first, if sizes change.
+        """The rows of a full batch without padding; if sizes change, of the first full batch.
 
-        Where nothing else tells, a batch of a `MapDataset` is read for it.
+        If nothing else tells the number, a batch of a `MapDataset` is read for it.
 
         Returns:
-            Those of all hosts; None if only the batches tell, of a stream.
+            The number for all hosts together; None for a stream if only its batches tell the
+            number.
         """
         return self._records_per_batch()
 
@@ -134,7 +135,7 @@ class ShardedDataset(grain.IterDataset):
     def _how(self, host: HostBatches) -> dict[str, Any]:
         """Returns the arguments of an iterator over some batches of this host."""
         final = self.settings.final_shardings
-        if final:  # with a collective of ours
+        if final:  # the move to `final` is a collective
             require_order(final.devices())
         return {
             "placer": self._assembler(),
@@ -147,11 +148,11 @@ class ShardedDataset(grain.IterDataset):
     def abstract_batch(self) -> Batch:
         """Describes every batch, without one: `jax.ShapeDtypeStruct`s with their shardings.
 
-        This host's rows of the first batch are read for it, in the calling thread, and no other
-        host is asked. Good for compiling a step ahead of time: ``jax.jit(step).lower(state,
+        The calling thread reads this host's rows of the first batch. No other host is asked. The
+        result serves to compile a step ahead of time: ``jax.jit(step).lower(state,
         ds.abstract_batch())``.
 
-        With a `BatchSchedule` it is a batch of the first size.
+        With a `BatchSchedule` the result describes a batch of the first size.
 
         Returns:
             The tree of a batch; text has only this host's rows.

@@ -44,7 +44,7 @@ class Stream(HostBatches):
         self._fault_rules, self.padding = fault_rules, ds.facts.padding
 
     def open(self, position: bytes | None) -> Opened:
-        mark_flags_as_parsed()  # there may be an .mp_prefetch in the stream
+        mark_flags_as_parsed()  # Grain needs it for an .mp_prefetch in the stream
         faults = Faults(self._fault_rules)
         iterator = self._ds.iterate(faults)
         seen = iterator.seen

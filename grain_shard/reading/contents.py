@@ -19,8 +19,8 @@ from grain_shard.grain_inside.routes import Route
 from grain_shard.grain_inside.source_reads import RANGE, SOURCE
 from grain_shard.tasks import Task
 
-# A random source may give the same records again: with a coin tossed for each of the two, all these
-# reads are equal in one of four thousand cases.
+# A random source may give the same records again. If it tosses a coin for each of the two records,
+# all these reads are equal in one of four thousand cases.
 _MORE_READS = 6
 # The field of a state that ends in the digest, after this mark. A field of its own would not leave
 # a state under 200 bytes.
@@ -81,7 +81,7 @@ class Contents:
             # No name for the elements: an error among them would keep this frame, and its own.
             read = Route(self._node, np.array(self._indices)).read
             digests = [element_digest(element) for element in read()]
-        except Exception:  # a record that cannot be read is for the batch that it belongs to
+        except Exception:  # the batch that has this record raises the error
             return ""
         return "".join(digests) if len(digests) == len(self._indices) else ""
 

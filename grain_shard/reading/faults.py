@@ -52,10 +52,10 @@ class Retries:
 
     Attributes:
         times: Number of further tries, with growing pauses: 0.1 s, 0.3 s, 0.9 s, up to 10 s.
-        on: Classes of exceptions that are tried again, besides the transient ones. Transient are:
-            `OSError`, except for files that do not exist or may not be read; `TimeoutError`; and
-            the errors of bucket libraries for a busy server. The classes named here are also tried
-            again if a ``.map`` raised them.
+        on: Classes of exceptions that are tried again, besides the transient ones. Transient
+            exceptions are: `OSError`, except for files that do not exist or may not be read;
+            `TimeoutError`; and the errors of bucket libraries for a busy server. The classes named
+            here are also tried again if a ``.map`` raised them.
     """
 
     times: int = 4
@@ -276,7 +276,7 @@ class Faults(Recovery):
         return not isinstance(error, OSError | ImportError) and not self.may_heal(error)
 
     def _require_source(self, error: Exception) -> None:
-        """Ends the run before a batch is done, if the source is down: each record would pause.
+        """Ends the run within a batch if the source is down, since each further record would pause.
 
         Raises:
             BadRecordsError: All tries were used up for too many records.

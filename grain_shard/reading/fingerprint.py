@@ -23,7 +23,7 @@ from grain_shard.reading.cuts import Progress
 from grain_shard.sources.mix import MixedByRecord
 
 Fingerprint = dict[str, Any]
-WEIGHTS = "weights"  # the field for a mixture's weights, by the record from which they hold
+WEIGHTS = "weights"  # the field with a mixture's weights: each set by its first record
 
 HOW_TO_COUNT_RECORDS = (
     "Put what is done to a batch before .batch, where it is done to a record: no batch_fn, no .map"
@@ -46,8 +46,8 @@ def records_fingerprint(
         drop_remainder: True if records that do not fill a batch are left out.
 
     Returns:
-        The number of records, and one digest each of the sources, the seeds and the
-        transformations. Plain JSON.
+        Plain JSON with the number of records, a digest of the sources, a digest of the seeds and a
+        digest of the transformations.
     """
     mixture = _mixture_in_order(records, above)
     described = [(_text(node), nodes.parameters(node)) for node in above]

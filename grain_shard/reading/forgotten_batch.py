@@ -12,9 +12,10 @@ from grain_shard.trees import FlatBatch
 
 
 def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
-    """Refuses an element that must be a record: beside arrays it has a value without any dim.
+    """Refuses an element that must be a record, and warns of one that may be a record.
 
-    Warns of an element of random access that may be a record or a batch.
+    An element with a scalar beside arrays must be a record. Any other element of random access may
+    be a record or a batch.
 
     A pipeline with a ``.batch`` is never refused. Neither is one that begins with a
     `grain.IterDataset`, such as one from `from_iterable`: it may yield batches itself.

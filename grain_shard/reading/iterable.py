@@ -97,7 +97,7 @@ class IterableBatches(grain.IterDataset):
         self.in_use: threading.Lock = threading.Lock()
         self.has_one_pass: bool = isinstance(source, Iterator)
         self._can_go_back = self.has_one_pass and _is_stateful(source)
-        # For an iterator that can go back to it, so that there may be other passes.
+        # An iterator that can go back to its beginning allows further passes.
         self._beginning = copy.deepcopy(source.get_state()) if self._can_go_back else None
 
     def require_new_pass(self) -> None:
@@ -138,9 +138,9 @@ class _Batches(grain.DatasetIterator):
     Args:
         iterator: The iterator.
         name: Name of the source in messages.
-        ds: The dataset. Its `in_use` is held during ``next``. After ``set_state`` a thread may
-            still be inside the user's ``next``, and if the iterator is the user's own, the next
-            thread asks the same one.
+        ds: The dataset, whose lock `in_use` is held during ``next``. If the iterator is the user's
+            own, two threads may call it: after ``set_state`` the old thread may still be inside
+            ``next`` when the new thread begins.
         is_own: True if the iterator was made for this object, and no other object refers to it.
     """
 

@@ -70,7 +70,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
             return 0
         batches_left = self._sequence.batches_left
         if not batches_left:
-            # This is the end, unless a read under way leaves records to others.
+            # This is the end, unless a read under way leaves records to other reads.
             return self._buffer_size + 1 if self._under_way else 0
         if not self._reads_many:
             return 1

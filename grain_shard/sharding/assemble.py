@@ -154,7 +154,7 @@ class Assembler:
         return (*index[:dim], slice(start, start + stop - first), *index[dim + 1 :])
 
     def _learn(self, batch: Batch) -> Batch:
-        """Learns the leaves of the first batch, and returns it with its microbatches."""
+        """Learns the leaves of the first batch, and returns the batch cut into microbatches."""
         flat = FlatBatch.of(batch)
         if flat.rows % (len(self._layout.shards) * self._layout.microbatches):
             parts = describe_parts(len(self._layout.shards), self._layout.microbatches)

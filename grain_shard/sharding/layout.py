@@ -119,7 +119,10 @@ class BatchLayout:
         return (self._parts()[:, None] * size + np.arange(size)).reshape(-1)
 
     def _parts(self) -> np.ndarray:
-        """Returns this host's parts of a batch's `multiple` equal parts, ascending: int64[n]."""
+        """Returns the indices of this host's parts, ascending: int64[n].
+
+        A batch is cut into `multiple` equal parts.
+        """
         microbatches = np.arange(self.microbatches, dtype=np.int64)[:, None]
         return (microbatches * self.divisor + np.asarray(self.shards)).reshape(-1)
 

@@ -61,7 +61,7 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarr
         A global array with the leaf's shape; text unchanged.
 
     Raises:
-            ShardingError: As in `place_tree`, for this leaf.
+        ShardingError: As in `place_tree`, for this leaf.
     """
     array = _as_array(path, leaf, ShardingTree(sharding))
     where = None if is_text(array) else fitted(sharding, array.ndim)

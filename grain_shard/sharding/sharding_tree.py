@@ -74,8 +74,8 @@ class ShardingTree:
         """Resolves the arguments that the user passes to `shard_to`.
 
         Args:
-            mesh_or_sharding: A `Mesh`; or a `Sharding`, a device, or a tree prefix of shardings.
-                None, or specs in its place: the mesh of `jax.set_mesh`.
+            mesh_or_sharding: A `Mesh`; or a `Sharding`, a device, or a tree prefix of shardings. If
+                it is None, or specs stand in its place, the mesh of `jax.set_mesh` is used.
             spec: With a mesh, a `PartitionSpec` or a tree prefix of them. By default dim 0 is
                 sharded over the mesh's axis "data", or over its only axis.
             microbatches: As for `shard_to`.
@@ -195,9 +195,10 @@ class ShardingTree:
         return self._spread(Spread.read_by)
 
     def moves(self) -> tuple[ShardingTree, ...]:
-        """Returns the shardings to which devices move a batch read by `spread`, in this order.
+        """Returns the shardings that a batch read by `spread` passes through, in order.
 
-        There are one or two, see `Spread.gathered`. The last one is this tree.
+        The devices move the batch once for each of these shardings. There are one or two (see
+        `Spread.gathered`), and the last one is this tree.
         """
         gathered = self._spread(Spread.gathered)
         return (self,) if gathered == self else (gathered, self)

@@ -70,7 +70,7 @@ class CutMesh:
         return cls(mesh, parts, tuple(in_slice), len(np.unique(slices)))
 
     def axes(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Returns the axes that these axes of the given mesh became."""
+        """Returns the axes of the cut mesh that replace these axes of the given mesh."""
         return tuple(part for name in names for part in self.parts[name])
 
 

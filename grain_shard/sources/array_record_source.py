@@ -255,7 +255,8 @@ def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]
     try:
         for call, item in zip(calls, items[len(results) :], strict=True):
             while not wait([call], _LATE_S).done:
-                if not threading.main_thread().is_alive():  # its end waits for this thread
+                # The program cannot end before this thread does.
+                if not threading.main_thread().is_alive():
                     raise RuntimeError(f"{item[0]!r} did not answer before the program ended")
                 text = (
                     f"{item[0]} has not answered for {_LATE_S:.0f} s or more: see whether this host"

@@ -14,7 +14,7 @@ _IDLE_S = 0.1
 
 
 class DaemonThreads:
-    """Threads that make calls, in the order in which these are given.
+    """Threads that make calls, in the order in which the calls are given.
 
     A thread ends when no call is left. The program's exit waits for none of them.
 

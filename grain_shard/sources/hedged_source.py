@@ -34,7 +34,8 @@ _SHARE, _IN_A_ROW = 0.05, 8
 _BATCHED_READS = "_getitems", "__getitems__"
 # A pipeline reads with at most 128 threads; the rest are for second requests.
 _THREADS = DaemonThreads("grain-shard-hedge", 256)
-# Guards the times and counts of all sources. A fork waits for it, or a copy would stay locked.
+# Guards the times and counts of all sources. A fork takes the lock first; otherwise the copy in the
+# child could stay locked for ever.
 _LOCK = threading.Lock()
 os.register_at_fork(
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
@@ -102,7 +103,7 @@ class HedgedSource:
         return f"HedgedSource({self._source!r})"
 
     def _ask(self, *read: Any) -> Any:
-        """Returns the first answer to a function and its arguments."""
+        """Calls a function, perhaps again if the call is late; returns the first answer."""
         first = _THREADS.call_at_once(self._timed, *read)
         if first is None:
             return read[0](*read[1:])

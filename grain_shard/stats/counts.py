@@ -1,4 +1,4 @@
-"""The size of batches, and the stage that is busiest: for running sums and for recorded spans."""
+"""The size of a batch and the busiest stage, for live statistics and for recorded profiles."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def busiest(
 
     Args:
         making: Share of the time, 0 to 1, in which the threads that make batches are busy.
-        placing: The same share for the thread that puts them on the devices.
+        placing: The same share for the thread that puts batches on the devices.
         stage_s: Returns the seconds of a stage that makes batches.
         least: None is busiest if both shares are below this one.
     """

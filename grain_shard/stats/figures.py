@@ -80,7 +80,7 @@ class Figures:
         return self.sums.get(name, 0)
 
     def since(self, before: Figures) -> Figures:
-        """Returns the figures of the time since then."""
+        """Returns the figures of the time after `before`."""
         return replace(
             self,
             sums=_difference(self.sums, before.sums),
@@ -143,7 +143,7 @@ class Figures:
 
     @_figure(RATES, "{:,.0f} records/s")
     def records_per_s(self) -> float:
-        """Records of this host a second."""
+        """Records per second on this host."""
         return self.records / (self.seconds or 1)
 
     @_figure(RATES, "{:,.1f} MB/s", _MB)
@@ -153,7 +153,7 @@ class Figures:
 
     @_figure(LOOP, "wait {:,.2f} ms", _MS)
     def wait_s(self) -> float:
-        """Seconds a batch for which the loop waited; a loop without one waits for the first."""
+        """Seconds per batch for which the loop waited; before the first batch, its wait for it."""
         return self[WAIT] / max(1, self.batches)
 
     @_figure(LOOP, "step {:,.2f} ms", _MS)

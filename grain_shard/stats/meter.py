@@ -31,13 +31,13 @@ class _Loop(NamedTuple):
 
     began: float = 0.0  # with the first call of next
     until: float = 0.0  # when the last call returned
-    since: float | None = None  # when the call began that it waits in now
+    since: float | None = None  # start of the call in which the loop waits now
     wait_s: float = 0.0
-    sums: Mapping[str, int] = {}  # of batches that were handed out; never changed
+    sums: Mapping[str, int] = {}  # of batches that were handed out; replaced, never mutated
 
 
 class Meter:
-    """Counts. As a context: the training loop waits for its next batch.
+    """Counts an iterator's work. As a context it measures how long the loop waits for a batch.
 
     Args:
         clock: In seconds.
@@ -126,7 +126,7 @@ class Meter:
     def recent(self) -> Figures:
         """Returns the sums of the last `RECENT_S` to `RECENT_S + _KEEP_S`.
 
-        They are all sums as long as there are fewer than two batches.
+        With fewer than two batches, these are all sums.
         """
         total = self.total()
         return total if total["batches"] < 2 else total.since(self._kept[0][1])

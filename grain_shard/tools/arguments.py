@@ -9,7 +9,7 @@ from grain_shard.errors import GrainShardError
 
 
 class UsageError(GrainShardError):
-    """The words of a command line make no sense together, or name a file that is missing.
+    """The arguments of a command do not fit together, or name a file that is missing.
 
     Commands end with exit code 2 after it, and with 1 after any other error.
     """

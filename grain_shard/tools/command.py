@@ -72,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Args:
-        argv: The words after the program's name; None takes the words of this process.
+        argv: The arguments after the program's name; None takes those of this process.
 
     Returns:
-        The exit code: 0 if it is done, 1 if it ran and failed, 2 if the words make no sense, 130
-        after Ctrl-C, 141 if nobody reads the output any more; of ``rehearse`` the script's.
+        The exit code: 0 for success, 1 for a failure, 2 for wrong arguments, 130 after Ctrl-C, and
+        141 if the reader of the output stopped. ``rehearse`` returns the script's exit code.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     called = argv[0] if argv and argv[0] in _SUBCOMMANDS else None
@@ -157,8 +157,8 @@ def command() -> NoReturn:
     sys.unraisablehook = _interrupt_again
     code = main()
     if code == _INTERRUPTED:
-        # An interpreter that ends in order destroys what threads of XLA still compile with, and
-        # that is a segmentation fault.
+        # The interpreter's ordinary end would destroy objects that XLA's threads still compile
+        # with, which is a segmentation fault. So the process ends by `os._exit`.
         if sys.stdout is not None:
             sys.stdout.flush()
         os._exit(code)

@@ -94,7 +94,7 @@ def hints() -> dict[str, str]:
 
 
 def checks() -> dict[str, str]:
-    """Returns the things that may be missing, each with its remedy if it is."""
+    """Returns what was found of each thing that may be missing, with a remedy if it is."""
     found = {}
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     found["open files"] = "no limit" if files < 0 else f"{files}"

@@ -24,7 +24,7 @@ def tpu_is_here() -> bool:
 
 
 def keep_libtpu_quiet() -> None:
-    """Sets, where there is no TPU and before JAX starts, what libtpu would complain about."""
+    """Sets the variables that libtpu would miss if there is no TPU. Call it before JAX starts."""
     if not tpu_is_here():
         for name, value in _NAMES.items():
             os.environ.setdefault(name, value)

@@ -23,7 +23,7 @@ class HasStats(Protocol):
 
 
 def export(batches: HasStats, dataset: str, registry: CollectorRegistry = REGISTRY) -> None:
-    """Has an iterator scraped, for as long as it lives.
+    """Lets Prometheus scrape an iterator for as long as the iterator lives.
 
     Each figure is asked for when it is scraped, and is named as in `Stats.as_dict`. The loop's time
     and its waiting are counted as well, so that Prometheus can divide their rates.

@@ -35,11 +35,12 @@ if TYPE_CHECKING:  # flax and optax take a second, and most of this folder needs
 def place_batch_on_shards(batch: Any, sharding: Any) -> Any:
     """Joins the rows that each process has loaded to one global batch.
 
-    On one process this is `distribute_batch`, which on several takes the whole batch on each.
+    On one process this is `distribute_batch`. On several processes, `distribute_batch` takes the
+    whole batch on each process; this function takes each process's own rows.
 
     Args:
-        batch: The rows of this process's devices, as many on each process. A scalar is the same on
-            all of them.
+        batch: The rows of this process's devices; every process has equally many. A scalar is the
+            same on all processes.
         sharding: One for all leaves, or a tree prefix of them, as for `distribute_batch`.
 
     Returns:

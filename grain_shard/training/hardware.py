@@ -156,7 +156,8 @@ def detect_hardware(device: Any = None) -> HardwareType:
     """The chip behind a JAX device, by its `platform` and `device_kind`.
 
     Args:
-        device: A `jax.Device`. None: this process's first local device, which starts the backend.
+        device: A `jax.Device`. None takes this process's first local device, which starts the
+            backend.
 
     Returns:
         The chip's `HardwareType`; `UNKNOWN` for one that this module has no numbers for.

@@ -161,7 +161,7 @@ def _names(state: Any) -> list[str]:
 
 
 def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
-    """Places each leaf by the sharding that a function returns for its name and value."""
+    """Places each leaf by the sharding that a function returns for the leaf's name and value."""
 
     def place(path: KeyPath, leaf: Any) -> jax.Array | np.ndarray:
         name = _name(path)

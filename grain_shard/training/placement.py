@@ -21,7 +21,7 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.training import hardware
 from grain_shard.trees import Batch
 
-_IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # ours read ahead
+_IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # the stages here read ahead
 
 
 def place_on_device(data: Any, device: Any = None) -> Any:
@@ -201,7 +201,7 @@ class DevicePlacement:
 
     @property
     def num_devices(self) -> int:
-        """The devices of all processes together."""
+        """The number of devices of all processes together."""
         return jax.device_count()
 
     def place_on_device(self, data: Any, device: Any = None) -> Any:
@@ -227,11 +227,12 @@ class DevicePlacement:
 
         Args:
             data: A tree of arrays, such as parameters with their optimizer state.
-            devices: Devices, such as ``list(mesh.devices.flat)``; JAX computes with arrays together
-                only if their devices come in one order. None: the devices of the mesh in use
-                (`jax.set_mesh`), or else all devices of all processes, as `jax.make_mesh` orders
-                them. To go with a batch on a mesh of Explicit axes, that mesh has to be in use;
-                ``distribute_batch(data, NamedSharding(mesh, PartitionSpec()))`` is the same.
+            devices: Devices, such as ``list(mesh.devices.flat)``. JAX computes with several arrays
+                together only if their devices stand in the same order. None takes the devices of
+                the mesh in use (`jax.set_mesh`), or else all devices of all processes, as
+                `jax.make_mesh` orders them. If the batch is on a mesh of Explicit axes, that mesh
+                must be in use, or call
+                ``distribute_batch(data, NamedSharding(mesh, PartitionSpec()))`` instead.
 
         Raises:
             ShardingError: None of the devices belongs to this process, or no device can hold a
@@ -275,10 +276,11 @@ class DevicePlacement:
         """Describes the devices, as plain JSON.
 
         Returns:
-            A dict of ``num_devices``, ``platforms``, ``device_kinds`` and ``devices`` (the id,
-            platform and kind of each), of all processes; of this one ``hardware_type``,
-            ``process_index``, ``process_count``, ``local_devices`` (ids) and ``memory``: by id,
-            ``{"bytes_in_use", "bytes_limit"}``, or None where the backend does not tell.
+            A dict. For all processes it has ``num_devices``, ``platforms``, ``device_kinds`` and
+            ``devices`` (the id, platform and kind of each). For this process it has
+            ``hardware_type``, ``process_index``, ``process_count``, ``local_devices`` (ids) and
+            ``memory`` (by id, ``{"bytes_in_use", "bytes_limit"}``, or None where the backend does
+            not tell).
         """
         devices, local_devices = jax.devices(), jax.local_devices()
         return {

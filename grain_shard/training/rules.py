@@ -85,7 +85,7 @@ def fsdp_rules(data_axis: str = "data", model_axis: str | None = None) -> MeshRu
 
 
 def partition_spec_for_names(rules: MeshRules, *logical_axes: str | None) -> PartitionSpec:
-    """The rules called with the logical axes of an array, as a spec.
+    """The `PartitionSpec` that the rules give an array with these logical axes.
 
     Example:
         >>> partition_spec_for_names(fsdp_rules(), "embed", "mlp") == PartitionSpec("data", None)

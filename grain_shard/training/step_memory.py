@@ -130,7 +130,8 @@ def estimate_max_batch_size(
             f"A batch of {small} takes {small_bytes:,} bytes on a device that holds {limit:,}: "
             "use a smaller multiple_of, shard the state, or rematerialize activations."
         )
-    # A batch of more elements than all devices have bytes cannot be part of the memory held.
+    # A batch with more elements than all devices have bytes cannot be held. If the step still fits,
+    # it does not use the batch, and the search ends.
     while large_bytes < limit / 4 and _num_elements(make_batch(large)) < limit * jax.device_count():
         small, small_bytes = large, large_bytes
         large *= 4

@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     if args.distributed and any(Path(args.distributed).glob("*")):
         raise UsageError(f"{args.distributed} is not empty.\n  remedy: name a new folder.")
     if not args.distributed:
-        # Before the imports, which take seconds: this is what somebody waits at who sees nothing.
+        # The imports take seconds, in which the user would otherwise see nothing.
         print("starting JAX ...", flush=True)
     keep_libtpu_quiet()
     import jax

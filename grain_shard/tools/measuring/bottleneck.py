@@ -1,14 +1,14 @@
 """The stage that a training loop waits for, and the changes that help.
 
-A stage holds the loop up if it takes more of the time than the loop needs for its own work. Batches
+A stage holds the loop up if the stage takes more time than the loop needs for its own work. Batches
 are in the making unless all threads that make them rest because the buffer is full. The number of
-these threads plays no part in it: they come and go, and if the interpreter's lock lets one of them
-work at a time, the others stand still, whether they have something to do or not. If the loop waits
-and no stage holds it up, then either batches differ much in the time that they take, and the
-buffers are too small to even that out, or the time is spent unseen.
+these threads plays no part: threads come and go, and a thread that waits for the interpreter's lock
+stands still whether it has work or not. If the loop waits although no stage holds it up, there are
+two possible reasons. Either some batches take much longer than others, and the buffers are too
+small to even that out. Or the time is spent where nothing measures it.
 
-The processor time of threads at work tells whether they compute or wait. One processor's worth of
-it is the most that Python code can use in one process.
+The processor time of working threads tells whether they compute or wait. Python code in one process
+can keep at most one processor busy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from grain_shard.tools.measuring.loop import covered_s
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
 
 _LITTLE_WAIT = 0.1  # of the loop's time: no change to the pipeline could gain more than that
-_MOST = 0.5  # of the waiting, or of a stage's time
+_MOST = 0.5  # of the waiting, or of a stage's time: from this share on, it is called most
 _LITTLE_REST = 0.1  # of the time: if the buffer is full for no longer, a larger one is no use
 _FEW = 0.25  # of the batches: if so few make up most of the waiting, batches come unevenly
 # With more processors busy than this, the threads compute. With fewer they wait.
@@ -46,8 +46,8 @@ _SURELY_WAITS = 0.05
 # With more processors busy than this, the work leaves the interpreter's lock: threads compute side
 # by side.
 _ONE_AT_A_TIME = 1.2
-# Batches that are enough for a verdict. With fewer, and most of those asked for missing, only the
-# beginning and the end of the pipeline are seen.
+# Batches that are enough for a verdict. If the dataset ended before that, and before half of the
+# batches asked for, only the beginning and the end of the pipeline were seen.
 _ENOUGH = 10
 _FUNCTIONS = "your functions"
 _DOING = {READ: "reading and decoding records", BATCH: "stacking records", PAD: "padding"}

@@ -55,7 +55,7 @@ def run_loop(ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | N
             masks.append(mask_of(batch, MASK_KEY))
             if step is not None:
                 _take(step, batch)
-            del batch  # not to hold one more on the devices than the pipeline means to
+            del batch  # or the devices would hold one batch more than the pipeline plans
         is_ours = isinstance(iterator, ShardedIterator)
         read_threads = str(iterator.stats().reads) if is_ours else ""
     for size, mask in zip(sizes, masks, strict=True):

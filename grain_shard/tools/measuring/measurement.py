@@ -62,13 +62,12 @@ class Measurement:
         num_batches_asked: Batches that were to be measured; more if the dataset ended early.
         warmup: Batches that were taken before these and left out.
         seconds: Time of the loop for the measured batches.
-        recorded_spans: The work of each lane for a batch, from the start of the warm-up on:
-            `Span`s, in seconds after the start of the measured loop. The lanes are "read" (read and
-            decode the records of a batch, or take it from its stream), "batch" (stack them), "pad",
-            "place" (hand it to the devices), "work" (a task of an executor, at its worker, which
-            is the thread); and of the loop: "wait" (for a batch that is on the
-            devices), "step" (until its result is). In a span of "room" a thread rests, because a
-            buffer is full.
+        recorded_spans: `Span`s from the start of the warm-up on, in seconds after the start of the
+            measured loop. The pipeline's lanes are "read" (read and decode the records of a batch,
+            or take the batch from its stream), "batch" (stack them), "pad", "place" (hand the batch
+            to the devices) and "work" (a task of an executor; its thread is the worker). The loop's
+            lanes are "wait" (until a batch is on the devices) and "step" (until the step's result
+            is there). In a span of "room" a thread rests, because a buffer is full.
         pipeline: The facts of the pipeline; None if `shard_to` did not make it.
         num_examples: Rows of the measured global batches; where these have a "valid_mask", only
             those for which it is True, unless the step donated it.
@@ -106,7 +105,7 @@ class Measurement:
 
     @functools.cached_property
     def figures(self) -> Figures:
-        """The figures of `stats()` for this loop, of its global batches."""
+        """The figures of `stats()`, for the measured loop and its global batches."""
         stages_s: dict[tuple[int | str, str], float] = defaultdict(float)
         for one in self.spans:
             stages_s[one.thread, one.stage] += one.end - one.start
@@ -131,7 +130,7 @@ class Measurement:
 
     @property
     def wait_s(self) -> float:
-        """Seconds a batch from asking for it until it was on the devices."""
+        """Seconds per batch from the request until the batch was on the devices."""
         return self.figures.wait_s
 
     @property

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_WIDTH = 80  # a notebook breaks no lines
+_WIDTH = 80  # a notebook does not break long lines
 
 
 class Profile(Measurement):
@@ -119,17 +119,17 @@ def profile(
     *,
     warmup: int = 10,
 ) -> Profile:
-    """Runs a training loop for some batches, and tells what everything in it did meanwhile.
+    """Runs a training loop for some batches, and measures the loop and every stage.
 
     A loop takes batches from the dataset. *Wait* ends when all of the batch is on the devices, not
     when ``next`` returns; *step* ends when the step's result is there. A training loop that lets
     the devices run behind its Python code is a little faster. Examples and bytes per second are by
     the wall clock over the whole loop.
 
-    The stages of what `shard_to` made tell their own times meanwhile. They overlap with the step
-    and with each other: several threads read, stack and pad side by side, and where the processor
-    is busy with all of them each takes longer than it would alone. What runs in
-    worker processes (`num_workers`) is not seen. On several hosts each tells its own.
+    The stages of a `shard_to` pipeline measure their own times. These times overlap with the step
+    and with each other: several threads read, stack and pad side by side, and each takes longer
+    than alone if they have to share processors. Work in worker processes (`num_workers`) is not
+    seen. On several hosts each host measures itself.
 
     The same lanes are in JAX's profiler as ``grain_shard.read`` and so on: call this inside
     ``with jax.profiler.trace(folder)`` to see them above what the devices do.
@@ -147,18 +147,19 @@ def profile(
         ('step', ['read', 'batch', 'pad', 'place'])
 
     Args:
-        ds: The dataset: what `shard_to` returns, or any iterable of batches, whose stages then tell
-            nothing. One pass is taken: a short one should `.repeat()`. An iterator is the caller's
+        ds: The dataset: what `shard_to` returns, or any iterable of batches, whose stages are
+            unknown. One pass is taken: a short one should `.repeat()`. An iterator is the caller's
             own and is not closed.
         step: Called with each batch, e.g. a closure around the train step that keeps the state; it
             has to return something that the step computes, such as the loss, to be waited for.
             None measures the pipeline alone, and the loop does nothing but wait.
         num_batches: Batches to measure.
-        warmup: Batches to leave out before them: compilation, and then the use of the buffers that
-            filled while it lasted. Fewer, so that one is measured, if the dataset ends early.
+        warmup: Batches to leave out before the measured ones. The step compiles in the first, and
+            the next ones come from buffers that filled meanwhile. If the dataset ends early, fewer
+            batches are left out, so that one is measured.
 
     Returns:
-        What to print, or to plot; in Jupyter it shows itself.
+        The measurement, to print or to plot. Jupyter displays it by itself.
 
     Raises:
         ValueError: The dataset has no batch, or the step returns nothing.

@@ -54,7 +54,7 @@ def compile_step(
     global_batch_size: int,
     microbatches: int | None = None,
 ) -> StepMemory:
-    """Compiles a step for the devices of a mesh, and says what each holds; nothing runs.
+    """Compiles a step for a mesh, and returns the memory of each device; nothing runs.
 
     Args:
         build: Called with the mesh. Returns ``(step, state, record)``: ``step(state, batch)``,
@@ -63,8 +63,8 @@ def compile_step(
             `jax.ShapeDtypeStruct` without.
         mesh: A mesh that `topology_mesh` made.
         spec: As for `shard_to`.
-        global_batch_size: Rows of the batch, its padding included. If it is a dict, the batch has
-            a "valid_mask" too.
+        global_batch_size: Rows of the batch, its padding included. A batch that is a dict has a
+            "valid_mask" too.
         microbatches: As for `shard_to`.
 
     Raises:

@@ -212,7 +212,7 @@ class Plan(InNotebooks):
         return to_text(self)
 
     def __rich__(self) -> Any:
-        """All of its tables, the hosts shortened to a screen."""
+        """All tables of the plan, with the hosts shortened to a screen."""
         ways = [reads for reads in (self.needed, self.once) if reads is not None]
         parts: list[Any] = [
             FittingTable(["the job", ""], self._job_lines(), left=2),
@@ -281,7 +281,7 @@ class Plan(InNotebooks):
         )
 
     def _host_lines(self) -> Iterator[tuple[str, ...]]:
-        """One line for the hosts that read the same, as many as fit a screen."""
+        """Yields a line for each group of hosts that read the same, as many as fit a screen."""
         cells = {reads.host: reads.cells() for reads in self.reads.hosts}
         lines = list(self.reads.hosts_by_rows().values())
         for hosts in lines[:_MAX_LINES]:

@@ -17,7 +17,8 @@ def find_warnings(plan: Plan) -> Iterator[str]:
     size, microbatches = plan.reads.padded_batch_size, plan.microbatches or 1
     parts = describe_parts(plan.reads.divisor, microbatches)
     needed = sum(host.rows_per_step for host in plan.needed.hosts)
-    if needed > plan.global_batch_size + plan.rows_read_again:  # more than each once in a slice
+    # True if a row is read more than once in a slice.
+    if needed > plan.global_batch_size + plan.rows_read_again:
         times = f"{plan.needed.amplification:.3g} times"
         once = "once" if plan.num_slices == 1 else "once in each slice that needs it"
         why = "as a mesh axis other than the batch's spans hosts"

@@ -25,17 +25,17 @@ _GRACE_S = 2.0
 # * A line is written in one piece, when it is complete. PYTHONUNBUFFERED alone makes
 #   `print("step", 3)` write four pieces, with room between them for a line of C++ or of a worker.
 # * As soon as the script has imported JAX, each computation is told to end before the next begins.
-#   A CPU that is the only one of its process would else begin with any of its computations, and mix
+#   Otherwise a process with a single CPU device could begin its computations in any order, and mix
 #   up collectives that an accelerator keeps in order.
 # * A script that fails does not end as usual: in an ordinary exit JAX's atexit handler waits up to
 #   5 minutes for the other hosts, which in turn wait for this one; so the process leaves by _exit.
-#   It does so half a second late. For the others fail as soon as its connections break, and that
-#   was measured to be up to 15 ms before the end of its process can be seen. A host that only says
-#   that another one has failed leaves later still. With these delays the first process to end is
-#   the one that failed first.
+#   It leaves half a second late. The reason: the other hosts fail as soon as its connections
+#   break, which was measured to be up to 15 ms before the end of its process can be seen. A host
+#   that only says that another one has failed leaves later still. With these delays the first
+#   process to end is the one that failed first.
 # * A script that has compiled something ends when its devices have finished. A process that ends
-#   while collectives of its devices are under way may hang. The devices of a process begin one
-#   computation of all of them after the other, so that this program waits for one more.
+#   while collectives of its devices are under way may hang. The devices of a process run their
+#   common computations in order, so this program runs one more and waits for it.
 #
 # This program imports neither JAX nor this package, since the script may set variables that have to
 # be there before JAX is imported. A script that used JAX and ran to its end, or failed, without
@@ -111,7 +111,7 @@ finally:
         time.sleep(late_s)
         os._exit(code)
 """
-# Seconds that a host has to print its stack.
+# The time, in seconds, that a host gets to print its stack.
 _SAY_S = 0.5
 
 
@@ -159,7 +159,7 @@ class HostProcess:
         self._events.put((self._index, None))
 
     def send_signal(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
-        """Sends a signal to the process alone, or by `os.killpg` with its children, if it runs."""
+        """Sends a signal to the process if it runs; by `os.killpg` also to its children."""
         if self._process.returncode is None:
             send(self._process.pid, number)
 

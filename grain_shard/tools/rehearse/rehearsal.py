@@ -68,11 +68,11 @@ def run(
             backend in this process.
         *args: Its arguments, the same on every host.
         hosts: The number of processes.
-        devices_per_host: The number of CPU devices each has.
-        timeout_s: End all hosts after this many seconds.
+        devices_per_host: The number of CPU devices of each host.
+        timeout_s: Seconds after which all hosts are ended.
         env: Variables to set on every host, on top of this process's own.
-        end_others: Whether the first host to fail ends the others. If not they go on, until they
-            end by themselves or time out: to test how they take it.
+        end_others: Whether the first host to fail ends the others. If not, the others go on until
+            they end by themselves or time out; a test can then see how they take the failure.
 
     Returns:
         The results of the function, in host order.

@@ -54,7 +54,7 @@ class RehearsalResult:
         return "\n".join([*head, *tails, *remedy])
 
     def verdict(self) -> list[str]:
-        """The same without the lines of the hosts, for a reader who has seen them."""
+        """The lines of `summary` without the hosts' own lines, for a reader who has seen those."""
         ends = []
         if self.failed_host is not None:
             end = f"host {self.failed_host} failed first, with exit code {self.exit_code}"

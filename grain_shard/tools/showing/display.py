@@ -98,7 +98,7 @@ def _of_one_microbatch(leaf: Any) -> Any:
 
 
 def _global_batch_size(batch: Any, row_dims: int) -> int | None:
-    """The rows of a global batch; None if all of it is text, of which a host has its own rows."""
+    """The number of rows of a global batch; None if every leaf is text, which is not global."""
     structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
     return next((math.prod(s.shape[:row_dims]) for s in structs if s.shape), None)
 
@@ -161,7 +161,7 @@ class LeafText(NamedTuple):
 
         Args:
             leaf: The array.
-            row_dims: How many of its dims, from the first on, count rows.
+            row_dims: Number of leading dims that count rows.
         """
         if not hasattr(leaf, "dtype"):
             return cls(f"{type(leaf).__name__} on the host")

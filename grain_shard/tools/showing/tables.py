@@ -103,8 +103,9 @@ class FirstLines:
 class InNotebooks:
     """HTML in a notebook, for any class that rich can render.
 
-    The text beside it is for a terminal, for a page of GitHub that has not loaded the HTML, and for
-    a comparison of two versions of a notebook. It has no codes of colors, as rich's own would.
+    Plain text accompanies the HTML: for a terminal, for a page of GitHub that has not loaded the
+    HTML, and for a comparison of two versions of a notebook. Unlike rich's own text, this text has
+    no color codes.
     """
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
