@@ -45,11 +45,8 @@ _WAKE_S = 1.0
 _stages: weakref.WeakSet[TaskStage[Any]] = weakref.WeakSet()  # those whose threads were started
 
 
-# At exit the threads must end before JAX and Python take apart the objects that they use. Hooks
-# run last in, first out, and JAX registered its own when it was imported.
-@atexit.register
 def _end_all() -> None:
-    for stage in tuple(_stages):
+    for stage in _stages.copy():
         try:
             stage.close()
         except BaseException as error:
@@ -113,7 +110,12 @@ class TaskStage(OrderedResults[T]):
                 return
             self.threads.append(thread)
             self._running += 1
+        if not rank:
             _stages.add(self)
+            # At exit the threads must end before JAX, and the user's own hooks, take apart the
+            # objects that the threads use. Hooks run last in, first out.
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)
 
     def wait_for(self, has_come: Callable[[], bool], wait_s: float = math.inf) -> bool | None:
         """Waits for something other than the next result; by any thread.

@@ -33,6 +33,11 @@ def eventually(condition):
 
 
 @pytest.fixture(autouse=True)
+def a_log_has_its_own_width(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
+
+
+@pytest.fixture(autouse=True)
 def no_thread_outlives_its_test(request):
     failed_before = request.session.testsfailed
     others = background_threads()

@@ -188,7 +188,7 @@ def test_a_node_of_a_users_own_keeps_all_that_it_has_but_its_parents():
 def test_who_asks_for_no_thread_gets_none(options, is_read_ahead):
     stream = replaced(grain.MapDataset.range(3).to_iter_dataset(options))
     assert stream.ahead == is_read_ahead
-    with contextlib.closing(iter(stream)) as rows:
+    with contextlib.closing(stream.reads), contextlib.closing(iter(stream)) as rows:
         assert next(rows) == 0
         assert bool(background_threads()) == is_read_ahead
 

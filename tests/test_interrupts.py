@@ -1,5 +1,6 @@
 """An interrupt at any line of the main thread's way through the package, and the loop goes on."""
 
+import gc
 import itertools
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 import grain_shard
 from grain_shard import rehearse
-from tests.conftest import background_threads, data_mesh, numbered
+from grain_shard.iteration.iterator import ShardedIterator
+from tests.conftest import HANG_S, background_threads, data_mesh, numbered
 from tests.on_hosts import cases_of, run_cases
 from tests.pipelines import feeds_of
 
@@ -145,6 +147,20 @@ def test_after_an_interrupt_at_any_line_the_next_batch_is_the_one_that_the_state
     walks = (interrupted_walk(ds, expected, line) for line in itertools.count(1, every))
     last = next(interrupt for interrupt in walks if interrupt.where is None)
     assert last.lines > 500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_end_although_an_interrupt_cuts_the_iterators_own_end(kind, monkeypatch):
+    monkeypatch.setattr(ShardedIterator, "__del__", lambda self: None)  # cut at its first line
+    others = background_threads()
+    iterator = iter(KINDS[kind](data_mesh(2)))
+    next(iterator)
+    threads = background_threads() - others
+    del iterator
+    gc.collect()
+    for thread in threads:
+        thread.join(HANG_S)
+        assert not thread.is_alive()
 
 
 def of_hosts(kind):

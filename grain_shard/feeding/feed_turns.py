@@ -49,14 +49,21 @@ class FeedTurns(Producer[list[FeedTurn]]):
         self._reads.stop()
 
     def __del__(self) -> None:
-        self.stop()  # the threads refer to the reads, not to this object
+        if hasattr(self, "_reads"):  # `__init__` came so far
+            self.stop()  # the threads refer to the reads, not to this object
 
     def close(self) -> None:
         """Closes the feeds, each of them also if closing another one fails."""
         self._reads.stop()  # first, because a feed may wait for it
-        with contextlib.ExitStack() as closing:
-            for close in (self._reads.close, *(reader.close for reader in self._readers)):
-                closing.callback(close)
+        failed: BaseException | None = None
+        # No name of a module, because the interpreter's exit may have cleared it.
+        for close in (self._reads.close, *(reader.close for reader in self._readers)):
+            try:
+                close()
+            except BaseException as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
 
 OpenTurns = Callable[[Mapping[int, FeedState]], FeedTurns]

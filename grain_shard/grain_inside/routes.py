@@ -162,6 +162,8 @@ class Route:
         elements = self._lower_end(recovery, by_grain=len(self.indices) > 1)
         try:
             is_read = isinstance(elements, list | ArrayRows)
+            if not is_read and self.reads_many:
+                until = NEVER  # what a call has read would be read again
             return elements if is_read else _taken(elements, until, recovery)
         finally:
             del elements  # the traceback of an error among them refers to this frame

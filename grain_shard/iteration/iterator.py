@@ -94,6 +94,15 @@ class Run:
         self.start: Uninterrupted = Uninterrupted(start)
         self.close: Uninterrupted = Uninterrupted(close)
 
+    def let_go(self) -> None:
+        """Ends it without waiting: the garbage collector runs anywhere."""
+        self.stage.stop()
+        self.placed.log_close_error()
+        self.together.close()
+
+    def __del__(self) -> None:
+        self.let_go()  # once more: an interrupt may have cut the iterator's own __del__
+
 
 class Place(NamedTuple):
     """The place of an iterator: one value, so that an interrupt finds it before a step or after.
@@ -436,6 +445,4 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def __del__(self) -> None:
         if (at := getattr(self, "_at", None)) is not None:
-            at.run.stage.stop()  # without waiting: the garbage collector runs anywhere
-            at.run.placed.log_close_error()
-            at.run.together.close()
+            at.run.let_go()
