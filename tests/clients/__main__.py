@@ -100,7 +100,7 @@ def python_for(wanted: str) -> str:
     of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     found = shutil.which(f"python{version}") if not of_pyenv else str(of_pyenv[-1])
     if found is None:
-        raise SystemExit(f"there is no Python {version}, which this client needs.")
+        raise LookupError(f"this machine has no Python {version}")
     return found
 
 
@@ -193,7 +193,13 @@ def main() -> int:
     results, all_held = {}, True
     for name in names:
         for chosen in ("lowest", "newest") if args.pins == "both" else (args.pins,):
-            held, line = check(name, chosen, args.timeout)
+            try:
+                held, line = check(name, chosen, args.timeout)
+            except LookupError as error:
+                # CI runs on machines without this Python, too. There the other client is left.
+                print(f"{name} {chosen}: not run: {error.args[0]}", flush=True)
+                all_held &= args.cheapest
+                continue
             print(line, flush=True)
             all_held &= held
             results[f"{name} {chosen}"] = line
