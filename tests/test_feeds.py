@@ -289,6 +289,33 @@ def test_a_state_of_other_feeds_is_refused(other, field):
         batches.set_state(state)
 
 
+@pytest.mark.parametrize(
+    ("packer", "other"),
+    [
+        ("FirstFitPackIterDataset", {"num_packing_bins": 4}),
+        ("BestFitPackIterDataset", {"length_struct": {"tokens": 64, "document": 64}}),
+        ("ConcatThenSplitIterDataset", {"length_struct": {"tokens": 64, "document": 64}}),
+    ],
+)
+def test_a_state_of_other_packing_is_refused(packer, other):
+    options = {"length_struct": {"tokens": 128, "document": 128}}
+    if packer != "ConcatThenSplitIterDataset":
+        options["num_packing_bins"] = 6
+
+    def packed(**options):
+        pack = getattr(grain.experimental, packer)
+        feeds = grain_shard.feeds(lambda feed: pack(text.mixed(feed), **options), num_feeds=4)
+        return iter(feeds.batch(8).shard_to(data_mesh(4)))
+
+    with packed(**options) as batches:
+        state = batches.get_state()
+    with (
+        packed(**options | other) as batches,
+        pytest.raises(grain_shard.StateError, match="another pipeline: transforms changed"),
+    ):
+        batches.set_state(state)
+
+
 UNCHANGED = r"pass what get_state\(\) gave"
 
 

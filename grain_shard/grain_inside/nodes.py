@@ -269,9 +269,11 @@ def source_fingerprint(ds: grain.MapDataset | grain.IterDataset) -> str | None:
 def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
     """Returns a node's arguments that change the order of records but are not in its text."""
     names = ("_reseed_each_epoch", "_num_epochs", "_window_size", "_proportions")
-    values = [getattr(ds, name, None) for name in names]
-    selection = getattr(ds, "_selection_map", None)
+    of_packing = ("_num_packing_bins", "_length_struct", "_shuffle_bins", "_max_sequences_per_bin")
+    values = [getattr(ds, name, None) for name in (*names, *of_packing)]
+    selection, splitting = (getattr(ds, name, None) for name in ("_selection_map", "_config"))
     values.append(getattr(selection, "_proportions", None))
+    values.append(getattr(splitting, "length_struct", None))
     if type(ds) is REINDEX:  # its text has only the first and the last indices
         values.append(_all_of(getattr(ds, "_indices", ())))
     return tuple(str(value) for value in values)
