@@ -40,7 +40,19 @@ def test_fields(answers, lines):
     assert lines_of(dict(enumerate(answers))) == lines
 
 
-@pytest.mark.parametrize("field", ["source", "transforms", 'first batch of rows="global"'])
+def test_whole_batches_that_differ_have_their_remedy():
+    field = 'first batch of rows="global"'
+    error = compare({0: {field: "6dee7067"}, 1: {field: "6f555ae6"}})["error"]
+    assert error.splitlines()[1:] == [
+        f'  {field}: "6dee7067" on host 0; "6f555ae6" on host 1',
+        '  rows: rows="global" says that every host produces the same batches; read the same files'
+        " with the same seed on every host, or shard the source by"
+        ' grain_shard.ShardByMesh(mesh, spec) and pass rows="local"',
+        REMEDY,
+    ]
+
+
+@pytest.mark.parametrize("field", ["source", "transforms"])
 def test_a_pipeline_that_differs_may_be_divided_by_the_host(field):
     error = compare({0: {field: "6dee7067"}, 1: {field: "6f555ae6"}})["error"]
     assert error.splitlines()[1:] == [

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 Answers = Mapping[int, Any]
 _MAX_CHARACTERS = 200  # of a value
-# Fields that describe a pipeline, and the usual reason why hosts with the same script differ. The
-# last one is the digest of the first whole batch, where hosts say that all produce the same.
+# The field for the digest of the first whole batch, if the hosts say that all produce the same.
 FIRST_BATCH = 'first batch of rows="global"'
-_OF_THE_PIPELINE = "source", "transforms", FIRST_BATCH
+# Fields that describe a pipeline, and the usual reason why hosts with the same script differ.
+_OF_THE_PIPELINE = "source", "transforms"
 _DIVIDED = (
     " If it is the same, the pipeline is most likely divided by jax.process_index(), as by a slice"
     " or by files of each host: leave that out, since .shard_to gives each host its rows."
@@ -48,6 +48,13 @@ def compare(answers: Answers) -> dict[str, Any]:
     """
     lines = [line for name in _fields(answers) if (line := difference(name, answers))]
     lines += _wrong_rows(answers)
+    whole = {host: answer for host, answer in answers.items() if FIRST_BATCH in answer}
+    if whole and difference(FIRST_BATCH, whole):
+        lines.append(
+            '  rows: rows="global" says that every host produces the same batches; read the same'
+            " files with the same seed on every host, or shard the source by"
+            ' grain_shard.ShardByMesh(mesh, spec) and pass rows="local"'
+        )
     if not lines:
         return _compare_contents(answers)
     remedy = "run the same script with the same arguments, files and checkpoint on every host."
