@@ -11,7 +11,6 @@ from __future__ import annotations
 import _thread
 import contextlib
 import math
-import queue
 import sys
 import threading
 import time
@@ -29,7 +28,9 @@ class Bell:
     """
 
     def __init__(self):
-        self._waiting: dict[int, queue.SimpleQueue[None]] = {}  # by thread
+        # A lock for each thread that waits; `ring` releases it. Not a queue: until Python 3.12
+        # `SimpleQueue.get(timeout=...)` may wait for ever.
+        self._waiting: dict[int, threading.Lock] = {}
 
     def wait_for(self, has_come: Callable[[], S], wait_s: float = math.inf) -> S:
         """Waits until something has come.
@@ -44,18 +45,18 @@ class Bell:
         if come := has_come():
             return come
         thread, until = threading.get_ident(), time.monotonic() + wait_s
-        rung = self._waiting.setdefault(thread, queue.SimpleQueue())
+        rung = self._waiting.setdefault(thread, threading.Lock())
+        rung.acquire(blocking=False)
         while not (come := has_come()) and (left_s := until - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                rung.get(timeout=min(left_s, threading.TIMEOUT_MAX))
+            rung.acquire(timeout=min(left_s, threading.TIMEOUT_MAX))
         self._waiting.pop(thread, None)
         return come
 
     def ring(self) -> None:
         """Makes the threads that wait look again. Call it after the change that they wait for."""
         for rung in list(self._waiting.values()):
-            if rung.empty():
-                rung.put(None)
+            with contextlib.suppress(RuntimeError):  # another thread has just rung, too
+                rung.release()
 
 
 class Uninterrupted:
@@ -88,11 +89,12 @@ class Uninterrupted:
         is_main = threading.get_ident() == threading.main_thread().ident
         # No other thread runs any more where the interpreter ends.
         if not self.is_over and is_main and not sys.is_finalizing():
-            ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+            running = threading.Lock()
+            running.acquire()
             with contextlib.suppress(RuntimeError):  # the system allows no more threads
                 # Not `Thread.start`, inside which an interrupt may come, too.
-                _thread.start_new_thread(self._run, (lambda: ended.put(None),))
-                ended.get()
+                _thread.start_new_thread(self._run, (running.release,))
+                running.acquire()
         if not self.is_over:
             self._run()
         error, self._error = self._error, None

@@ -210,7 +210,7 @@ def _packed(element: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def _unpacked(packed: np.ndarray, sizes: np.ndarray) -> Any:
     ranges = zip(_starts(sizes), sizes, strict=False)
-    pickled, *buffers = (packed[start : start + size] for start, size in ranges)
+    pickled, *buffers = (packed[start : start + size].data for start, size in ranges)
     return pickle.loads(pickled, buffers=buffers)
 
 

@@ -163,3 +163,13 @@ def test_what_kind_a_dataset_is_is_asked_in_one_place():
                 names = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
                 asked |= {(module, name) for name in names & OWN_DATASETS}
     assert asked == WHERE_IT_IS_ASKED
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_no_wait_is_left_to_a_simple_queue(path):
+    """Until Python 3.12 `SimpleQueue.get(timeout=...)` waits for ever if it is late for its end."""
+    used = {
+        getattr(node, "attr", getattr(node, "id", ""))
+        for node in ast.walk(ast.parse(path.read_text()))
+    }
+    assert "SimpleQueue" not in used

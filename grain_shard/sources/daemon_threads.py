@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
 from typing import Any
 
 # A thread that has waited this long for a call, in seconds, ends.
@@ -29,43 +29,42 @@ class DaemonThreads:
         os.register_at_fork(after_in_child=self._begin)  # a forked process has no threads
 
     def _begin(self) -> None:
-        self._lock = threading.RLock()
-        self._calls = SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]]()
+        # Not a `SimpleQueue`: until Python 3.12 its `get(timeout=...)` may wait for ever.
+        self._given = threading.Condition()
+        self._calls = deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]]()
         self._threads = self._unfinished = 0
 
     def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Lets a thread call a function; returns the future of its result."""
         future = Future[Any]()
-        with self._lock:
+        with self._given:
             if self._threads <= self._unfinished and self._threads < self._most:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
                 self._threads += 1
             self._unfinished += 1
-            self._calls.put((future, function, args))
+            self._calls.append((future, function, args))
+            self._given.notify()
         return future
 
     def call_at_once(self, function: Callable[..., Any], *args: Any) -> Future[Any] | None:
         """Works like `call`, but returns None if the call would have to wait for a thread."""
-        with self._lock:
+        with self._given:
             return self.call(function, *args) if self._unfinished < self._most else None
 
     def _run(self) -> None:
         while True:
-            try:
-                future, function, args = self._calls.get(timeout=_IDLE_S)
-            except Empty:
-                with self._lock:
-                    if self._unfinished < self._threads:  # no call is left for this thread
-                        self._threads -= 1
-                        return
-                continue
+            with self._given:
+                if not self._given.wait_for(lambda: self._calls, _IDLE_S):
+                    self._threads -= 1
+                    return
+                future, function, args = self._calls.popleft()
             is_wanted = future.set_running_or_notify_cancel()
             result = error = None
             try:
                 result = function(*args) if is_wanted else None
             except BaseException as raised:
                 error = raised
-            with self._lock:
+            with self._given:
                 self._unfinished -= 1
             if error is not None:
                 future.set_exception(error)

@@ -126,7 +126,7 @@ class HostProcess:
         index: int,
         argv: Sequence[str],
         environment: Mapping[str, str],
-        events: queue.SimpleQueue[tuple[int, str | None]],
+        events: queue.Queue[tuple[int, str | None]],
     ):
         self._index, self._events = index, events
         self._process = subprocess.Popen(

@@ -124,7 +124,7 @@ def run_script(
     if hosts < 1 or devices_per_host < 1:
         raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")
     deadline = time.monotonic() + timeout_s
-    events: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
+    events: queue.Queue[tuple[int, str | None]] = queue.Queue()
     lines: list[list[str]] = [[] for _ in range(hosts)]
     running, timed_out_hosts = set(range(hosts)), []
     failed_host: int | None = None
