@@ -187,7 +187,7 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     Raises:
         ShardingError: `value` is not in `choices`.
     """
-    if value not in choices:
+    if not (isinstance(value, str) and value in choices):
         raise ShardingError(
             f"{name}={value!r} is not one of {', '.join(choices)}.", remedy="choose one of them."
         )

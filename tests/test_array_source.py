@@ -255,6 +255,12 @@ def test_a_record_that_does_not_exist(index):
         ArraySource(arrays())[index]
 
 
+@pytest.mark.parametrize("index", [1.0, "x", slice(3), None])
+def test_an_index_that_is_none(index):
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        ArraySource(arrays())[index]
+
+
 def test_sources_of_other_dtypes_cannot_be_mixed(mesh):
     a, b = ArraySource({"x": np.zeros(20, np.int32)}), ArraySource({"x": np.zeros(20, np.float32)})
     ds = grain.MapDataset.concatenate([grain.MapDataset.source(a), grain.MapDataset.source(b)])

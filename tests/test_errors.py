@@ -79,6 +79,12 @@ no spec is given, and none of the mesh axes 'dp', 'tp' is called 'data'.
   mesh:   data=4
   remedy: write jax.sharding.PartitionSpec('data'), or a tree of them.""",
     ),
+    "a tree of specs without a leaf": (
+        lambda: numbered(8, 8).shard_to(data_mesh(4), {}),
+        """\
+{} holds no sharding for any leaf of a batch.
+  remedy: pass a Mesh alone, or a sharding or spec for each leaf.""",
+    ),
     "a mesh that is none": (
         lambda: numbered(8, 8).shard_to("data"),
         """\
@@ -133,6 +139,13 @@ no batch is left: there are fewer records than one batch of 8 rows, and remainde
         lambda: numbered(8, 8).shard_to(data_mesh(4), remainder="wrap"),
         """\
 remainder='wrap' is not one of pad, drop, error.
+  mesh:   data=4
+  remedy: choose one of them.""",
+    ),
+    "several remainders": (
+        lambda: numbered(8, 8).shard_to(data_mesh(4), remainder=np.array(["pad", "drop"])),
+        """\
+remainder=array(['pad', 'drop'], dtype='<U4') is not one of pad, drop, error.
   mesh:   data=4
   remedy: choose one of them.""",
     ),

@@ -307,9 +307,14 @@ class TestTheSameSource:
             assert hedged[0] == 100
         assert repr(hedged) == "HedgedSource(range(100, 200))"
 
-    def test_what_has_no_items_is_refused(self):
-        with pytest.raises(ShardingError, match="a generator has no records by index"):
-            HedgedSource(i for i in range(3))
+    @pytest.mark.parametrize(
+        ("given", "kind"),
+        [((i for i in range(3)), "generator"), (list, "type")],
+        ids=["a generator", "a class"],
+    )
+    def test_what_has_no_items_is_refused(self, given, kind):
+        with pytest.raises(ShardingError, match=f"a {kind} has no records by index"):
+            HedgedSource(given)
 
 
 class TestThreads:

@@ -319,6 +319,7 @@ REFUSED = [
     (None, NO_PATH, None),
     (5, NO_PATH, None),
     ([5], NO_PATH, None),
+    (b"data/train-0", TypeError, "a path is text, not b.data"),
     ("data/train-0[5:2]", ValueError, r"5 to 2 of 'data/train-0' end before"),
     (["data/train-0", "data/train-*"], ValueError, f"'data/train-0' {TWICE}"),
     (["data/train-0[0:2]", "data/train-0[0:2]"], ValueError, f"'data/train-0.*' {TWICE}"),

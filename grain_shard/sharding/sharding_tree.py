@@ -107,7 +107,13 @@ class ShardingTree:
                 spec=spec if isinstance(spec, PartitionSpec) else None,
                 remedy="pass a Mesh with the spec, or the sharding alone.",
             )
-        return cls(jax.tree.map(resolve, prefix, is_leaf=lambda leaf: leaf is None), microbatches)
+        tree = cls(jax.tree.map(resolve, prefix, is_leaf=lambda leaf: leaf is None), microbatches)
+        if not tree.shardings():
+            raise ShardingError(
+                f"{prefix!r} holds no sharding for any leaf of a batch.",
+                remedy="pass a Mesh alone, or a sharding or spec for each leaf.",
+            )
+        return tree
 
     def shardings(self) -> list[Sharding]:
         """The distinct shardings of the tree, in its order."""

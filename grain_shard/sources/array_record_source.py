@@ -106,7 +106,7 @@ class ArrayRecordSource:
         paths: PathOrInstruction | Sequence[PathOrInstruction],
         reader_options: dict[str, str] | None = None,
     ):
-        if isinstance(paths, str) or not isinstance(paths, Sequence):
+        if isinstance(paths, str | bytes) or not isinstance(paths, Sequence):
             paths = [paths]
         given: list[PathOrInstruction] = list(paths)
         if not given:

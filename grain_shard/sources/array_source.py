@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
@@ -56,7 +57,7 @@ class ArraySource:
         return self._arrays[0].shape[0]
 
     def __getitem__(self, index: SupportsIndex) -> Any:
-        record = index.__index__()
+        record = operator.index(index)
         if not 0 <= record < len(self):
             raise IndexError(f"record {record} of {len(self)} does not exist")
         return self._getitems([record])[0]

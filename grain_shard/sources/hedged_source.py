@@ -71,7 +71,8 @@ class HedgedSource:
 
     def __init__(self, source: Any):
         self._source = source
-        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        can = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+        if not can or isinstance(source, type):
             raise ShardingError(
                 f"a {type(source).__name__} has no records by index to ask for a second time.",
                 remedy="pass a source with __len__ and __getitem__, below grain.MapDataset.source.",

@@ -240,17 +240,16 @@ class _Chain(Stage):
     def _padded(self, ds: Any, num_shards: int) -> Any:
         """Returns the dataset with batches of one size: the start of the chain."""
         microbatches, remainder = self.put.shardings.microbatches or 1, self.put.remainder
+        pad = PadToDivisible(
+            num_shards * microbatches,
+            remainder=remainder,
+            mask_key=self.mask_key,
+            pad_value=self.pad_value,
+        )
         divide = ValidateBatchSize(
             num_shards, must_divide=remainder != "pad", microbatches=microbatches
         )
-        return ds.pipe(divide).pipe(
-            PadToDivisible(
-                num_shards * microbatches,
-                remainder=remainder,
-                mask_key=self.mask_key,
-                pad_value=self.pad_value,
-            )
-        )
+        return ds.pipe(divide).pipe(pad)
 
 
 def _random_access(
