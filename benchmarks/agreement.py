@@ -89,7 +89,7 @@ def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> di
     start, at_work = time.perf_counter(), time.process_time()
     while votes.number < VOTES:
         next(votes)
-        batches.taken = votes.agreed
+        batches.taken = votes.handed_out = votes.agreed
     vote_s = (time.perf_counter() - start) / VOTES
     calls = sum(client.calls.values())
     meet()  # the first host answers the others up to here

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import reading
 from benchmarks.__main__ import main
+from benchmarks.agreement import simulate
 from benchmarks.chart import write_chart
 from benchmarks.figures import figure
 from benchmarks.groups import GROUPS
@@ -255,6 +256,13 @@ def test_the_command_measures_a_goal_and_writes_json(tmp_path):
     assert all(row["met"] for row in written["results"])
     assert not (tmp_path / "results.png").exists(), "it is a picture of P1 to P3"
     assert "reading whole batches" in done.stdout
+
+
+@pytest.mark.long
+def test_hosts_that_vote_are_simulated():
+    figures = simulate(8)
+    assert set(figures) == {"started", "vote", "step", "processor", "calls"}
+    assert all(figure > 0 for figure in figures.values())
 
 
 @pytest.mark.parametrize(
