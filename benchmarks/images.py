@@ -1,4 +1,4 @@
-"""P13: JPEGs of real photographs, 224x224, decoded in two worker processes."""
+"""P13, P24: JPEGs of real photographs, 224x224, decoded in two worker processes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from absl import flags
 import grain_shard
 from benchmarks import peers
 from benchmarks.data import decode_photograph, photograph_files
-from benchmarks.measure import Comparison, Goal, Group, Round, Run, interleave
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interleave
 
 IMAGES, GLOBAL_BATCH_SIZE, NUM_WORKERS = 512, 32, 2
 
 
-def ours(paths: Sequence[str]) -> Iterator[Any]:
+def ours(paths: Sequence[str], **options: Any) -> Iterator[Any]:
     ds = (
         grain.MapDataset.source(grain_shard.ArrayRecordSource(paths))
         .seed(peers.SEED)
@@ -27,10 +27,23 @@ def ours(paths: Sequence[str]) -> Iterator[Any]:
         .repeat()
         .map(decode_photograph)
         .batch(GLOBAL_BATCH_SIZE)
-        .shard_to(peers.data_mesh(), num_workers=NUM_WORKERS)
+        .shard_to(peers.data_mesh(), **options)
     )
     with iter(ds) as batches:
         yield from batches
+
+
+def on_dask(paths: Sequence[str]) -> Iterator[Any]:
+    """Ours, made by a Dask cluster of as many processes, over TCP."""
+    try:
+        from dask.distributed import Client, LocalCluster
+    except ImportError as error:
+        raise Skip("dask is not installed (the bench extra has it)") from error
+    with (
+        LocalCluster(NUM_WORKERS, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        yield from ours(paths, executor=client.get_executor(), cpu_buffer_size=NUM_WORKERS + 2)
 
 
 def guide(paths: Sequence[str]) -> Iterator[Any]:
@@ -67,7 +80,10 @@ def measure(run: Run) -> Iterable[Round]:
     before, timed = 40, run.rounds(quick=40, full=120)
     return interleave(
         {
-            "grain_shard": lambda: images_per_second(ours(paths), before, timed),
+            "grain_shard": lambda: images_per_second(
+                ours(paths, num_workers=NUM_WORKERS), before, timed
+            ),
+            "Dask": lambda: images_per_second(on_dask(paths), before, timed),
             "Grain's guide": lambda: images_per_second(guide(paths), before, timed),
         },
         run.rounds(quick=2, full=4),
@@ -90,7 +106,17 @@ GROUPS = [
                 theirs="Grain's guide",
                 compared="ours / theirs",
                 goal=Goal("at least", 1.2),
-            )
+            ),
+            Comparison(
+                "P24",
+                what="two Dask workers",
+                against="num_workers=2",
+                unit="images/s",
+                ours="Dask",
+                theirs="grain_shard",
+                compared="ours / theirs",
+                goal=Goal("at least", 0.8),
+            ),
         ],
     )
 ]
