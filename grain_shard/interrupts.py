@@ -55,8 +55,10 @@ class Bell:
     def ring(self) -> None:
         """Makes the threads that wait look again. Call it after the change that they wait for."""
         for rung in list(self._waiting.values()):
-            with contextlib.suppress(RuntimeError):  # another thread has just rung, too
+            try:
                 rung.release()
+            except RuntimeError:
+                continue  # another thread has just rung, too
 
 
 class Uninterrupted:
@@ -86,6 +88,8 @@ class Uninterrupted:
             BaseException: The error of the work, once.
         """
         self.is_begun = True
+        if not threading:  # the interpreter has ended, and cleared this module
+            return
         is_main = threading.get_ident() == threading.main_thread().ident
         # No other thread runs any more where the interpreter ends.
         if not self.is_over and is_main and not sys.is_finalizing():

@@ -56,14 +56,14 @@ AT_BUILD = {
         """\
 the spec names the mesh axis 'batch', which does not exist.
   spec:   P('batch')   mesh: data=4
-  remedy: the mesh has 'data'; use each axis at most once.""",
+  remedy: name an axis of the mesh: 'data'.""",
     ),
     "an axis named twice": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("data", "data")),
         """\
 the spec names the mesh axis 'data', twice.
   spec:   P('data', 'data')   mesh: data=4
-  remedy: the mesh has 'data'; use each axis at most once.""",
+  remedy: use each axis at most once.""",
     ),
     "no spec where none can be guessed": (
         lambda: numbered(8, 8).shard_to(jax.make_mesh((4, 2), ("dp", "tp"))),

@@ -661,6 +661,10 @@ class TestInterpreterExit:
         assert err.endswith("ZeroDivisionError: the user's\n")
         assert err.count("Traceback") == 1
 
+    def test_a_busy_iterator_below_one_of_grain_s_ends_with_the_interpreter(self, tmp_path):
+        body = "iterator = iter(pipeline().map(lambda batch: batch)); next(iterator)"
+        assert run(script(body), tmp_path / "program.py") == (0, "", "")
+
     def test_what_cannot_be_closed_is_logged(self, tmp_path):
         body = """
             class Source:

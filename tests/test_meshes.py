@@ -71,7 +71,7 @@ def test_global_batch_size(data_axis, expected):
 def test_an_axis_that_the_mesh_does_not_have(use):
     with pytest.raises(ShardingError, match="'batch', which does not exist") as error:
         use(create_2d_mesh())
-    assert error.value.remedy == "the mesh has 'data', 'model'; use each axis at most once."
+    assert error.value.remedy == "name an axis of the mesh: 'data', 'model'."
     assert "data=4, model=2" in str(error.value)
 
 

@@ -169,7 +169,7 @@ def test_a_long_list_of_paths_is_cut(mesh):
             {"kernel": P("modle")},
             "the spec names the mesh axis 'modle', which does not exist.\n"
             "  spec:   P('modle')   mesh: data=8\n"
-            "  remedy: the mesh has 'data'; use each axis at most once.",
+            "  remedy: name an axis of the mesh: 'data'.",
         ),
         (
             {"down/kernel": P(None, "data")},

@@ -172,11 +172,17 @@ class TestValidateBatchSize:
         assert lists(ds) == [{"x": [0, 1, 2, 3]}, {"x": [4]}]
 
     @BOTH
-    @pytest.mark.parametrize(("batch", "divisor"), [(3, 2), (12, 8), (1, 4)])
-    def test_refuses_what_the_shards_do_not_divide_when_it_is_built(self, build, batch, divisor):
+    @pytest.mark.parametrize(("batch", "divisor", "padding"), [(3, 2, 1), (12, 8, 4), (1, 4, 3)])
+    def test_refuses_or_names_what_the_shards_do_not_divide_when_it_is_built(
+        self, build, batch, divisor, padding, caplog
+    ):
         with pytest.raises(ShardingError, match=f"{batch} rows does not split into {divisor}"):
             build(24, batch).pipe(ValidateBatchSize(divisor, must_divide=True))
-        build(24, batch).pipe(ValidateBatchSize(divisor))  # padding will see to it
+        build(24, batch).pipe(ValidateBatchSize(divisor))
+        assert caplog.messages == [
+            f"grain_shard: a batch of {batch} rows does not split into {divisor} shards: each batch"
+            f" gets {padding} rows of padding."
+        ]
 
     @BOTH
     @pytest.mark.parametrize(

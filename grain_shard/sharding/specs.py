@@ -127,13 +127,15 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
     names = [name for entry in spec for name in batch_axes(PartitionSpec(entry))]
     for name in names:
         if name not in mesh.axis_names or names.count(name) > 1:
-            wrong = "twice" if name in mesh.axis_names else "which does not exist"
+            wrong, remedy = "twice", "use each axis at most once."
+            if name not in mesh.axis_names:
+                wrong = "which does not exist"
+                remedy = f"name an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}."
             raise ShardingError(
                 f"the spec names the mesh axis {name!r}, {wrong}.",
                 spec=spec,
                 mesh_axes=axes,
-                remedy=f"the mesh has {', '.join(map(repr, mesh.axis_names))}; use each axis at"
-                " most once.",
+                remedy=remedy,
             )
     return NamedSharding(mesh, spec)
 

@@ -56,8 +56,9 @@ class Stage(ABC):
             return self.of_stream(StreamDataset.of(ds, global_batch_size=size))
         raise ShardingError(
             f"cannot shard a {type(ds).__name__}.",
-            remedy="pass a grain.MapDataset or grain.IterDataset of batches; of a DataLoader or any"
-            " other iterable of batches, grain_shard.from_iterable(loader, rows=...) makes one.",
+            remedy="pass a grain.MapDataset or grain.IterDataset of batches, not its iterator; of a"
+            " DataLoader or any other iterable of batches, grain_shard.from_iterable(loader,"
+            " rows=...) makes one.",
         )
 
     @abstractmethod

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from absl import logging
+
 from grain_shard.errors import ShardingError, require_int
 from grain_shard.feeding.feed_batches import FeedBatches
 from grain_shard.reading.forgotten_batch import refuse_records
@@ -100,12 +102,17 @@ class ValidateBatchSize(Stage):
             ShardingError: The shards do not divide the size, and `must_divide` is True.
         """
         multiple = self.divisor * self.microbatches
-        if self.must_divide and global_batch_size % multiple:
-            up = round_up(global_batch_size, multiple)
+        up = round_up(global_batch_size, multiple)
+        if up > global_batch_size:
             parts = describe_parts(self.divisor, self.microbatches)
-            raise ShardingError(
-                f"a batch of {global_batch_size} rows does not split into {parts}.",
-                remedy=f'use a batch size of {up}, or remainder="pad".',
+            problem = f"a batch of {global_batch_size} rows does not split into {parts}"
+            if self.must_divide:
+                raise ShardingError(
+                    f"{problem}.", remedy=f'use a batch size of {up}, or remainder="pad".'
+                )
+            padding = up - global_batch_size
+            logging.warning(
+                "grain_shard: %s: each batch gets %d rows of padding.", problem, padding
             )
         if self.shortfall is not None:
             problem = self.shortfall(-(-global_batch_size // multiple))
