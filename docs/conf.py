@@ -51,6 +51,7 @@ copybutton_prompt_is_regexp = True
 logger = sphinx.util.logging.getLogger(__name__)
 PUBLIC = {name: f"grain_shard.{name}" for name in grain_shard.__all__}
 SHORT = 20  # characters of code that are not broken over two lines
+LONG = 120  # characters beyond which a line of output is wrapped
 
 
 def link_pages_of_other_folders(app, doctree):
@@ -87,6 +88,8 @@ def end_code_with_its_last_line(app, doctree):
         if node.rawsource == text:  # it is no output of a notebook, in colors
             node.rawsource = text.rstrip()
             node.children = [nodes.Text(node.rawsource)]
+        if max(map(len, text.splitlines()), default=0) > LONG:
+            node["classes"].append("long")
 
 
 def link_public_names(app, doctree):
