@@ -114,6 +114,21 @@ def test_a_side_of_ours_that_fails_is_a_failure(tmp_path):
         assert has_failed(group, result)
 
 
+def test_a_client_without_an_environment_is_skipped_with_the_command_that_makes_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (group,) = (group for group in GROUPS if group.name == "clients")
+    found = {
+        result.comparison.theirs: result.skipped for result in results(group, Run(True, tmp_path))
+    }
+    assert found["MaxText"] == found["MaxText, a worker"]
+    assert found["MaxText"] == "not installed: python -m tests.clients --python maxtext"
+    assert (
+        found["Levanter, processor"] == "not installed: python -m tests.clients --python levanter"
+    )
+
+
 def test_no_two_subjects_share_a_number():
     """P8 is what a mask adds, which is measured with and without reading."""
     modules = {}

@@ -104,16 +104,27 @@ def python_for(wanted: str) -> str:
     return found
 
 
+def folder_of(name: str, pins: str) -> Path:
+    """Where the client's virtual environment is, or will be."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "grain_shard_clients")
+    return cache / f"{name}-{pins}"
+
+
+def is_made(name: str, pins: str) -> bool:
+    """Whether that environment has what the client requires now."""
+    stamp = folder_of(name, pins) / "requirements.json"
+    return stamp.exists() and json.loads(stamp.read_text()) == list(requirements(name, pins))
+
+
 def environment(name: str, pins: str) -> Path:
     """The Python of the client's virtual environment, made anew where its requirements changed."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "grain_shard_clients")
-    folder = cache / f"{name}-{pins}"
-    stamp, python = folder / "requirements.json", folder / "bin" / "python"
-    wanted = requirements(name, pins)
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f"{name}-{pins}.lock").open("w") as lock:
+    folder = folder_of(name, pins)
+    python = folder / "bin" / "python"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not stamp.exists() or json.loads(stamp.read_text()) != list(wanted):
+        if not is_made(name, pins):
+            wanted = requirements(name, pins)
             head = metadata(name)
             version = head["requires-python"]
             if pins == "lowest":
@@ -129,7 +140,7 @@ def environment(name: str, pins: str) -> Path:
                 subprocess.run([*get, "-d", folder / "sources", sources], check=True)
                 for archive in (folder / "sources").glob("*.tar.gz"):
                     shutil.unpack_archive(archive, folder / "sources", filter="data")
-            stamp.write_text(json.dumps(wanted))
+            (folder / "requirements.json").write_text(json.dumps(wanted))
     return python
 
 
