@@ -303,3 +303,17 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(
     told = capsys.readouterr().err
     assert complaint in told
     assert "[1/" not in told
+
+
+@pytest.mark.parametrize("package", ["rich.table", "matplotlib.figure"])
+def test_a_package_that_only_the_end_uses_is_missed_before_anything_is_measured(
+    package, tmp_path, monkeypatch, capsys
+):
+    for name in ("chart", "report"):
+        monkeypatch.delattr(f"benchmarks.{name}")
+        monkeypatch.delitem(sys.modules, f"benchmarks.{name}")
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(ImportError, match=package):
+        main(["P5", "--quick", "--out", str(tmp_path)])
+    assert "[1/" not in capsys.readouterr().err
