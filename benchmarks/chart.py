@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from benchmarks import reading
 from benchmarks.figures import figure
 from benchmarks.measure import quartiles
@@ -29,8 +31,6 @@ def write_chart(measured: Measured, path: Path) -> bool:
     }
     if not shown:
         return False
-
-    from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(8, 1.1 + 0.55 * len(shown)), layout="constrained")
     axes = drawing.add_subplot()

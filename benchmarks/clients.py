@@ -1,9 +1,8 @@
 """P23: the loaders of MaxText and of Levanter beside ours: the same data, in batches of one size.
 
-Each is measured where it is installed, which is nowhere together. To make such an environment, and
-to measure in it::
-
-    $(python -m tests.clients --python maxtext) -m benchmarks clients
+Each is measured in the environment that ``python -m tests.clients --python maxtext``
+(or ``levanter``) makes; where there is none, its rows say so. The processor's time is measured,
+too: on a busy machine it is the surer figure.
 
 What takes the place of the client's loader is the recipe of its file in `tests/clients`.
 """
@@ -12,8 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -22,34 +27,38 @@ import numpy as np
 
 import grain_shard
 from benchmarks import peers
-from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interleave
+from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, failed, interleave
+from tests.clients.__main__ import ROOT, contained, environment, is_made
 
-GLOBAL_BATCH_SIZE, LENGTH, BATCHES = 64, 1024, 15
-Sides = dict[str, Callable[[], float]]
+# Four feeds pack all their bins at once, for four batches: 16 batches have their share of that.
+GLOBAL_BATCH_SIZE, LENGTH, BATCHES = 64, 1024, 16
+TIMEOUT_S = 1800
+# What is measured of each side, by the end of its name.
+CLOCKS = {"": time.perf_counter, ", processor": time.process_time}
+Figures = dict[str, float]
+Sides = dict[str, Callable[[], Figures]]
 
 
-def ms_a_batch(batches: Iterator[Any]) -> float:
+def ms_a_batch(batches: Iterator[Any]) -> Figures:
     """In a steady state: the first three batches, and what they start, do not count."""
     for _ in range(3):
         jax.block_until_ready(next(batches))
-    start = time.perf_counter()
+    before = {name: clock() for name, clock in CLOCKS.items()}
     for _ in range(BATCHES):
         jax.block_until_ready(next(batches))
-    seconds = time.perf_counter() - start
+    ms = {name: (clock() - before[name]) / BATCHES * 1e3 for name, clock in CLOCKS.items()}
     with contextlib.suppress(AssertionError):  # of MaxText's own, which asks Grain for one parent
         getattr(batches, "close", lambda: None)()
-    return seconds / BATCHES * 1e3
+    return ms
 
 
-def maxtext_sides(run: Run) -> Sides:
+def maxtext_sides(folder: Path) -> Sides:
     """Texts, tokenized and packed by first fit, with as many bins as MaxText's batch has rows."""
     from maxtext.configs import pyconfig
 
     from tests.clients import maxtext
 
-    data = run.folder / "maxtext"
-    data.mkdir()
-    maxtext.make_data(data)
+    maxtext.make_data(folder)
 
     def config(workers: int) -> Any:
         settings = {
@@ -59,13 +68,13 @@ def maxtext_sides(run: Run) -> Sides:
             "num_epoch": 1000,
             "grain_worker_count": workers,
         }
-        return pyconfig.initialize(maxtext.arguments(data, run.folder, settings))
+        return pyconfig.initialize(maxtext.arguments(folder, folder, settings))
 
     here, worker = config(0), config(1)
     mesh = peers.data_mesh()
     make = maxtext.interface.make_grain_train_iterator
 
-    def ours() -> float:
+    def ours() -> Figures:
         with _kept(maxtext):
             maxtext.take_over(bins=GLOBAL_BATCH_SIZE)
             return ms_a_batch(maxtext.interface.make_grain_train_iterator(here, mesh, [0]))
@@ -89,7 +98,7 @@ def _kept(maxtext: Any) -> Iterator[None]:
             vars(module).update(names)
 
 
-def levanter_sides(run: Run) -> Sides:
+def levanter_sides(folder: Path) -> Sides:
     """Rows of tokens by their index, in memory, as a language model's examples."""
     import haliax as hax
     from levanter.data.dataset import ListAsyncDataset
@@ -104,7 +113,7 @@ def levanter_sides(run: Run) -> Sides:
     with jax.set_mesh(mesh):
         rows = [LmExample.causal(hax.named(row, Pos), eos_id=0) for row in tokens]
 
-    def theirs() -> float:
+    def theirs() -> Figures:
         with jax.set_mesh(mesh):
             loader = DataLoader(ListAsyncDataset(rows), Batch, mesh=mesh, axis_resources=mapping)
             return ms_a_batch(iter(loader))
@@ -113,7 +122,7 @@ def levanter_sides(run: Run) -> Sides:
     def examples(tokens: Any) -> Any:
         return hax.vmap(LmExample.causal, Batch)(hax.named(tokens, (Batch, Pos)), eos_id=0)
 
-    def ours() -> float:
+    def ours() -> Figures:
         ds = grain.MapDataset.source(grain_shard.ArraySource(tokens)).batch(Batch.size)
         ds = ds.shard_to(mesh, mask_key=None)
         with jax.set_mesh(mesh), iter(ds) as batches:
@@ -122,29 +131,62 @@ def levanter_sides(run: Run) -> Sides:
     return {"ours for Levanter": ours, "Levanter": theirs}
 
 
-def measure(run: Run) -> Iterable[Round]:
-    sides: Sides = {}
-    for client, make, names in (
-        ("MaxText", maxtext_sides, ("ours for MaxText", "MaxText", "MaxText, a worker")),
-        ("Levanter", levanter_sides, ("ours for Levanter", "Levanter")),
-    ):
-        try:
-            sides |= make(run)
-        except ImportError as error:
-            skip = functools.partial(_skip, f"{client} cannot be imported ({error})")
-            sides |= dict.fromkeys(names, skip)
-    return interleave(sides, run.rounds(quick=3, full=9))
+CLIENTS = {
+    "maxtext": (maxtext_sides, ("ours for MaxText", "MaxText", "MaxText, a worker")),
+    "levanter": (levanter_sides, ("ours for Levanter", "Levanter")),
+}
 
 
-def _skip(why: str) -> float:
-    raise Skip(why)
+def child(client: str, rounds: int) -> None:
+    """Prints the rounds of one client; a word in the place of figures says why there are none."""
+    make, _ = CLIENTS[client]
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(list(interleave(make(Path(folder)), rounds)), default=str), flush=True)
 
 
-def _comparison(number: str, what: str, client: str, theirs: str, goal: Goal | None) -> Comparison:
-    ours = f"ours for {client}"
-    return Comparison(
-        number, what, theirs, "ms/batch", ours, theirs, compared="theirs / ours", goal=goal
+def rounds_of(client: str, rounds: int) -> list[dict[str, Figures | str]]:
+    """The rounds of one client, measured where it is installed."""
+    if not is_made(client, "newest"):
+        raise Skip(f"not installed: python -m tests.clients --python {client}")
+    python = str(environment(client, "newest"))
+    done = subprocess.run(
+        contained([python, "-m", "benchmarks.clients", client, str(rounds)]),
+        cwd=ROOT,
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
     )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(run: Run) -> Iterator[Round]:
+    rounds, of_clients = run.rounds(quick=3, full=9), []
+    for client, (_, names) in CLIENTS.items():
+        try:
+            of_clients.append(rounds_of(client, rounds))
+        except Exception as error:
+            skip = error if isinstance(error, Skip) else failed(client, error)
+            of_clients.append([dict.fromkeys(names, str(skip))] * rounds)
+    for of_round in zip(*of_clients, strict=True):
+        yield {
+            name + clock: Skip(found) if isinstance(found, str) else found[clock]
+            for figures in of_round
+            for name, found in figures.items()
+            for clock in CLOCKS
+        }
+
+
+def _comparisons(
+    number: str, what: str, client: str, theirs: str, goal: Goal | None = None
+) -> list[Comparison]:
+    ours = f"ours for {client}"
+    of = functools.partial(Comparison, against=theirs, unit="ms/batch", compared="theirs / ours")
+    return [
+        of(number, what, ours=ours, theirs=theirs, goal=goal),
+        of("", f"{what}, processor time", ours=f"{ours}, processor", theirs=f"{theirs}, processor"),
+    ]
 
 
 GROUPS = [
@@ -153,9 +195,12 @@ GROUPS = [
         "Loaders of trainers: batches of 64 rows of 1,024 tokens",
         measure,
         [
-            _comparison("P23", "texts, packed", "MaxText", "MaxText", Goal("at least", 2.0)),
-            _comparison("", "texts, packed", "MaxText", "MaxText, a worker", None),
-            _comparison("", "rows of tokens in memory", "Levanter", "Levanter", None),
+            *_comparisons("P23", "texts, packed", "MaxText", "MaxText", Goal("at least", 2.0)),
+            *_comparisons("", "texts, packed", "MaxText", "MaxText, a worker")[:1],
+            *_comparisons("", "rows of tokens in memory", "Levanter", "Levanter"),
         ],
     )
 ]
+
+if __name__ == "__main__":
+    child(sys.argv[1], int(sys.argv[2]))

@@ -9,6 +9,10 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import rich.box
+import rich.console
+import rich.table
+
 from benchmarks.saved import Measured
 from benchmarks.tables import tables
 
@@ -36,10 +40,6 @@ def conditions(quick: bool) -> dict[str, Any]:
 
 
 def print_tables(measured: Measured) -> None:
-    import rich.box
-    import rich.console
-    import rich.table
-
     detected = rich.console.Console()
     console = rich.console.Console(width=max(_TABLE_WIDTH, detected.width))
     for group, results in measured:

@@ -1,9 +1,12 @@
 """docs/recipes.md shows the very lines that `python -m tests.clients` runs."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
+from tests.clients import __main__ as command
 from tests.clients.__main__ import (
     CHEAPEST,
     CLIENTS,
@@ -37,3 +40,21 @@ def test_a_line_of_a_run_takes_the_place_of_the_one_before_it():
         "a newest, 2025: kept",
         "b newest, 2026: new",
     ]
+
+
+def test_a_client_that_cannot_be_installed_leaves_the_others(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "recipes.md"
+    page.write_text("<!-- the last runs -->\n```text\n```\n")
+
+    def check(name, pins, timeout_s):
+        if name == "gemma":
+            raise subprocess.CalledProcessError(1, "pip install")
+        return True, f"{name} {pins}, today: 13 checks held"
+
+    monkeypatch.setattr(command, "check", check)
+    monkeypatch.setattr(command, "PAGE", page)
+    monkeypatch.setattr(sys, "argv", ["clients", "gemma", "tunix", "--write"])
+    assert command.main() == 1
+    refused, held = capsys.readouterr().out.splitlines()
+    assert refused.startswith("gemma newest: not run: Command 'pip install' returned")
+    assert held in page.read_text()

@@ -91,7 +91,6 @@ def main(
     resumed: Iterable[tuple[int, int]] = ((1, 2), (2, 1)),
     own: bool = True,
     one_feed: bool = False,
-    timeout_s: float = 400,
 ) -> None:
     """The ``__main__`` of a client's file: checks the client, or is one of its runs.
 
@@ -101,13 +100,12 @@ def main(
         resumed: Pairs of numbers of hosts: a run that stops, and the run that goes on.
         own: Whether the client's own input gives the same batches at each run on 1 host.
         one_feed: Whether ours has the rows of the client's own input if it has one feed only.
-        timeout_s: Ends a run after this many seconds.
     """
     if len(sys.argv) > 1:
         _run(train, make_data, json.loads(sys.argv[1]))
     else:
         module = f"tests.clients.{Path(sys.modules['__main__'].__file__).stem}"
-        sys.exit(_check(module, tuple(resumed), own, one_feed, timeout_s))
+        sys.exit(_check(module, tuple(resumed), own, one_feed))
 
 
 def _run(train, make_data, words) -> None:
@@ -144,10 +142,11 @@ class _Checks:
             print(f"FAILED: {name} {why}", file=sys.stderr)
 
 
-def _check(module: str, resumed, own: bool, one_feed: bool, timeout_s: float) -> int:
+def _check(module: str, resumed, own: bool, one_feed: bool) -> int:
     from grain_shard import rehearse
 
     started, check = time.monotonic(), _Checks()
+    ends = started + float(os.environ["CLIENT_TIMEOUT_S"])
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="client-")))
         (folder / "data").mkdir()
@@ -159,7 +158,7 @@ def _check(module: str, resumed, own: bool, one_feed: bool, timeout_s: float) ->
                 ["-m", module, json.dumps(words, default=str)],
                 hosts=hosts,
                 devices_per_host=2 // hosts,
-                timeout_s=timeout_s,
+                timeout_s=max(ends - time.monotonic(), 1),
                 echo=sys.stderr,
             )
             check.failed += [f"{job} ended badly"] * (done.exit_code != 0)
