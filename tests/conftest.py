@@ -1,5 +1,6 @@
 """What the tests share; and no background thread outlives its test."""
 
+import contextlib
 import gc
 import math
 import threading
@@ -9,7 +10,9 @@ import grain
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
+from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import nodes, read_ahead, routes
 from grain_shard.reading import faults
 
@@ -32,6 +35,22 @@ def eventually(condition):
         time.sleep(0.001)
 
 
+def assert_ended(threads):
+    """Waits for their end."""
+    for thread in threads:
+        thread.join(HANG_S)
+        assert not thread.is_alive(), f"{thread.name} lives on"
+
+
+@contextlib.contextmanager
+def refused(message):
+    """What is inside is refused by a ShardingError with these words, and a remedy."""
+    with pytest.raises(ShardingError) as refusal:
+        yield
+    assert message in str(refusal.value)
+    assert "\n  remedy: " in str(refusal.value)
+
+
 @pytest.fixture(autouse=True)
 def a_log_has_its_own_width(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
@@ -46,9 +65,7 @@ def no_thread_outlives_its_test(request):
         return  # the traceback keeps the test's iterators alive
     if background_threads() - others:
         gc.collect()  # an iterator in a reference cycle; not after each test, as it is slow
-    for thread in background_threads() - others:
-        thread.join(timeout=HANG_S)
-        assert not thread.is_alive(), f"{thread.name} outlived the test"
+    assert_ended(background_threads() - others)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +77,11 @@ def no_pause_before_another_try(monkeypatch):
 @pytest.fixture
 def mesh():
     return jax.make_mesh((8,), ("data",))
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def axis_type(request):
+    return request.param
 
 
 @pytest.fixture(params=["with Grain's hints", "public path only"])

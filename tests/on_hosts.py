@@ -13,10 +13,13 @@ from unittest import mock
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 from grain_shard import rehearse
+from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.hosts import rounds
 
 
@@ -38,15 +41,49 @@ def cases_of(module):
     return [case for name, case in module.items() if name.startswith("case_")]
 
 
+def or_traceback(call, *args):
+    """On a host: what it returned, or the traceback."""
+    try:
+        return call(*args)
+    except Exception:
+        return traceback.format_exc()
+
+
 def run_cases(cases, *args):
     """On a host: what it returned in each case, by name; the traceback of one that failed."""
-    results = {}
-    for case in cases:
-        try:
-            results[case.__name__] = case(*args)
-        except Exception:
-            results[case.__name__] = traceback.format_exc()
-    return results
+    return {case.__name__: or_traceback(case, *args) for case in cases}
+
+
+def data_mesh():
+    """On a host: all devices of all hosts, in a row."""
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def model_over_hosts():
+    """On several hosts: hosts 0 and 2 of 4 hold the same rows, and so do 1 and 3."""
+    return Mesh(np.array(jax.devices()).reshape(2, -1), ("model", "data"))
+
+
+APIS = ("manager", "v1")  # of Orbax
+
+
+def save(api, directory, step, batches):
+    """On a host: saves by one of Orbax's interfaces."""
+    if api == "v1":
+        ocp_v1.save_checkpointables(Path(directory, str(step)), {"data": batches})
+        return
+    with ocp.CheckpointManager(directory) as manager:
+        manager.save(step, args=ocp.args.Composite(data=CheckpointSave(batches)))
+        manager.wait_until_finished()
+
+
+def restore(api, directory, step, batches):
+    """On a host: the reverse of `save`."""
+    if api == "v1":
+        ocp_v1.load_checkpointables(Path(directory, str(step)), {"data": batches})
+        return
+    with ocp.CheckpointManager(directory) as manager:
+        manager.restore(step, args=ocp.args.Composite(data=CheckpointRestore(batches)))
 
 
 def end_job(job, jobs, directory, report):
@@ -103,6 +140,18 @@ def own_parts(batch):
         )
         for name, leaf in batch.items()
     }
+
+
+def own_rows(batch):
+    """On a host: the ids of the valid rows that its devices hold, by row."""
+    rows = {}
+    pairs = zip(batch["id"].addressable_shards, batch["valid_mask"].addressable_shards, strict=True)
+    for ids, mask in pairs:
+        assert ids.index == mask.index
+        start = ids.index[0].start or 0
+        for row in np.flatnonzero(mask.data):
+            rows[start + int(row)] = int(np.asarray(ids.data)[row])
+    return rows
 
 
 def assembled(of_hosts):

@@ -28,6 +28,15 @@ def feeds_of(row, num_feeds, global_batch_size, *, length=1000, options=IN_TURN)
     return grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(global_batch_size)
 
 
+def shared_out(records, num_feeds, global_batch_size, options=IN_TURN):
+    """Batches of feeds, among which records are shared out in turn."""
+
+    def make_feed(feed):
+        return records[feed.shard_index :: feed.shard_count].to_iter_dataset(options)
+
+    return grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(global_batch_size)
+
+
 def with_states(ds, state=None, count=None):
     """The next batches, each with the state after it."""
     found = []
@@ -77,17 +86,10 @@ def six(make, start):
     return grain.MapDataset.range(start, start + 6).map(make)
 
 
-def six_in_feeds(make, start):
-    def make_feed(feed):
-        return six(make, start)[feed.shard_index :: feed.shard_count].to_iter_dataset(IN_TURN)
-
-    return grain_shard.feeds(make_feed, num_feeds=4).batch(4)
-
-
 # Batches of 4 of the records ``make(start)``, ``make(start + 1)``, ...: six of them.
 KINDS = {
     "random access": lambda make, start=0: six(make, start).batch(4),
     "custom batch": lambda make, start=0: six(make, start).batch(4).map(lambda batch: batch),
     "stream": lambda make, start=0: six(make, start).to_iter_dataset().batch(4),
-    "feeds": lambda make, start=0: six_in_feeds(make, start),
+    "feeds": lambda make, start=0: shared_out(six(make, start), 4, 4),
 }

@@ -6,10 +6,8 @@ import grain
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from grain_shard import PadToDivisible, ShardingError, ShardingTree
-from grain_shard.tools.planning.topology import hosts_mesh
+from grain_shard import PadToDivisible, ShardingError
 from tests.conftest import data_mesh, ids, numbered
 
 # Grain's padding of the last batch.
@@ -58,28 +56,6 @@ def test_it_may_make_records_of_what_is_batched_again():
 
 
 # How a batch looks.
-
-
-@pytest.mark.parametrize(
-    ("axes", "microbatches", "global_batch_size", "expected"),
-    [
-        # No row is needed on two hosts.
-        ({"data": 16}, None, 16, "needed"),
-        ({"data": 4, "model": 4}, None, 16, "once"),
-        ({"data": 4, "model": 4}, None, 15, "once"),  # padded to 16 anyway
-        ({"data": 4, "model": 4}, None, 12, "needed"),
-        ({"data": 4, "model": 4}, 2, 32, "once"),
-        ({"data": 4, "model": 4}, 2, 16, "needed"),
-        ({"data": 4, "model": 4}, 2, 25, "once"),
-    ],
-)
-def test_auto_reads_once_where_the_devices_divide_the_batch_as_it_is(
-    axes, microbatches, global_batch_size, expected
-):
-    """On 8 hosts of two devices."""
-    mesh = hosts_mesh(axes, hosts=8, devices_per_host=2)
-    shardings = ShardingTree.of(mesh, P("data"), microbatches=microbatches)
-    assert shardings.way_to_read("auto", global_batch_size) == expected
 
 
 @pytest.mark.parametrize("remainder", ["pad", "drop", "error"])

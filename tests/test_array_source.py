@@ -13,6 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 import grain_shard
 from grain_shard import ArraySource, BatchSchedule, ShardingError
 from tests.conftest import data_mesh, to_numpy
+from tests.pipelines import shared_out
 
 RECORDS = 50
 
@@ -154,12 +155,8 @@ def test_a_map_gets_records_that_it_may_change(mesh):
 
 
 def test_feeds_take_the_records(mesh):
-    source = ArraySource(arrays())
-
-    def make_feed(feed):
-        return grain.MapDataset.source(source)[feed.shard_index :: 2].to_iter_dataset()
-
-    ds = grain_shard.feeds(make_feed, num_feeds=2).batch(10).shard_to(data_mesh(2))
+    records = grain.MapDataset.source(ArraySource(arrays()))
+    ds = shared_out(records, 2, 10, grain.ReadOptions()).shard_to(data_mesh(2))
     found = np.concatenate([np.asarray(batch["pair"][0]) for batch in ds])
     assert sorted(found.tolist()) == list(range(RECORDS))
 

@@ -26,12 +26,13 @@ from grain_shard import (
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.reading.cuts import Progress
 from tests.conftest import (
-    HANG_S,
+    assert_ended,
     background_threads,
     data_mesh,
     eventually,
     ids,
     numbered,
+    refused,
     to_numpy,
 )
 from tests.pipelines import after, feeds_of, flat, going_on
@@ -350,10 +351,8 @@ class TestBatchSchedule:
         ],
     )
     def test_a_bad_schedule_is_refused(self, sizes, message):
-        with pytest.raises(ShardingError) as refusal:
+        with refused(message):
             BatchSchedule(sizes)
-        assert message in str(refusal.value)
-        assert "\n  remedy: " in str(refusal.value)
 
     @pytest.mark.parametrize(
         ("build", "message"),
@@ -373,9 +372,8 @@ class TestBatchSchedule:
         ],
     )
     def test_where_it_cannot_stand_it_is_refused(self, build, message):
-        with jax.set_mesh(data_mesh(2)), pytest.raises(ShardingError) as refusal:
+        with jax.set_mesh(data_mesh(2)), refused(message):
             build(records())
-        assert message in str(refusal.value)
 
 
 SCHEDULE = BatchSchedule({0: 2, 3: 4})
@@ -448,10 +446,8 @@ class TestSeek:
     def test_what_is_not_there_is_refused_and_changes_nothing(self, seek, message):
         with iter(sharded(8)) as iterator:
             next(iterator)
-            with pytest.raises(ShardingError) as refusal:
+            with refused(message):
                 seek(iterator)
-            assert message in str(refusal.value)
-            assert "\n  remedy: " in str(refusal.value)
             assert rows(iterator) == in_order()[8:]
 
     def test_a_stream_and_feeds_say_what_to_do(self):
@@ -627,9 +623,7 @@ class TestEpochs:
             threads = background_threads() - before
             assert threads
             del batches
-            for thread in threads:
-                thread.join(HANG_S)
-                assert not thread.is_alive()
+            assert_ended(threads)
         finally:
             gc.enable()
 
@@ -652,10 +646,8 @@ class TestEpochs:
         ],
     )
     def test_misuse_is_refused(self, build, message):
-        with jax.set_mesh(data_mesh(4)), pytest.raises(ShardingError) as refusal:
+        with jax.set_mesh(data_mesh(4)), refused(message):
             build()
-        assert message in str(refusal.value)
-        assert "\n  remedy: " in str(refusal.value)
 
 
 class TestASecondPass:

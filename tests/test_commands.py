@@ -46,6 +46,14 @@ def run_body(body):
         ("plan", "python -m grain_shard plan: the following arguments are required: --mesh, "),
         ("demo --hosts 3", "python -m grain_shard demo: argument --hosts: invalid choice: 3 "),
         ("demo --epochs x", "argument --epochs: 'x' is not a whole number of at least 1. "),
+        ("demo --epochs 0", "argument --epochs: '0' is not a whole number of at least 1. "),
+        *(
+            (
+                f"rehearse --hosts 2 --timeout {time} train.py",
+                f"argument --timeout: '{time}' is not",
+            )
+            for time in ("0", "-3", "nan", "inf", "soon")
+        ),
         ("rehearse --hosts 2.5 a.py", "argument --hosts: '2.5' is not a whole number of at le"),
         ("rehearse --hosts 2 .", "grain_shard rehearse: there is no script '.'."),
         ("rehearse --hosts 2 nowhere.py", "grain_shard rehearse: there is no script 'nowhere.py'."),

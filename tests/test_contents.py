@@ -19,6 +19,7 @@ import grain_shard
 from grain_shard import StateError, show
 from grain_shard.digest import element_digest
 from tests.conftest import data_mesh, ids
+from tests.pipelines import shared_out
 
 
 class Files:
@@ -40,11 +41,8 @@ def random_access(source, **options):
 
 
 def feeds(source, **options):
-    def make_feed(feed):
-        records = grain.MapDataset.source(source)[feed.shard_index :: feed.shard_count]
-        return records.map(lambda i: {"id": np.int32(i)}).to_iter_dataset()
-
-    return grain_shard.feeds(make_feed, num_feeds=4).batch(8).shard_to(data_mesh(2), **options)
+    records = grain.MapDataset.source(source).map(lambda i: {"id": np.int32(i)})
+    return shared_out(records, 4, 8, grain.ReadOptions()).shard_to(data_mesh(2), **options)
 
 
 def with_workers(source):

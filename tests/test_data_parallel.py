@@ -35,11 +35,6 @@ NUM_STEPS = 3
 DEVICE_COUNTS = [1, 2, 4, 8]
 
 
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
-def axis_type(request):
-    return request.param
-
-
 def mesh_of(num_devices, axis_type=AxisType.Auto):
     return jax.make_mesh(
         (num_devices,), ("data",), (axis_type,), devices=jax.devices()[:num_devices]

@@ -196,14 +196,6 @@ def test_help_of_a_subcommand_ends_with_an_example(subcommand, capsys, monkeypat
     assert f"example: python -m grain_shard {subcommand} --hosts" in capsys.readouterr().out
 
 
-def test_no_epoch_is_refused(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["demo", "--epochs", "0"])
-    assert end.value.code == 2
-    problem = "argument --epochs: '0' is not a whole number of at least 1. "
-    assert problem in capsys.readouterr().err
-
-
 def test_checkpoints_of_another_run_are_refused(tmp_path, capsys):
     (tmp_path / "66").mkdir()
     assert main(["demo", "--distributed", str(tmp_path)]) == 2

@@ -260,13 +260,6 @@ def test_a_host_that_still_has_no_data_learns_that_the_others_have_given_up_on_i
     assert source.learned_in_time
 
 
-def test_the_threads_end_with_the_batches():
-    batches = agreed(Host("a", "b"))
-    assert handed_out(batches) == ["a", "b"]
-    assert not any(thread.is_alive() for thread in batches._voting.threads)
-    batches.close()
-
-
 def test_the_next_call_raises_the_same_error_again():
     batches = agreed(Host("a", error=FAILED))
     assert next(batches) == "a"

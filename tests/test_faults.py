@@ -28,9 +28,16 @@ from grain_shard.reading.origin import Origin
 from grain_shard.reading.transient import is_transient
 from grain_shard.transforms.pad import PadToDivisible
 from grain_shard.transforms.shard_batch import ShardBatch
-from tests.conftest import background_threads, data_mesh, eventually, ids, to_numpy
+from tests.conftest import (
+    assert_ended,
+    background_threads,
+    data_mesh,
+    eventually,
+    ids,
+    to_numpy,
+)
 from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, nothing
-from tests.pipelines import IN_TURN, after, flat, going_on
+from tests.pipelines import IN_TURN, after, flat, going_on, shared_out
 
 
 def named(name, module, base=Exception, **attributes):
@@ -125,12 +132,7 @@ def batches(source, global_batch_size=8):
 
 
 def of_feeds(source, read_options=None):
-    def make_feed(feed):
-        records = grain.MapDataset.source(source).map(record)
-        part = records[feed.shard_index :: feed.shard_count]
-        return part.to_iter_dataset(read_options or grain.ReadOptions())
-
-    return grain_shard.feeds(make_feed, num_feeds=2).batch(8)
+    return shared_out(grain.MapDataset.source(source).map(record), 2, 8, read_options)
 
 
 PIPELINES = {
@@ -316,9 +318,7 @@ class TestThePauseEnds:
             iterator.close()
         del iterator
         gc.collect()
-        for thread in threads:
-            thread.join(timeout=30)
-            assert not thread.is_alive()
+        assert_ended(threads)
 
 
 # Bad records.
@@ -503,37 +503,32 @@ class TestMask:
             next(iterator)
         assert iterator.stats().faults.bad_records == 0
 
-    @pytest.mark.parametrize("error", [ValueError, OSError])
-    def test_what_only_one_of_several_hosts_may_be_unable_to_read_is_not_left_out(self, error):
-        """Rows that two hosts hold must be the same on both."""
-        source = Source(8, bad(3, error=error))
-        rules = faults.read_by_several(FaultRules(on_bad_record="mask"))
-        ds = batches(source).pipe(PadToDivisible(2))
-        if error is ValueError:  # the record is, wherever it is read
+    @pytest.mark.parametrize(
+        ("error", "is_bad_everywhere"),
+        [
+            (ValueError("no JPEG"), True),
+            (KeyError("label"), True),
+            (OSError("record 3"), False),
+            (FileNotFoundError("train-7"), False),
+            (PermissionError("train-7"), False),
+            (ConnectionResetError(), False),
+            (ImportError("no PIL"), False),
+        ],
+        ids=repr,
+    )
+    def test_of_rows_that_several_hosts_read_nothing_is_masked_that_one_of_them_may_have(
+        self, error, is_bad_everywhere
+    ):
+        """A file that one host alone lacks would make two different rows of one."""
+        rules = FaultRules(on_bad_record="mask")
+        ds = batches(Source(8, bad(3, error=lambda text: error))).pipe(PadToDivisible(2))
+        assert not ds.batching.read_batch(0, Faults(rules))["valid_mask"][3]
+        rules = faults.read_by_several(rules)
+        if is_bad_everywhere:
             assert not ds.batching.read_batch(0, Faults(rules))["valid_mask"][3]
         else:
-            with pytest.raises(OSError, match="record 3"):
+            with pytest.raises(type(error)):
                 ds.batching.read_batch(0, Faults(rules))
-
-
-HERE_OR_EVERYWHERE = [
-    (ValueError("no JPEG"), True),
-    (KeyError("label"), True),
-    (FileNotFoundError("train-7"), False),
-    (PermissionError("train-7"), False),
-    (ConnectionResetError(), False),
-    (ImportError("no PIL"), False),
-]
-
-
-@pytest.mark.parametrize(("error", "leaves_out"), HERE_OR_EVERYWHERE, ids=repr)
-def test_of_rows_that_several_hosts_read_nothing_is_masked_that_one_of_them_may_have(
-    error, leaves_out
-):
-    """A file that one host alone lacks would make two different rows of one."""
-    rules = FaultRules(on_bad_record="mask")
-    assert Faults(rules).may_leave_out(error)
-    assert Faults(faults.read_by_several(rules)).may_leave_out(error) == leaves_out
 
 
 class TestTooMany:

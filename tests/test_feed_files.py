@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import grain_shard
 from grain_shard import StateError
 from grain_shard.feeding.host_feeds import HostFeeds, feeds_to_save
 from grain_shard.hosts.feed_files import OwnFeeds
 from grain_shard.hosts.state_files import read_state, write_state
 from grain_shard.sharding.layout import BatchLayout
 from tests.conftest import data_mesh
+from tests.pipelines import shared_out
 
 OPENED = []  # (name, whether to read it) of each file
 
@@ -38,11 +38,6 @@ def opened(call, reading):
     OPENED.clear()
     result = call()
     return [name for name, reads in OPENED if "feeds-" in name and reads == reading], result
-
-
-def make_feed(feed):
-    numbers = grain.MapDataset.range(100)[feed.shard_index :: feed.shard_count]
-    return numbers.map(lambda i: {"x": np.int32(i)}).to_iter_dataset()
 
 
 def hosts_of(ds, shards_of_hosts, divisor, microbatches=1):
@@ -83,7 +78,8 @@ def files(*ranges):
 
 
 def batches(num_feeds):
-    return grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(2 * num_feeds)
+    numbers = grain.MapDataset.range(100).map(lambda i: {"x": np.int32(i)})
+    return shared_out(numbers, num_feeds, 2 * num_feeds)
 
 
 # Which files.

@@ -23,7 +23,7 @@ from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from tests import text
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, wait
 from tests.counting_source import SOURCES, BatchedSource, nothing
-from tests.pipelines import IN_TURN, assert_same, feeds_of, with_states
+from tests.pipelines import IN_TURN, assert_same, feeds_of, shared_out, with_states
 from tests.test_feeds import PACKERS
 
 READ_OPTIONS = {
@@ -102,7 +102,15 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("options", READ_OPTIONS.values(), ids=READ_OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "hints"),
+    [
+        *((options, "with Grain's hints") for options in READ_OPTIONS.values()),
+        (READ_OPTIONS["default"], "public path only"),  # where Grain reads, by whatever options
+    ],
+    ids=[*READ_OPTIONS, "public path only"],
+    indirect=["hints"],
+)
 @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
 def test_batches_and_states_are_those_of_grain(pipeline, options, monkeypatch, hints):
     ds = grain_shard.feeds(lambda feed: pipeline(feed, options), num_feeds=3).batch(6)
@@ -324,13 +332,8 @@ class AliveInCalls(Alive):
 def test_no_more_bytes_are_read_ahead_than_a_batch_or_8_mb(
     num_bytes, num_feeds, batch_size, most_ahead, kind, options, num_workers, tmp_path
 ):
-    source = kind(num_bytes, 100e-6, tmp_path)
-
-    def make_feed(feed):
-        part = grain.MapDataset.source(source)[feed.shard_index :: feed.shard_count]
-        return part.to_iter_dataset(options)
-
-    ds = grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(batch_size)
+    records = grain.MapDataset.source(kind(num_bytes, 100e-6, tmp_path))
+    ds = shared_out(records, num_feeds, batch_size, options)
     with iter(ds.shard_to(data_mesh(1), num_workers=num_workers, cpu_buffer_size=2)) as batches:
         for _ in range(9):
             next(batches)

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard.feeding.host_feeds import check_feeds, warn_of_shared_feeds
+from grain_shard.feeding.host_feeds import warn_of_shared_feeds
 from grain_shard.sharding.layout import BatchLayout
+from grain_shard.tools.planning.topology import hosts_mesh
 from tests import text
 from tests.conftest import HANG_S, Made, background_threads, data_mesh, eventually, ids
-from tests.pipelines import IN_TURN, Odd, assert_same, feeds_of, with_states
+from tests.pipelines import IN_TURN, Odd, assert_same, feeds_of, shared_out, with_states
 
 
 def numbers(lengths):
@@ -170,14 +171,9 @@ def test_mixing_with_weights_keeps_the_weights_in_every_feed(over):
 
 
 def test_a_source_with_fewer_records_than_feeds_leaves_some_without_a_row():
-    def make_feed(feed):
-        records = grain.MapDataset.range(3)[feed.shard_index :: feed.shard_count]
-        rows = records.seed(1).shuffle().map(lambda i: {"id": np.int32(i)})
-        return rows.to_iter_dataset(IN_TURN)
-
-    assert valid(grain_shard.feeds(make_feed, num_feeds=8).batch(8).shard_to(data_mesh(8))) == [
-        [0, 1, 2, None, None, None, None, None]
-    ]
+    records = grain.MapDataset.range(3).map(lambda i: {"id": np.int32(i)})
+    (batch,) = valid(shared_out(records, 8, 8).shard_to(data_mesh(8)))
+    assert batch == [0, 1, 2, None, None, None, None, None]
 
 
 PACKERS = {
@@ -541,6 +537,7 @@ def test_a_row_unlike_the_others_is_refused_and_the_error_stands(second, problem
                     next(batches)
 
 
+EIGHT_HOSTS = hosts_mesh({"data": 8}, hosts=8, devices_per_host=1)
 REFUSED = {
     "no feeds": (lambda: numbers([]), "num_feeds=0 is not an integer of at least 1"),
     "no function": (lambda: grain_shard.feeds([1], num_feeds=1), "a list cannot make a feed"),
@@ -561,6 +558,14 @@ REFUSED = {
     "random access": (
         lambda: list(grain_shard.feeds(lambda f: grain.MapDataset.range(3), num_feeds=1).batch(1)),
         "make_feed returned a RangeMapDataset",
+    ),
+    "fewer feeds than hosts": (
+        lambda: numbers([9] * 4).batch(8).shard_to(EIGHT_HOSTS),
+        "4 feeds are too few for 8 hosts that hold different rows",
+    ),
+    "a host without a feed": (
+        lambda: numbers([9] * 10).batch(10).shard_to(EIGHT_HOSTS),
+        "host 5 would hold nothing but padding",
     ),
     "slices": (lambda: numbers([9] * 3).batch(6).set_slice(slice(1)), "pass num_workers to .sh"),
 }
@@ -614,16 +619,6 @@ def test_an_index_error_of_a_later_row_is_not_asked_about():
     with pytest.raises(IndexError) as error:
         next(batches)
     assert "fewer files" not in str(error.value)
-
-
-def test_hosts_are_refused_that_feeds_cannot_serve():
-    """Eight devices of as many hosts."""
-    layouts = {host: grain_shard.BatchLayout(8, (host,), num_hosts=8) for host in range(8)}
-    check_feeds(numbers([9] * 8).batch(8), layouts, "pad")
-    with pytest.raises(grain_shard.ShardingError, match="4 feeds are too few for 8 hosts"):
-        check_feeds(numbers([9] * 4).batch(8), layouts, "pad")
-    with pytest.raises(grain_shard.ShardingError, match="host 5 would hold nothing but padding"):
-        check_feeds(numbers([9] * 10).batch(10), layouts, "pad")
 
 
 def test_microbatches_make_hosts_share_feeds_if_there_are_too_few(recwarn):

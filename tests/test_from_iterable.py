@@ -9,7 +9,7 @@ import pytest
 import grain_shard
 from grain_shard import DevicePut, ShardingError, ShardingTree, StateError, from_iterable
 from grain_shard.tools.planning.topology import hosts_mesh
-from tests.conftest import Restorable, data_mesh, ids
+from tests.conftest import Restorable, data_mesh, ids, refused
 
 
 def batch_of(numbers):
@@ -185,10 +185,6 @@ def test_the_stages_by_hand_take_it_too():
     assert ids(ds.pipe(DevicePut(shardings))) == EXPECTED
 
 
-def test_its_text_says_what_it_is():
-    assert str(from_iterable([FOUR], rows="local")) == "from_iterable(list, rows='local')"
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -213,10 +209,8 @@ def test_its_text_says_what_it_is():
     ],
 )
 def test_misuse_is_refused_and_says_what_to_do(call, message):
-    with pytest.raises(ShardingError) as refusal:
+    with refused(message):
         call()
-    assert message in str(refusal.value)
-    assert "\n  remedy: " in str(refusal.value)
 
 
 def test_what_cannot_be_iterated_over_is_refused():

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import BatchLayout, DevicePut, ShardBatch, ShardingError, ShardingTree
 from grain_shard.grain_inside import nodes
-from tests.conftest import data_mesh, ids, numbered
+from tests.conftest import Made, MadeIterator, data_mesh, ids, numbered
 from tests.test_lifecycle import run
 
 ThreadPrefetch = grain.experimental.ThreadPrefetchIterDataset
@@ -49,36 +49,26 @@ class Counted(dict):
 
 class TestThreadPrefetch:
     def test_it_deep_copies_the_state_of_every_element(self, mesh):
-        class Source(grain.IterDataset):
+        class Source(Made):
             def __iter__(self):
-                return Iterator()
+                return Iterator(self)
 
-        class Iterator(grain.DatasetIterator):
-            k = 0
-
-            def __next__(self):
-                self.k += 1
-                if self.k > 5:
-                    raise StopIteration
-                return {"id": np.full(8, self.k)}
-
+        class Iterator(MadeIterator):
             def get_state(self):
-                return Counted(k=self.k)
+                return Counted(super().get_state())
 
-            def set_state(self, state):
-                self.k = state["k"]
-
+        source = Source(lambda k: {"id": np.full(8, k)}, 5)
         Counted.copies = 0
-        list(ThreadPrefetch(Source(), prefetch_buffer_size=2))
+        list(ThreadPrefetch(source, prefetch_buffer_size=2))
         assert Counted.copies == 5
         Counted.copies = 0
-        ds = Source().shard_to(mesh)
+        ds = source.shard_to(mesh)
         assert len(list(ds)) == 5
         assert Counted.copies == 0
         # And still the state is that of the batch, though the source has run ahead.
         with iter(ds) as iterator:
             next(iterator)
-            assert iterator.get_state()["parent"]["parent"]["k"] == 1
+            assert iterator.get_state()["parent"]["parent"]["given"] == 1
 
 
 class TestReadAhead:
@@ -211,32 +201,23 @@ class TestWorkers:
 
 class TestState:
     def test_a_numpy_integer_in_a_state_does_not_save(self, mesh):
-        class Source(grain.IterDataset):
+        class Source(Made):
             def __iter__(self):
-                return Iterator()
+                return Iterator(self)
 
-        class Iterator(grain.DatasetIterator):
-            def __init__(self):
-                super().__init__()
-                self.k = np.int64(0)
-
-            def __next__(self):
-                self.k += 1
-                return {"id": np.full(8, self.k)}
-
+        class Iterator(MadeIterator):
             def get_state(self):
-                return {"k": self.k, "list": [np.float32(0.5)], "seen": {"deep": np.bool_(True)}}
+                given = np.int64(self.given)
+                return {"given": given, "list": [np.float32(0.5)], "deep": {"er": np.bool_(True)}}
 
-            def set_state(self, state):
-                self.k = np.int64(state["k"])
-
+        source = Source(lambda k: {"id": np.full(8, k)})
         with pytest.raises(TypeError, match="not JSON serializable"):
-            json.dumps(iter(Source().map(lambda b: b)).get_state())
-        ds = Source().shard_to(mesh)
+            json.dumps(iter(source.map(lambda b: b)).get_state())
+        ds = source.shard_to(mesh)
         with iter(ds) as iterator, iter(ds) as restored:
             next(iterator), next(iterator)
             restored.set_state(json.loads(json.dumps(iterator.get_state())))
-            assert ids([next(restored)]) == ids([next(iterator)]) == [[3] * 8]
+            assert ids([next(restored)]) == ids([next(iterator)]) == [[2] * 8]
 
 
 def interleaved(repeat):

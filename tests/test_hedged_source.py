@@ -24,9 +24,9 @@ from grain_shard import HedgedSource, ShardingError
 from grain_shard.reading.origin import Origin
 from grain_shard.sources import hedged_source
 from grain_shard.sources.daemon_threads import DaemonThreads
-from tests.conftest import HANG_S, background_threads, data_mesh, ids, wait
+from tests.conftest import HANG_S, assert_ended, background_threads, data_mesh, ids, wait
 from tests.counting_source import SOURCES, BatchedSource, InFiles, Source, nothing
-from tests.pipelines import after, going_on
+from tests.pipelines import after, going_on, shared_out
 from tests.test_reads import in_order
 
 
@@ -126,13 +126,6 @@ class FirstWaitsForTheSecond:
 READ_AHEAD = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
 
 
-def in_feeds(ds):
-    def make_feed(feed):
-        return ds[feed.shard_index :: feed.shard_count].map(record).to_iter_dataset(READ_AHEAD)
-
-    return grain_shard.feeds(make_feed, num_feeds=2).batch(8).shard_to(data_mesh(2))
-
-
 def of_a_mixture(ds):
     others = grain.MapDataset.range(1000, 1000 + len(ds))
     return grain_shard.mix([ds, others], {0: [1, 1]}).map(record).batch(8).shard_to(data_mesh(2))
@@ -143,7 +136,7 @@ PIPELINES = {
     "one thread": lambda ds: ds.map(record).batch(8).shard_to(data_mesh(2), num_threads=1),
     "whole batches": lambda ds: ds.map(record).batch(8).map(lambda b: b).shard_to(data_mesh(2)),
     "a mixture": of_a_mixture,
-    "feeds": in_feeds,
+    "feeds": lambda ds: shared_out(ds.map(record), 2, 8, READ_AHEAD).shard_to(data_mesh(2)),
     "a stream": lambda ds: (
         ds.map(record).to_iter_dataset(READ_AHEAD).filter(bool).batch(8).shard_to(data_mesh(2))
     ),
@@ -196,9 +189,7 @@ class TestTheFirstAnswerWins:
             release.set()
         del iterator
         gc.collect()
-        for thread in threads:
-            thread.join(HANG_S)
-        assert not any(thread.is_alive() for thread in threads)
+        assert_ended(threads)
 
     def test_no_more_than_one_more_request_is_made(self):
         release, both = threading.Event(), threading.Barrier(3)
@@ -323,8 +314,7 @@ class TestThreads:
         hedged = HedgedSource(range(8))
         assert list(hedged) == list(range(8))
         (thread,) = background_threads() - before
-        thread.join(HANG_S)
-        assert not thread.is_alive()
+        assert_ended([thread])
         assert hedged[3] == 3
 
     SCRIPT = """\

@@ -15,7 +15,7 @@ from grain_shard import (
     prefetch_to_device,
 )
 from grain_shard.host_arrays import ALIGNMENT_BYTES, copied, empty
-from tests.conftest import data_mesh, eventually
+from tests.conftest import Made, data_mesh, eventually
 
 SHAPES = [(), (0, 3), (7,), (5, 3, 2)]
 DTYPES = [np.bool_, np.uint8, np.int64, np.float32, ml_dtypes.bfloat16, "<U5", "S3", object]
@@ -99,37 +99,21 @@ def test_a_step_that_is_given_the_batch_for_its_own_does_not_write_to_host_memor
     assert not np.asarray(second).any()
 
 
-class Refilled(grain.IterDataset):
+def refilled():
     """A stream of batches in one buffer, which it fills again for each."""
+    batch = {
+        "x": empty((8, 256), np.dtype(np.float32)),  # which JAX would alias
+        "scalar": np.zeros((), np.int32),
+        "text": np.zeros(8, "<U4"),
+    }
 
-    def __iter__(self):
-        return _Refilling()
+    def fill(k):
+        for array in batch.values():
+            array[...] = k
+        MADE.append(k)
+        return batch
 
-
-class _Refilling(grain.DatasetIterator):
-    def __init__(self):
-        super().__init__()
-        self.batch = {
-            "x": empty((8, 256), np.dtype(np.float32)),  # which JAX would alias
-            "scalar": np.zeros((), np.int32),
-            "text": np.zeros(8, "<U4"),
-        }
-        self.next = 0
-
-    def __next__(self):
-        if self.next == 12:
-            raise StopIteration
-        for array in self.batch.values():
-            array[...] = self.next
-        self.next += 1
-        MADE.append(self.next)
-        return self.batch
-
-    def get_state(self):
-        return {}
-
-    def set_state(self, state):
-        raise NotImplementedError
+    return Made(fill, 12)
 
 
 def refill(k):
@@ -147,14 +131,14 @@ def put():
 BUFFER = {"x": empty((8, 256), np.dtype(np.float32))}
 MADE = []  # an entry for each time that a buffer was filled
 REFILLED = {
-    "stream": lambda: Refilled().shard_to(data_mesh(1)),
-    "rows=global": lambda: Refilled().shard_to(data_mesh(1), rows="global"),
-    "rows=local": lambda: Refilled().shard_to(data_mesh(1), rows="local"),
-    "DevicePut alone": lambda: Refilled().pipe(put()),
-    "DevicePut after padding": lambda: Refilled().pipe(PadToDivisible(4)).pipe(put()),
+    "stream": lambda: refilled().shard_to(data_mesh(1)),
+    "rows=global": lambda: refilled().shard_to(data_mesh(1), rows="global"),
+    "rows=local": lambda: refilled().shard_to(data_mesh(1), rows="local"),
+    "DevicePut alone": lambda: refilled().pipe(put()),
+    "DevicePut after padding": lambda: refilled().pipe(PadToDivisible(4)).pipe(put()),
     "DevicePut of random access": lambda: grain.MapDataset.range(12).map(refill).pipe(put()),
-    "prefetch_to_device, stream": lambda: prefetch_to_device(Refilled(), 3),
-    "prefetch_to_device, iterator": lambda: prefetch_to_device(iter(_Refilling()), 3),
+    "prefetch_to_device, stream": lambda: prefetch_to_device(refilled(), 3),
+    "prefetch_to_device, iterator": lambda: prefetch_to_device(iter(refilled()), 3),
 }
 
 

@@ -4,6 +4,7 @@ The functions named ``case_...`` run on four hosts, one after the other in one s
 each of them also shows that the failures before it did no lasting harm.
 """
 
+import contextlib
 import itertools
 import json
 import logging
@@ -11,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from pathlib import Path
 
@@ -27,6 +27,8 @@ import grain_shard
 from grain_shard import rehearse
 from grain_shard.hosts import rounds
 from tests.conftest import HANG_S, eventually
+from tests.on_hosts import or_traceback, own_rows
+from tests.pipelines import shared_out
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +46,7 @@ def run_cases(cases, directory):
     for case in cases:
         # Some cases end by a timeout of 2 s, of which a host that begins late would have less.
         rounds.meet(f"begin {case.__name__}", range(jax.process_count()), 100.0)
-        try:
-            results[case.__name__] = case(jax.process_index(), Path(directory))
-        except Exception:
-            results[case.__name__] = traceback.format_exc()
+        results[case.__name__] = or_traceback(case, jax.process_index(), Path(directory))
     return results
 
 
@@ -69,7 +68,7 @@ def shard(ds, mesh=None, spec=None, **options):
 def first_batch(iterator):
     """How the first batch is refused."""
     start = time.monotonic()
-    with iterator:
+    with iterator if hasattr(iterator, "close") else contextlib.nullcontext():
         try:
             next(iterator)
         except Exception as error:
@@ -87,19 +86,7 @@ def first_batch(iterator):
 
 def own_ids(batch):
     """The ids of the valid rows on this host's devices."""
-    ids, masks = batch["id"].addressable_shards, batch["valid_mask"].addressable_shards
-    return [
-        int(record)
-        for shard, mask in zip(ids, masks, strict=True)
-        for record in np.asarray(shard.data)[np.asarray(mask.data)]
-    ]
-
-
-def wait_for(path):
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        threading.Event().wait(0.02)
+    return list(own_rows(batch).values())
 
 
 def files(directory, *names):
@@ -119,10 +106,10 @@ def started_ahead(iterator):
     return iterator
 
 
-def at_step(iterator, step):
-    """The iterator, in which the odd host alone seeks."""
-    if step:
-        iterator.seek(step)
+def at_step(iterator, step=None, **place):
+    """The iterator at a place; at step 0 nothing is sought, as by all but the odd host."""
+    if step != 0:
+        iterator.seek(step, **place)
     return iterator
 
 
@@ -172,6 +159,17 @@ DIFFERENCES = {
     "dtype of records": lambda odd, _: of_records(numbered(dtype=np.int32 if odd else np.float32)),
     "tree of records": lambda odd, _: of_records(with_more(odd)),
     "end of the epoch": lambda odd, _: at_step(of_records(numbered()), 2 if odd else 0),
+    "records of one step": lambda odd, _: at_step(of_records(numbered()), record=16 + odd),
+    "later sizes of a schedule": lambda odd, _: shard(
+        numbered().pipe(grain_shard.BatchSchedule({0: 16, 100: 64 if odd else 32}))
+    ),
+    "number of epochs": lambda odd, _: next(
+        numbered().batch(16).shard_to(mesh_of(jax.devices()), timeout_s=20).epochs(2 + odd)
+    ),
+    "weights that change later": lambda odd, _: of_records(
+        grain_shard.mix([numbered()] * 2, {0: [3, 1], **({10_000: [1, 1]} if odd else {})})
+    ),
+    "number of feeds": lambda odd, _: shard(shared_out(numbered(), 8 if odd else 4, 16)),
 }
 
 
@@ -203,11 +201,8 @@ def case_contents(host, _):
 
 
 def case_contents_of_feeds(host, _):
-    def make_feed(feed):
-        records = grain.MapDataset.source(Files(listed_by(host)))
-        return records[feed.shard_index :: feed.shard_count].map(decode).to_iter_dataset()
-
-    return first_batch(shard(grain_shard.feeds(make_feed, num_feeds=4).batch(8)))
+    records = grain.MapDataset.source(Files(listed_by(host))).map(decode)
+    return first_batch(shard(shared_out(records, 4, 8, grain.ReadOptions())))
 
 
 def case_random_above_the_source(host, _):
@@ -260,21 +255,17 @@ def case_everything(host, _):
 
 
 def case_first_record_raises(host, _):
+    """By the host on which it does."""
+
     def check(record):
-        if host == ODD:
+        if host == failing:
             raise ValueError(f"bad record {record['id']}")
         return record
 
-    return first_batch(shard(numbered().map(check).batch(8)))
-
-
-def case_first_record_raises_on_the_first_host(host, _):
-    def check(record):
-        if host == 0:
-            raise ValueError(f"bad record {record['id']}")
-        return record
-
-    return first_batch(shard(numbered().map(check).batch(8)))
+    found = {}
+    for failing in (0, ODD):
+        found[failing] = first_batch(shard(numbered().map(check).batch(8)))
+    return found
 
 
 def case_a_stream_on_one_host(host, _):
@@ -330,7 +321,7 @@ def late(host, directory, *, late_host, case):
     """One host arrives when the others have given up on it."""
     if host == late_host:
         for other in set(range(HOSTS)) - {host}:
-            wait_for(directory / f"{case} {other}")
+            eventually((directory / f"{case} {other}").exists)
     result = first_batch(shard(numbered().batch(8), timeout_s=2))
     (directory / f"{case} {host}").touch()
     return result
@@ -453,6 +444,11 @@ def assert_refused(result, host):
         ("dtype of records", "batch['x']", None, None),
         ("tree of records", "batch['extra']", "nothing", None),
         ("end of the epoch", "batches", "nothing", '"none left"'),
+        ("records of one step", "next record", '"16 of epoch 0"', '"17 of epoch 0"'),
+        ("later sizes of a schedule", "global_batch_size", None, None),
+        ("number of epochs", "epochs", "2", "3"),
+        ("weights that change later", "weights", None, None),
+        ("number of feeds", "num_feeds", "4", "8"),
     ],
 )
 def test_a_host_that_differs_is_named_with_the_field_on_every_host(
@@ -513,6 +509,7 @@ def test_a_field_that_is_the_same_everywhere_is_not_named(results):
     for of_host in results[case_differences]:
         for field in ("records", "seeds", "source", "mesh", "specs", "devices", "next batch"):
             assert f"  {field}: " not in of_host["batch size"]["text"]
+        assert "next batch: " not in of_host["records of one step"]["text"]
 
 
 def test_two_hosts_that_differ_in_two_ways_are_named_with_both_fields(results):
@@ -523,23 +520,20 @@ def test_two_hosts_that_differ_in_two_ways_are_named_with_both_fields(results):
         assert lines["seeds"].endswith(" on host 3")
 
 
-def test_a_host_whose_first_record_raises_has_its_own_error_and_is_named_elsewhere(results):
-    for host, result in enumerate(results[case_first_record_raises]):
+@pytest.mark.parametrize("failing", [0, ODD])
+def test_a_host_whose_first_record_raises_has_its_own_error_and_is_named_elsewhere(
+    results, failing
+):
+    for host, of_host in enumerate(results[case_first_record_raises]):
+        result = of_host[failing]
         assert_refused(result, host)
-        assert "ValueError" in (result["type"] if host == ODD else result["text"])
-        assert "bad record " in result["text"]
-        if host != ODD:
+        if host == failing:
+            assert result["type"] == "ValueError"
+            assert "bad record " in result["text"]
+        else:
             assert result["type"] == "AgreementError"
-            assert "host 2 failed." in result["text"]
-
-
-def test_the_first_host_too_is_named_at_once_if_it_fails(results):
-    for host, result in enumerate(results[case_first_record_raises_on_the_first_host]):
-        assert_refused(result, host)
-        if host != 0:
-            assert result["type"] == "AgreementError"
-            assert "host 0 failed." in result["text"]
-            assert "ValueError: bad record 0" in result["text"]
+            assert f"host {failing} failed." in result["text"]
+            assert f"ValueError: bad record {2 * failing}" in result["text"]
 
 
 def test_a_host_that_runs_another_kind_of_pipeline_is_named(results):

@@ -10,22 +10,15 @@ import threading
 from pathlib import Path
 
 import grain
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 import grain_shard
 from grain_shard import rehearse
-from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
+from tests.on_hosts import APIS, data_mesh, restore, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-
-APIS = ("manager", "v1")
-
 
 # On the hosts.
 
@@ -38,25 +31,8 @@ def valid_ids(batch):
     return ids[mask].tolist()
 
 
-def save(api, directory, iterator):
-    if api == "v1":
-        ocp_v1.save_checkpointables(directory / "v1", {"data": iterator})
-        return
-    with ocp.CheckpointManager(directory / "manager") as manager:
-        manager.save(0, args=ocp.args.Composite(data=CheckpointSave(iterator)))
-        manager.wait_until_finished()
-
-
-def restore(api, directory, iterator):
-    if api == "v1":
-        ocp_v1.load_checkpointables(directory / "v1", {"data": iterator})
-        return
-    with ocp.CheckpointManager(directory / "manager") as manager:
-        manager.restore(0, args=ocp.args.Composite(data=CheckpointRestore(iterator)))
-
-
 def stream():
-    mesh = Mesh(np.array(jax.devices()), ("data",))
+    mesh = data_mesh()
     options = grain_shard.ShardByMesh(mesh)
     records = grain.MapDataset.range(40)[options.shard_index :: options.shard_count]
     ds = records.map(lambda i: {"id": np.int32(i)}).to_iter_dataset().batch(4)
@@ -73,10 +49,10 @@ def save_and_resume_stream(api, directory):
     directory.mkdir(exist_ok=True)
     with stream() as iterator:
         next(iterator)
-        save(api, directory, iterator)
+        save(api, directory, 0, iterator)
         uninterrupted = [valid_ids(batch) for batch in iterator]
     with stream() as iterator:
-        restore(api, directory, iterator)
+        restore(api, directory, 0, iterator)
         return uninterrupted, [valid_ids(batch) for batch in iterator]
 
 
@@ -109,11 +85,11 @@ def test_a_streams_state_is_one_file_a_host_and_continues_on_as_many_hosts(strea
 @pytest.mark.parametrize("api", APIS)
 def test_a_streams_state_is_refused_on_another_number_of_hosts(tmp_path, api):
     with stream() as iterator:
-        save(api, tmp_path, iterator)
+        save(api, tmp_path, 0, iterator)
         (saved,) = tmp_path.rglob("state-0-of-1.json")
         for host in range(2):  # as two hosts would have saved it
             shutil.copy(saved, saved.with_name(f"state-{host}-of-2.json"))
         saved.unlink()
         with pytest.raises(grain_shard.StateError, match="no state for host 0 of 1") as refusal:
-            restore(api, tmp_path, iterator)
+            restore(api, tmp_path, 0, iterator)
     assert "state-0-of-2.json, state-1-of-2.json" in str(refusal.value)

@@ -13,8 +13,6 @@ from pathlib import Path
 import grain
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -22,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import BatchSchedule, rehearse
-from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
-from tests.on_hosts import cases_of, end_job, run_cases, run_jobs
+from tests.on_hosts import cases_of, data_mesh, end_job, restore, run_cases, run_jobs, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -51,10 +48,6 @@ def make_feed(feed):
 
 
 # On the hosts.
-
-
-def data_mesh():
-    return Mesh(np.array(jax.devices()), ("data",))
 
 
 def valid_rows(batch):
@@ -86,36 +79,20 @@ def train(kind, job, directory):
     else:
         ds = records().batch(global_batch_size)
     ds = ds.shard_to(data_mesh(), timeout_s=30, num_workers=int(hosts == 1))
+    api = "v1" if kind == "epochs" else "manager"
     with ds.epochs(2) if kind == "epochs" else iter(ds) as iterator:
         if job % 2:
             next(iterator)  # restore into one that is in use
         if job:
-            restore(kind, directory, job - 1, iterator)
+            restore(api, directory / kind, job - 1, iterator)
         restored = iterator.get_state()
         epochs = iterator if kind == "epochs" else [iterator]
         batches = itertools.chain.from_iterable(epochs)
         done = [valid_rows(batch) for batch in itertools.islice(batches, num_batches)]
         if num_batches is not None:
-            save(kind, directory, job, iterator)
+            save(api, directory / kind, job, iterator)
             next(batches)  # lost when the job is killed
     return {"batches": done, "restored": [restored.get(key) for key in ("step", "record")]}
-
-
-def save(kind, directory, job, iterator):
-    if kind == "epochs":
-        ocp_v1.save_checkpointables(directory / f"v1-{job}", {"data": iterator})
-        return
-    with ocp.CheckpointManager(directory / kind) as manager:
-        manager.save(job, args=ocp.args.Composite(data=CheckpointSave(iterator)))
-        manager.wait_until_finished()
-
-
-def restore(kind, directory, job, iterator):
-    if kind == "epochs":
-        ocp_v1.load_checkpointables(directory / f"v1-{job}", {"data": iterator})
-        return
-    with ocp.CheckpointManager(directory / kind) as manager:
-        manager.restore(job, args=ocp.args.Composite(data=CheckpointRestore(iterator)))
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +133,10 @@ def test_killed_and_resumed_with_other_hosts_and_sizes_it_is_one_run(reports, ki
     assert restored == [[0, 0], [2, 64], [4, 160], [7, 220]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "saved"), [("random access", "random access/{}"), ("epochs", "v1-{}")]
-)
-def test_a_state_of_random_access_is_written_once_by_one_host(reports, directory, kind, saved):
+@pytest.mark.parametrize("kind", ["random access", "epochs"])
+def test_a_state_of_random_access_is_written_once_by_one_host(reports, directory, kind):
     for of_hosts, of_next_job, job in zip(reports, reports[1:], itertools.count()):
-        checkpoint = saved.format(job)
+        checkpoint = f"{kind}/{job}"
         written = [path for of_host in of_hosts for path in of_host["written"]]
         assert len([path for path in written if f"/{checkpoint}" in path]) == 1
         (path,) = (directory / checkpoint / "data").glob("*state*")
@@ -201,17 +176,11 @@ def ids_of(batches):
     return [valid_rows({k: b[k] for k in ("id", "valid_mask")})["id"] for b in batches]
 
 
-def refusal(call):
-    with pytest.raises(grain_shard.GrainShardError) as caught:
-        call()
-    return str(caught.value)
-
-
 def scheduled(sizes=SCHEDULE):
     return records(130).pipe(BatchSchedule(sizes)).repeat(2)
 
 
-def case_schedule(_):
+def case_schedule():
     found = {}
     for name, mesh in {"data": data_mesh(), "model": mesh_with_models()}.items():
         for read, sizes in {"needed": SCHEDULE, "once": FOR_ALL_DEVICES}.items():
@@ -221,18 +190,7 @@ def case_schedule(_):
     return found
 
 
-def case_a_state_goes_on_with_another_size(states):
-    """Saved on the hosts of the run before; in the first run, the state."""
-    if states:
-        with iter(records().batch(20).shard_to(data_mesh(), timeout_s=20)) as iterator:
-            iterator.set_state(states["case_a_state_goes_on_with_another_size"])
-            return ids_of(iterator)
-    with iter(records().batch(48).shard_to(data_mesh(), timeout_s=20)) as iterator:
-        next(iterator), next(iterator)
-        return json.loads(json.dumps(iterator.get_state()))
-
-
-def case_seek(_):
+def case_seek():
     with iter(scheduled().shard_to(data_mesh(), timeout_s=20)) as iterator:
         iterator.seek(6)
         rest = ids_of(iterator)
@@ -240,7 +198,7 @@ def case_seek(_):
         return rest, ids_of(iterator)
 
 
-def case_epochs_of_which_one_is_left_early(_):
+def case_epochs_of_which_one_is_left_early():
     with records(50).batch(16).shard_to(data_mesh(), timeout_s=20).epochs(3) as epochs:
         seen = []
         for batches in epochs:
@@ -249,39 +207,15 @@ def case_epochs_of_which_one_is_left_early(_):
         return seen
 
 
-def case_hosts_at_different_records_of_one_step(_):
-    iterator = iter(records(50).batch(16).shard_to(data_mesh(), timeout_s=20))
-    with iterator:
-        iterator.seek(record=16 + jax.process_index() % 2)
-        return refusal(lambda: next(iterator))
-
-
-def case_hosts_with_different_schedules(_):
-    sizes = {0: 16, 100: 32 if jax.process_index() else 64}
-    with iter(records(50).pipe(BatchSchedule(sizes)).shard_to(data_mesh(), timeout_s=20)) as it:
-        return refusal(lambda: next(it))
-
-
-def case_hosts_with_different_numbers_of_epochs(_):
-    ds = records(50).batch(16).shard_to(data_mesh(), timeout_s=20)
-    with ds.epochs(2 + jax.process_index()) as epochs:
-        return refusal(lambda: next(next(epochs)))
-
-
 @pytest.fixture(scope="module")
 def runs():
-    found, states = {}, {}
-    for hosts in HOSTS:
-        found[hosts] = rehearse.run(
-            run_cases,
-            cases_of(globals()),
-            states,
-            hosts=hosts,
-            devices_per_host=8 // hosts,
-            timeout_s=150,
+    cases = cases_of(globals())
+    return {
+        hosts: rehearse.run(
+            run_cases, cases, hosts=hosts, devices_per_host=8 // hosts, timeout_s=150
         )
-        states = found[hosts][0]
-    return found
+        for hosts in HOSTS
+    }
 
 
 @pytest.fixture(params=HOSTS, ids=lambda hosts: f"{hosts} hosts")
@@ -297,10 +231,6 @@ def case(runs, request):
     return result
 
 
-def in_order(num_records, epochs=1):
-    return [int(record["id"]) for record in records(num_records).repeat(epochs)]
-
-
 def test_a_schedule_has_the_same_batches_on_any_hosts_and_mesh(case):
     needed = [batch["id"].tolist() for batch in scheduled()]
     assert [len(batch) for batch in needed[:7]] == [12, 12, 12, 32, 32, 20, 10]
@@ -314,35 +244,14 @@ def test_a_schedule_has_the_same_batches_on_any_hosts_and_mesh(case):
     }
 
 
-def test_a_state_of_other_hosts_goes_on_with_another_size(runs):
-    for of_host in runs[HOSTS[1]]:
-        batches = of_host["case_a_state_goes_on_with_another_size"]
-        assert [row for batch in batches for row in batch] == in_order(NUM_RECORDS)[96:]
-        assert {len(batch) for batch in batches[:-1]} == {20}
-
-
 def test_any_step_and_any_record_can_be_sought(case):
     from_step, from_record = case("seek")
+    in_order = [int(record["id"]) for record in records(130).repeat(2)]
     assert from_step == [batch["id"].tolist() for batch in scheduled()][6:]
-    assert [row for batch in from_record for row in batch] == in_order(130, 2)[133:]
+    assert [row for batch in from_record for row in batch] == in_order[133:]
 
 
 def test_epochs_are_the_same_on_all_hosts(case):
     whole = [batch["id"].tolist() for batch in records(50).batch(16).repeat(3)]
     seen = [tuple(of_epoch) for of_epoch in case("epochs_of_which_one_is_left_early")]
     assert seen == [(0, 4, whole[:4]), (1, 4, whole[4:5]), (2, 4, whole[8:])]
-
-
-def test_hosts_that_do_not_stand_at_one_record_are_told_so(case):
-    error = case("hosts_at_different_records_of_one_step")
-    assert "next record: " in error
-    assert '"16 of epoch 0" on host' in error
-    assert "next batch: " not in error
-
-
-def test_hosts_whose_sizes_differ_later_are_told_so_at_once(case):
-    assert "global_batch_size: " in case("hosts_with_different_schedules")
-
-
-def test_hosts_that_differ_in_their_epochs_are_told_so(case):
-    assert "epochs: 2 on host 0" in case("hosts_with_different_numbers_of_epochs")

@@ -8,14 +8,11 @@ from pathlib import Path
 import grain
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
-from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from grain_shard.reading import faults
-from tests.on_hosts import end_job, run_jobs
+from tests.on_hosts import data_mesh, end_job, restore, run_jobs, save
 
 pytestmark = pytest.mark.slow
 
@@ -75,22 +72,18 @@ def run_job(job, directory):
 def train(job, directory):
     _, _, num_batches = JOBS[job]
     ds = pipeline(Flaky(directory.name == "many in a call"), decode).shard_to(
-        Mesh(np.array(jax.devices()), ("data",)), on_bad_record="mask", timeout_s=30
+        data_mesh(), on_bad_record="mask", timeout_s=30
     )
     rows = []
-    with (
-        iter(ds) as iterator,
-        ocp.CheckpointManager(directory) as manager,
-    ):
+    with iter(ds) as iterator:
         if job:
-            manager.restore(0, args=ocp.args.Composite(data=CheckpointRestore(iterator)))
+            restore("manager", directory, 0, iterator)
         for batch in iterator:
             rows.append(
                 {n: multihost_utils.process_allgather(x, tiled=True) for n, x in batch.items()}
             )
             if len(rows) == num_batches:
-                manager.save(0, args=ocp.args.Composite(data=CheckpointSave(iterator)))
-                manager.wait_until_finished()
+                save("manager", directory, 0, iterator)
                 break
         counts = iterator.stats().faults
     return {

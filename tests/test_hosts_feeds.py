@@ -17,8 +17,6 @@ from pathlib import Path
 import grain
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -26,9 +24,17 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
-from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 from tests import text
-from tests.on_hosts import assembled, cases_of, own_parts, run_cases
+from tests.on_hosts import (
+    APIS,
+    assembled,
+    cases_of,
+    data_mesh,
+    own_parts,
+    restore,
+    run_cases,
+    save,
+)
 from tests.pipelines import IN_TURN
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -121,7 +127,6 @@ def test_the_global_batches_are_the_same_on_any_hosts_and_mesh(hosts, expected):
 
 # From 4 hosts to 2, to 1, to 4.
 
-APIS = ("manager", "v1")
 # Hosts, the batches until the save, and the worker processes of each host. No number of batches is
 # one at which a feed's bins, of which there are 6, are all used up: a feed gives 2 rows to a batch.
 JOBS = [(4, 7, 0), (2, 4, 2), (1, 8, 3), (4, None, 0)]
@@ -159,23 +164,6 @@ def note_opening(opened, directory):
                 opened["read" if is_read else "written"].append(path.name)
 
     sys.addaudithook(note)  # for good: there is no way to take it back
-
-
-def save(api, directory, job, batches):
-    if api == "v1":
-        ocp_v1.save_checkpointables(directory / str(job), {"data": batches})
-        return
-    with ocp.CheckpointManager(directory) as manager:
-        manager.save(job, args=ocp.args.Composite(data=CheckpointSave(batches)))
-        manager.wait_until_finished()
-
-
-def restore(api, directory, job, batches):
-    if api == "v1":
-        ocp_v1.load_checkpointables(directory / str(job), {"data": batches})
-        return
-    with ocp.CheckpointManager(directory) as manager:
-        manager.restore(job, args=ocp.args.Composite(data=CheckpointRestore(batches)))
 
 
 @pytest.fixture(scope="module")
@@ -262,10 +250,9 @@ def numbers(feed, lengths=(30,) * 8):
     return rows.filter(lambda row: row["id"] < first + lengths[feed.shard_index])
 
 
-def on_two_hosts(make_feed, num_feeds=4, **options):
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    ds = grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(8)
-    return ds.shard_to(mesh, timeout_s=20, **options)
+def on_two_hosts(make_feed, **options):
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    return ds.shard_to(data_mesh(), timeout_s=20, **options)
 
 
 def of_lengths(lengths, **options):
@@ -352,16 +339,6 @@ def case_a_feed_cannot_be_made():
     return outcome(on_two_hosts(not_made))
 
 
-def case_hosts_disagree_on_the_number_of_feeds():
-    return outcome(on_two_hosts(numbers, num_feeds=[4, 8][jax.process_index()]))
-
-
-def case_too_few_feeds():
-    with pytest.raises(grain_shard.ShardingError) as refusal:
-        on_two_hosts(numbers, num_feeds=1)
-    return str(refusal.value)
-
-
 def case_a_feed_depends_on_its_host():
     """A model axis over the hosts: both run all feeds, and must get the same."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("model", "data"))
@@ -427,17 +404,6 @@ def test_a_feed_that_fails_is_named_on_every_host(cases, case, kind, text, feed,
     assert f"grain_shard: in feed {feed} of 4" in own["error"][2]
     assert other["error"][0] == "AgreementError"
     assert f"host 1: {kind}: {text} (in feed {feed} of 4)" in other["error"][1]
-
-
-def test_hosts_that_disagree_on_the_number_of_feeds_are_told_so(cases):
-    for result in cases(case_hosts_disagree_on_the_number_of_feeds):
-        assert result["batches"] == []
-        assert "num_feeds: 4 on host 0; 8 on host 1" in result["error"][1]
-
-
-def test_fewer_feeds_than_hosts_are_refused(cases):
-    for message in cases(case_too_few_feeds):
-        assert "1 feeds are too few for 2 hosts that hold different rows" in message
 
 
 def test_a_feed_that_is_another_one_on_another_host_is_an_error_on_every_host(cases):

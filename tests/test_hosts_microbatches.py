@@ -4,7 +4,6 @@ Every case runs twice in real processes, on 8 devices: with microbatches and wit
 """
 
 import json
-import traceback
 
 import grain
 import jax
@@ -15,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
-from tests.on_hosts import assembled, own_parts
+from tests.on_hosts import assembled, data_mesh, model_over_hosts, or_traceback, own_parts
+from tests.pipelines import IN_TURN, shared_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -23,22 +23,13 @@ HOSTS = (1, 2, 4)
 NUM_DEVICES = 8
 MICROBATCHES = 2
 NUM_RECORDS, GLOBAL_BATCH_SIZE = 44, 16
-NO_READ_AHEAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 # On the hosts.
 
 
-def data_mesh():
-    return Mesh(np.array(jax.devices()), ("data",))
-
-
 def permuted():
     return Mesh(np.array(jax.devices())[[7, 0, 5, 2, 3, 4, 1, 6]], ("data",))
-
-
-def model_over_hosts():
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("model", "data"))
 
 
 def records(read, part=slice(None)):
@@ -54,7 +45,7 @@ def random_access(mesh, read):
 
 
 def stream(mesh, read, part=slice(None), hosts=1):
-    return records(read, part).to_iter_dataset(NO_READ_AHEAD).batch(GLOBAL_BATCH_SIZE // hosts)
+    return records(read, part).to_iter_dataset(IN_TURN).batch(GLOBAL_BATCH_SIZE // hosts)
 
 
 def part_of_a_stream(mesh, read):
@@ -64,11 +55,7 @@ def part_of_a_stream(mesh, read):
 
 
 def feeds(mesh, read):
-    def make_feed(feed):
-        part = slice(feed.shard_index, None, feed.shard_count)
-        return records(read, part).to_iter_dataset(NO_READ_AHEAD)
-
-    return grain_shard.feeds(make_feed, num_feeds=8).batch(GLOBAL_BATCH_SIZE)
+    return shared_out(records(read), 8, GLOBAL_BATCH_SIZE)
 
 
 CASES = {
@@ -88,13 +75,7 @@ SPEC = {"id": P("data"), "x": P("data")}
 
 def run_cases():
     """What this host got in each case; the traceback of one that failed."""
-    results = {}
-    for name, case in CASES.items():
-        try:
-            results[name] = run_case(*case)
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
+    return {name: or_traceback(run_case, *case) for name, case in CASES.items()}
 
 
 def run_case(build, mesh, options):

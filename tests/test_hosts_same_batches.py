@@ -8,7 +8,6 @@ to the size of a padded batch.
 import dataclasses
 import itertools
 import json
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import rehearse
 from tests.conftest import read_for_batches
-from tests.on_hosts import assembled, own_parts
+from tests.on_hosts import assembled, or_traceback, own_parts
 
 pytestmark = pytest.mark.slow
 
@@ -203,13 +202,7 @@ def double_tokens(batch):
 def run_cases(cases):
     """What this host got and read in each case; the traceback of one that failed."""
     devices = np.array(jax.devices())
-    results = {}
-    for name, case in cases.items():
-        try:
-            results[name] = run_case(case, devices)
-        except Exception:
-            results[name] = {"traceback": traceback.format_exc()}
-    return results
+    return {name: or_traceback(run_case, case, devices) for name, case in cases.items()}
 
 
 def run_case(case, devices):
@@ -255,7 +248,7 @@ def of_each_host_count(runs, name):
     for hosts, of_hosts in runs.items():
         results = [of_host[name] for of_host in of_hosts]
         for host, result in enumerate(results):
-            assert "traceback" not in result, f"host {host} of {hosts}: {result['traceback']}"
+            assert not isinstance(result, str), f"host {host} of {hosts}: {result}"
         yield hosts, results
 
 

@@ -13,8 +13,8 @@ import pytest
 import grain_shard
 from grain_shard import rehearse
 from grain_shard.iteration.iterator import ShardedIterator
-from tests.conftest import HANG_S, background_threads, data_mesh, numbered
-from tests.on_hosts import cases_of, run_cases
+from tests.conftest import assert_ended, background_threads, data_mesh, numbered
+from tests.on_hosts import own_rows
 from tests.pipelines import feeds_of
 
 OURS = str(Path(grain_shard.__file__).parent)
@@ -68,14 +68,6 @@ def again(call, *args):
         return call(*args)
 
 
-def rows_of(batch):
-    """The valid rows on the devices of this host."""
-    shards = zip(
-        batch["id"].addressable_shards, batch["valid_mask"].addressable_shards, strict=True
-    )
-    return [np.asarray(x.data)[np.asarray(valid.data)].tolist() for x, valid in shards]
-
-
 def walk(ds, expected):
     """Goes through all batches, and back twice; each batch comes in its turn, with its state."""
     iterator = again(iter, ds)
@@ -88,7 +80,7 @@ def walk(ds, expected):
         except KeyboardInterrupt:
             assert again(iterator.get_state) == before
             batch = next(iterator)
-        assert (rows_of(batch), again(iterator.get_state)) == expected[k]
+        assert (own_rows(batch), again(iterator.get_state)) == expected[k]
 
     for k in range(len(expected)):
         take(k)
@@ -107,7 +99,7 @@ def walk(ds, expected):
 
 def expected_of(ds):
     with iter(ds) as iterator:
-        return [(rows_of(batch), iterator.get_state()) for batch in iterator]
+        return [(own_rows(batch), iterator.get_state()) for batch in iterator]
 
 
 def interrupted_walk(ds, expected, line):
@@ -158,40 +150,21 @@ def test_threads_end_although_an_interrupt_cuts_the_iterators_own_end(kind, monk
     threads = background_threads() - others
     del iterator
     gc.collect()
-    for thread in threads:
-        thread.join(HANG_S)
-        assert not thread.is_alive()
+    assert_ended(threads)
 
 
-def of_hosts(kind):
+def walks_of_every_kind():
     """On a host: walks, in each of which the second host is interrupted at a later line."""
-    ds = KINDS[kind](jax.make_mesh((4,), ("data",)))
-    expected = expected_of(ds)
-    for line in range(1, 3000, 37):
-        interrupted_walk(ds, expected, line if jax.process_index() else -1)
-
-
-def case_random_access():
-    of_hosts("random access")
-
-
-def case_a_global_stream():
-    of_hosts("a global stream")
-
-
-def case_a_local_stream():
-    of_hosts("a local stream")
-
-
-def case_feeds():
-    of_hosts("feeds")
-
-
-CASES = cases_of(globals())
+    for kind in KINDS.values():
+        ds = kind(jax.make_mesh((4,), ("data",)))
+        expected = expected_of(ds)
+        for line in range(1, 3000, 37):
+            interrupted_walk(ds, expected, line if jax.process_index() else -1)
+    return "gone on"
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_if_one_of_two_hosts_is_interrupted_both_go_on():
-    for results in rehearse.run(run_cases, CASES, hosts=2, devices_per_host=2, timeout_s=300):
-        assert results == dict.fromkeys(results)
+    found = rehearse.run(walks_of_every_kind, hosts=2, devices_per_host=2, timeout_s=300)
+    assert found == ["gone on"] * 2

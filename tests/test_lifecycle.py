@@ -22,6 +22,7 @@ from grain_shard.iteration import iterator as iterator_module
 from tests.conftest import (
     HANG_S,
     Made,
+    assert_ended,
     background_threads,
     data_mesh,
     eventually,
@@ -30,12 +31,6 @@ from tests.conftest import (
     wait,
 )
 from tests.pipelines import Odd
-
-
-def assert_all_ended(threads):
-    for thread in threads:
-        thread.join(HANG_S)
-        assert not thread.is_alive(), f"{thread.name} lives on"
 
 
 def stream(ds):
@@ -80,7 +75,7 @@ class TestEnd:
                 assert ids([batch]) == [list(range(8))]
                 break
         assert len(started) >= 20
-        assert_all_ended(started)
+        assert_ended(started)
 
     def test_an_iterator_that_is_never_asked_starts_no_thread(self, mesh, kind):
         before = background_threads()
@@ -92,7 +87,7 @@ class TestEnd:
         before = background_threads()
         iterator = iter(kind(numbered(16, 8)).shard_to(mesh))
         assert ids(iterator) == [list(range(8)), list(range(8, 16))]
-        assert_all_ended(background_threads() - before)
+        assert_ended(background_threads() - before)
         state = iterator.get_state()
         for _ in range(3):
             with pytest.raises(StopIteration):
@@ -137,7 +132,7 @@ class TestEnd:
         del iterator
         gc.collect()
         assert gone() is None
-        assert_all_ended(threads)
+        assert_ended(threads)
 
 
 class Unclosable(Made):
@@ -261,7 +256,7 @@ class TestErrors:
             raised.append((caught.value, len(caught.traceback)))
         assert raised == [raised[0]] * 3, "the same error, its traceback no longer each time"
         assert iterator.get_state() == state
-        assert_all_ended(background_threads() - before)
+        assert_ended(background_threads() - before)
         iterator.close()
 
     def test_after_an_error_set_state_goes_on_where_it_was(self, mesh):
@@ -483,14 +478,11 @@ EXITS = {
             print("end", flush=True)
             sys.exit(0)
         """,
-    "with ten busy iterators in a reference cycle": """
+    "with ten busy iterators in a reference cycle, and one before its first batch": """
         cycle = [iter(pipeline(num_threads=4)) for _ in range(10)]
         cycle.append(cycle)
         for iterator in cycle[:10]:
             next(iterator)
-        print("end")
-        """,
-    "before the first batch": """
         iterator = iter(pipeline())
         iterator.start_prefetch()
         print("end")
@@ -503,21 +495,14 @@ EXITS = {
             next(iterator)
         print("end")
         """,
-    "with feeds, each with threads of Grain's in it": """
+    "with feeds, each with threads of Grain's in it, also iterated alone and never closed": """
         def make_feed(feed):
             records = grain.MapDataset.range(100_000)[feed.shard_index :: feed.shard_count]
             return records.map(lambda i: {"id": i}).to_iter_dataset()
         ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
-        iterator = iter(ds.shard_to(jax.make_mesh((2,), ("data",)), num_threads=2))
+        alone, iterator = iter(ds), iter(ds.shard_to(jax.make_mesh((2,), ("data",)), num_threads=2))
         for _ in range(3):
-            next(iterator)
-        print("end")
-        """,
-    "with feeds that are iterated alone, and never closed": """
-        records = grain.MapDataset.range(100).map(lambda i: {"id": i})
-        part = lambda feed: records[feed.shard_index :: 2].to_iter_dataset()
-        iterator = iter(grain_shard.feeds(part, num_feeds=2).batch(4))
-        next(iterator)
+            next(alone), next(iterator)
         print("end")
         """,
     "while a source that nobody refers to any more is being closed": """

@@ -17,7 +17,7 @@ import grain_shard
 from grain_shard import BatchLayout, ShardingError, ShardingTree
 from grain_shard.tools.planning.topology import hosts_mesh
 from tests.conftest import data_mesh, ids, numbered, to_numpy
-from tests.pipelines import IN_TURN
+from tests.pipelines import shared_out
 
 # Who holds which rows.
 
@@ -138,11 +138,8 @@ def stream(num_records, global_batch_size):
 
 
 def feeds(num_records, global_batch_size, num_feeds=2):
-    def make_feed(feed):
-        part = slice(feed.shard_index, None, feed.shard_count)
-        return grain.MapDataset.range(num_records)[part].map(record).to_iter_dataset(IN_TURN)
-
-    return grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(2 * global_batch_size)
+    records = grain.MapDataset.range(num_records).map(record)
+    return shared_out(records, num_feeds, 2 * global_batch_size)
 
 
 def loader(num_records, global_batch_size):

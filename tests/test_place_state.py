@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard.errors import ShardingError
@@ -38,9 +38,9 @@ def trimmed(spec):
     return P(*entries)
 
 
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
-def mesh_2d(request):
-    return jax.make_mesh((4, 2), ("data", "model"), (request.param,) * 2)
+@pytest.fixture
+def mesh_2d(axis_type):
+    return jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])

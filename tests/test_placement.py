@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from grain_shard import from_iterable, rehearse
@@ -261,11 +261,6 @@ class TestAllPlacersAgree:
         assert placed["name"].tolist() == ["cat", "dog"]
         assert placed["title"].tolist() == "pets"
         assert placed["x"].devices() == set(mesh.devices.flat)
-
-
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
-def axis_type(request):
-    return request.param
 
 
 class TestReplicate:

@@ -351,24 +351,29 @@ class TestFigures:
         assert plan.device_bytes == device_bytes
 
     @pytest.mark.parametrize(
-        ("batch", "options", "read"),
+        ("batch", "options", "read", "can_be_once"),
         [
-            (64, {}, "once"),
-            (60, {}, "needed"),  # sixteen devices do not divide 60 rows
-            (64, {"read": "needed"}, "needed"),
-            (64, {"read": "once"}, "once"),
+            (64, {}, "once", True),
+            (60, {}, "needed", False),  # sixteen devices do not divide 60 rows
+            (64, {"read": "needed"}, "needed", True),
+            (64, {"read": "once"}, "once", True),
+            (15, {}, "once", True),  # padded to 16 anyway
+            (12, {}, "needed", False),
+            (32, {"microbatches": 2}, "once", True),
+            (16, {"microbatches": 2}, "needed", False),
+            (25, {"microbatches": 2}, "once", True),
         ],
     )
-    def test_how_rows_are_read(self, batch, options, read):
+    def test_how_rows_are_read(self, batch, options, read, can_be_once):
         plan = planned(
             {"data": 4, "model": 4}, 8, 2, global_batch_size=batch, num_records=600, **options
         )
         assert plan.read == plan.reads.read == read
         assert plan.needed.amplification == 2
         assert plan.hosts_with_the_same_rows == ((0, 1), (2, 3), (4, 5), (6, 7))
-        assert (plan.once is None) == (batch == 60)
-        assert (plan.to_dict()["once"] is None) == (batch == 60)
-        assert ('read="once"' in str(plan)) == (batch == 64)
+        assert (plan.once is not None) == can_be_once
+        assert (plan.to_dict()["once"] is not None) == can_be_once
+        assert ('read="once"' in str(plan)) == can_be_once
         assert plan.reads.amplification == (1 if read == "once" else 2)
         assert (plan.num_slices, plan.rows_read_again, len(plan.reads.slices)) == (1, 0, 1)
         assert "slice" not in str(plan)
@@ -507,8 +512,11 @@ def test_a_plan_shows_itself():
         " steps_per_epoch=16, read='once', warnings=<2>)"
     )
     assert "16 steps for 1,000 records" in str(plan)
-    html = plan._repr_mimebundle_((), ())["text/html"]
-    assert "16 steps for 1,000 records" in html
-    assert "#000000" not in html, "which a dark page hides"
+    shown = plan._repr_mimebundle_((), ())
+    assert shown["text/html"].startswith("<pre style=")
+    assert "16 steps for 1,000 records" in shown["text/html"]
+    assert "#000000" not in shown["text/html"], "which a dark page hides"
+    assert "\x1b" not in shown["text/plain"]
+    assert "rows a host reads a step" in shown["text/plain"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.read = "needed"

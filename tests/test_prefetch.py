@@ -18,7 +18,7 @@ import pytest
 from grain_shard import background
 from grain_shard.background import Background
 from grain_shard.tasks import Items, Producer
-from tests.conftest import HANG_S, eventually, wait
+from tests.conftest import HANG_S, assert_ended, eventually, wait
 
 
 class Tickets(Producer):
@@ -56,10 +56,6 @@ def stage(work, tickets=None, *, buffer_size=2, num_threads=1):
     )
 
 
-def threads_of(background):
-    return background.threads
-
-
 def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about():
     begun, go_on, done = (threading.Event() for _ in range(3))
 
@@ -82,25 +78,7 @@ def test_an_error_ends_no_wait_for_something_that_a_task_may_still_bring_about()
             background.wait_for(lambda: False)
 
 
-def assert_ended(threads):
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join(HANG_S)
-        assert not thread.is_alive()
-
-
 class TestOrder:
-    @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
-    @pytest.mark.parametrize("buffer_size", [1, 2, 8])
-    @pytest.mark.parametrize("count", [0, 1, 7, 100])
-    def test_results_come_in_the_order_of_the_tickets(self, num_threads, buffer_size, count):
-        tickets = Tickets(count)
-        with contextlib.closing(
-            stage(lambda n: n * n, tickets, buffer_size=buffer_size, num_threads=num_threads)
-        ) as squares:
-            assert list(squares) == [n * n for n in range(count)]
-        assert len(tickets.closed_by) == 1
-
     def test_even_when_the_threads_finish_in_the_opposite_order(self):
         done = [threading.Event() for _ in range(4)]
         done[3].set()
@@ -116,15 +94,6 @@ class TestOrder:
         assert list(numbers) == [0, 1, 2]
         assert finished == [2, 1, 0]
 
-    def test_the_threads_work_side_by_side(self):
-        together = threading.Barrier(3)
-
-        def meet(n):
-            together.wait(HANG_S)
-            return n
-
-        assert list(stage(meet, iter(range(6)), buffer_size=3, num_threads=3)) == list(range(6))
-
 
 class TestErrors:
     def test_after_an_error_no_more_tickets_are_drawn(self):
@@ -136,7 +105,7 @@ class TestErrors:
         numbers = stage(fail, tickets, buffer_size=8)
         with pytest.raises(ZeroDivisionError):
             next(numbers)
-        assert_ended(threads_of(numbers))
+        assert_ended(numbers.threads)
         assert tickets.drawn == 1
         assert len(tickets.closed_by) == 1
 
@@ -188,9 +157,9 @@ class TestClose:
         for n in range(2):
             release[n].set()
             alive = 2 - n
-            eventually(lambda: sum(t.is_alive() for t in threads_of(names)) == alive)
+            eventually(lambda: sum(t.is_alive() for t in names.threads) == alive)
             assert tickets.closed_by == [], "a thread may still ask"
-        (last,) = [t for t in threads_of(names) if t.is_alive()]
+        (last,) = [t for t in names.threads if t.is_alive()]
         release[2].set()
         names.close()
         assert tickets.closed_by == [last.name]
@@ -237,7 +206,7 @@ class TestClose:
         wait(blocked)
         numbers.close()
         assert tickets.closed_by == [], "it is still in use"
-        (thread,) = threads_of(numbers)
+        (thread,) = numbers.threads
         assert thread.is_alive()
         release.set()
         assert_ended([thread])
@@ -247,7 +216,7 @@ class TestClose:
         numbers = stage(lambda n: numbers.close())
         with pytest.raises(StopIteration):
             next(numbers)
-        assert_ended(threads_of(numbers))
+        assert_ended(numbers.threads)
 
 
 class TestStop:
@@ -262,7 +231,7 @@ class TestStop:
         kept = [weakref.ref(work), weakref.ref(tickets)]
         numbers = stage(work, tickets)
         next(numbers)
-        threads = threads_of(numbers)
+        threads = numbers.threads
         numbers.stop()
         del numbers, work, tickets
         assert_ended(threads)
@@ -283,7 +252,7 @@ class TestStop:
 
         threading.Thread(target=stopped_under_the_lock, daemon=True).start()
         wait(stopped)
-        assert_ended(threads_of(numbers))
+        assert_ended(numbers.threads)
         assert len(tickets.closed_by) == 1
 
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from grain_shard import background
 from grain_shard.pace import Pace, ReadPace
 from grain_shard.reading import contents, read, reads
-from tests.conftest import HANG_S, background_threads, data_mesh, eventually, ids, wait
+from tests.conftest import HANG_S, assert_ended, background_threads, data_mesh, ids, wait
+from tests.pipelines import Odd
 
 
 class Source:
@@ -74,37 +75,25 @@ def one_record_at_a_time(monkeypatch):
 
 @pytest.mark.usefixtures("one_record_at_a_time")
 class TestSideBySide:
-    def test_the_records_of_one_batch_are_read_at_once(self):
-        together = threading.Barrier(7)  # all records but the first, which comes alone
+    @pytest.mark.parametrize(
+        ("kind", "num_records", "together", "num_threads", "buffers"),
+        [
+            # All records of the batch but the first, which comes alone.
+            pytest.param(Source, 8, range(1, 8), 7, {"cpu_buffer_size": 1}, id="of one batch"),
+            pytest.param(Source, 32, range(8, 24), 16, {}, id="of several batches"),
+            pytest.param(BatchedSource, 48, range(8, 40), 4, {}, id="calls for many records"),
+        ],
+    )
+    def test_records_are_read_at_once(self, kind, num_records, together, num_threads, buffers):
+        barrier = threading.Barrier(num_threads)
 
         def meet(indices):
-            if 0 < indices[0] < 8:
-                together.wait(HANG_S)
+            if indices[0] in together:
+                barrier.wait(HANG_S)
 
-        with iter(
-            batches(Source(8, meet)).shard_to(data_mesh(2), num_threads=7, cpu_buffer_size=1)
-        ) as iterator:
-            assert ids(iterator) == [list(range(8))]
-
-    def test_and_those_of_several(self):
-        together = threading.Barrier(16)
-
-        def meet(indices):
-            if 8 <= indices[0] < 24:
-                together.wait(HANG_S)
-
-        ds = batches(Source(32, meet)).shard_to(data_mesh(2), num_threads=16)
-        assert ids(ds) == in_order(32, 8)
-
-    def test_calls_for_many_records_are_side_by_side_too(self):
-        together = threading.Barrier(4)
-
-        def meet(indices):
-            if 8 <= indices[0] < 40:
-                together.wait(HANG_S)
-
-        ds = batches(BatchedSource(48, meet)).shard_to(data_mesh(2), num_threads=4)
-        assert ids(ds) == in_order(48, 8)
+        ds = batches(kind(num_records, meet))
+        sharded = ds.shard_to(data_mesh(2), num_threads=num_threads, **buffers)
+        assert ids(sharded) == in_order(num_records, 8)
 
     def test_so_are_whole_batches_where_rows_cannot_be_had_alone(self):
         together = threading.Barrier(3)
@@ -222,10 +211,6 @@ class TestTimeIsOver:
         assert seen == in_order(16, 8)
 
 
-class Odd(BaseException):
-    """Neither an Exception nor one of Python's own."""
-
-
 class TestErrors:
     @pytest.mark.parametrize("num_threads", [None, 1, 16, 128])
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, Odd])
@@ -294,7 +279,7 @@ class TestLife:
         iterator.close()
         assert any(thread.is_alive() for thread in threads)
         release.set()
-        eventually(lambda: not any(thread.is_alive() for thread in threads))
+        assert_ended(threads)
 
     def test_so_does_garbage_collection(self):
         iterator, release, threads = self.reads_inside(128)
@@ -303,7 +288,7 @@ class TestLife:
         gc.collect()
         assert gone() is None
         release.set()
-        eventually(lambda: not any(thread.is_alive() for thread in threads))
+        assert_ended(threads)
 
     def test_threads_that_rest_end_too(self):
         class OneAfterMany(Pace):

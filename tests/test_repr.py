@@ -76,11 +76,6 @@ PAD = "PadToDivisible(divisor=4, remainder='pad', mask_key='valid_mask', "
             lambda mesh: stream().pipe(grain_shard.PadToDivisible(4)),
             f"<{PAD}global_batch_size=None, pad_value=0)>",
         ),
-        (
-            lambda mesh: grain_shard.plan(mesh, global_batch_size=4, num_records=8),
-            "Plan(2 x cpu on 1 hosts, mesh=(data=2), specs=(P('data')), steps_per_epoch=2,"
-            " read='needed', warnings=<0>)",
-        ),
     ],
 )
 def test_an_object_says_what_it_is(make, text):

@@ -323,13 +323,6 @@ class TestInANotebook:
             assert line in text
         assert "\x1b" not in shown["text/plain"]
 
-    def test_a_plan_is_shown_in_the_same_way(self):
-        mesh = hosts_mesh({"data": 4}, hosts=2, devices_per_host=2)
-        shown = grain_shard.plan(mesh, global_batch_size=8, num_records=20)._repr_mimebundle_()
-        assert shown["text/html"].startswith("<pre style=")
-        assert "\x1b" not in shown["text/plain"]
-        assert "rows a host reads a step" in shown["text/plain"]
-
     def test_ipython_in_a_terminal_is_a_terminal(self, displayed, monkeypatch, capsys):
         monkeypatch.setattr(builtins, "get_ipython", object, raising=False)
         grain_shard.show({"x": np.zeros(3)})

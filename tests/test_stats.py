@@ -21,6 +21,7 @@ from grain_shard.stats.meter import Meter
 from grain_shard.tools import prometheus
 from tests.conftest import data_mesh, ids, numbered
 from tests.on_hosts import KeyValues
+from tests.pipelines import shared_out
 
 
 class Clock:
@@ -186,11 +187,7 @@ def of_kind(kind, records, mesh):
     if kind == "stream":
         return records.to_iter_dataset().batch(8).shard_to(mesh)
     assert kind == "feeds"
-
-    def make_feed(feed):
-        return records[feed.shard_index :: feed.shard_count].to_iter_dataset()
-
-    return grain_shard.feeds(make_feed, num_feeds=2).batch(8).shard_to(mesh)
+    return shared_out(records, 2, 8, grain.ReadOptions()).shard_to(mesh)
 
 
 SEEN = {

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-import warnings
 from typing import NamedTuple
 
 import grain
@@ -696,10 +695,3 @@ class TestLayout:
         assert repr(BatchLayout(99, tuple(range(9)))).startswith(
             "BatchLayout(divisor=99, shards=<9>"
         )
-
-
-def test_no_warning_is_given_for_what_is_right(mesh):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(numbered(9, 8).shard_to(mesh))
-        list(numbered(9, 8).to_iter_dataset().map(lambda b: b).shard_to(mesh))

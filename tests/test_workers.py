@@ -9,7 +9,6 @@ import multiprocessing.synchronize
 import os
 import textwrap
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,10 +45,7 @@ def children():
 
 
 def assert_no_child_is_left():
-    deadline = time.monotonic() + 60
-    while children():
-        assert time.monotonic() < deadline, f"left: {children()}"
-        time.sleep(0.01)
+    eventually(lambda: not children())
 
 
 @slow
@@ -212,10 +208,7 @@ class TestLife:
         ds = grain.MapDataset.range(80).map(decode).batch(8)
         iterator = iter(ds.shard_to(data_mesh(2), num_workers=2))
         next(iterator)
-        deadline = time.monotonic() + 60
-        while not os.path.exists(flag):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: os.path.exists(flag))
         closing = threading.Thread(target=iterator.close)
         closing.start()
         os.remove(flag)
