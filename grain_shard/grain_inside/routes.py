@@ -326,7 +326,9 @@ def read_together(
     ways: Sequence[Route], until: float = NEVER, recovery: Recovery = AT_ONCE
 ) -> list[Elements]:
     """Reads the lower ends of several routes of one dataset, in one call if its source can."""
-    indices = np.concatenate([way.indices for way in ways]) if len(ways) > 1 else ways[0].indices
+    if len(ways) == 1:
+        return [ways[0].read(until, recovery)]
+    indices = np.concatenate([way.indices for way in ways])
     elements = Route(ways[0].ds, indices).read(until, recovery)
     stops = np.cumsum([0, *(len(way.indices) for way in ways)]).tolist()
     return [elements[start:stop] for start, stop in itertools.pairwise(stops)]

@@ -75,13 +75,18 @@ class Padding:
         """Returns the rows of a full batch, including its padding."""
         return round_up(self.global_batch_size or global_batch_size, self.divisor)
 
+    @property
+    def is_zero(self) -> bool:
+        """True if every value is the plain 0, which each dtype can hold."""
+        return type(self.pad_value) is int and self.pad_value == 0
+
     def values(self, tree: Any) -> list[np.ndarray]:
         """Returns the pad value of each leaf of a tree of arrays, as a scalar of the leaf's dtype.
 
         Raises:
             ShardingError: A leaf cannot hold its value, or the tree lacks a leaf of `pad_value`.
         """
-        if type(self.pad_value) is int and self.pad_value == 0:
+        if self.is_zero:
             return [_as_dtype(0, np.asarray(leaf), ()) for leaf in jax.tree.leaves(tree)]
         pairs = jax.tree_util.tree_flatten_with_path(self.pad_value)[0]
         given, found, used = {path_of(keys): value for keys, value in pairs}, [], set()
@@ -199,20 +204,20 @@ def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int]
         ShardingError: A mask is requested and the batch is not a mapping, or has that key already;
             a leaf cannot hold its pad value; or a leaf of `pad_value` does not exist.
     """
-    flat, mask_key = FlatBatch.of(batch), padding.mask_key
+    flat, mask_key, bad = FlatBatch.of(batch), padding.mask_key, list(bad_rows)
     arrays, missing = flat.arrays, size - flat.rows
-    # Computed even if no row is missing, so that an error is raised at the first batch.
-    values = padding.values(flat.structure.unflatten(arrays))
-    if missing:
-        padding.made()
-        arrays = [
-            _with_rows(array, missing, value) if array.ndim else array
-            for array, value in zip(arrays, values, strict=True)
-        ]
-    bad = list(bad_rows)
-    if bad:
+    # Values of the user are computed even if no row is missing, so that an error is raised at the
+    # first batch.
+    if missing or bad or not padding.is_zero:
+        values = padding.values(flat.structure.unflatten(arrays))
+        if missing:
+            padding.made()
+            arrays = [
+                _with_rows(array, missing, value) if array.ndim else array
+                for array, value in zip(arrays, values, strict=True)
+            ]
         for array, value in zip(arrays, values, strict=True):
-            if array.ndim:
+            if array.ndim and bad:
                 array[bad] = value
     padded = flat.structure.unflatten(arrays)
     if mask_key is None:
