@@ -150,6 +150,8 @@ def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:
     memory loses its offset on the way out of a worker.
     """
     existing = np.arange(batch.rows) if rows is None else rows[rows < batch.rows]
+    if len(existing) == batch.rows:  # all of them: rows ascend
+        return batch.structure.unflatten([copied(array) for array in batch.arrays])
     return batch.structure.unflatten(
         [_rows_of(array, existing) if array.ndim else copied(array) for array in batch.arrays]
     )
