@@ -75,19 +75,12 @@ class Padding:
         """Returns the rows of a full batch, including its padding."""
         return round_up(self.global_batch_size or global_batch_size, self.divisor)
 
-    @property
-    def is_zero(self) -> bool:
-        """True if every value is the plain 0, which each dtype can hold."""
-        return type(self.pad_value) is int and self.pad_value == 0
-
     def values(self, tree: Any) -> list[np.ndarray]:
         """Returns the pad value of each leaf of a tree of arrays, as a scalar of the leaf's dtype.
 
         Raises:
             ShardingError: A leaf cannot hold its value, or the tree lacks a leaf of `pad_value`.
         """
-        if self.is_zero:
-            return [_as_dtype(0, np.asarray(leaf), ()) for leaf in jax.tree.leaves(tree)]
         pairs = jax.tree_util.tree_flatten_with_path(self.pad_value)[0]
         given, found, used = {path_of(keys): value for keys, value in pairs}, [], set()
         # A None of the tree has no leaf to pad, and a value may be given for it.
@@ -206,9 +199,10 @@ def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int]
     """
     flat, mask_key, bad = FlatBatch.of(batch), padding.mask_key, list(bad_rows)
     arrays, missing = flat.arrays, size - flat.rows
-    # Values of the user are computed even if no row is missing, so that an error is raised at the
-    # first batch.
-    if missing or bad or not padding.is_zero:
+    # Another value is looked at even if no row is missing, so that the first batch raises an error;
+    # 0 fits every leaf.
+    is_zero = type(padding.pad_value) is int and padding.pad_value == 0
+    if missing or bad or not is_zero:
         values = padding.values(flat.structure.unflatten(arrays))
         if missing:
             padding.made()
