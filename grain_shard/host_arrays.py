@@ -12,10 +12,6 @@ import numpy as np
 # other memory. (Seen with jaxlib 0.10 and 0.12. A multiple of 32 is not enough, and numpy promises
 # only 16.) In such an array, each shard whose size is a multiple of 64 bytes begins so, too.
 ALIGNMENT_BYTES = 64
-# glibc keeps freed memory for the next batches, up to twice the size of the largest array that was
-# freed. It returns the rest to the system, which gives it out again page by page: that takes longer
-# than to fill a batch. So a large array is made, and freed at once.
-np.empty(2**23, np.uint8)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -1,9 +1,5 @@
 """Host memory that a device takes over as it is, so that a batch is copied once less."""
 
-import platform
-import subprocess
-import sys
-
 import grain
 import jax
 import ml_dtypes
@@ -58,30 +54,6 @@ def test_a_copy_is_contiguous_and_shares_nothing(array):
     assert copy.flags.c_contiguous
     assert copy.flags.writeable
     assert not np.shares_memory(copy, array)
-
-
-PAGES = """
-import resource
-import numpy as np
-from grain_shard.host_arrays import empty
-
-def faults_of_some_batches():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    batches = [empty((2**20,), np.dtype(np.uint8)) for _ in range(6)]
-    for batch in batches:
-        batch[...] = 1
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-faults_of_some_batches()
-print(faults_of_some_batches())
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
-def test_memory_of_batches_that_are_gone_serves_the_next_ones():
-    """Memory that the system takes back and gives again comes page by page: 1536 here."""
-    done = subprocess.run([sys.executable, "-c", PAGES], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 100
 
 
 RECORDS = grain.MapDataset.range(60).map(lambda i: {"x": np.full((4, 8), i, np.float32)})
