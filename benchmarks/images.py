@@ -41,7 +41,7 @@ def on_dask(paths: Sequence[str]) -> Iterator[Any]:
         raise Skip("dask is not installed (the bench extra has it)") from error
     with (
         LocalCluster(NUM_WORKERS, threads_per_worker=1, dashboard_address=None) as cluster,
-        Client(cluster) as client,
+        Client(cluster, direct_to_workers=True) as client,  # not by way of the scheduler
     ):
         yield from ours(paths, executor=client.get_executor(), cpu_buffer_size=NUM_WORKERS + 2)
 

@@ -36,7 +36,7 @@ class OrderedResults(Results[T]):
         self._room_came = Bell()
         self._results: dict[int, T | Raised] = {}
         self._begun = 0  # results that tasks have begun
-        self._ready = 0  # results that came without a gap, taken ones included
+        self._ready = 0  # results before the first missing one, taken ones included
         self._taken = 0  # only the consumer changes it
         self._final: Raised | None = None  # follows the results that are ready
         self._is_stopped = False

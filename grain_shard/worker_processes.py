@@ -44,16 +44,16 @@ _ALIGNMENT = 64
 
 
 class WorkerProcesses(Producer[Any]):
-    """The elements that worker processes make: the next one of each worker in turn.
+    """The elements that worker processes make, taken from one worker after the other.
 
-    They start with the first ``next``, by ``spawn``. An element is anything that can be pickled; it
-    travels in shared memory.
+    The processes start with the first ``next``, by ``spawn``. An element is anything that can be
+    pickled. Elements travel in shared memory.
 
     Args:
-        make: Called in each worker, by its first element.
+        make: Makes the elements of a worker. Each worker calls it for its first element.
         num_workers: Number of processes.
-        buffer_size: Most elements that wait or are unfinished, of all workers together. Grain keeps
-            at least four for each worker.
+        buffer_size: Most elements of all workers together that wait or are in the making. Grain
+            keeps at least four elements for each worker.
     """
 
     def __init__(self, make: MakeElements, num_workers: int, *, buffer_size: int):

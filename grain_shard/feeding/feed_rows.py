@@ -1,7 +1,7 @@
-"""The rows of a batch that each feed gives, and the batch that they make.
+"""How the rows of the feeds make a batch.
 
-Each feed has fixed rows of every batch, the same number as any other: first the rows of feed 0,
-then of feed 1, and so on. A host runs only the feeds of the rows that it holds.
+All feeds give the same number of rows to a batch. The rows of feed 0 come first, then the rows of
+feed 1, and so on. A host runs only the feeds whose rows it holds.
 """
 
 from __future__ import annotations

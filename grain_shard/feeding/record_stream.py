@@ -92,7 +92,7 @@ class RecordIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         index = state["next_index"]
         if not 0 <= index <= self._length:
-            raise IndexError(f"record {index} of a dataset of {self._length}")
+            raise IndexError(f"there is no record {index}: the dataset has {self._length} records")
         self._next_elements, self._next_index = None, index
 
     def close(self) -> None:

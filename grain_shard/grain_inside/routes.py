@@ -308,7 +308,7 @@ def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[An
                 break
             if time.perf_counter() > until:
                 break
-    except BaseException as error:  # the error of the element after those taken
+    except BaseException as error:  # raised by the next element, after the taken ones
         if not taken:
             raise
         taken.append(Unreadable(error))

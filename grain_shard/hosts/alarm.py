@@ -243,7 +243,7 @@ class Listener:
                     time.sleep(_LOOK_AGAIN_S)
 
 
-@functools.lru_cache(maxsize=1)  # one for each client: the runtime may be begun anew
+@functools.lru_cache(maxsize=1)  # a restarted JAX runtime has another client
 def listener_of(client: Any) -> Listener:
     """Returns the listener of this process; the first call with a client starts it."""
     return Listener()

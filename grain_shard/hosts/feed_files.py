@@ -111,7 +111,8 @@ def _complete(directory: epath.Path, files: Sequence[FeedFile]) -> dict[int, Fee
     file_of: dict[int, FeedFile] = {}
     for file in files:
         if file.num_feeds != files[0].num_feeds:
-            raise _not_of_one_checkpoint(directory, f"{files[0].name} and {file.name}")
+            differ = f"{files[0].name} and {file.name} differ in the number of feeds"
+            raise _not_of_one_checkpoint(directory, differ)
         for feed in file.feeds:
             if feed in file_of:
                 twice = f"{file_of[feed].name} and {file.name} both hold feed {feed}"

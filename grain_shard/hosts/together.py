@@ -33,7 +33,7 @@ class AcrossHosts:
 
     Attributes:
         hosts: All hosts in the mesh.
-        series: Names the iterators of the dataset.
+        series: Gives each iterator of the dataset a name that is the same on all hosts.
         timeout_s: Longest time, in seconds, that a host waits for another.
         fields: The fields that must be the same on all hosts, besides the batches' shapes.
         shards: The shards of the batch axis that this host holds.

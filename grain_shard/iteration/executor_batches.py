@@ -154,7 +154,7 @@ def counted_batch(batching: Batching, rules: FaultRules, index: int) -> tuple[Ba
     try:
         return batching.read_batch(index, faults), faults.counts()
     except StopIteration as error:
-        Raised.of(error).throw()  # Grain would take it for the end of a worker's data
+        Raised.of(error).throw()  # StopIteration would end the data of the worker
 
 
 @functools.lru_cache(_KEPT)

@@ -85,7 +85,9 @@ class GrainState(NamedTuple):
         try:
             position = position_at(step=None, record=count)
         except ShardingError as error:
-            raise StateError(f"a Grain iterator has saved this state, but {error}") from error
+            raise StateError(
+                f"a Grain iterator saved this state after {count} records, but {error}"
+            ) from error
         logging.warning(
             "grain_shard: a Grain iterator has saved this state. It is taken for %d records of this"
             " very pipeline, in the same order; the run goes on after them.",

@@ -106,8 +106,8 @@ class RandomAccess(HostBatches):
             if not 0 <= step <= batches:
                 raise ShardingError(
                     f"there is no step {step!r}: the dataset has {batches:,} batches.",
-                    remedy=f"seek a step from 0 to {batches:,}; more than that are in"
-                    " ds.epochs(n), or after .batch(B).repeat(n).",
+                    remedy=f"seek a step from 0 to {batches:,}. For more steps use ds.epochs(n), or"
+                    " .batch(B).repeat(n).",
                 )
             return cuts.progress(step)
         if not self._batching.counts_records:

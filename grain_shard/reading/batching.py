@@ -105,7 +105,7 @@ class Batching(ABC):
 
     @property
     def host_batch_sizes(self) -> tuple[int, ...]:
-        """Kept rows of full batches, for each of `unpadded_sizes`."""
+        """The rows, with padding, that are kept of a full batch: a number per unpadded size."""
         return tuple(map(self.host_batch_size_of, self.unpadded_sizes))
 
     @property

@@ -61,7 +61,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
         self._batch_size = max(1, batching.records_per_batch)
         self._batches_in_a_call = 1  # starts at 1 for a fast first batch, then doubles
         self._lock = threading.Lock()
-        self._left: list[Part] = []  # parts that reads have left to others
+        self._left: list[Part] = []  # parts that a read left to the next reads
         self._under_way = 0  # number of reads
 
     @property

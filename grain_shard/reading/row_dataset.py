@@ -16,7 +16,7 @@ from grain_shard.reading.whole_batching import WholeBatching
 
 
 def batching_of(ds: grain.MapDataset) -> Batching:
-    """Returns the batches of a dataset, with the cheapest way to read exactly their rows."""
+    """Returns the `Batching` of a dataset: by record if ``.batch`` only stacks, else by batch."""
     node = nodes.batch_node(ds)
     if node is None:
         return WholeBatching.of(ds, None)

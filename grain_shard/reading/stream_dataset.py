@@ -88,10 +88,10 @@ class StreamDataset(grain.IterDataset):
 
     @classmethod
     def of(cls, ds: grain.IterDataset, *, global_batch_size: int | None = None) -> StreamDataset:
-        """Returns the batches of a user's dataset as a stream without steps.
+        """Returns a stream of the batches of a user's dataset, which no `Step` changes yet.
 
         Raises:
-            ShardingError: The dataset would lose epochs after a restore.
+            ShardingError: Grain would lose epochs of the dataset after a restore.
         """
         refuse_lost_epochs(ds)
         owns_arrays = is_from_iterable(ds)

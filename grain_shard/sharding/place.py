@@ -107,7 +107,7 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable:
             _require_movable(path, array, sharding, in_background)
-        # JAX moves global arrays, with the same collectives in the same order on every process.
+        # device_put moves a global array by collectives, which all processes run in the same order.
         if sharding.is_fully_addressable or not array.is_fully_addressable:
             return jax.device_put(array, sharding)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

@@ -231,8 +231,8 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
     for file in files:
         if "://" in file and (glob.has_magic(file) or not file.startswith(BUCKET)):
             raise ValueError(
-                f"{file!r}: of URLs, only that of one object that begins with {BUCKET} can be"
-                " opened.\n"
+                f"{file!r} cannot be opened: a URL must begin with {BUCKET} and name one object,"
+                " without a pattern.\n"
                 "  remedy: mount the bucket and give the path or pattern below the mount's folder,"
                 " or write a source of your own (docs/buckets.md)."
             )

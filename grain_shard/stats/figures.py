@@ -168,7 +168,10 @@ class Figures:
 
     @_figure(THREADS, "of which your functions {:,.2f} ms", _MS)
     def map_s(self) -> float | None:
-        """Seconds of these that the user's functions took, if a `MapDataset` is read by record."""
+        """Seconds of `read_s` that the user's functions took.
+
+        None unless a `MapDataset` is read by record.
+        """
         return self._a_batch(MAP)
 
     @_figure(THREADS, "batch {:,.2f} ms", _MS)
@@ -196,7 +199,11 @@ class Figures:
         return self.stage_s(stage) / max(1, self["placed"]) if is_seen else None
 
     def line(self, line: str) -> str:
-        """Returns one line of the text, without its first words; None and 0 are left out."""
+        """Returns the figures of one line of ``str(self)``. A figure that is None or 0 is left out.
+
+        Args:
+            line: The first words of the line, such as `LOOP`. The result is the text after them.
+        """
         texts = [
             one.words.format(value if isinstance(value, str) else value * one.scale)
             for name, one in FIGURES.items()

@@ -71,7 +71,7 @@ class Meter:
         self._reads, self._faults, self._faults_before = reads, faults, self.faults()
 
     def faults(self) -> FaultCounts:
-        """Returns the reads that failed since the iterator was made."""
+        """Returns the counts of failed reads since the iterator was made."""
         return self._faults().after(self._faults_before)
 
     def __enter__(self) -> None:

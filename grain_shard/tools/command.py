@@ -108,7 +108,7 @@ def _fail(code: int, line: str) -> int:
 
 
 def _nobody_reads() -> int:
-    # The rest of the buffer goes nowhere; else Python complains about it at its end.
+    # Python flushes stdout at exit. Into a closed pipe that would print an error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return _UNREAD
 

@@ -71,18 +71,19 @@ def prefetch_to_device(
     """Iterates over batches that background threads place ahead of time.
 
     The threads start with the first ``next``. The iterator is a context manager; leaving it early
-    by ``break`` ends the threads too. An error of the source, of any class, is raised in its turn.
+    by ``break`` ends the threads too. An error of the source, of any class, is raised
+    after the batches before it.
 
     Its ``get_state()`` is the state of the batch last handed out, and ``set_state()`` restores it,
     if the source has a state: a Grain dataset, a `grain.DataLoader`, or an iterator with these two
     methods. Otherwise both raise a `StateError`.
 
     Args:
-        data_iterator: Any iterable of batches, read by one thread. It may fill its buffers again:
-            numpy arrays are copied. A generator is closed at the end; an iterator with a state is
-            left to its owner. Elements that a filter of a `grain.MapDataset` dropped are skipped.
-            Onto the devices of several processes only a `from_iterable` of ``rows="global"`` is
-            taken, since each has to yield the same whole batches.
+        data_iterator: Any iterable of batches, read by one thread. The iterable may reuse its
+            buffers, because numpy arrays are copied. A generator is closed at the end. An iterator
+            with a state is left to its owner. Elements that a filter of a `grain.MapDataset`
+            dropped are skipped. If the devices belong to several processes, the iterable must be a
+            `from_iterable` with ``rows="global"``: every process must yield the same whole batches.
         size: Batches that may wait on the devices or be on their way there.
         device: A device, a `Sharding`, or a tree prefix of shardings, as for `distribute_batch`;
             None for this process's first device.
@@ -93,9 +94,9 @@ def prefetch_to_device(
         The iterator. Batches may differ in shape and structure.
 
     Raises:
-        ShardingError: Here, if a buffer size is no positive integer, a sharding has no device of
-            this process, or the source does not say that it is the same on all; from ``next``, if
-            a batch does not fit its shardings.
+        ShardingError: A buffer size is not a positive integer; a sharding has no device of this
+            process; or the devices belong to several processes and the source is not declared as
+            ``rows="global"``. From ``next``: a batch does not fit its shardings.
 
     Example:
         >>> with prefetch_to_device({"x": np.full(2, i)} for i in range(2)) as batches:
@@ -161,9 +162,10 @@ class _Placer:
 
 
 class DevicePlacement:
-    """The functions of this module, with a default device, and facts about the devices.
+    """The functions of this module with a default device, and a description of the devices.
 
-    Data without another device goes to the default one, and advice is for its chip.
+    Data goes to the default device if no other device is given. Batch sizes are recommended for the
+    chip of the default device.
 
     Example:
         >>> placement = DevicePlacement()

@@ -42,8 +42,9 @@ def run(args: argparse.Namespace, directory: epath.Path) -> bool:
         CountingSource(ArrayRecordSource(sorted(digits_folder().glob(f"{split}-*"))))
         for split in ("train", "test")
     )
-    # No type checker sees a method that an import installs. `.pipe(shard_to, mesh)` is the same.
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    # `import grain_shard` adds `.shard_to` to Grain, which no type checker sees. It does see
+    # `.pipe(shard_to, mesh)`, which does the same.
     train_ds = (
         grain.MapDataset.source(train_source)
         .seed(0)

@@ -36,7 +36,8 @@ from grain_shard.tools.measuring.loop import covered_s
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
 
 _LITTLE_WAIT = 0.1  # of the loop's time: no change to the pipeline could gain more than that
-_MOST = 0.5  # of the waiting, or of a stage's time: from this share on, it is called most
+# From this share of the waiting, or of a stage's time, a text says "most".
+_MOST = 0.5
 _LITTLE_REST = 0.1  # of the time: if the buffer is full for no longer, a larger one is no use
 _FEW = 0.25  # of the batches: if so few make up most of the waiting, batches come unevenly
 # With more processors busy than this, the threads compute. With fewer they wait.
@@ -290,7 +291,7 @@ def _rests(measured: Measurement) -> list[Span]:
 
 
 def _surely_waits(measured: Measurement) -> bool:
-    """Returns whether the threads that make batches wait, and surely not for a processor."""
+    """Returns True if the threads that make batches wait, but certainly not for a processor."""
     return measured.processor_s(*MAKING) < _SURELY_WAITS * measured.figures.stage_s(*MAKING)
 
 

@@ -144,7 +144,7 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> M
 def _hybrid_mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int) -> Mesh:
     """The slices along the first axis, as far as it goes, then along the next."""
     between, within = [], []
-    left = slices  # it divides the devices, and so the axes' sizes multiplied
+    left = slices  # the number of slices divides the number of devices
     for size in axes.values():
         between.append(math.gcd(size, left))
         within.append(size // between[-1])

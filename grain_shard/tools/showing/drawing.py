@@ -39,7 +39,7 @@ def draw_batch(batch: Any) -> Iterator[Any]:
 
 
 def _dims_drawn(sharding: NamedSharding) -> int:
-    """The rows, and all dims down to the last one that is sharded."""
+    """Returns the number of leading dims to draw: up to the last sharded dim, at least one."""
     return max(1, spec_rank(sharding))
 
 
