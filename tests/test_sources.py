@@ -313,7 +313,7 @@ def test_a_range_may_be_empty(tree):
 
 NO_PATH = (ValueError, TypeError)
 TWICE = "is among the files twice"
-NO_URL = r"begins with gs:// can be opened\.\n.*mount the bucket and give the path or pattern"
+NO_URL = r"must begin with gs:// and name one object.*\n.*mount the bucket and give the path or"
 REFUSED = [
     ([], NO_PATH, None),
     (None, NO_PATH, None),

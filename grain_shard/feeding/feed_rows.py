@@ -1,4 +1,4 @@
-"""How the rows of the feeds make a batch.
+"""The rows of the feeds in a batch.
 
 All feeds give the same number of rows to a batch. The rows of feed 0 come first, then the rows of
 feed 1, and so on. A host runs only the feeds whose rows it holds.
