@@ -309,6 +309,24 @@ class TestTheSameSource:
 
 
 class TestThreads:
+    @pytest.mark.parametrize("function", ["__enter__", "__exit__", "notify"])
+    def test_an_interrupt_leaves_no_lock_taken(self, function):
+        threads, code = DaemonThreads("grain-shard-one", 1), getattr(threading.Condition, function)
+
+        def interrupt(frame, event, arg):
+            if frame.f_code is code.__code__ and frame.f_locals["self"] is threads._given:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+        sys.settrace(interrupt)
+        try:
+            threads.call(int)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert threads.call(int).result(HANG_S) == 0
+
     def test_they_end_soon_after_the_last_read(self):
         before = background_threads()
         hedged = HedgedSource(range(8))

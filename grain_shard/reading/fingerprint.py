@@ -143,13 +143,13 @@ def check_fingerprint(
     if changed:
         lines = [f"  {n}: saved {state[n]!r}, now {current[n]!r}" for n in changed]
         remedy = "restore with the pipeline that saved it."
-        if "transforms" in changed:
-            remedy += " Each stage and its options count; one more or less changes the seeds, too."
         if "global_batch_size" in changed:
             remedy = (
                 "another size would need batches that can begin at any record, and these are made"
                 f" as a whole. {HOW_TO_COUNT_RECORDS} Or restore with the size that saved it."
             )
+        elif "transforms" in changed:
+            remedy += " Each stage and its options count; one more or less changes the seeds, too."
         raise StateError(
             f"the state was saved by another pipeline: {', '.join(changed)} changed.\n"
             + "\n".join(lines)

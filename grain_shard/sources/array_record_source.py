@@ -7,6 +7,7 @@ import errno
 import functools
 import glob
 import itertools
+import operator
 import os
 import re
 import resource
@@ -143,7 +144,7 @@ class ArrayRecordSource:
         Raises:
             IndexError: There is no such record.
         """
-        record = index.__index__()
+        record = operator.index(index)
         if not 0 <= record < len(self):
             raise IndexError(f"record {record} of {len(self)} does not exist")
         part = bisect.bisect_right(self._ends, record)

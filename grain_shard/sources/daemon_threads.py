@@ -29,15 +29,18 @@ class DaemonThreads:
         os.register_at_fork(after_in_child=self._begin)  # a forked process has no threads
 
     def _begin(self) -> None:
-        # Not a `SimpleQueue`: until Python 3.12 its `get(timeout=...)` may wait for ever.
-        self._given = threading.Condition()
+        # The lock is taken by itself, because an interrupt inside the Python code of a condition
+        # could leave the lock taken. Not a `SimpleQueue`: until Python 3.12 its
+        # `get(timeout=...)` may wait for ever.
+        self._lock = threading.RLock()
+        self._given = threading.Condition(self._lock)
         self._calls = deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]]()
         self._threads = self._unfinished = 0
 
     def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Lets a thread call a function; returns the future of its result."""
         future = Future[Any]()
-        with self._given:
+        with self._lock:
             if self._threads <= self._unfinished and self._threads < self._most:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
                 self._threads += 1
@@ -48,12 +51,12 @@ class DaemonThreads:
 
     def call_at_once(self, function: Callable[..., Any], *args: Any) -> Future[Any] | None:
         """Works like `call`, but returns None if the call would have to wait for a thread."""
-        with self._given:
+        with self._lock:
             return self.call(function, *args) if self._unfinished < self._most else None
 
     def _run(self) -> None:
         while True:
-            with self._given:
+            with self._lock:
                 if not self._given.wait_for(lambda: self._calls, _IDLE_S):
                     self._threads -= 1
                     return
@@ -64,7 +67,7 @@ class DaemonThreads:
                 result = function(*args) if is_wanted else None
             except BaseException as raised:
                 error = raised
-            with self._given:
+            with self._lock:
                 self._unfinished -= 1
             if error is not None:
                 future.set_exception(error)
