@@ -16,9 +16,9 @@ import numpy as np
 
 _ROUNDS = 4
 _MIN_BLOCK_BITS = 16
-# For fewer indices than the cipher permutes at least, the images of all take 1 to 2 ms at once, and
-# of 20,000 indices, 4096 at a time, they would take 4 ms.
-_FEW = 2**_MIN_BLOCK_BITS
+# From this many indices on, the cipher permutes at most four numbers for each index, because the
+# number of its bits must be even.
+_FEW = 2**_MIN_BLOCK_BITS // 4
 
 
 def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
@@ -55,7 +55,7 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
 # Each epoch has one seed. Feeds read their parts of the same records side by side, and with few
 # records, indices of many epochs are computed at once. Without this cache, that would take a third
 # of the time of packing text.
-@functools.lru_cache(maxsize=64)  # 128 KB at most
+@functools.lru_cache(maxsize=64)  # 32 KB at most
 def _permutation(length: int, seed: int) -> np.ndarray:
     """Returns the image of every index, for a small number of indices.
 
