@@ -22,6 +22,8 @@ from grain_shard.trees import Batch, FlatBatch
 class ValidateBatchSize(Stage):
     """Checks the global batch size against the shards and, if asked, against the hardware.
 
+    The log names a size that the shards do not divide, if batches are padded.
+
     Over a `MapDataset` the check is made when the dataset is built. Over an `IterDataset`, whose
     batch size may only be known from its batches, it is made with each batch.
 
