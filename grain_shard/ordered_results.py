@@ -68,9 +68,11 @@ class OrderedResults(Results[T]):
         return cast(Raised, self._final).throw()
 
     def release(self, taken: int) -> None:
-        while self._taken < taken:
-            self._results.pop(self._taken, None)
-            self._taken += 1
+        # In this order: if an interrupt comes in between, the next call does the rest.
+        self._taken = max(self._taken, taken)
+        for number in list(self._results):
+            if number < taken:
+                self._results.pop(number, None)
         self._room_came.ring()
 
     def known(self) -> Known:

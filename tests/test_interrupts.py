@@ -1,5 +1,6 @@
 """An interrupt at any line of the main thread's way through the package, and the loop goes on."""
 
+import contextlib
 import gc
 import itertools
 import sys
@@ -12,7 +13,9 @@ import pytest
 
 import grain_shard
 from grain_shard import rehearse
+from grain_shard.background import Background
 from grain_shard.iteration.iterator import ShardedIterator
+from grain_shard.tasks import Items
 from tests.conftest import assert_ended, background_threads, data_mesh, numbered
 from tests.on_hosts import own_rows
 from tests.pipelines import feeds_of
@@ -151,6 +154,25 @@ def test_threads_end_although_an_interrupt_cuts_the_iterators_own_end(kind, monk
     del iterator
     gc.collect()
     assert_ended(threads)
+
+
+@pytest.mark.parametrize("line", range(1, 10))
+def test_an_interrupt_while_a_result_is_released_loses_no_result(line):
+    items = Items(iter(range(4)))
+    results = Background(lambda item: item, items, buffer_size=3, name="grain-shard-one")
+    try:
+        for number in range(4):
+            assert results.peek() == results.taken == number
+            with contextlib.suppress(KeyboardInterrupt), Interrupt(line):
+                results.release(number + 1)
+            results.release(results.taken)  # as before each wait for the votes of other hosts
+            if results.taken == number:
+                assert results.peek() == number
+                results.release(number + 1)
+        with pytest.raises(StopIteration):
+            results.peek()
+    finally:
+        results.close()
 
 
 def walks_of_every_kind():

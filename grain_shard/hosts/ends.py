@@ -259,6 +259,7 @@ class AgreedEnd(Results[T]):
         """
         taken = self.taken
         self.start()
+        self._voting.release(self._voting.taken)  # again, if an interrupt came in the last release
 
         def need_not_wait(own: Known) -> bool:
             # The votes end without a batch of this host if the others have given up on it.
