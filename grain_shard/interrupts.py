@@ -28,7 +28,7 @@ class Bell:
     """
 
     def __init__(self):
-        # A lock for each thread that waits; `ring` releases it. Not a queue: until Python 3.12
+        # A lock for each thread that waits; `ring` releases it. Not a queue: before Python 3.13
         # `SimpleQueue.get(timeout=...)` may wait for ever.
         self._waiting: dict[int, threading.Lock] = {}
 

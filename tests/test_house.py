@@ -167,7 +167,7 @@ def test_what_kind_a_dataset_is_is_asked_in_one_place():
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_no_wait_is_left_to_a_simple_queue(path):
-    """Until Python 3.12 `SimpleQueue.get(timeout=...)` waits for ever if it is late for its end."""
+    """Before Python 3.13 `SimpleQueue.get(timeout=...)` may wait for ever if it ends late."""
     used = {
         getattr(node, "attr", getattr(node, "id", ""))
         for node in ast.walk(ast.parse(path.read_text()))

@@ -210,9 +210,10 @@ def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int]
                 _with_rows(array, missing, value) if array.ndim else array
                 for array, value in zip(arrays, values, strict=True)
             ]
-        for array, value in zip(arrays, values, strict=True):
-            if array.ndim and bad:
-                array[bad] = value
+        if bad:
+            for array, value in zip(arrays, values, strict=True):
+                if array.ndim:
+                    array[bad] = value
     padded = flat.structure.unflatten(arrays)
     if mask_key is None:
         return padded

@@ -30,7 +30,7 @@ class DaemonThreads:
 
     def _begin(self) -> None:
         # The lock is taken by itself, because an interrupt inside the Python code of a condition
-        # could leave the lock taken. Not a `SimpleQueue`: until Python 3.12 its
+        # could leave the lock taken. Not a `SimpleQueue`: before Python 3.13 its
         # `get(timeout=...)` may wait for ever.
         self._lock = threading.RLock()
         self._given = threading.Condition(self._lock)
