@@ -251,8 +251,8 @@ def test_hosts_that_joined_may_end_as_they_like_and_gloo_says_nothing(end, scrip
     result = rehearse.run_script([path], hosts=2)
 
     assert (result.exit_code, result.not_joined) == (0, False)
-    # A host whose coordinator leaves by os._exit may say so, in lines of JAX's.
-    assert [output.splitlines()[-1] for output in result.outputs] == ["2", "2"]
+    # JAX may log, before and after the line, that its coordinator left by os._exit.
+    assert all("2" in output.splitlines() for output in result.outputs)
     assert not any("Gloo" in output for output in result.outputs)
 
 
