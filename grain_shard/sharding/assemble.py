@@ -23,23 +23,28 @@ from grain_shard.trees import Batch, FlatBatch
 
 
 class _Leaf(NamedTuple):
-    """The placement of one leaf.
+    """The placement of one leaf, in host batches of one size.
 
     Attributes:
         path: Path in the batch.
         sharding: None if the leaf stays on the host.
-        shape: Shape in the first batch of this host, ``[host_batch_size, ...]``.
         dtype: The given dtype.
+        shape: Shape in a host batch, ``[host_batch_size, ...]``.
+        cut: The same shape, in microbatches if there are some.
+        global_shape: Shape of the global array.
     """
 
     path: str
     sharding: Sharding | None
-    shape: tuple[int, ...]
     dtype: np.dtype
+    shape: tuple[int, ...]
+    cut: tuple[int, ...]
+    global_shape: tuple[int, ...]
 
-    def alike(self, array: np.ndarray, num_rows: int) -> bool:
-        same_dtype = self.sharding is None or array.dtype == self.dtype  # text widths may differ
-        return same_dtype and array.shape == (num_rows, *self.shape[1:])[: len(self.shape)]
+    def fits(self, array: np.ndarray) -> bool:
+        """Returns True if the array is like this leaf; the widths of texts may differ."""
+        same_dtype = self.sharding is None or array.dtype == self.dtype
+        return same_dtype and array.shape == self.shape
 
 
 class Assembler:
@@ -65,10 +70,11 @@ class Assembler:
         self.mesh_axes: tuple[tuple[str, int], ...] = shardings.mesh_axes
         self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
         self.digest = ""  # of this host's rows of the first batch, unless all are padding
-        # The structure, leaves and rows of the first batch.
-        self._structure: Any = None
-        self._leaves: list[_Leaf] = []
-        self._num_rows = 0
+        self._structure: Any = None  # of the first batch
+        self._leaves: list[_Leaf] = []  # of the first batch
+        # By the number of rows in a host batch. Made once: a batch of twenty leaves would take a
+        # twentieth longer if each batch computed its shapes anew.
+        self._leaves_by_rows: dict[int, list[_Leaf]] = {}
 
     def __call__(self, batch: Batch) -> Batch:
         """Returns the global batch.
@@ -90,14 +96,11 @@ class Assembler:
         values, structure = jax.tree.flatten(batch)
         arrays = [np.asarray(value) for value in values]
         rows = next((array.shape[0] for array in arrays if array.ndim), 0)
-        if rows not in self._host_batch_sizes:
-            rows = self._num_rows
-        pairs = list(zip(self._leaves, arrays, strict=False))
-        if structure != self._structure or not all(
-            leaf.alike(array, rows) for leaf, array in pairs
-        ):
-            self._refuse(batch, rows)
-        return structure.unflatten([self._place(leaf, array, rows) for leaf, array in pairs])
+        leaves = self._leaves_by_rows.get(rows, self._leaves)
+        pairs = list(zip(leaves, arrays, strict=False))
+        if structure != self._structure or not all(leaf.fits(array) for leaf, array in pairs):
+            self._refuse(batch, leaves)
+        return structure.unflatten([self._place(leaf, array) for leaf, array in pairs])
 
     def abstract(self, batch: Batch, final: ShardingTree | None = None) -> Batch:
         """Returns the result of a call, with a `jax.ShapeDtypeStruct` for each `jax.Array`.
@@ -116,7 +119,7 @@ class Assembler:
                 array
                 if sharding is None
                 else jax.ShapeDtypeStruct(
-                    self._global_shape(leaf.shape, self._num_rows),
+                    leaf.global_shape,
                     jax.dtypes.canonicalize_dtype(leaf.dtype),
                     sharding=sharding,
                 )
@@ -124,15 +127,14 @@ class Assembler:
             ]
         )
 
-    def _place(self, leaf: _Leaf, rows: np.ndarray, num_rows: int) -> jax.Array | np.ndarray:
-        array = rows.reshape(self._shape(leaf.shape, num_rows))
+    def _place(self, leaf: _Leaf, rows: np.ndarray) -> jax.Array | np.ndarray:
+        array = rows.reshape(leaf.cut)
         if leaf.sharding is None:
             return array
-        layout = self._layout
+        layout, global_shape, shard = self._layout, leaf.global_shape, array.__getitem__
         check_held(
-            leaf.path, rows, lambda row: layout.rows(layout.global_batch_size(num_rows))[row]
+            leaf.path, rows, lambda row: layout.rows(layout.global_batch_size(len(rows)))[row]
         )
-        global_shape, shard = self._global_shape(leaf.shape, num_rows), array.__getitem__
         if global_shape and len(layout.shards) < layout.divisor:
             shard = lambda index: array[self._host_index(index, global_shape)]  # noqa: E731
         return jax.make_array_from_callback(global_shape, leaf.sharding, shard)
@@ -142,9 +144,6 @@ class Assembler:
         count = self._shardings.microbatches
         rows = (num_rows,) if count is None else (count, num_rows // count)
         return (*rows, *shape[1:]) if shape else ()
-
-    def _global_shape(self, shape: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
-        return self._shape(shape, self._layout.global_batch_size(num_rows))
 
     def _host_index(self, index: Any, global_shape: tuple[int, ...]) -> Any:
         """Returns the index, in this host's array, of a shard of the global array."""
@@ -164,38 +163,45 @@ class Assembler:
             )
         arrays = [array.reshape(self._shape(array.shape, flat.rows)) for array in flat.arrays]
         cut = flat.structure.unflatten(arrays)
-        self._leaves = []
-        for path, array, sharding in zip(
-            flat.paths, flat.arrays, self._shardings.match(cut), strict=True
-        ):
-            if sharding is not None:
-                check_fits(path, array, sharding, self._global_shape(array.shape, flat.rows))
-            self._leaves.append(_Leaf(path, sharding, array.shape, array.dtype))
+        shardings = self._shardings.match(cut)
+        for rows in {flat.rows, *self._host_batch_sizes}:
+            self._leaves_by_rows[rows] = [
+                _Leaf(
+                    path,
+                    sharding,
+                    array.dtype,
+                    (rows, *array.shape[1:])[: array.ndim],
+                    self._shape(array.shape, rows),
+                    self._shape(array.shape, self._layout.global_batch_size(rows)),
+                )
+                for path, array, sharding in zip(flat.paths, flat.arrays, shardings, strict=True)
+            ]
+        leaves = self._leaves_by_rows[flat.rows]
+        for leaf, array in zip(leaves, flat.arrays, strict=True):
+            if leaf.sharding is not None:
+                check_fits(leaf.path, array, leaf.sharding, leaf.global_shape)
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = element_digest(flat.arrays, MANY_DIGITS)
-        self._structure, self._num_rows = flat.structure, flat.rows
+        self._structure, self._leaves = flat.structure, leaves
         return cut
 
     def describe(self) -> dict[str, str]:
         """Returns the global shape, dtype and spec of the first batch's leaves, by path."""
         return {
-            leaf.path: describe_leaf(
-                jax.ShapeDtypeStruct(self._global_shape(leaf.shape, self._num_rows), leaf.dtype)
-            )
+            leaf.path: describe_leaf(jax.ShapeDtypeStruct(leaf.global_shape, leaf.dtype))
             + (f" {leaf.sharding.spec}" if isinstance(leaf.sharding, NamedSharding) else "")
             for leaf in self._leaves
             if leaf.sharding is not None
         }
 
-    def _refuse(self, batch: Batch, num_rows: int) -> None:
+    def _refuse(self, batch: Batch, leaves: Sequence[_Leaf]) -> None:
         flat = FlatBatch.of(batch)
-        path = min({leaf.path for leaf in self._leaves} ^ set(flat.paths), default=None)
+        path = min({leaf.path for leaf in leaves} ^ set(flat.paths), default=None)
         problem, unlike = "the batch is another tree than the first one.", None
         if flat.structure == self._structure:
-            pairs = zip(self._leaves, flat.arrays, strict=True)
-            leaf, unlike = next(pair for pair in pairs if not pair[0].alike(pair[1], num_rows))
-            path, shape = leaf.path, (num_rows, *leaf.shape[1:])[: len(leaf.shape)]
-            before = describe_leaf(jax.ShapeDtypeStruct(shape, leaf.dtype))
+            pairs = zip(leaves, flat.arrays, strict=True)
+            leaf, unlike = next(pair for pair in pairs if not pair[0].fits(pair[1]))
+            path, before = leaf.path, describe_leaf(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
             problem = f"the first batch had {before} here, on this host."
         raise ShardingError(
             problem,
