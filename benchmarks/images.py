@@ -43,7 +43,8 @@ def on_dask(paths: Sequence[str]) -> Iterator[Any]:
         LocalCluster(NUM_WORKERS, threads_per_worker=1, dashboard_address=None) as cluster,
         Client(cluster, direct_to_workers=True) as client,  # not by way of the scheduler
     ):
-        yield from ours(paths, executor=client.get_executor(), cpu_buffer_size=NUM_WORKERS + 2)
+        # Each worker has its next tasks while a batch is on its way.
+        yield from ours(paths, executor=client.get_executor(), cpu_buffer_size=4 * NUM_WORKERS)
 
 
 def guide(paths: Sequence[str]) -> Iterator[Any]:
