@@ -366,6 +366,26 @@ def case_a_seek_on_one_host_in_mid_run(host, _):
         return first_batch(iterator)
 
 
+def case_an_extra_batch_on_one_host_before_a_save(host, directory):
+    """How the save is refused, and the state that is written once the others have followed."""
+    folder = directory / "extra"
+    folder.mkdir(exist_ok=True)
+    with shard(numbered(40).batch(8)) as iterator:
+        next(iterator)
+        iterator.write_state(folder)
+        if host == ODD:
+            next(iterator)
+        try:
+            refused = iterator.write_state(folder)
+        except grain_shard.AgreementError as error:
+            refused = str(error)
+        if host != ODD:
+            next(iterator)
+        iterator.write_state(folder)
+        rounds.meet("all have written", range(HOSTS), 20.0)
+        return refused, json.loads((folder / "state.json").read_text())["step"]
+
+
 def case_the_first_wait_is_interrupted_on_one_host(host, _):
     """As by Ctrl-C; its loop asks again."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -613,6 +633,14 @@ def test_a_seek_that_the_other_hosts_do_not_call_is_a_timeout_that_says_so(resul
     assert result["type"] == "HostTimeoutError"
     assert "iterator: 0 on hosts 0, 1, 3; 1 on host 2" in result["text"]
     assert "seek, reset and set_state open one, too: all hosts have to call them" in result["text"]
+
+
+def test_an_extra_batch_on_one_host_is_refused_by_the_next_save_on_every_host(results):
+    for refused, step in results[case_an_extra_batch_on_one_host_before_a_save]:
+        assert "the hosts are not at the same batch" in refused
+        assert "  next batch: 1 on hosts 0, 1, 3; 2 on host 2" in refused
+        assert "call next equally often on every host" in refused
+        assert step == 2
 
 
 def test_an_interrupt_of_the_first_wait_ends_no_host_and_loses_no_batch(results):

@@ -67,6 +67,27 @@ def compare(answers: Answers) -> dict[str, Any]:
     }
 
 
+def compare_places(answers: Answers) -> dict[str, Any]:
+    """Compares the places at which the hosts save their iterators; the verdict is as `compare`'s.
+
+    Example:
+        >>> print(compare_places({0: {"next batch": 8}, 1: {"next batch": 7}})["error"])
+        the hosts are not at the same batch, so their global batches were mixed of two.
+          next batch: 8 on host 0; 7 on host 1
+          remedy: call next equally often on every host. To look at a batch on one host alone, iterate
+          over what stands before .shard_to.
+    """
+    lines = [line for name in _fields(answers) if (line := difference(name, answers))]
+    if not lines:
+        return {}
+    problem = "the hosts are not at the same batch, so their global batches were mixed of two."
+    remedy = (
+        "call next equally often on every host. To look at a batch on one host alone, iterate over what"
+        " stands before .shard_to."
+    )
+    return {"error": "\n".join([problem, *lines, f"  remedy: {remedy}"])}
+
+
 def _fields(answers: Answers) -> list[str]:
     names = dict.fromkeys(name for answer in answers.values() for name in answer)
     return [name for name in names if name not in (*OWN_ROWS.values(), CONTENTS)]

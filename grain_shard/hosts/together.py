@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from grain_shard.background import TaskStage
 from grain_shard.errors import AgreementError, StateError, describe_error
 from grain_shard.hosts.alarm import Alarm
-from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare
+from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare, compare_places
 from grain_shard.hosts.ends import AgreedEnd
 from grain_shard.hosts.rounds import Rounds, meet
 from grain_shard.hosts.series import Series
@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 # The rounds in which the hosts compare their pipelines, and say whether their sources are steady.
 _START, _STEADY = "start", "steady"
+# The rounds in which the hosts compare the places that they save, by number.
+_SAVE = "save {}"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Together:
         self._alarm: Alarm | None = None
         self._comparing: Uninterrupted | None = None
         self._agreed: str | Raised = ""
+        self._saves = 0
         self._is_closed = False
         self.slowest: SlowestOf | None = None
 
@@ -152,6 +155,31 @@ class Together:
             return decide({0: answer})
         self._rounds.put(round_, answer)
         return self._rounds.verdict(round_, decide, stopped=lambda: self._is_closed)
+
+    def compare_places(self, fields: Mapping[str, Any]) -> None:
+        """Compares the place that this host saves with the places that the other hosts save.
+
+        Before the first batch there is nothing to compare.
+
+        Args:
+            fields: The next batch, as fields that must be the same on all hosts; empty if batches
+                are not counted on every host.
+
+        Raises:
+            AgreementError: A host is at another batch, or has failed.
+            HostTimeoutError: A host did not save.
+        """
+        if self._rounds is None or self._alarm is None or self._comparing is None or not fields:
+            return
+        alarm, self._saves = self._alarm, self._saves + 1
+        self._rounds.put(_SAVE.format(self._saves), fields)
+        self._rounds.verdict(
+            _SAVE.format(self._saves),
+            compare_places,
+            stopped=lambda: self._is_closed or alarm.all_know,
+        )
+        self._rounds.forget(_SAVE.format(self._saves - 1))
+        self.check()
 
     def failed(self, error: BaseException) -> None:
         """Tells the other hosts of an error of the iterator, unless they know of it already."""

@@ -292,8 +292,23 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._saved_digest = digest
 
     def write_state(self, directory: Any) -> None:
-        """Writes the state into files of a folder, once every host has called it."""
-        write_state(directory, self.get_state(), self._host.own_feeds)
+        """Writes the state into files of a folder; every host calls it.
+
+        Raises:
+            AgreementError: The hosts are not at the same batch.
+        """
+        self._state_writer()(directory)
+
+    def _state_writer(self) -> Callable[[Any], None]:
+        """Returns a function that writes the present state into a folder, also later."""
+        state, feeds, at = self.get_state(), self._host.own_feeds, self._at
+        place = self._host.next_batch(at.position)
+
+        def write(directory: Any) -> None:
+            at.run.together.compare_places(place)
+            write_state(directory, state, feeds)
+
+        return write
 
     def read_state(self, directory: Any) -> None:
         """Goes on from the state that the hosts have written into a folder.
@@ -376,11 +391,11 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Orbax's v1 API: writes the state while the loop goes on."""
-        state, number = self.get_state(), next(_SAVES)
+        write_files, state, number = self._state_writer(), self.get_state(), next(_SAVES)
 
         async def write() -> None:
             folder = await directory.await_creation()
-            await asyncio.to_thread(write_state, folder, state, self._host.own_feeds)
+            await asyncio.to_thread(write_files, folder)
             if not is_shared(state):
                 # The folder gets its final name when the first host is done; by then all must be.
                 await asyncio.to_thread(self._at.run.together.meet, f"save-{number}")
