@@ -79,8 +79,8 @@ class Batching(ABC):
         Several batches cost little more than one, because NumPy computes all indices together.
 
         Args:
-            indices: Numbers of the batches. Numbers from `num_batches` on belong to later epochs, as
-                in Grain.
+            indices: Numbers of the batches. Numbers from `num_batches` on belong to later epochs,
+                as in Grain.
             faults: The rules for failed reads.
 
         Returns:

@@ -363,7 +363,7 @@ class Faults(Recovery):
             ) from error
 
     def advice(self, error: Exception) -> str:
-        """Returns a remedy: the argument ``retries=`` with which the error is tried more often."""
+        """Returns a remedy: the argument ``retries=`` that has such a read tried more often."""
         name, times = type(error).__name__, self._retries.times
         if self.may_heal(error):
             return f"retries=Retries({2 * times or 4}, on={name}) has it tried more often"
