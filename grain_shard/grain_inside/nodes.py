@@ -72,8 +72,8 @@ class BatchNode:
     def epoch_below(self, epoch: int) -> int:
         """Returns the epoch of the records that is read in an epoch of the pipeline.
 
-        It is another epoch if a ``.repeat`` of the batches reads the same records again. Invalid if
-        `num_epochs` is None.
+        The two epochs differ if a ``.repeat`` of the batches reads the same records again. The
+        result is invalid if `num_epochs` is None.
         """
         for node in self.above:
             if type(node) is REPEAT:

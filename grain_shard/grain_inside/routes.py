@@ -391,7 +391,9 @@ def read_together(
 
 
 def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
-    """Returns the `Route` to elements of a dataset, from as near to the source as nodes are known.
+    """Returns the `Route` to elements of a dataset.
+
+    It begins at the source or, if a node on the way to the source is unknown, at that node.
 
     Args:
         ds: Any dataset.
@@ -409,7 +411,7 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
                 break
             (ds,) = ds.parents
     # AttributeError: this version of Grain names its private parts differently. OverflowError: an
-    # index of a later epoch of endless records does not fit 64 bits. The route ends at this node.
+    # index of a later epoch of endless records does not fit 64 bits. The route begins at this node.
     except (AttributeError, OverflowError):
         pass
     return Route(ds, indices, tuple(reversed(steps)))
@@ -424,7 +426,7 @@ def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
 
     Returns:
         The source, and the index in it. None if a node on the way to the source is unknown, or if
-        the first dataset has no source.
+        the pipeline begins with something else, such as `grain.MapDataset.range`.
     """
     way = route(ds, np.array([index]))
     while (mixed := below_mixture(way.ds, way.indices)) is not None:

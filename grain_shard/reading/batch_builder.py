@@ -128,7 +128,7 @@ class BatchBuilder:
         """Counts records as written, and finishes the batch after the last one.
 
         Args:
-            count: The number of records that were written since the last call.
+            count: The number of records that the caller has written.
 
         Returns:
             ``[(number, (batch, position))]`` after the last record, otherwise an empty list.

@@ -36,8 +36,8 @@ class Batching(ABC):
             batch is unknown, each batch counts as one record.
         num_epochs: Number of epochs of `cuts` in one pass over the pipeline.
         padding: The padding of each batch; None for unpadded batches.
-        rows: Maps the number of rows of a full batch, with padding, to the row numbers to keep:
-            int64[n], ascending. None keeps all rows.
+        rows: Maps the number of rows of a full batch, with padding, to the row numbers that this
+            host keeps: int64[n], ascending. None keeps all rows.
         reads_rows_alone: True if one row of a batch can be read without the other rows.
     """
 
@@ -76,7 +76,8 @@ class Batching(ABC):
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         """Returns builders of batches, of which no record is read yet. They hold no rows yet.
 
-        Several batches cost little more than one, because NumPy computes all indices together.
+        To begin several batches takes little longer than to begin one, because NumPy computes the
+        indices of all records together.
 
         Args:
             indices: Numbers of the batches. Numbers from `num_batches` on belong to later epochs,
@@ -143,10 +144,7 @@ class Batching(ABC):
 
     @property
     def rows_of_padding(self) -> Padding:
-        """The values and the mask key of rows of padding.
-
-        Without padding, these are zeros and no mask.
-        """
+        """The rules for rows of padding. If batches are not padded: zeros, and no mask."""
         return self.padding or Padding(1, mask_key=None)
 
     def fingerprint(self) -> Fingerprint:
@@ -166,7 +164,7 @@ class Batching(ABC):
         return self._recut(self.cuts.beginning_at(progress), self.num_epochs)
 
     def repeated(self: B, times: int) -> B:
-        """Returns a copy that has `times` as many epochs in one pass over the pipeline.
+        """Returns a copy in which one pass over the pipeline has `times` * `num_epochs` epochs.
 
         Raises:
             ShardingError: `remainder` is "error", and a batch would then be short.
@@ -185,11 +183,11 @@ class Batching(ABC):
         return other
 
     def padded(self: B, padding: Padding) -> B:
-        """Returns a copy with padding. For "drop", the copy has no short batches.
+        """Returns a copy with padding. If `remainder` is "drop", the copy has no short batches.
 
         Raises:
             ShardingError: `remainder` is "error" and a batch is short; or it is "drop" and no batch
-                is full; or it is one of them, and it is unknown which batches are short.
+                is full; or it is "error" or "drop", and it is unknown which batches are short.
         """
         padded = replace(self, padding=padding)
         if padding.remainder == "pad":

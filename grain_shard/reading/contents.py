@@ -1,8 +1,9 @@
 """Digests of two records of a source, which hosts compare with each other and with a saved state.
 
 Two sources with the same name and the same number of records may hold other records, or the same
-records in another order. Two records show the difference, unless both happen to be equal. They are
-read from the source itself and not after the user's functions, because these may be random.
+records in another order. Two records show the difference, unless they are the same in both
+sources. They are read from the source itself, before any function of the user, because the user's
+functions may be random.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Contents:
             read, and if they are not compared.
         is_read: True once the records were read, or if there are no records to read.
         why_not: The reason why contents are not compared, for messages. It is "" if contents are
-            compared, and for a pipeline of which nothing needs to be compared.
+            compared, and if there is nothing to compare.
     """
 
     def __init__(self, ds: Any = None):
@@ -62,7 +63,11 @@ class Contents:
             self.why_not = f"one of the records {self._indices} cannot be read, or has no digest"
 
     def by_record(self, digest: str) -> dict[str, str]:
-        """Returns a dict from the name of each record to its part of a digest; empty for ""."""
+        """Splits a digest like `digest` into the digests of the two records.
+
+        Returns:
+            A dict from the name of a record to its digest; empty if the digest is "".
+        """
         names = [f"record {index} of {self._node}" for index in self._indices]
         return {name: digest[i * DIGITS :][:DIGITS] for i, name in enumerate(names) if digest}
 
@@ -107,7 +112,9 @@ class ContentsRead(Task[Any]):
 
 
 def with_digest(state: dict[str, Any], digest: str) -> dict[str, Any]:
-    """Returns a state with a digest of contents in its field ``source``; unchanged for "".
+    """Returns a state with a digest of contents at the end of its field ``source``.
+
+    If the digest is "", returns the state unchanged.
 
     Example:
         >>> with_digest({"step": 3, "source": "aaaa"}, "bbbb")
@@ -117,7 +124,9 @@ def with_digest(state: dict[str, Any], digest: str) -> dict[str, Any]:
 
 
 def without_digest(state: Any) -> tuple[Any, str]:
-    """Returns a state without its digest of contents, and the digest; "" if it has none.
+    """Returns a state without its digest of contents, and the digest.
+
+    The digest is "" if the state has none.
 
     Example:
         >>> without_digest({"step": 3, "source": "aaaa-bbbb"})

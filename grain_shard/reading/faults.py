@@ -53,8 +53,8 @@ class Retries:
         Retries(times=10, on=(<class 'KeyError'>,))
 
     Attributes:
-        times: Number of further tries of a read. The pauses before them grow, to at most 0.1 s,
-            0.3 s, 0.9 s and so on up to 10 s.
+        times: Number of further tries of a read. Before each try is a pause: at most 0.1 s, then
+            0.3 s, 0.9 s and so on, up to 10 s.
         on: Classes of exceptions after which a read is tried again, in addition to transient
             errors. Transient errors are `OSError` (except for files that do not exist or may not be
             read), `TimeoutError`, and the errors of bucket libraries for a busy server. If a
@@ -258,7 +258,7 @@ class Faults(Recovery):
             del error  # its traceback refers to this frame, which would stay in memory
 
     def _pause(self, tries: int, error: Exception) -> bool:
-        """Waits before a further try. Returns False if `stop` was called: there is no try then."""
+        """Waits before a further try; returns False if `stop` was called, so that none follows."""
         if self._is_stopped:
             return False
         self._require_source(error)
@@ -285,14 +285,14 @@ class Faults(Recovery):
             return False
         if self._rules.is_read_once:
             return True
-        # Several hosts read this record. With such an error, one host may lack a file or not reach
-        # a bucket, while another host can read the record.
+        # Several hosts read this record. An OSError, an ImportError or a transient error may come
+        # from this host alone, for example if it lacks a file. Another host may read the record.
         return not isinstance(error, OSError | ImportError) and not self.may_heal(error)
 
     def _require_source(self, error: Exception) -> None:
         """Raises an error if so many records failed at every try that the source seems to be down.
 
-        Otherwise each further record of the batch would pause before each of its tries.
+        Without this error, there would be a pause before each try of each further record.
 
         Raises:
             BadRecordsError: More records failed at every try than may be bad.
@@ -372,5 +372,5 @@ class Faults(Recovery):
 
 
 def read_by_several(rules: FaultRules) -> FaultRules:
-    """Returns the rules for records that more than one host reads."""
+    """Returns a copy of the rules for records that more than one host reads."""
     return replace(rules, is_read_once=False)

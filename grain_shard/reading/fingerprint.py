@@ -23,7 +23,7 @@ from grain_shard.reading.cuts import Progress
 from grain_shard.sources.mix import MixedByRecord
 
 Fingerprint = dict[str, Any]
-WEIGHTS = "weights"  # the field with a mixture's weights: pairs of a first record and its weights
+WEIGHTS = "weights"  # the field with a mixture's weights: (record, the weights from it on)
 
 HOW_TO_COUNT_RECORDS = (
     "Put what is done to a batch before .batch, where it is done to a record: no batch_fn, no .map"

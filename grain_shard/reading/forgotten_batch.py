@@ -1,4 +1,4 @@
-"""Detects a missing ``.batch``. Without it, the first dim of a record would be cut as rows."""
+"""Detects a missing ``.batch``, without which the first dim of a record is taken for rows."""
 
 from __future__ import annotations
 

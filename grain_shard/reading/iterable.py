@@ -1,4 +1,4 @@
-"""`from_iterable`: the batches of any loader as a stream for Grain's nodes and the chain."""
+"""`from_iterable`: makes a Grain stream of the batches of any data loader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rows = Literal["global", "local"]
 def from_iterable(
     source: Iterable[Batch] | Callable[[], Iterable[Batch]], *, rows: Rows | None = None
 ) -> grain.IterDataset:
-    """Returns the batches of any data loader as a stream, which ``.shard_to(mesh)`` may follow.
+    """Returns the batches of any data loader as a Grain stream, to end with ``.shard_to(mesh)``.
 
     The loader may be a `grain.DataLoader`, a PyTorch ``DataLoader``, ``as_numpy_iterator`` of
     tf.data, a list or a generator. The stream is padded, placed and prefetched like any other. On
@@ -47,9 +47,9 @@ def from_iterable(
             function for a new iterable. An iterator or generator is used as it is. It allows one
             pass only, unless it has ``get_state`` and ``set_state`` to go back to its beginning.
             Arrays are copied, so the loader may reuse its buffers.
-        rows: The rows that each of several hosts yields. "local": the rows of the host's own
+        rows: The rows that the loader yields on each host. "local": the rows of the host's own
             devices, as from a loader with a sampler for each process. "global": the same whole
-            batches on every host. On one host both are the same, and None is enough.
+            batches on every host. If there is only one host, both are the same, and None is enough.
 
     Returns:
         A `grain.IterDataset`. Its iterators have a state if the source's iterators have

@@ -76,14 +76,15 @@ class Padding:
         """Returns the number of rows of a full batch, including padding.
 
         Args:
-            global_batch_size: The batch size of the dataset. Used if the rules have none.
+            global_batch_size: The batch size of the dataset. Unused if the attribute of this name
+                is given.
         """
         return round_up(self.global_batch_size or global_batch_size, self.divisor)
 
     def values(self, tree: Any) -> list[np.ndarray]:
-        """Returns the pad value of each leaf of a tree of arrays, as an array without dims.
+        """Returns the pad value of each leaf of a tree of arrays, as a 0-d array of its dtype.
 
-        The array has the dtype of its leaf. The values are in the order of the leaves.
+        The values are in the order of the leaves.
 
         Raises:
             ShardingError: A leaf cannot hold its value, or the tree lacks a leaf of `pad_value`.
@@ -114,7 +115,7 @@ class Padding:
         return found
 
     def made(self) -> None:
-        """Warns if there is no mask. Called when rows of padding are made."""
+        """Warns if there is no mask, because means then include the rows of padding just made."""
         if self.mask_key is None:
             warnings.warn(
                 "a batch has rows of padding and no mask, so a mean over the batch includes them:"
@@ -145,7 +146,7 @@ class Padding:
         """Returns True if every row of a batch has only pad values."""
         values = self.values(batch.structure.unflatten(batch.arrays))
         return all(
-            # A NaN is not equal to itself, so two NaNs are recognized by that.
+            # A NaN is not equal to itself. By that, NaNs in the batch and as pad value are found.
             np.all((array == value) | ((array != array) & (value != value)))
             for array, value in zip(batch.arrays, values, strict=True)
             if array.ndim

@@ -20,10 +20,13 @@ _READ_S = 4e-3
 
 
 def records_in_time(seconds_per_record: float | None) -> int:
-    """Returns the number of records for one `Read`, if records are read one by one: at least 1.
+    """Returns the number of records for one `Read`, if records are read one by one.
 
     Args:
         seconds_per_record: The time that one record takes; None if unknown.
+
+    Returns:
+        At least 1; 1 if the time is unknown.
     """
     return max(1, int(_READ_S / max(seconds_per_record, 1e-9))) if seconds_per_record else 1
 

@@ -2,8 +2,8 @@
 
 The records of all batches form one sequence: this host's records of batch 0, then its records of
 batch 1, and so on. Each read takes the next few records, even across the end of a batch, and writes
-them to their batches. A batch is complete when none of its records is missing. All threads work on
-the earliest batch, so the first batch is ready soon. A slow record does not delay other threads.
+them to their batches. A batch is complete when none of its records is missing. All threads take the
+earliest records first, so the first batch is ready soon. A slow record delays no other thread.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from grain_shard.trees import Batch
 # 256 records, 12 us in a call for 1024, and 10 us in a call for 2048. So larger calls gain little.
 _RECORDS_PER_CALL = 1024
 # The indices of several batches are computed together, up to this many records: a shuffle of 4096
-# indices takes 0.25 ms, and a shuffle of 256 indices takes 0.14 ms. For a fast start, this begins
-# with one batch alone, and takes more and more batches at once.
+# indices takes 0.25 ms, and a shuffle of 256 indices takes 0.14 ms. For a fast start, the
+# first batch is computed alone. Then more and more batches are computed at once.
 _RECORDS_AHEAD = 4096
 
 
@@ -161,7 +161,8 @@ class _Sequence:
 
     Attributes:
         begun: Number of batches from which records were taken.
-        most_at_a_time: `BatchBuilder.most_at_a_time` of the last begun batch.
+        most_at_a_time: Largest number of records of a read, if records are read one by one. It
+            follows from the size of a row of the last begun batch.
         failure: The error that was raised when the next batch was begun; None if there is none. It
             is raised to the user only after all earlier batches.
     """
@@ -175,7 +176,7 @@ class _Sequence:
     ):
         self._batching, self._indices, self._faults = batching, indices, faults
         self._position_after = position_after
-        self._ahead: deque[BatchBuilder] = deque()  # the next batches, not begun
+        self._ahead: deque[BatchBuilder] = deque()  # builders of the next batches
         self.begun = 0
         self._next: Part | None = None  # the untaken records of the last begun batch
         self.most_at_a_time = 1
@@ -205,7 +206,7 @@ class _Sequence:
             room: Largest number of batches to begin.
 
         Returns:
-            A range of records for each batch; empty if no record can be taken.
+            A list of ranges, one for each batch; empty if no record can be taken.
         """
         parts: list[Part] = []
         begins = 0
@@ -235,7 +236,7 @@ class _Sequence:
         return Part(builder, 0, builder.size)
 
     def _found(self) -> list[BatchBuilder]:
-        """Returns builders of the next few batches; only of the next one if the others fail."""
+        """Returns builders of the next few batches; of one alone if several raise an error."""
         most = _RECORDS_AHEAD // max(1, self._batching.records_per_batch)
         count = max(1, min(most, self.begun))
         indices = self._indices[self.begun :][:count]

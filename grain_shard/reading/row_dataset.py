@@ -62,8 +62,8 @@ class RowMapDataset(grain.MapDataset):
     def whole(self) -> RowMapDataset:
         """Returns a dataset of whole batches, of which rows can be chosen.
 
-        If rows were chosen already, the chosen rows of a batch count as a whole batch. None of
-        these rows can be read alone.
+        If rows were chosen already, the chosen rows of a batch count as a whole batch. They are
+        then read together, even if only some of them are needed.
         """
         if self.batching.rows is None:
             return self

@@ -1,4 +1,4 @@
-"""Stacks rows to a batch, and checks that each row has the structure of the first row."""
+"""Stacks rows into a batch, and checks that each row has the structure of the first row."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class RowStacker:
 def _refuse_lists(row: Any) -> None:
     """Raises an error if a row has a list of numbers or strings.
 
-    JAX would take each number of the list for a separate leaf.
+    JAX would take each item of the list for a separate leaf.
 
     Raises:
         ShardingError: The row has such a list.

@@ -67,7 +67,8 @@ class StreamDataset(grain.IterDataset):
     """A stream of a user's batches, to each of which some functions are applied.
 
     Args:
-        parent: The dataset to which the stage was applied. Grain walks down the pipeline by it.
+        parent: The dataset to which the stage was applied. Grain walks down the pipeline through
+            the parents.
         source: The user's dataset of batches.
         facts: Facts that are known about the batches.
         steps: The functions to apply to each batch, in order.
@@ -154,7 +155,7 @@ class BatchIterator(grain.DatasetIterator):
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends a ``next`` that is waiting in another thread. Any thread may call this."""
+        """Ends a ``next`` that waits in another thread, for records or before a further try."""
 
 
 class StreamIterator(BatchIterator):

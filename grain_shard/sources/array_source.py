@@ -18,10 +18,11 @@ from grain_shard.trees import flatten
 class ArraySource:
     """A source whose records are the rows of a tree of arrays.
 
-    A pipeline may only choose and order records before it batches them: by ``.shuffle``,
-    ``.slice``, ``.repeat``, mixing or concatenating. NumPy then gathers the rows straight into the
-    batch, and no Python code runs for a record. A `BatchSchedule` works like ``.batch`` here. If a
-    ``.map`` comes before the batch, records are read one by one, and each record is a copy.
+    If a pipeline only chooses and orders records before it batches them, NumPy gathers the rows
+    straight into the batch, and no Python code runs for a record. ``.shuffle``, ``.slice``,
+    ``.repeat``, mixing and concatenating choose and order records, and ``.batch`` or a
+    `BatchSchedule` batches them. With a ``.map`` before the batch, records are read one by one, and
+    each record is a copy.
 
     Example:
         >>> source = ArraySource({"image": np.zeros((6, 2, 2)), "label": np.arange(6)})

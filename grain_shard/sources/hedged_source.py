@@ -22,8 +22,9 @@ from grain_shard.errors import ShardingError
 from grain_shard.sources.daemon_threads import DaemonThreads
 
 # The usual time of a read is an estimate of the 95th percentile of read times, made without a list
-# of times. A read that takes longer raises the estimate by a tenth. It takes 19 shorter reads to
-# undo that. So the estimate settles where one read in twenty takes longer.
+# of times. A read that takes longer raises the estimate by a tenth. A shorter read lowers it a
+# little, and 19 shorter reads undo one longer read. So the estimate settles where one read in
+# twenty takes longer.
 _UP = 1.1
 _DOWN = _UP ** (-1 / 19)
 # A read that takes this many times the usual time is late.
@@ -36,8 +37,8 @@ _SHARE, _IN_A_ROW = 0.05, 8
 _BATCHED_READS = "_getitems", "__getitems__"
 # A pipeline reads with at most 128 threads. The other half of these threads makes second requests.
 _THREADS = DaemonThreads("grain-shard-hedge", 256)
-# Guards the times and counts of every `HedgedSource`. Each fork happens while its own thread holds
-# the lock. Otherwise a lock that another thread holds would stay locked in the child for ever.
+# Guards the times and counts of every `HedgedSource`. The thread that forks holds the lock during
+# the fork. If another thread held it, the lock would stay locked in the child for ever.
 _LOCK = threading.Lock()
 os.register_at_fork(
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
@@ -61,8 +62,8 @@ class HedgedSource:
 
     Args:
         source: A source with ``__len__`` and ``__getitem__``, which several threads may call at the
-            same time. If it has ``_getitems`` or ``__getitems__``, late calls of these are repeated
-            as well.
+            same time. If it has ``_getitems`` or ``__getitems__``, late calls of these methods
+            are repeated as well.
 
     Attributes:
         answered: Number of requests that were answered in this process.

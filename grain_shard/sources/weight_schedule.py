@@ -94,7 +94,7 @@ class WeightSchedule:
         """
 
         def is_lacking(index: int) -> bool:
-            """Returns whether the records up to this one need more than a component has."""
+            """Returns whether a component has too few records for the mixture up to an index."""
             stage = self._stages[np.searchsorted(self._starts, index, side="right") - 1]
             return any(map(operator.gt, stage.records_before(index + 1), lengths))
 
