@@ -1,5 +1,5 @@
 """The only code that uses private parts of Grain.
 
-Where a private part is missing, Grain's public functions give the same batches, but slower. No file
+If a private part is missing, Grain's public functions give the same batches, but slower. No file
 outside this folder reads an attribute of Grain that begins with an underscore. A test checks that.
 """

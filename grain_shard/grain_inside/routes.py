@@ -3,8 +3,8 @@
 Grain evaluates one record at a time: it passes an index through all nodes down to the source, reads
 the record, and applies the functions of the nodes. Here the indices of many records are passed down
 together. The source reads the records in one call. Then the functions are applied to each record.
-The first unknown node on the way down is evaluated by Grain itself, as is all that is below it. The
-core of the test suite also runs with all nodes unknown.
+Grain itself evaluates the first unknown node on the way down, and all nodes below it. The core of
+the test suite also runs with all nodes unknown.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from grain_shard.grain_inside.source_reads import (
 )
 
 Apply = Callable[..., Any]
+# A function, and the index of each element if the function takes an index.
 Step = tuple[Apply, np.ndarray | None]
 
 # Elements that were read. A list can be emptied while its elements are used. The rows of an

@@ -74,7 +74,7 @@ class Batching(ABC):
 
     @abstractmethod
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        """Returns builders of batches, of which no record is read yet. They hold no rows yet.
+        """Returns builders of some batches. No record is read yet, and they hold no rows yet.
 
         To begin several batches takes little longer than to begin one, because NumPy computes the
         indices of all records together.

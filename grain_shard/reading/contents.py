@@ -63,7 +63,7 @@ class Contents:
             self.why_not = f"one of the records {self._indices} cannot be read, or has no digest"
 
     def by_record(self, digest: str) -> dict[str, str]:
-        """Splits a digest like `digest` into the digests of the two records.
+        """Splits a digest of contents into the digests of the two records.
 
         Returns:
             A dict from the name of a record to its digest; empty if the digest is "".

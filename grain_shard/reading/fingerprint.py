@@ -1,4 +1,4 @@
-"""Fingerprints of pipelines: digests of what must be the same when a state is restored.
+"""Fingerprints of pipelines: digests of facts that must be the same when a state is restored.
 
 A fingerprint is made of the text and the length of each node of the pipeline, and of the paths or
 the own fingerprint of each source. Seeds and weights are private in Grain. If this version of Grain

@@ -88,7 +88,7 @@ class IterableBatches(grain.IterDataset):
 
     Attributes:
         has_begun: True once a batch was asked for.
-        in_use: A lock that is held during each call of the source's iterator.
+        in_use: A lock that is held while a batch is taken, or the source's state is read or set.
         has_one_pass: True if the source is itself an iterator, which all passes share.
     """
 
@@ -141,9 +141,9 @@ class _Batches(grain.DatasetIterator):
     Args:
         iterator: The iterator to adapt.
         name: Name of the source in messages.
-        ds: The dataset. Its lock `in_use` is held during each call of the iterator, because two
-            threads may call an iterator of the user: after ``set_state``, the old thread may still
-            be inside ``next`` when a new thread begins.
+        ds: The dataset. Its lock `in_use` is held during ``next``, ``get_state`` and ``set_state``,
+            because two threads may call an iterator of the user: after ``set_state``, the old
+            thread may still be inside ``next`` when a new thread begins.
         is_own: True if the iterator was made for this object, and no other object refers to it.
     """
 

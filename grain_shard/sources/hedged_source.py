@@ -23,7 +23,7 @@ from grain_shard.sources.daemon_threads import DaemonThreads
 
 # The usual time of a read is an estimate of the 95th percentile of read times, made without a list
 # of times. A read that takes longer raises the estimate by a tenth. A shorter read lowers it a
-# little, and 19 shorter reads undo one longer read. So the estimate settles where one read in
+# little, and 19 shorter reads undo one longer read. So the estimate settles once one read in
 # twenty takes longer.
 _UP = 1.1
 _DOWN = _UP ** (-1 / 19)

@@ -20,8 +20,8 @@ def mix(
     """Mixes datasets by weights that change at given records.
 
     This is `grain.MapDataset.mix` with weights that may change. Each dataset is read in its own
-    order, without gaps or repetition, also across a change of weights. Counted since the
-    last change, the number of records of each dataset is always less than one away from its share.
+    order, without gaps or repetition, also across a change of weights. Counted since the last
+    change, the number of records of each dataset is always less than one away from its share.
 
     Example:
         >>> import grain
