@@ -54,7 +54,7 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
 
 # Each epoch has another seed, and so another permutation. Feeds read parts of the same records side
 # by side. If there are few records, the feeds are in many epochs at once. Without this cache, the
-# permutations would take a third of the time of packing text. Each one has at most 32 KB.
+# permutations would take a third of the time of packing text. A permutation takes 32 KB at most.
 @functools.lru_cache(maxsize=64)
 def _permutation(length: int, seed: int) -> np.ndarray:
     """Returns the shuffled index of every index, for a small number of indices.

@@ -312,10 +312,13 @@ def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
 
 
 def _all_of(indices: Sequence[int] | grain.MapDataset) -> str:
-    """Returns a text that differs if the indices differ.
+    """Returns a text that identifies the argument of ``.slice``.
 
     Args:
-        indices: The argument of ``.slice``: indices, or a dataset of indices.
+        indices: Indices, or a dataset of indices.
+
+    Returns:
+        A digest of the indices. For a dataset, a description of its nodes.
     """
     if isinstance(indices, grain.MapDataset):
         below = ", ".join(map(_all_of, indices.parents))

@@ -115,7 +115,7 @@ class Padding:
         return found
 
     def made(self) -> None:
-        """Warns if there is no mask, because means then include the rows of padding just made."""
+        """Called when rows of padding are made. Warns if no mask will mark them."""
         if self.mask_key is None:
             warnings.warn(
                 "a batch has rows of padding and no mask, so a mean over the batch includes them:"
