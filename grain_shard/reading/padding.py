@@ -115,7 +115,7 @@ class Padding:
         return found
 
     def made(self) -> None:
-        """Called when rows of padding are made. Warns if no mask will mark them."""
+        """Warns if no mask will mark rows of padding. Called whenever such rows are made."""
         if self.mask_key is None:
             warnings.warn(
                 "a batch has rows of padding and no mask, so a mean over the batch includes them:"
