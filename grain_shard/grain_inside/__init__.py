@@ -1,5 +1,5 @@
-"""All access to Grain's private parts. Without it, public paths give the same batches, slower.
+"""The only code that uses private parts of Grain.
 
-No file outside this folder reads an attribute of Grain that begins with an underscore; a test
-checks that.
+If a private part is missing, Grain's public functions give the same batches, but slower. No file
+outside this folder reads an attribute of Grain that begins with an underscore. A test checks that.
 """

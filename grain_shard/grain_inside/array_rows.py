@@ -1,4 +1,4 @@
-"""Rows of arrays by index, gathered straight into a batch, without Python for each record."""
+"""`ArrayRows`: records that are rows of arrays, which NumPy gathers straight into a batch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 
 class Columns(NamedTuple):
-    """A tree of arrays that count the records along their leading axis.
+    """A tree of arrays ``[num_records, ...]``. Record i is row i of all arrays.
 
     Attributes:
-        arrays: The leaves, in the order of the tree.
-        structure: The tree.
+        arrays: The arrays, in the order of the leaves.
+        structure: The structure of the tree, as JAX gives it.
     """
 
     arrays: Sequence[np.ndarray]
@@ -21,12 +21,12 @@ class Columns(NamedTuple):
 
 
 class ArrayRows(Sequence[Any]):
-    """Records, each of which is a row of some columns. A record is copied where it is used.
+    """A sequence of records that are rows of arrays. A row is copied only when it is used.
 
     Args:
-        columns: The columns of each source of records.
-        sources: int64[n], the number in `columns` of each record.
-        indices: int64[n], the row of each record there.
+        columns: The arrays of each source of records.
+        sources: int64[n], the source of each record, as a position in `columns`.
+        indices: int64[n], the row of each record in the arrays of its source.
     """
 
     def __init__(self, columns: Sequence[Columns], sources: np.ndarray, indices: np.ndarray):
@@ -35,16 +35,21 @@ class ArrayRows(Sequence[Any]):
 
     @classmethod
     def of(cls, columns: Columns, indices: np.ndarray) -> ArrayRows:
-        """Returns rows of one source."""
+        """Returns some rows of one source.
+
+        Args:
+            columns: The arrays of the source.
+            indices: int64[n], the rows.
+        """
         return cls([columns], np.zeros(len(indices), np.int64), indices)
 
     @classmethod
     def merged(cls, parts: Sequence[ArrayRows], part_of: np.ndarray) -> ArrayRows:
-        """Returns the records of several sequences in one order.
+        """Merges several sequences of records into one.
 
         Args:
-            parts: The sequences, each in its own order.
-            part_of: int64[n], the number in `parts` of each record.
+            parts: The sequences. The records of each one stay in order.
+            part_of: int64[n], the sequence of each record of the result, as a position in `parts`.
         """
         columns: list[Columns] = []
         sources, indices = np.empty_like(part_of), np.empty_like(part_of)
@@ -68,7 +73,12 @@ class ArrayRows(Sequence[Any]):
         return map(self.__getitem__, range(len(self)))
 
     def gather(self, leaf: int, out: np.ndarray) -> None:
-        """Writes one leaf of all records to ``out``, ``[n, ...]``."""
+        """Writes one leaf of all records into an array.
+
+        Args:
+            leaf: The number of the leaf.
+            out: The array to write to, ``[n, ...]``.
+        """
         if len(self.columns) == 1:
             _gather(self.columns[0].arrays[leaf], self._indices, out)
             return
@@ -79,7 +89,8 @@ class ArrayRows(Sequence[Any]):
 
 def _gather(array: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
     if array.flags.c_contiguous:
-        # Without "clip", numpy would first gather into memory of its own.
+        # By default, numpy would first gather into a temporary buffer. "clip" avoids that.
         np.take(array, indices, axis=0, out=out, mode="clip")
-    else:  # np.take would first copy the whole array, for example all windows of a token file
+    else:
+        # np.take would first copy the whole array, for example all windows of a token file.
         out[...] = array[indices]

@@ -1,4 +1,4 @@
-"""The command-line flags that Grain reads when it starts a worker process."""
+"""`mark_flags_as_parsed`: without it, Grain starts no worker process in a plain script."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Grain's global shuffle of many indices at once.
+"""Computes Grain's global shuffle for many indices at once.
 
-``MapDataset.shuffle`` permutes indices by a cipher, so that no permutation is stored: a Feistel
-network with the round function of Simon (https://eprint.iacr.org/2013/404), 4 rounds, keys from
-C++'s ``std::seed_seq``, repeated until the result is an index ("cycle walking"). Grain computes one
-index in 5 us. Over arrays the same computation takes a fraction of that. `routes` compares its
-result with Grain's.
+``MapDataset.shuffle`` permutes indices by a cipher, so that no permutation has to be stored. The
+cipher is a Feistel network of 4 rounds with the round function of Simon
+(https://eprint.iacr.org/2013/404). Its keys come from C++'s ``std::seed_seq``. It is repeated until
+the result is an index ("cycle walking"). Grain takes 5 us for one index. With arrays of indices,
+NumPy takes a fraction of that for each. `routes` compares some results with Grain's.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 
 _ROUNDS = 4
 _MIN_BLOCK_BITS = 16
-# From this many indices on, the cipher permutes at most four numbers for each index, because the
-# number of its bits must be even.
+# The cipher permutes 2**b numbers, where b is even and at least 16. So from this many indices on,
+# there are at most four numbers for each index, and a few repetitions lead to an index.
 _FEW = 2**_MIN_BLOCK_BITS // 4
 
 
 def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
-    """Returns, for each index, its image under a permutation of ``range(length)``.
+    """Returns the shuffled index of each index, as Grain's shuffle gives it.
 
     Args:
         indices: int64[n], each in ``range(length)``.
-        length: Number of indices to permute.
+        length: Number of indices that are permuted.
         seed: Seed of the permutation, 32 bits.
 
     Returns:
-        int64[n].
+        int64[n], each in ``range(length)``.
 
     Example:
         >>> sorted(shuffled(np.arange(5), 5, seed=1).tolist())
@@ -52,17 +52,19 @@ def shuffled(indices: np.ndarray, length: int, seed: int) -> np.ndarray:
     return result.astype(np.int64)
 
 
-# Each epoch has one seed. Feeds read their parts of the same records side by side, and with few
-# records, indices of many epochs are computed at once. Without this cache, that would take a third
-# of the time of packing text.
-@functools.lru_cache(maxsize=64)  # 32 KB at most
+# Each epoch has another seed, and so another permutation. Feeds read parts of the same records side
+# by side. If there are few records, the feeds are in many epochs at once. Without this cache, the
+# permutations would take a third of the time of packing text. A permutation takes 32 KB at most.
+@functools.lru_cache(maxsize=64)
 def _permutation(length: int, seed: int) -> np.ndarray:
-    """Returns the image of every index, for a small number of indices.
+    """Returns the shuffled index of every index, for a small number of indices.
 
-    The cipher permutes at least 2**16 numbers. If only some of these are indices, the cipher is
-    repeated until the result is an index, which takes long for few indices: 13,000 steps for one of
-    5. So the steps of all numbers are computed together, and each turn of the loop doubles their
-    length.
+    The cipher permutes 2**16 numbers, and is repeated until the result is an index. With few
+    indices that takes many repetitions: 13,000 for each index if there are 5. So all 2**16 numbers
+    are computed together, and each turn of the loop doubles the number of repetitions.
+
+    Returns:
+        uint16[length], read-only.
     """
     after = _encrypted(
         np.arange(2**_MIN_BLOCK_BITS, dtype=np.uint32), _MIN_BLOCK_BITS // 2, _round_keys(seed)
@@ -80,8 +82,8 @@ def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.
     by_1, by_2, by_8 = (dtype(word_bits - r) for r in (1, 2, 8))
 
     def mixed(word: np.ndarray) -> np.ndarray:
-        """Simon's round function: rotations to the left by 1, 8 and 2 bits."""
-        twice = word | (word << width)  # the lower half of a right shift is the rotated word
+        """Returns Simon's round function of a word: it rotates the word left by 1, 8 and 2 bits."""
+        twice = word | (word << width)  # shifted right, its lower half is the rotated word
         return ((twice >> by_1) & (twice >> by_8)) ^ (twice >> by_2)
 
     left, right = (blocks >> width) & mask, blocks & mask
@@ -91,11 +93,14 @@ def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.
     return (left << width) | right
 
 
-@functools.lru_cache(maxsize=64)  # each epoch has one seed
+@functools.lru_cache(maxsize=64)  # each epoch has another seed
 def _round_keys(seed: int) -> tuple[int, ...]:
-    """Returns the 4 words of ``std::seed_seq{seed}.generate`` (ISO C++, [rand.util.seedseq])."""
+    """Returns the keys of the cipher's 4 rounds.
+
+    They are the words that ``std::seed_seq{seed}.generate`` gives (ISO C++, [rand.util.seedseq]).
+    """
     n, low = _ROUNDS, 0xFFFFFFFF
-    t = (n - 1) // 2  # for n < 7
+    t = (n - 1) // 2  # as the standard defines t for n < 7
     p = (n - t) // 2
     q = p + t
     words = [0x8B8B8B8B] * n

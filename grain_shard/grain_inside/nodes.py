@@ -1,8 +1,9 @@
 """Facts about the nodes of a Grain pipeline: batch sizes, seeds, index maps.
 
-Grain has no public way to ask a dataset for its batch size or its seed. Every function here may
-return "unknown"; its caller then takes a public path that is slower and gives the same batches. The
-test suite runs its core with all these hints turned off.
+Grain has no public way to ask a dataset for its batch size or its seed, so this file looks at
+private attributes. A function here may find nothing, because another version of Grain has other
+attributes. Its caller then uses Grain's public methods, which give the same batches, but slower.
+The core of the test suite also runs with all these facts hidden.
 """
 
 from __future__ import annotations
@@ -39,24 +40,25 @@ _SHUFFLES = {
     type(grain.MapDataset.range(1).shuffle(seed=0)),
     getattr(grain.experimental, "WindowShuffleMapDataset", None),
 }
-# Nodes that make one element from one element, at the same index.
+# Nodes that make element i from element i of their parent.
 _ELEMENTWISE = (SEED, MAP, RANDOM_MAP, MAP_WITH_INDEX)
 
 
 @dataclass(frozen=True)
 class BatchNode:
-    """Facts about the ``.batch(B)`` below a dataset of batches.
+    """Facts about the ``.batch(B)`` of a pipeline, and about the nodes that follow it.
 
     Attributes:
-        batches: The node itself.
-        above: The nodes above it, from the top down, without a ``.repeat`` that only adds epochs.
+        batches: The node of ``.batch``.
+        above: The nodes that follow ``.batch``, from the last one back. A ``.repeat`` that only
+            adds epochs is left out.
         records: The dataset that is batched.
         global_batch_size: B.
         drop_remainder: True if Grain drops the short batch.
-        only_stacks: True if a row of the batch depends on its record alone: Grain's default batch
-            function, and no ``.map`` after it.
-        num_epochs: Epochs of the batch node in the dataset; None if the batches were sliced or
-            shuffled.
+        only_stacks: True if a row of a batch depends on its record alone. That is so with Grain's
+            default batch function and no ``.map`` after it.
+        num_epochs: Number of epochs of ``.batch`` in the pipeline; None if the batches are sliced
+            or shuffled.
     """
 
     batches: grain.MapDataset
@@ -68,14 +70,18 @@ class BatchNode:
     num_epochs: int | None
 
     def epoch_below(self, epoch: int) -> int:
-        """Returns the records' epoch of an epoch of the dataset. Invalid without `num_epochs`."""
+        """Returns the epoch of the records that is read in an epoch of the pipeline.
+
+        The two epochs differ if a ``.repeat`` of the batches reads the same records again. The
+        result is invalid if `num_epochs` is None.
+        """
         for node in self.above:
             if type(node) is REPEAT:
                 epoch %= len(node.parents[0]) // max(1, len(self.batches))
         return epoch
 
     def batch_index(self, index: int) -> int:
-        """Returns the batch node's index of an index of the dataset."""
+        """Converts the index of a batch at the end of the pipeline to its index at ``.batch``."""
         for node in self.above:
             if type(node) is REPEAT:
                 index %= len(node.parents[0])
@@ -85,13 +91,18 @@ class BatchNode:
 
 
 def batch_node(ds: grain.MapDataset) -> BatchNode | None:
-    """Finds the batch node under maps, seeds, slices, shuffles and repeats, or returns None."""
+    """Finds the ``.batch`` of a pipeline. Maps, seeds, slices, shuffles and repeats may follow it.
+
+    Returns:
+        Facts about ``.batch``. None if there is none, if other nodes follow it, or if its private
+        attributes are unknown.
+    """
     node, above, only_stacks, in_order = ds, [], True, True
     try:
         while type(node) is not _BATCH:
             above.append(node)
             if chooses_batches(node):
-                index_below(node)  # if this version of Grain has the index map
+                index_below(node)  # raises if this version of Grain has no such function
                 in_order = False
             elif type(node) is REPEAT:
                 if node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
@@ -107,8 +118,8 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         return None
     records = node.parents[0]
     batches = len(records) // size if drop else -(-len(records) // size)
-    # Grain divides floats, which are inexact if records are repeated without an end. If its length
-    # differs by more than that, Grain batches in an unknown way.
+    # Grain computes its length by a division of floats, which is inexact if records are repeated
+    # without end. If the length differs by more than that, Grain batches in an unknown way.
     if abs(len(node) - batches) > batches >> 50:
         return None
     return BatchNode(
@@ -123,20 +134,28 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
 
 
 def chooses_batches(node: grain.MapDataset) -> bool:
-    """Returns whether a node above ``.batch`` leaves batches out or changes their order."""
+    """Returns whether a node after ``.batch`` leaves out batches or changes their order."""
     return type(node) in (SLICE, REINDEX, *_SHUFFLES)
 
 
 def index_below(node: grain.MapDataset) -> Callable[[int], int]:
-    """Returns the index map of a shuffle, ``.slice(slice(1, 3))`` or ``.slice([3, 1, 4])``."""
+    """Returns the function from an index of a node to the index in the node's parent.
+
+    Args:
+        node: A shuffle, a ``.slice(slice(1, 3))`` or a ``.slice([3, 1, 4])``.
+
+    Raises:
+        AttributeError: This version of Grain keeps the function elsewhere.
+    """
     names = {SLICE: "_sliced_index", REINDEX: "_reindexed_index"}
     return getattr(node, names.get(type(node), "_shuffled_index"))
 
 
 def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
-    """Returns B of an ``IterDataset.batch(B)`` directly below, or None.
+    """Returns B if a pipeline ends with ``IterDataset.batch(B)``, otherwise None.
 
-    None for a user's batch function, which may make any number of rows from B elements.
+    Also returns None if the user gave a batch function, because that may make any number of rows
+    from B elements.
     """
     if type(ds) is not _ITER_BATCH or getattr(ds, "_batch_fn", None) is not _ITER_BATCH_FN:
         return None
@@ -144,16 +163,20 @@ def iter_batch_size(ds: grain.MapDataset | grain.IterDataset) -> int | None:
 
 
 def batch_sizes(ds: grain.MapDataset | grain.IterDataset) -> list[int]:
-    """Returns the sizes of all known ``.batch`` nodes of a pipeline, from the last one up, once."""
+    """Returns the batch sizes of all known ``.batch`` nodes of a pipeline, each size once.
+
+    The size of the last ``.batch`` comes first.
+    """
     sizes = [getattr(n, "_batch_size", None) for n in walk(ds) if type(n) in (_BATCH, _ITER_BATCH)]
     return [size for size in dict.fromkeys(sizes) if size is not None]
 
 
 def may_make_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Returns whether elements may be batches: False for random-access data without a ``.batch``.
+    """Returns whether the elements of a pipeline may be batches.
 
-    An `IterDataset` without parents, such as a user's own class, may yield batches. A dataset that
-    batches without being a ``.batch`` has an attribute ``makes_batches``.
+    They may not if a random-access pipeline has no ``.batch``. A pipeline that begins with an
+    `IterDataset`, such as a user's own class, may yield batches anyway. A dataset of this package
+    that makes batches has a true attribute ``makes_batches``.
     """
     return any(
         type(node) in (_BATCH, _ITER_BATCH, _REBATCH)
@@ -166,8 +189,7 @@ def may_make_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
 def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
     """Returns whether the last ``.batch`` of a pipeline pads by Grain's `batch_and_pad`.
 
-    Grain has no public way to ask for that. If its private attribute is missing, the answer is
-    False.
+    Also returns False if this version of Grain keeps the batch function in another attribute.
     """
     batch_fn = getattr(ds, "_batch_fn", None)
     if batch_fn is None:
@@ -177,7 +199,7 @@ def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
 
 
 def repeats_interleaved(ds: grain.IterDataset) -> bool:
-    """Returns whether a pipeline repeats a stream that interleaves others."""
+    """Returns whether a pipeline repeats a stream in which other streams are interleaved."""
     return any(
         type(node) is grain.experimental.RepeatIterDataset
         and any(type(below) is grain.experimental.InterleaveIterDataset for below in walk(node))
@@ -188,14 +210,17 @@ def repeats_interleaved(ds: grain.IterDataset) -> bool:
 def below_read_ahead(
     ds: grain.MapDataset | grain.IterDataset,
 ) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
-    """Finds the dataset below ``.to_iter_dataset(read_options)``; None for any other node.
+    """Finds the `MapDataset` of a pipeline that ends with ``.to_iter_dataset(read_options)``.
 
-    Also None above a filter: the elements that it drops are skipped on the way to a stream.
+    A ``.seed`` and options for the stream may follow, because they change no element.
 
     Returns:
-        The `MapDataset` below, and (threads, batches to buffer) if they are not Grain's defaults.
-        Grain fills in `ReadOptions()` if none were given, so default options may not be the user's
-        wish. They are ignored, because they would take memory for 500 batches.
+        The `MapDataset`, and (number of threads, number of elements to buffer). The pair is None if
+        the options are Grain's defaults: Grain fills them in if the user gave none, and to buffer
+        500 batches would take too much memory.
+
+        None in place of both if the pipeline ends with another node, or has a filter. With a
+        filter, the stream skips elements, so its elements cannot be read by index.
     """
     while type(ds) in (_ITER_SEED, grain.experimental.WithOptionsIterDataset):
         (ds,) = ds.parents  # these nodes change no element
@@ -205,7 +230,13 @@ def below_read_ahead(
 def read_ahead(
     ds: grain.MapDataset | grain.IterDataset,
 ) -> tuple[grain.MapDataset, tuple[int, int] | None] | None:
-    """Works like `below_read_ahead`, for a node that ``.to_iter_dataset`` itself returned."""
+    """Finds the `MapDataset` of a node that ``.to_iter_dataset(read_options)`` returned.
+
+    Returns:
+        The `MapDataset`, and (number of threads, number of elements to buffer), or None in place of
+        the pair if the options are Grain's defaults. None in place of both for any other node, and
+        for a `MapDataset` with a filter.
+    """
     if type(ds) is not _READ_AHEAD or getattr(ds, "_allow_nones", False):
         return None
     options = getattr(ds, "_read_options", None)
@@ -219,25 +250,26 @@ def read_ahead(
 
 
 def keeps_indices(ds: grain.MapDataset) -> bool:
-    """Returns whether element i depends only on element i of the dataset below."""
+    """Returns whether a node makes element i from element i of its parent alone."""
     return type(ds) in _ELEMENTWISE
 
 
 def is_filtered(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Returns whether a pipeline has a filter, so that some indices are empty."""
+    """Returns whether a pipeline has a filter, so that some indices have no element."""
     return type(ds) is _FILTER or any(map(is_filtered, ds.parents))
 
 
 def is_shuffled(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Returns whether a pipeline has a shuffle and no repeat: each pass has the same order."""
+    """Returns whether a pipeline has a shuffle but no repeat, so all passes have the same order."""
     found = {type(node) for node in walk(ds)}
     return bool(found & _SHUFFLES) and REPEAT not in found
 
 
 def walk(ds: Any) -> Iterator[Any]:
-    """Yields a dataset and all datasets below it, from the top down."""
+    """Yields a dataset, then the datasets that it is made of, down to the sources."""
     yield ds
-    # Interleaved datasets are no parents. ``.mp_prefetch`` interleaves its workers' datasets.
+    # Grain does not list interleaved datasets as parents. ``.mp_prefetch`` interleaves the datasets
+    # of its workers.
     interleaved = getattr(ds, "_datasets", ())
     for below in (*ds.parents, *(interleaved if isinstance(interleaved, list) else ())):
         yield from walk(below)
@@ -249,38 +281,45 @@ def sources(ds: grain.MapDataset | grain.IterDataset) -> list[Any]:
 
 
 def seeds(ds: grain.MapDataset | grain.IterDataset) -> tuple[int, ...]:
-    """Returns the seeds that a node was given: ``.seed``, ``.shuffle`` and ``.random_map``."""
+    """Returns the seeds of one node: of a ``.seed``, ``.shuffle`` or ``.random_map``."""
     found = [getattr(ds, name, None) for name in ("_seed_rng_seed", "_seed")]
     found.append(getattr(getattr(ds, "_rng_pool", None), "_seed", None))
     return tuple(int(seed) for seed in found if seed is not None)
 
 
 def source_fingerprint(ds: grain.MapDataset | grain.IterDataset) -> str | None:
-    """Returns a source's own fingerprint of its records and their order, if it has one.
+    """Returns a source's own fingerprint of its records and their order; None if it has none.
 
-    A Hugging Face dataset has a hash, which ``.shuffle(seed=2)`` and ``.shuffle(seed=1)`` change
-    differently. It is the same in each run and on each host, if the functions mapped over the
-    dataset can be pickled.
+    A Hugging Face dataset has such a fingerprint. Its own ``.shuffle`` changes the fingerprint, to
+    another one for each seed. The fingerprint is the same in each run and on each host if the
+    functions mapped over the dataset can be pickled.
     """
     found = getattr(getattr(ds, "_source", None), "_fingerprint", None)
     return found if isinstance(found, str) else None
 
 
 def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
-    """Returns a node's arguments that change the order of records but are not in its text."""
+    """Returns arguments of a node that change the order of records but are not in ``str(node)``."""
     names = ("_reseed_each_epoch", "_num_epochs", "_window_size", "_proportions")
     of_packing = ("_num_packing_bins", "_length_struct", "_shuffle_bins", "_max_sequences_per_bin")
     values = [getattr(ds, name, None) for name in (*names, *of_packing)]
     selection, splitting = (getattr(ds, name, None) for name in ("_selection_map", "_config"))
     values.append(getattr(selection, "_proportions", None))
     values.append(getattr(splitting, "length_struct", None))
-    if type(ds) is REINDEX:  # its text has only the first and the last indices
+    if type(ds) is REINDEX:  # its text shows only the first and the last indices
         values.append(_all_of(getattr(ds, "_indices", ())))
     return tuple(str(value) for value in values)
 
 
 def _all_of(indices: Sequence[int] | grain.MapDataset) -> str:
-    """Returns a text that differs if the indices differ; for a dataset, an identifying text."""
+    """Returns a text that identifies the argument of ``.slice``.
+
+    Args:
+        indices: Indices, or a dataset of indices.
+
+    Returns:
+        A digest of the indices. For a dataset, a description of its nodes.
+    """
     if isinstance(indices, grain.MapDataset):
         below = ", ".join(map(_all_of, indices.parents))
         own = (str(indices), len(indices), seeds(indices), parameters(indices))

@@ -1,8 +1,9 @@
-"""Streams whose random-access parts are read by this package instead of Grain.
+"""Lets this package read the random-access parts of a stream, instead of Grain.
 
-``.to_iter_dataset()`` makes a stream from a `MapDataset`, with threads of its own that read ahead.
-Here another dataset replaces that node, below the filters, mixes or packing of the stream. The
-user's functions in the stream are replaced by functions that cannot end it.
+``.to_iter_dataset()`` makes a stream of a `MapDataset`, and reads ahead with its own threads.
+Filters, mixes or packing may follow. Here another dataset takes the place of that node. The user's
+functions in the stream are wrapped, too, so that a StopIteration in a function cannot end the
+stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import grain
 
 from grain_shard.grain_inside.nodes import read_ahead
 
-# Makes a stream of a random-access part, given the options of its ``.to_iter_dataset``.
+# A function that makes a stream of a `MapDataset`, given the options of ``.to_iter_dataset``.
 MakeStream = Callable[[grain.MapDataset, grain.ReadOptions], grain.IterDataset]
 # Attributes in which Grain's nodes keep a user's function.
 _FUNCTIONS = ("_map_fn", "_filter_fn", "_batch_fn")
@@ -27,16 +28,18 @@ _FUNCTIONS = ("_map_fn", "_filter_fn", "_batch_fn")
 def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.IterDataset:
     """Returns the same stream, in which other datasets read the random-access parts.
 
-    The nodes above these parts are copied; no node of the user changes. A part that a node does not
-    list among its parents is unchanged (the parts of an interleave, and so of ``.mp_prefetch``).
+    The nodes that follow these parts are copied, so that no node of the user changes. The streams
+    of an interleave, and so of ``.mp_prefetch``, are left as they are, because Grain does not list
+    them as parents.
 
     Args:
         ds: A stream.
-        make_stream: Makes a stream of the elements of a `MapDataset`, in order and without those
-            that are None, with Grain's state (``{"next_index": ...}``).
+        make_stream: Makes a stream of a `MapDataset`: its elements in order, without None. The
+            state of the stream must be like Grain's, ``{"next_index": ...}``.
 
     Returns:
-        The stream; `ds` itself if it has no known part or function to replace.
+        The stream. It is `ds` itself if there is nothing to replace, or if Grain's private
+        attributes are unknown.
     """
     known: dict[int, Any] = {}
 
@@ -51,7 +54,7 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
         if (found := read_ahead(node)) is not None:
             options = getattr(node, "_read_options", None) or grain.ReadOptions()
             stream: Any = make_stream(found[0], options)
-            stream.has_child = True  # or Grain may add a thread of its own above it
+            stream.has_child = True  # otherwise Grain may add a thread that reads this stream
             return stream
         changed = {id(old): replaced(old) for old in node.parents if replaced(old) is not old}
         functions = {name: fn for name in _FUNCTIONS if _is_users(fn := vars(node).get(name))}
@@ -59,7 +62,9 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
         if not (changed or functions or flat_map):
             return node
         changed_node = copy.copy(node)
-        getattr(changed_node, "_transform_name", None)  # of the user's function; Grain keeps it
+        # Grain computes this name from the user's function and keeps it. It is asked for before the
+        # function is wrapped.
+        getattr(changed_node, "_transform_name", None)
         # A node may also keep its parents in other attributes, and a mix keeps them in a tree.
         for name, value in vars(node).items():
             setattr(changed_node, name, _with_parents(value, changed))
@@ -76,7 +81,7 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
 
 
 def begins_with_records(ds: grain.MapDataset | grain.IterDataset) -> bool:
-    """Returns whether a stream begins only with known random-access parts."""
+    """Returns whether all data of a stream comes through a known ``.to_iter_dataset``."""
     if isinstance(ds, grain.IterDataset) and read_ahead(ds) is not None:
         return True
     return bool(ds.parents) and all(map(begins_with_records, ds.parents))
@@ -87,7 +92,10 @@ def _is_users(fn: Any) -> bool:
 
 
 def _without_end(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose StopIteration is an error, because Grain would end the stream."""
+    """Wraps a function so that its StopIteration becomes a RuntimeError.
+
+    Grain would take the StopIteration for the end of the stream.
+    """
 
     @functools.wraps(fn)
     def without_end(*args: Any) -> Any:
@@ -105,7 +113,15 @@ def _without_end(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_parents(value: Any, changed: dict[int, Any]) -> Any:
-    """Returns an attribute's value with new parents for old; unchanged if it has no parent."""
+    """Replaces the parents in the value of a node's attribute.
+
+    Args:
+        value: The value: a parent, a list, tuple or dict with parents in it, or anything else.
+        changed: The new parents, by the `id` of the old ones.
+
+    Returns:
+        The new value. It is the same object if it has no parent to replace.
+    """
     if isinstance(value, grain.IterDataset):
         return changed.get(id(value), value)
     if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""The result of a read that has failed, and the rules for trying it again."""
+"""`Unreadable`, the result of a failed read, and `Recovery`, the rules for trying again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ class Unreadable:
 
     Attributes:
         error: The error of the last try.
-        among: The number of elements, from this one on, among which one has failed. It is 1, unless
-            a source failed in a call for many and then read each of them alone.
+        among: Number of elements, from this one on, of which one failed. It is 1 if this element
+            failed. It is larger if a call for several elements failed, but each of them could then
+            be read alone.
     """
 
     def __init__(self, error: BaseException, among: int = 1):
@@ -24,13 +25,16 @@ class Recovery:
     """The rules for failed reads. This base class never tries again.
 
     Attributes:
-        masks: True if reading continues after an `Unreadable` element.
+        masks: True if reading continues after an element that could not be read.
     """
 
     masks = False
 
     def reads_again(self, error: Exception) -> bool:
-        """Returns whether to read again at once, in smaller calls or step by step."""
+        """Returns whether a failed read may be repeated at once, in smaller calls or in steps.
+
+        If not, the error counts even if a repetition succeeds.
+        """
         return False
 
     def recovered(

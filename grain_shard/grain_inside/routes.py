@@ -1,9 +1,10 @@
-"""Records of a Grain pipeline, many at a time, through hints about Grain's private parts.
+"""`Route`: reads many records of a Grain pipeline together, using private parts of Grain.
 
-Grain evaluates a record by a call down the pipeline and back, with one call into the source each.
-Here the indices of many records are mapped down at once, the source reads them in one call, and
-the transformations are applied on the way up. The way down ends at the first unknown node, which is
-then asked record by record: the public path. The test suite runs its core with no node known.
+Grain evaluates one record at a time: it passes an index through all nodes down to the source, reads
+the record, and applies the functions of the nodes. Here the indices of many records are passed down
+together. The source reads the records in one call. Then the functions are applied to each record.
+Grain itself evaluates the first unknown node on the way down, and all nodes below it. The core of
+the test suite also runs with all nodes unknown.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ from grain_shard.grain_inside.source_reads import (
 )
 
 Apply = Callable[..., Any]
+# A function, and the index of each element if the function takes an index.
 Step = tuple[Apply, np.ndarray | None]
 
-# Elements that were read: a list can be emptied as they are used, and rows are not read yet.
+# Elements that were read. A list can be emptied while its elements are used. The rows of an
+# `ArrayRows` are copied only when they are used.
 Elements = list[Any] | ArrayRows
 
 NEVER = float("inf")
@@ -54,13 +57,14 @@ _MIXTURES = (
     type(grain.MapDataset.concatenate([grain.MapDataset.range(1)])),
 )
 
-# Functions from an element, and its index at the node, to another element.
+# For each type of node, the function that makes its element from the parent's element. Except for
+# MAP, the function also takes the index of the element at the node.
 _ELEMENTS: dict[type, Callable[[Any], Apply]] = {
-    MAP: lambda node: node._map_element,  # takes no index
+    MAP: lambda node: node._map_element,
     RANDOM_MAP: lambda node: node._random_map_element,
     MAP_WITH_INDEX: lambda node: _of_index_first(node._map_with_index_fn),
 }
-# Functions from indices above the node to indices below it.
+# For each type of node, the function from indices of the node to indices of the node's parent.
 _INDICES: dict[type | None, Callable[[Any, np.ndarray], np.ndarray]] = {
     SEED: lambda node, indices: indices,
     _SHUFFLE: lambda node, indices: _below_shuffle(node, indices),
@@ -77,17 +81,17 @@ def _of_index_first(one: Callable[[int, Any], Any]) -> Apply:
 
 
 class ElementsOfParents(grain.MapDataset):
-    """A dataset of this package, each of whose elements is an element of one of its parents.
+    """A dataset of this package in which each element is an element of one of its parents.
 
-    Its indices can be mapped down without access to private parts.
+    A mixture is such a dataset. Subclasses say which parent and which index an element comes from.
     """
 
     @abstractmethod
     def below(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Maps indices to the parents.
+        """Returns the parent that each element comes from, and the element's index there.
 
         Args:
-            indices: int64[n].
+            indices: int64[n], indices of elements of this dataset.
 
         Returns:
             int64[n], the number of the parent of each element; and int64[n], the index in that
@@ -98,7 +102,16 @@ class ElementsOfParents(grain.MapDataset):
 def below_mixture(
     ds: grain.MapDataset, indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Maps indices to a dataset's parents, as `ElementsOfParents.below`; None if it mixes none."""
+    """Returns the parent that each element of a mixture comes from, and the index there.
+
+    Args:
+        ds: Any dataset.
+        indices: int64[n], indices of elements of `ds`.
+
+    Returns:
+        int64[n], the number of the parent of each element; and int64[n], the index in that parent.
+        None if `ds` is no known mixture or concatenation.
+    """
     if isinstance(ds, ElementsOfParents):
         return ds.below(indices)
     choice = getattr(ds, "_selection_map", None) if type(ds) in _MIXTURES else None
@@ -110,17 +123,18 @@ def below_mixture(
 
 @dataclass(frozen=True)
 class Route:
-    """The route of some elements, from the dataset where they are read up to the one asked for.
+    """A plan for evaluating elements of a pipeline: read from a dataset, then apply functions.
 
-    A read returns an element for each index, or an `Unreadable` in its place. It may return only
-    the first elements: it stops when its time is over, and after an `Unreadable` unless the
-    recovery masks.
+    `read` reads the elements, and `finish` applies the functions. Both return an element for each
+    index, or an `Unreadable` in place of an element that failed. They may return only the first
+    elements: they stop when their time is over, and after an `Unreadable` unless the recovery
+    masks.
 
     Attributes:
-        ds: The dataset to read. The route below it is unknown.
-        indices: int64[n], the elements to read there.
-        steps: The functions to apply, from the bottom up, each with the indices at its node if it
-            takes an index.
+        ds: The dataset to read: the source, or the first dataset on the way to it that is unknown.
+        indices: int64[n], the indices of the elements in `ds`.
+        steps: The functions to apply, in order. Each is a pair: the function, and int64[n], the
+            indices of the elements at the function's node; None if the function takes no index.
     """
 
     ds: grain.MapDataset
@@ -128,7 +142,7 @@ class Route:
     steps: tuple[Step, ...] = ()
 
     def part(self, start: int, stop: int) -> Route:
-        """Returns the route of the elements from `start` up to `stop`."""
+        """Returns a `Route` for only the elements from position `start` up to `stop`."""
         steps = tuple(
             (apply, None if indices is None else indices[start:stop])
             for apply, indices in self.steps
@@ -137,7 +151,7 @@ class Route:
 
     @property
     def reads_many(self) -> bool:
-        """True if one call for several elements costs less than several calls."""
+        """True if one call of the source for several elements costs less than several calls."""
         nothing = self.indices[:0]
         if below_mixture(self.ds, nothing) is not None:
             return any(route(parent, nothing).reads_many for parent in self.ds.parents)
@@ -145,16 +159,19 @@ class Route:
 
     @property
     def runs_no_function(self) -> bool:
-        """True if `read` runs no function of the user, so that `finish` runs them all."""
+        """True if `read` runs no function of the user, so that `finish` runs all functions."""
         return type(self.ds) in (SOURCE, RANGE)
 
     def read(self, until: float = NEVER, recovery: Recovery = AT_ONCE) -> Elements:
-        """Reads the elements at the lower end of the route.
+        """Reads the elements of `ds`, without applying the functions.
 
         Args:
-            until: The time, by `time.perf_counter`, at which elements that are read one by one are
-                returned without reading more. At least one is read.
+            until: The time, by `time.perf_counter`, after which no further element is read. At
+                least one is read. A source that reads many elements in a call reads all of them.
             recovery: The rules for failed reads.
+
+        Returns:
+            The elements; only the first ones if the time is over or a read failed.
 
         Raises:
             ValueError: A batched read returned more or fewer elements than it was asked for.
@@ -163,17 +180,19 @@ class Route:
         try:
             is_read = isinstance(elements, list | ArrayRows)
             if not is_read and self.reads_many:
-                until = NEVER  # what a call has read would be read again
+                until = NEVER  # a call has read all elements, and would read omitted ones again
             return elements if is_read else _taken(elements, until, recovery)
         finally:
-            del elements  # the traceback of an error among them refers to this frame
+            # The traceback of an error among the elements refers to this frame. Without `del`,
+            # frame and error would keep each other in memory.
+            del elements
 
     def _lower_end(self, recovery: Recovery, *, by_grain: bool) -> Elements | Iterator[Any]:
-        """Returns the elements at the lower end of the route, or reads one at each ``next``.
+        """Returns the elements of `ds`, or an iterator that reads one at each ``next``.
 
         Args:
             recovery: The rules for failed reads.
-            by_grain: True lets an unknown node read all of them in one call of Grain's.
+            by_grain: True lets Grain evaluate all elements of an unknown node in one call.
         """
         mixed = below_mixture(self.ds, self.indices)
         if mixed is not None:
@@ -196,15 +215,25 @@ class Route:
     def finish(
         self, elements: Sequence[Any], until: float = NEVER, recovery: Recovery = AT_ONCE
     ) -> Elements:
-        """Applies the functions of the route to elements that were read, `until` a time."""
+        """Applies the functions of the route to elements that `read` returned.
+
+        Args:
+            elements: The elements.
+            until: The time, by `time.perf_counter`, after which no further element is finished. At
+                least one is finished.
+            recovery: The rules for functions that fail.
+
+        Returns:
+            The finished elements; only the first ones if the time is over or a function failed.
+        """
         if isinstance(elements, ArrayRows) and not self.steps:
             return elements
         return _taken(self._up(elements, recovery), until, recovery)
 
     def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any] | ArrayRows:
-        """Returns the finished elements, each made when it is asked for.
+        """Returns the finished elements, of which each is made only when it is asked for.
 
-        A source that reads many in a call reads all of them now.
+        A source that reads many elements in a call reads all of them at once.
         """
         elements = self._lower_end(recovery, by_grain=False)
         if isinstance(elements, ArrayRows) and not self.steps:
@@ -226,12 +255,16 @@ class Route:
             else:
                 yield element
                 continue
-            # No name here refers to the failure: its traceback would keep this frame alive.
+            # The error gets no name here, because its traceback refers to this frame. With a name,
+            # frame and error would keep each other in memory.
             again = functools.partial(self._anew, i, recovery)
             yield recovery.recovered(failures.pop(), again, in_function=True)
 
     def _anew(self, i: int, recovery: Recovery) -> Any:
-        """Reads an element again, because a function may have changed the first one in place."""
+        """Reads element `i` again, and applies the functions to it.
+
+        The element is read again because a function may have changed it in place.
+        """
         way = self.part(i, i + 1)
         (element,) = way.read(NEVER, recovery)
         if type(element) is not Unreadable:
@@ -240,9 +273,15 @@ class Route:
         return element
 
     def _many(self, read: BatchedRead, indices: np.ndarray, recovery: Recovery) -> Elements:
-        """Reads in one call. If the call fails, finds the element at fault, which no error names.
+        """Reads elements in one call. If the call fails, searches for the element that failed.
 
-        Each call that fails is halved, until one succeeds or asks for one element.
+        The error of a call does not name the element. So a failed call is replaced by two calls,
+        each for half of the elements, until a call succeeds or asks for one element.
+
+        Returns:
+            The elements, up to the first `Unreadable` unless the recovery masks. If the call failed
+            but each element could be read alone, and the recovery does not read again, one
+            `Unreadable` for all elements.
         """
         failures: list[Exception] = []
         try:
@@ -251,7 +290,8 @@ class Route:
             failures.append(error)
         else:
             return self._checked(result, indices)
-        # No name here refers to the failure: its traceback would keep this frame alive.
+        # The error gets no name here, because its traceback refers to this frame. With a name,
+        # frame and error would keep each other in memory.
         if len(indices) == 1:
             again = lambda: self._checked(read(indices), indices)[0]  # noqa: E731
             return [recovery.recovered(failures.pop(), again)]
@@ -262,12 +302,13 @@ class Route:
         try:
             if len(found) == half and (recovery.masks or type(found[-1]) is not Unreadable):
                 found += self._many(read, indices[half:], recovery)
-            if failures and type(found[-1]) is not Unreadable:  # each element can be read alone
+            if failures and type(found[-1]) is not Unreadable:  # each element was read alone
                 return [Unreadable(failures.pop(), among=len(indices))]
             return found
         finally:
+            # Otherwise this frame and an error among them would keep each other in memory.
             failures.clear()
-            del found  # the traceback of an error among them refers to this frame
+            del found
 
     def _checked(self, result: Any, indices: np.ndarray) -> Elements:
         elements = [] if isinstance(result, Mapping) else result
@@ -282,7 +323,7 @@ class Route:
         return elements
 
     def _one_by_one(self, recovery: Recovery) -> Iterator[Any]:
-        # Not by `map`: a StopIteration of the user's code would end it without an error.
+        # Not by `map`, because a StopIteration of the user's code would end it without an error.
         read_one = single_read_of(self.ds)
         failures: list[Exception] = []
         for index in self.indices.tolist():
@@ -293,13 +334,19 @@ class Route:
             else:
                 yield element
                 continue
-            # Outside the except block, or each new error would chain the earlier ones.
-            # No name here refers to the failure: its traceback would keep this frame alive.
+            # This is outside the except block, because inside it each new error would be chained to
+            # the earlier errors. The error gets no name here, because its traceback refers to this
+            # frame. With a name, frame and error would keep each other in memory.
             yield recovery.recovered(failures.pop(), functools.partial(read_one, index))
 
 
 def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[Any]:
-    """Returns the first elements, at least one: those made in time, up to the first failed one."""
+    """Returns the elements that an iterator yields until a time, at least one.
+
+    The list ends after the first `Unreadable`, unless the recovery masks. If the iterator raises an
+    error after some elements, an `Unreadable` with this error ends the list. An error before the
+    first element is raised.
+    """
     taken: list[Any] = []
     try:
         for element in elements:
@@ -308,7 +355,7 @@ def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[An
                 break
             if time.perf_counter() > until:
                 break
-    except BaseException as error:  # raised by the next element, after the taken ones
+    except BaseException as error:
         if not taken:
             raise
         taken.append(Unreadable(error))
@@ -316,7 +363,7 @@ def _taken(elements: Iterable[Any], until: float, recovery: Recovery) -> list[An
 
 
 def _let_go(elements: list[Any]) -> Iterator[Any]:
-    """Yields elements, and releases each once it is used."""
+    """Yields the elements of a list, and removes each from the list, which frees its memory."""
     elements.reverse()
     while elements:
         yield elements.pop()
@@ -325,7 +372,17 @@ def _let_go(elements: list[Any]) -> Iterator[Any]:
 def read_together(
     ways: Sequence[Route], until: float = NEVER, recovery: Recovery = AT_ONCE
 ) -> list[Elements]:
-    """Reads the lower ends of several routes of one dataset, in one call if its source can."""
+    """Reads the elements of several routes with the same `ds`, in one call if the source can.
+
+    Args:
+        ways: The routes. Their functions are not applied.
+        until: The time, by `time.perf_counter`, after which no further element is read one by one.
+        recovery: The rules for failed reads.
+
+    Returns:
+        The elements of each route. If the time is over or a read failed, elements at the end are
+        missing.
+    """
     if len(ways) == 1:
         return [ways[0].read(until, recovery)]
     indices = np.concatenate([way.indices for way in ways])
@@ -335,7 +392,9 @@ def read_together(
 
 
 def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
-    """Finds the route to elements of a dataset, as far down as the nodes are known.
+    """Returns the `Route` to elements of a dataset.
+
+    It begins at the source or, if a node on the way to the source is unknown, at that node.
 
     Args:
         ds: Any dataset.
@@ -352,8 +411,8 @@ def route(ds: grain.MapDataset, indices: np.ndarray) -> Route:
             else:
                 break
             (ds,) = ds.parents
-    # This version of Grain names its private parts differently, or an index of a later epoch of
-    # endless records does not fit 64 bits.
+    # AttributeError: this version of Grain names its private parts differently. OverflowError: an
+    # index of a later epoch of endless records does not fit 64 bits. The route begins at this node.
     except (AttributeError, OverflowError):
         pass
     return Route(ds, indices, tuple(reversed(steps)))
@@ -364,10 +423,11 @@ def source_of(ds: grain.MapDataset, index: int) -> tuple[Any, int] | None:
 
     Args:
         ds: Any dataset.
-        index: As for `route`.
+        index: The index in the dataset; past the end, it is in a later epoch, as in Grain.
 
     Returns:
-        None if the route is unknown, or ends at a dataset that is no source.
+        The source, and the index in it. None if a node on the way to the source is unknown, or if
+        the pipeline begins with something else, such as `grain.MapDataset.range`.
     """
     way = route(ds, np.array([index]))
     while (mixed := below_mixture(way.ds, way.indices)) is not None:
@@ -390,7 +450,8 @@ def _below_shuffle(node: Any, indices: np.ndarray) -> np.ndarray:
         here = epochs == epoch
         seed = (node._seed + int(epoch)) % 2**32
         below[here] = shuffled(indices[here] - epoch * length, length, seed) + epoch * length
-        # Check against Grain: if it shuffled differently, hardly any index would agree.
+        # The first and the last index are compared with Grain's. If Grain shuffled in another way,
+        # hardly any index would agree.
         for i in np.flatnonzero(here)[[0, -1]]:
             if below[i] != node._shuffled_index(int(indices[i])):
                 return np.array([node._shuffled_index(i) for i in indices.tolist()])

@@ -1,7 +1,7 @@
-"""The two reads of a source: one record, or many in one call.
+"""Reads of a source: one record, or many records in one call.
 
-If Grain allows it, the source is read directly: Grain's node measures each record, for 2 us or
-more.
+If possible, the source is called directly and not through Grain's node, because the node measures
+each record, which takes 2 us or more.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import grain
 import numpy as np
 
-BatchedRead = Callable[[np.ndarray], Sequence[Any]]  # of indices, int64[n]
+BatchedRead = Callable[[np.ndarray], Sequence[Any]]  # from indices, int64[n], to n records
 
 SOURCE = type(grain.MapDataset.source([0]))
 RANGE = type(grain.MapDataset.range(1))
 
 
 def single_read_of(ds: grain.MapDataset) -> Callable[[int], Any]:
-    """Returns a function that reads one element of any dataset."""
+    """Returns a function that reads one element of any dataset, given the element's index."""
     if type(ds) is SOURCE and (source := getattr(ds, "_source", None)) is not None:
         length = len(ds)
         return lambda index: source[index % length]
@@ -27,7 +27,10 @@ def single_read_of(ds: grain.MapDataset) -> Callable[[int], Any]:
 
 
 def batched_read_of(ds: grain.MapDataset) -> BatchedRead | None:
-    """Returns a function that reads many records in one call, by Grain's or PyTorch's name."""
+    """Returns a function that reads many records of a source in one call; None if it has none.
+
+    Grain's name for this method of a source is ``_getitems``, and PyTorch's is ``__getitems__``.
+    """
     if type(ds) is not SOURCE:
         return None
     source = getattr(ds, "_source", None)

@@ -1,1 +1,1 @@
-"""Reads of one host: records, rows, batches, and the fingerprints of pipelines."""
+"""Makes host batches from the records of a pipeline, and computes fingerprints of pipelines."""

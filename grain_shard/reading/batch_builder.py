@@ -1,8 +1,8 @@
-"""`BatchBuilder`: one batch of random access, from its records to its padding.
+"""`BatchBuilder`: makes one host batch of a random-access pipeline from its records.
 
 The records of a batch are read in ranges of any size, by any thread. Each range is written to its
-place, and the batch is finished when no range is missing. One call of the source may read ranges of
-several batches.
+place in the batch. The batch is padded and finished once no range is missing. One call of the
+source may read ranges of several batches.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from grain_shard.trees import Batch, FlatBatch
 
 
 class BatchBuilder:
-    """An unfinished batch; several threads may each read some of its records.
+    """An unfinished host batch. Several threads may each read some of its records.
 
     Args:
-        index: The number of the batch.
-        records: int64[n], the records to read.
-        route: The route to these records.
-        template: The dataset of these records, and the structure of its rows.
+        index: The number of the batch in the pipeline, for messages.
+        records: int64[n], the indices of the records to read, in the order of the rows.
+        route: Reads these records and applies the user's functions to them.
+        template: The dataset of the records, and the structure of its rows.
         faults: The rules for failed reads.
-        num_rows: Rows of the finished batch, if it is padded.
+        num_rows: Number of rows of the finished batch. Unused without padding.
         padding: The padding; None for an unpadded batch.
 
     Attributes:
-        size: The number of records to read; 0 if the batch is all padding.
-        number: The position of the batch among the batches that are read together.
-        position: The position of an iterator after this batch.
+        size: Number of records to read; 0 if every row of the batch is padding.
+        number: Place of the batch in the order in which an iterator reads its batches, from 0.
+        position: The iterator's position after this batch, which is saved in its state.
         faults: The rules for failed reads.
     """
 
@@ -68,25 +68,30 @@ class BatchBuilder:
 
     @property
     def most_at_a_time(self) -> int:
-        """Most records to read before they are written, if they are read one by one."""
+        """The largest number of rows to make before they are written to the batch.
+
+        If records are read one by one, this is also the largest number of records of a read.
+        """
         return self._template.rows_at_a_time
 
     def write(self, elements: Elements, start: int, until: float) -> int:
-        """Applies the user's functions to elements, and writes them; several threads may call it.
+        """Applies the user's functions to elements, and writes the results to the batch.
+
+        Several threads may call this at the same time, for different elements.
 
         Args:
-            elements: The elements that were read. Each is released once it is written, because the
-                batch needs the memory.
-            start: Position of the first element among the `size` records.
-            until: The time, by `time.perf_counter`, after which the remaining elements are left to
-                other reads.
+            elements: The elements that were read. In a list, None replaces each element once it is
+                written, which frees the memory of the element.
+            start: Position of the first element among the records of the batch.
+            until: The time, by `time.perf_counter`, after which no further element is written.
+                Another read then writes the elements that are left.
 
         Returns:
             The number of elements written, at least one.
         """
         first = 0
         while first < len(elements) and (not first or time.perf_counter() < until):
-            # The first record of all is written alone, because its size decides `most_at_a_time`.
+            # `most_at_a_time` follows from the size of a row. It is 1 until a first row is known.
             stop = min(len(elements), first + self.most_at_a_time)
             way = self._route.part(start + first, start + stop)
             with span(READ, part=MAP if way.runs_no_function else None):
@@ -100,11 +105,14 @@ class BatchBuilder:
         return first
 
     def way(self, start: int, stop: int) -> Route:
-        """Returns the route to the records from `start` up to `stop`."""
+        """Returns the `Route` that reads the batch's records from position `start` up to `stop`."""
         return self._route.part(start, stop)
 
     def _put(self, elements: Elements, start: int) -> None:
-        """Writes elements to the batch; several threads may call it, each for its own elements."""
+        """Writes elements to the rows from `start` on.
+
+        Several threads may call this at the same time, for different rows.
+        """
         with self._lock:
             if self._stack is None:
                 known = elements[0], self._records[start]
@@ -112,21 +120,35 @@ class BatchBuilder:
         self._stack.write(elements, start, self._records[start : start + len(elements)])
 
     def _stacked(self) -> Batch:
-        """Returns the batch without padding, once every element is written."""
+        """Returns the batch without padding. Every element must have been written before."""
         stack, self._stack = self._stack, None
         return (stack or Stack(self._template.stacker(self.faults), 0)).batch()
 
     def wrote(self, count: int) -> list[tuple[int, tuple[Batch, Any]]]:
-        """Counts written records; after the last one, returns the batch and its position."""
+        """Counts records as written, and finishes the batch after the last one.
+
+        Args:
+            count: The number of records that the caller has written.
+
+        Returns:
+            ``[(number, (batch, position))]`` after the last record, otherwise an empty list.
+        """
         with self._lock:
             self._missing -= count
             if self._missing:
                 return []
-            self._missing = -1  # a batch is finished only once
+            self._missing = -1  # so that a further call does not finish the batch again
         return [(self.number, (self.finish(), self.position))]
 
     def finish(self) -> Batch:
-        """Returns the batch with its padding: a tree of arrays with no other references."""
+        """Returns the finished batch with its padding: a tree of arrays.
+
+        No other object refers to the arrays.
+
+        Raises:
+            ShardingError: The batch is short although `remainder` is not "pad", or it cannot be
+                padded.
+        """
         batch = self._stacked()
         if self._padding is None:
             return batch
@@ -143,12 +165,16 @@ class BatchBuilder:
             return pad_batch(batch, self._num_rows, self._padding, self._bad_rows)
 
     def failed(self, start: int, error: Raised) -> list[tuple[int, Raised]]:
-        """Returns an error in place of the batch."""
+        """Returns ``[(number, error)]``: an error takes the place of the batch."""
         return [(self.number, error)]
 
     def _leave_out_bad(self, rows: Elements, start: int) -> None:
-        """Puts empty elements in place of unreadable ones, and counts these."""
-        listed = rows if isinstance(rows, list) else []  # rows of arrays are never unreadable
+        """Replaces each `Unreadable` row by a row of zeros, and counts its record as bad.
+
+        Padding overwrites the row of zeros when the batch is finished. If the rules do not let a
+        record be left out, the record's error is raised.
+        """
+        listed = rows if isinstance(rows, list) else []  # an ArrayRows has no Unreadable row
         bad = [i for i, row in enumerate(listed) if type(row) is Unreadable]
         for i in bad:
             if not self.faults.may_leave_out(listed[i].error):
@@ -168,10 +194,15 @@ class BatchBuilder:
             listed[i] = empty
 
     def _named(self, bad: Unreadable, start: int) -> BaseException:
-        """Returns the error of a record, with a note that names the record.
+        """Returns the error of an unreadable record, with a note that names the record.
 
-        The record is evaluated once more, because the note should say if a second try succeeds.
-        After a failed call for many records, this also finds the record at fault.
+        The record is evaluated once more, so that the note can say if a second try succeeded. If
+        a call for several records failed, each of these records is evaluated. The first one that
+        fails again is named, and its new error is returned.
+
+        Args:
+            bad: The placeholder of the record, with its error.
+            start: Position of the record among the records of the batch.
         """
         error = bad.error
         if isinstance(error, BadRecordsError) or not isinstance(error, Exception):
@@ -179,7 +210,7 @@ class BatchBuilder:
         records = self._records[start : start + bad.among].tolist()
         for record in records:
             try:
-                self._template.records[record]  # by the public path
+                self._template.records[record]  # by Grain alone, without this package's shortcuts
             except Exception as another:
                 found = error if bad.among == 1 else another
                 found.add_note(self._place(record, 1))
@@ -192,7 +223,7 @@ class BatchBuilder:
         return f"grain_shard: while evaluating {self._name(record, among)}, for batch {self._index}"
 
     def _name(self, record: int, among: int) -> str:
-        """Returns the name of a record, or of `among` consecutive records."""
+        """Returns a name for messages: of one record, or of `among` consecutive records."""
         above = "the dataset above .batch"
         if among > 1:
             return f"one of the records {record} to {record + among - 1} of {above}"

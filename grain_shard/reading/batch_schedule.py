@@ -18,11 +18,11 @@ from grain_shard.reading.stack import RowTemplate
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Batches records, as ``.batch(B)`` does, by a size that changes at given steps.
+    """Batches records like ``.batch(B)``, with a batch size that changes at given steps.
 
-    The records and their order are the same as with ``.batch(B)``, whatever the sizes: only the
-    cuts between batches differ. An epoch ends with a short batch, and steps are counted across the
-    epochs of a ``.repeat`` that follows.
+    The records and their order are the same as with ``.batch(B)``. Only the borders between batches
+    differ. No batch has records of two epochs, so the last batch of an epoch may be short. If a
+    ``.repeat`` follows, steps are counted across its epochs.
 
     Example:
         >>> records = grain.MapDataset.range(11).map(lambda i: {"x": i})
@@ -31,8 +31,9 @@ class BatchSchedule:
         (5, [[0, 1], [2, 3], [4, 5], [6, 7, 8, 9], [10]])
 
     Attributes:
-        sizes: Maps a step to the global batch size from that step on, in rows; the first step is 0.
-            A training step is compiled once for each size.
+        sizes: Maps a step to the number of rows of each global batch from that step on. Step 0 is
+            the first batch, and must have an entry. JAX compiles the training step once for each
+            size.
     """
 
     sizes: Mapping[int, int]
@@ -47,10 +48,11 @@ class BatchSchedule:
         """Returns the dataset of batches.
 
         Args:
-            ds: The records.
+            ds: The dataset of records.
 
         Raises:
-            ShardingError: The records cannot be read by index, are batches, or there are none.
+            ShardingError: `ds` cannot be read by index, drops records by a ``.filter``, consists of
+                batches already, or is empty.
         """
         if not isinstance(ds, grain.MapDataset):
             raise ShardingError(

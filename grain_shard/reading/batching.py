@@ -1,7 +1,7 @@
-"""The batches of a random-access pipeline: cut from its records, reduced to some rows, and padded.
+"""`Batching`: describes the host batches of a random-access pipeline, and reads them.
 
-Every question about such a pipeline is a method of `Batching`. A `Batching` is a value: a stage of
-the chain returns a changed copy.
+A `Batching` says which records are in each batch, which rows of a batch this host keeps, and how
+batches are padded. It is immutable. A stage of the chain returns a changed copy.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ B = TypeVar("B", bound="Batching")
 
 @dataclass(frozen=True, kw_only=True)
 class Batching(ABC):
-    """Batches by index, of which any rows can be kept and padded.
+    """The batches of a random-access pipeline: their records, the rows to keep, and their padding.
 
     Attributes:
-        cuts: The cuts of the records into batches. If a slice chose batches, or their size is
-            unknown, each batch counts as one record.
-        num_epochs: Epochs of `cuts` in one pass.
+        cuts: The records of each batch. If a slice or a shuffle chose the batches, or the size of a
+            batch is unknown, each batch counts as one record.
+        num_epochs: Number of epochs of `cuts` in one pass over the pipeline.
         padding: The padding of each batch; None for unpadded batches.
-        rows: Maps the size of a padded batch to the rows of it to keep, int64[n], ascending; None
-            to keep all.
-        reads_rows_alone: True if one row of a batch can be read without the others.
+        rows: Maps the number of rows of a full batch, with padding, to the row numbers that this
+            host keeps: int64[n], ascending. None keeps all rows.
+        reads_rows_alone: True if one row of a batch can be read without the other rows.
     """
 
     cuts: Cuts
@@ -49,54 +49,71 @@ class Batching(ABC):
 
     @property
     def counts_records(self) -> bool:
-        """True if a batch can begin at any record, so that batches can be cut elsewhere."""
+        """True if a batch can begin at any record, so that the batch size may change."""
         return False
 
     @property
     def reads_many(self) -> bool:
-        """True if one call for many records costs less than many calls."""
+        """True if one call of the source for many records costs less than many calls."""
         return False
 
     @property
     @abstractmethod
     def unpadded_sizes(self) -> tuple[int, ...]:
-        """Rows of full batches without padding, each size once."""
+        """Numbers of rows of full batches, without padding. Each number is listed once."""
 
     @abstractmethod
     def epochs(self) -> Cuts | None:
-        """Returns the cuts of the epochs' records; this may read batches.
+        """Returns the cuts of each epoch's records into batches.
+
+        This may read the first and the last batch, to learn their numbers of rows.
 
         Returns:
-            None if the batches were sliced or shuffled, and some of them may be short.
+            The cuts; None if the batches were sliced or shuffled, and some of them may be short.
         """
 
     @abstractmethod
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        """Begins batches, before any of their records is read; they take no memory yet.
+        """Returns builders of some batches. No record is read yet, and they hold no rows yet.
 
-        Several at once cost little more than one, because NumPy computes all their indices at once.
+        To begin several batches takes little longer than to begin one, because NumPy computes the
+        indices of all records together.
 
         Args:
-            indices: The batches' numbers; a number past `num_batches` is in a later epoch, as in
-                Grain.
+            indices: Numbers of the batches. Numbers from `num_batches` on belong to later epochs,
+                as in Grain.
             faults: The rules for failed reads.
+
+        Returns:
+            A builder for each batch, in the order of `indices`.
         """
 
     def num_batches(self) -> int:
-        """Returns the number of batches in one pass."""
+        """Returns the number of batches in one pass over the pipeline."""
         return min(sys.maxsize, self.cuts.steps_before(self.num_epochs))
 
     @property
     def global_batch_sizes(self) -> tuple[int, ...]:
-        """Rows of full batches with padding, each size once."""
+        """Numbers of rows of full global batches, with padding. Each number is listed once."""
         return tuple(dict.fromkeys(map(self._padded_size, self.unpadded_sizes)))
 
     def rows_of(self, unpadded_size: int) -> np.ndarray | None:
-        """Returns the rows of a full batch to keep, int64[n], including padding; None for all."""
+        """Returns the row numbers to keep of a full batch, including rows of padding.
+
+        Args:
+            unpadded_size: Number of rows of the batch, without padding.
+
+        Returns:
+            int64[n], ascending; None to keep all rows.
+        """
         return None if self.rows is None else self.rows[self._padded_size(unpadded_size)]
 
     def host_batch_size_of(self, unpadded_size: int) -> int:
-        """Returns the number of rows of a full batch that are kept, including padding."""
+        """Returns how many rows of a full batch are kept, including rows of padding.
+
+        Args:
+            unpadded_size: Number of rows of the batch, without padding.
+        """
         rows = self.rows_of(unpadded_size)
         return self._padded_size(unpadded_size) if rows is None else len(rows)
 
@@ -105,58 +122,72 @@ class Batching(ABC):
 
     @property
     def host_batch_sizes(self) -> tuple[int, ...]:
-        """The rows, with padding, that are kept of a full batch: a number per unpadded size."""
+        """Numbers of rows that are kept of a full batch, with padding: one per unpadded size."""
         return tuple(map(self.host_batch_size_of, self.unpadded_sizes))
 
     @property
     def has_several_sizes(self) -> bool:
-        """True if full batches differ in size."""
+        """True if the size of full batches changes during a run."""
         return self.counts_records and len(self.unpadded_sizes) > 1
 
     @property
     def records_per_batch(self) -> int:
-        """Records that are read for a full batch."""
+        """Largest number of records that are read for a batch; 1 if it is read as a whole."""
         return max(self.host_batch_sizes) if self.reads_rows_alone else 1
 
     @property
     def reads_other_rows(self) -> bool:
-        """True if every row of a batch is evaluated, although only some are kept."""
+        """True if this host evaluates every row of a batch, but keeps only some rows."""
         if self.rows is None or self.reads_rows_alone:
             return False
         return any(len(rows) < size for size, rows in self.rows.items())
 
     @property
     def rows_of_padding(self) -> Padding:
-        """The content of rows of padding, which only other hosts may need."""
+        """The rules for rows of padding. If batches are not padded: zeros, and no mask."""
         return self.padding or Padding(1, mask_key=None)
 
     def fingerprint(self) -> Fingerprint:
-        """Returns the fields with which a saved state must agree."""
+        """Returns the fields that must be the same when a saved state is restored."""
         return {} if self.padding is None else {"remainder": self.padding.remainder}
 
     def beginning_at(self: B, progress: Progress) -> B:
-        """Returns batches that begin at this position, if a batch can begin at any record."""
+        """Returns a copy whose first batch begins at a position.
+
+        Returns the same object if batches cannot begin at any record.
+
+        Raises:
+            ShardingError: `remainder` is "error", and a batch would then be short.
+        """
         if not self.counts_records:
             return self
         return self._recut(self.cuts.beginning_at(progress), self.num_epochs)
 
     def repeated(self: B, times: int) -> B:
-        """Returns `times` passes as one; the records of each pass are a separate epoch."""
+        """Returns a copy in which one pass over the pipeline has `times` * `num_epochs` epochs.
+
+        Raises:
+            ShardingError: `remainder` is "error", and a batch would then be short.
+        """
         return self._recut(self.cuts, self.num_epochs * times)
 
     def _recut(self: B, cuts: Cuts, num_epochs: int) -> B:
-        """Returns the same records with other cuts, which may have other short batches."""
+        """Returns a copy with other cuts of the same records, and another number of epochs.
+
+        Raises:
+            ShardingError: `remainder` is "error", and the other cuts have a short batch.
+        """
         other = replace(self, cuts=cuts, num_epochs=num_epochs)
         if self.padding is not None and self.padding.remainder == "error" and self.counts_records:
             other._require_full(cuts)
         return other
 
     def padded(self: B, padding: Padding) -> B:
-        """Returns the batches with padding.
+        """Returns a copy with padding. If `remainder` is "drop", the copy has no short batches.
 
         Raises:
-            ShardingError: `remainder` is "error" and the last batch is short; or it is "drop" and
-                the short batches are unknown.
+            ShardingError: `remainder` is "error" and a batch is short; or it is "drop" and no batch
+                is full; or it is "error" or "drop", and it is unknown which batches are short.
         """
         padded = replace(self, padding=padding)
         if padding.remainder == "pad":
@@ -181,7 +212,7 @@ class Batching(ABC):
         return padded
 
     def _require_full(self, cuts: Cuts) -> None:
-        """Refuses cuts of the records if one of the batches is short.
+        """Raises an error if the cuts of the records have a short batch.
 
         Raises:
             ShardingError: A batch is short.
@@ -197,7 +228,7 @@ class Batching(ABC):
             )
 
     def read_batch(self, index: int, faults: Faults) -> Batch:
-        """Reads one batch in the calling thread."""
+        """Reads and returns one host batch, in the calling thread."""
         (builder,) = self.begin([index], faults)
         done = 0
         while done < builder.size:

@@ -1,8 +1,9 @@
-"""The contents of a source: digests of two of its records, for hosts and states to compare.
+"""Digests of two records of a source, which hosts compare with each other and with a saved state.
 
-Names of files and counts of records are equal if a source lists its files in another order. Two
-records tell the difference, unless both lie in files that have kept their places. They are read
-from the source itself, below the user's functions, which may be random.
+Two sources with the same name and the same number of records may hold other records, or the same
+records in another order. Two records show the difference, unless they are the same in both
+sources. They are read from the source itself, before any function of the user, because the user's
+functions may be random.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from grain_shard.grain_inside.routes import Route
 from grain_shard.grain_inside.source_reads import RANGE, SOURCE
 from grain_shard.tasks import Task
 
-# A random source may give the same records again. If it tosses a coin for each of the two records,
-# all these reads are equal in one of four thousand cases.
+# A random source may by chance give the same two records again. If each record has two equally
+# likely values, this many further reads are all equal in one of four thousand cases.
 _MORE_READS = 6
-# The field of a state that ends in the digest, after this mark. A field of its own would not leave
-# a state under 200 bytes.
+# The digest is appended to this field of a state, after this mark. With a separate field, a state
+# would exceed 200 bytes.
 _SOURCE, _MARK = "source", "-"
 
 
@@ -34,9 +35,11 @@ class Contents:
         ds: The dataset; None for a pipeline whose contents are not compared.
 
     Attributes:
-        digest: The digests of both records; "" before they are read, and if they are not compared.
-        is_read: True once the records were read.
-        why_not: The reason why contents are not compared; "" if there is none.
+        digest: The digests of both records, one after the other. It is "" before the records are
+            read, and if they are not compared.
+        is_read: True once the records were read, or if there are no records to read.
+        why_not: The reason why contents are not compared, for messages. It is "" if contents are
+            compared, and if there is nothing to compare.
     """
 
     def __init__(self, ds: Any = None):
@@ -49,7 +52,10 @@ class Contents:
             self.why_not = "no source is known below the pipeline"
 
     def read(self) -> None:
-        """Reads both records, once. A record that cannot be read or digested raises nothing."""
+        """Reads and digests both records, unless that was done before.
+
+        If a record cannot be read or has no digest, no error is raised, and `digest` stays "".
+        """
         if self.is_read:
             return
         self.digest, self.is_read = self._read(), True
@@ -57,16 +63,20 @@ class Contents:
             self.why_not = f"one of the records {self._indices} cannot be read, or has no digest"
 
     def by_record(self, digest: str) -> dict[str, str]:
-        """Returns the two parts of a digest, each by the name of its record."""
+        """Splits a digest of contents into the digests of the two records.
+
+        Returns:
+            A dict from the name of a record to its digest; empty if the digest is "".
+        """
         names = [f"record {index} of {self._node}" for index in self._indices]
         return {name: digest[i * DIGITS :][:DIGITS] for i, name in enumerate(names) if digest}
 
     def is_steady(self) -> bool:
-        """Returns whether the source gives the same records again; reads them for that."""
+        """Reads both records several times; returns whether they are the same each time."""
         return all(self._read() == self.digest for _ in range(_MORE_READS))
 
     def leave_out(self) -> None:
-        """Stops the comparison of contents, and logs that."""
+        """Stops the comparison of contents, because the source is random, and logs that."""
         self.digest, self.why_not = "", f"{self._node} gives other records at each read"
         logging.warning("grain_shard: contents are not compared: %s.", self.why_not)
 
@@ -78,18 +88,20 @@ class Contents:
         if self._node is None:
             return ""
         try:
-            # No name for the elements: an error among them would keep this frame, and its own.
+            # The elements get no name here. The traceback of an error among them refers to this
+            # frame, and with a name the frame and the error would keep each other in memory.
             read = Route(self._node, np.array(self._indices)).read
             digests = [element_digest(element) for element in read()]
-        except Exception:  # the batch that has this record raises the error
+        except Exception:  # the loop raises the error when it reads this record
             return ""
         return "".join(digests) if len(digests) == len(self._indices) else ""
 
 
 class ContentsRead(Task[Any]):
-    """The reads of `Contents`, as a task of a thread that reads batches."""
+    """A task that reads the records of a `Contents` in a thread that also reads batches."""
 
-    begins, size = 0, 0  # size 0 keeps its time out of the pace of batches
+    # With size 0, the time of this task is left out when the number of threads is chosen.
+    begins, size = 0, 0
 
     def __init__(self, contents: Contents):
         self._contents = contents
@@ -100,7 +112,9 @@ class ContentsRead(Task[Any]):
 
 
 def with_digest(state: dict[str, Any], digest: str) -> dict[str, Any]:
-    """Returns a state with a digest of contents.
+    """Returns a state with a digest of contents at the end of its field ``source``.
+
+    If the digest is "", returns the state unchanged.
 
     Example:
         >>> with_digest({"step": 3, "source": "aaaa"}, "bbbb")
@@ -110,7 +124,9 @@ def with_digest(state: dict[str, Any], digest: str) -> dict[str, Any]:
 
 
 def without_digest(state: Any) -> tuple[Any, str]:
-    """Takes a state and its digest of contents apart; "" if it has none.
+    """Returns a state without its digest of contents, and the digest.
+
+    The digest is "" if the state has none.
 
     Example:
         >>> without_digest({"step": 3, "source": "aaaa-bbbb"})

@@ -1,7 +1,7 @@
-"""The cuts of epochs' records into batches, as integers.
+"""`Cuts`: which records of an epoch are in which batch, computed from integers alone.
 
-A run counts records: its position is a record of an epoch. Batch sizes only decide the next cuts,
-so they may change at any record, and no record is left out or taken twice.
+The position of a run is a record of an epoch. Batch sizes only decide where the next batches end.
+So batch sizes may change at any record, and no record is left out or taken twice.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """The position of a run.
+    """The position of a run between two batches.
 
     Attributes:
-        step: Batches handed out so far.
-        epoch: Epoch of the next record.
-        record: The next record, counted within the epoch.
+        step: Number of batches handed out so far.
+        epoch: Epoch of the next record, from 0.
+        record: Index of the next record within the epoch.
     """
 
     step: int
@@ -35,7 +35,7 @@ class Cut(NamedTuple):
 
     Attributes:
         epoch: Epoch of the records.
-        record: The first record, counted within the epoch.
+        record: Index of the first record within the epoch.
         num_records: Number of records; less than `size` at the end of an epoch.
         size: Number of records of a full batch at this step.
     """
@@ -48,7 +48,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Cuts:
-    """The batches of a run. No batch has records of two epochs.
+    """The division of a run's records into batches. No batch has records of two epochs.
 
     Example:
         >>> cuts = Cuts(10, {0: 4, 2: 3})
@@ -60,11 +60,11 @@ class Cuts:
         Cut(epoch=1, record=0, num_records=3, size=3)
 
     Attributes:
-        records: Records in an epoch.
-        sizes_by_step: Maps a step to the size of a full batch from that step on; ascending, from
-            step 0.
+        records: Number of records in an epoch.
+        sizes_by_step: Maps a step, which is the number of a batch in the run, to the size of full
+            batches from that step on. Steps ascend from 0.
         drop_remainder: True leaves out the short batch at the end of an epoch.
-        begin: Position of the first batch, whatever the sizes were before.
+        begin: Position at which the first batch begins. Sizes before this step have no effect.
     """
 
     records: int
@@ -74,11 +74,11 @@ class Cuts:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of full batches, each once."""
+        """All sizes of full batches in the run, each listed once."""
         return tuple(dict.fromkeys(self.sizes_by_step.values()))
 
     def beginning_at(self, progress: Progress) -> Cuts:
-        """Returns the same sizes at the same steps, with the first cut at this position."""
+        """Returns cuts with the same sizes at the same steps, which begin at another position."""
         return replace(self, begin=progress)
 
     @functools.cached_property
@@ -95,31 +95,31 @@ class Cuts:
         return self._stretches[bisect_right(self._stretches, step, key=lambda s: s.start.step) - 1]
 
     def cut(self, step: int) -> Cut:
-        """Returns the records of the batch of a step."""
+        """Returns the records of the batch with number `step`."""
         return self._stretch_at(step).cut(step)
 
     def progress(self, step: int) -> Progress:
-        """Returns the position before a step: the record after the last one handed out."""
+        """Returns the position of a run that has handed out all batches before `step`."""
         return self.begin if step == self.begin.step else self._stretch_at(step - 1).progress(step)
 
     def step_of(self, epoch: int, record: int) -> int:
-        """Returns the step whose batch has a record.
+        """Returns the step whose batch has a given record.
 
-        Returns:
-            The step after a dropped record, and the first step for a record before `begin`.
+        For a dropped record, returns the step of the next batch. For a record before `begin`,
+        returns the first step.
         """
         after = bisect_right(self._stretches, (epoch, record), key=lambda s: s.start[1:])
         return self._stretches[max(0, after - 1)].step_of(epoch, record)
 
     def steps_before(self, epoch: int) -> int:
-        """Returns the number of steps done when an epoch begins."""
+        """Returns the number of batches of the run before an epoch begins."""
         return self.step_of(epoch, 0)
 
     def has_short(self, epochs: int) -> bool:
         """Returns True if a batch of the first `epochs` epochs is short."""
-        # All epochs that begin in one stretch end with batches of the same size. Only the last of
-        # these epochs ends in a later stretch. So two epochs of each stretch are enough: the epoch
-        # at its start, and the next one.
+        # A stretch is a part of the run with one batch size. All epochs that begin in one stretch
+        # end with batches of the same size. Only the last of these epochs ends in a later stretch.
+        # So two epochs of each stretch are enough: the epoch at its start, and the next one.
         begun = {stretch.start.epoch + later for stretch in self._stretches for later in (0, 1)}
         steps = [self.steps_before(epoch + 1) for epoch in begun if epoch < epochs]
         last = [self.cut(step - 1) for step in steps if step > self.begin.step]
@@ -131,9 +131,9 @@ class _Stretch:
     """A part of a run in which the batch size stays the same.
 
     Attributes:
-        records: As for `Cuts`.
-        drop_remainder: As for `Cuts`.
-        start: Position at which the stretch begins.
+        records: Number of records in an epoch.
+        drop_remainder: True leaves out the short batch at the end of an epoch.
+        start: Position at which this part begins.
         size: Size of a full batch.
     """
 
@@ -155,7 +155,8 @@ class _Stretch:
 
     def cut(self, step: int) -> Cut:
         epoch, record, batch = self.start.epoch, self.start.record, step - self.start.step
-        if not 0 <= batch < self._first_epoch:  # below 0, too: a slice may count from the end
+        # A batch number may be negative, because a slice may count from the end.
+        if not 0 <= batch < self._first_epoch:
             later, batch = divmod(batch - self._first_epoch, self._each_epoch)
             epoch, record = epoch + 1 + later, 0
         record += batch * self.size

@@ -1,4 +1,4 @@
-"""Failed reads: they are tried again; a record that stays bad ends the run or is masked.
+"""Tries failed reads again. A record that stays unreadable ends the run or is masked.
 
 `FaultRules` are the user's rules. `Faults` applies them while a pipeline runs, and counts faults.
 """
@@ -30,32 +30,35 @@ from grain_shard.reading.transient import is_transient
 
 OnBadRecord = Literal["error", "mask"]
 
-# Each try follows a pause, three times as long as the one before, up to the longest. Half of a
-# pause is random, so that the hosts of a job do not all ask again at the same time.
+# Each further try follows a pause. A pause is three times as long as the last pause, up to the
+# longest one. Up to half of each pause is left out at random, so that the hosts of a job do not all
+# ask the source at the same time.
 _FIRST_PAUSE_S, _GROWTH, _LONGEST_PAUSE_S = 0.1, 3, 10.0
-# A share of bad records is taken of at least this many records: fewer say little about the rest.
+# If `max_bad_records` is a share, it is taken of at least this many records, even if fewer were
+# read. A few bad records at the beginning say little about the whole source.
 _SHARE_OF_AT_LEAST = 1000
-# The most bad records that are listed; further ones are only counted.
+# Number of bad records that are listed with their names. Later bad records are only counted.
 _MOST_LISTED = 1000
 _LOG_EVERY_S = 30
-# The interval, in seconds, at which a pause checks if it should end.
+# A pause checks at this interval, in seconds, if it should end.
 _SLICE_S = 0.05
 
 
 @dataclass(frozen=True)
 class Retries:
-    """The number of times that a source is asked again after a failed read.
+    """The number of further tries after a failed read, and the errors that are tried again.
 
     Example:
         >>> Retries(10, on=KeyError)
         Retries(times=10, on=(<class 'KeyError'>,))
 
     Attributes:
-        times: Number of further tries, with growing pauses: 0.1 s, 0.3 s, 0.9 s, up to 10 s.
-        on: Classes of exceptions that are tried again, besides the transient ones. Transient
-            exceptions are: `OSError`, except for files that do not exist or may not be read;
-            `TimeoutError`; and the errors of bucket libraries for a busy server. The classes named
-            here are also tried again if a ``.map`` raised them.
+        times: Number of further tries of a read. Before each try is a pause: at most 0.1 s, then
+            0.3 s, 0.9 s and so on, up to 10 s.
+        on: Classes of exceptions after which a read is tried again, in addition to transient
+            errors. Transient errors are `OSError` (except for files that do not exist or may not be
+            read), `TimeoutError`, and the errors of bucket libraries for a busy server. If a
+            ``.map`` raises a class that is named here, its record is tried again, too.
     """
 
     times: int = 4
@@ -75,14 +78,17 @@ class Retries:
 
 @dataclass(frozen=True)
 class FaultRules:
-    """The user's rules for failed reads; see `shard_to`.
+    """The user's rules for failed reads, from the arguments of `shard_to`.
 
     Attributes:
-        retries: Number of times that the source is asked again; a number, or `Retries`.
-        on_bad_record: "error"; or "mask" for a row of padding in place of an unreadable record.
-        max_bad_records: Most records that may be bad: a number, or a share of the records read.
-        is_read_once: True if each record is read on one host only. A record that one host can read
-            and another cannot must not be masked, because the hosts' rows would differ.
+        retries: Number of further tries of a failed read; a number, or `Retries`.
+        on_bad_record: "error" ends the run at an unreadable record. "mask" puts a row of padding in
+            its place.
+        max_bad_records: Most records that may be unreadable before the run ends: a number, or a
+            share of the records read.
+        is_read_once: True if each record is read on one host only. If several hosts read a record,
+            it is masked only for an error that every host gets. After any other error one host may
+            have the record and another one not, and their rows would differ.
     """
 
     retries: int | Retries = Retries()
@@ -105,16 +111,16 @@ class FaultRules:
 
     @property
     def times(self) -> int:
-        """Number of times that the source is asked again."""
+        """Number of further tries of a failed read."""
         return self.retries.times if isinstance(self.retries, Retries) else self.retries
 
     @property
     def masks(self) -> bool:
-        """True if unreadable records are left out."""
+        """True if a row of padding replaces an unreadable record."""
         return self.on_bad_record == "mask"
 
 
-# The rules for a batch that is read without a pipeline.
+# The rules if a dataset of batches is read directly, as by ``ds[0]``, and not by a training loop.
 FAIL_AT_ONCE = FaultRules(retries=0)
 
 
@@ -122,12 +128,12 @@ class BadRecord(NamedTuple):
     """A record that could not be read.
 
     Attributes:
-        record: Its index in the dataset above ``.batch``, or in a feed above ``.to_iter_dataset``.
-            Indices of a second epoch follow the first epoch's.
-        error: The reason.
-        feed: The record's feed; None without feeds.
-        origin: Its index in the source, and its file if the source gives one. None if the route
-            from the source to the record is unknown.
+        record: Index of the record in the dataset that is batched or, in a feed, in the dataset
+            before ``.to_iter_dataset``. Indices of the second epoch continue after the first.
+        error: The error, as text.
+        feed: Number of the record's feed; None in a pipeline without feeds.
+        origin: The record's index in the source, and its file if the source gives one. None if the
+            index in the source is unknown.
     """
 
     record: int
@@ -143,13 +149,13 @@ class BadRecord(NamedTuple):
 
 
 class FaultCounts(NamedTuple):
-    """Fault counts of one host.
+    """The counts of faults on one host.
 
     Attributes:
-        retries: Times that the source was asked again after an error.
-        bad_records: Records that were left out.
-        listed: The first of these records.
-        records: Records that were read, if bad ones may be left out; otherwise 0.
+        retries: Number of further tries after an error.
+        bad_records: Number of unreadable records that rows of padding replaced.
+        listed: The first 1,000 of the bad records.
+        records: Number of records that were read. It is 0 unless bad records may be masked.
     """
 
     retries: int = 0
@@ -158,7 +164,7 @@ class FaultCounts(NamedTuple):
     records: int = 0
 
     def after(self, before: FaultCounts) -> FaultCounts:
-        """Returns the sum of earlier counts and these."""
+        """Returns the sums of `before` and these counts."""
         return FaultCounts(
             retries=before.retries + self.retries,
             bad_records=before.bad_records + self.bad_records,
@@ -168,13 +174,15 @@ class FaultCounts(NamedTuple):
 
 
 class Faults(Recovery):
-    """Applies the rules while a pipeline runs, and counts faults. All its threads share it.
+    """Applies the user's rules for failed reads while a pipeline runs, and counts faults.
 
-    A copy sent to a worker process counts there, for the worker to report.
+    All threads of a pipeline share one object. A worker process gets a copy, which counts the
+    faults of that process. The worker sends its counts back to the main process.
 
     Args:
-        rules: The rules.
-        is_worker: True if another process receives the counts, and raises if they are too high.
+        rules: The user's rules.
+        is_worker: True in a worker process. Too many bad records are then no error there, because
+            the main process adds up the counts of all workers and raises the error.
     """
 
     def __init__(self, rules: FaultRules, *, is_worker: bool = False):
@@ -183,7 +191,7 @@ class Faults(Recovery):
         assert isinstance(rules.retries, Retries)
         self._retries: Retries = rules.retries
         self._counts = FaultCounts()
-        self._exhausted = 0  # records for which all tries were used up
+        self._exhausted = 0  # number of records that failed at every try
         self._is_stopped = False
         self._lock = threading.Lock()
 
@@ -192,26 +200,30 @@ class Faults(Recovery):
 
     def counts(self) -> FaultCounts:
         """Returns the counts so far."""
-        return self._counts  # without a lock: see interrupts
+        # Without a lock: the main thread may call this, and an interrupt could leave a lock taken.
+        return self._counts
 
     def taken(self) -> FaultCounts:
-        """Returns the counts since the last call."""
+        """Returns the counts since the last call, and sets them to 0."""
         with self._lock:
             counts, self._counts = self._counts, FaultCounts()
             return counts
 
     def count(self, more: FaultCounts) -> FaultCounts:
-        """Adds to the counts; returns the sums."""
+        """Adds `more` to the counts, and returns the sums."""
         with self._lock:
             self._counts = counts = more.after(self._counts)
             return counts
 
     def stop(self) -> None:
-        """Ends every pause and all further tries, from any thread at any point of its work."""
+        """Ends every pause between tries, and prevents further tries.
+
+        Any thread may call this at any point of its work.
+        """
         self._is_stopped = True
 
     def may_heal(self, error: Exception) -> bool:
-        """Returns whether the source is asked again after this error of the source."""
+        """Returns whether a read is tried again after the source raised this error."""
         return self._is_named(error) or is_transient(error)
 
     def _is_named(self, error: BaseException) -> bool:
@@ -243,10 +255,10 @@ class Faults(Recovery):
                     self._require_source(error)
             return Unreadable(error)
         finally:
-            del error  # its traceback refers to this frame
+            del error  # its traceback refers to this frame, which would stay in memory
 
     def _pause(self, tries: int, error: Exception) -> bool:
-        """Waits before another try; returns False if there is to be none."""
+        """Waits before a further try; returns False if `stop` was called, so that none follows."""
         if self._is_stopped:
             return False
         self._require_source(error)
@@ -258,28 +270,32 @@ class Faults(Recovery):
         )
         logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _GROWTH ** min(tries, 20))
-        # In slices and without a lock, since the garbage collector may call `stop` anywhere.
+        # The pause takes no lock, because the garbage collector may call `stop` in any thread, also
+        # in one that holds a lock. So it sleeps in short slices, and checks for `stop` after each.
         until = time.monotonic() + longest_s * random.uniform(0.5, 1.0)
         while not self._is_stopped and (left_s := until - time.monotonic()) > 0:
             time.sleep(min(left_s, _SLICE_S))
         return not self._is_stopped
 
     def may_leave_out(self, error: BaseException) -> bool:
-        """Returns whether a row of padding may take the place of a record with this error."""
+        """Returns whether a row of padding may replace a record that failed with this error."""
         if not self.masks or self._is_stopped:
             return False
         if isinstance(error, MemoryError | BadRecordsError) or not isinstance(error, Exception):
             return False
         if self._rules.is_read_once:
             return True
-        # One of several hosts that read the same rows may miss a file, or not reach a bucket.
+        # Several hosts read this record. An OSError, an ImportError or a transient error may come
+        # from this host alone, for example if it lacks a file. Another host may read the record.
         return not isinstance(error, OSError | ImportError) and not self.may_heal(error)
 
     def _require_source(self, error: Exception) -> None:
-        """Ends the run within a batch if the source is down, since each further record would pause.
+        """Raises an error if so many records failed at every try that the source seems to be down.
+
+        Without this error, there would be a pause before each try of each further record.
 
         Raises:
-            BadRecordsError: All tries were used up for too many records.
+            BadRecordsError: More records failed at every try than may be bad.
         """
         if self._exhausted > self._most():
             raise BadRecordsError(
@@ -290,7 +306,7 @@ class Faults(Recovery):
             ) from error
 
     def _most(self) -> float:
-        """Returns the most records that may be bad, among those read so far."""
+        """Returns how many of the records read so far may be bad."""
         most = self._rules.max_bad_records
         if isinstance(most, numbers.Integral):
             return float(most)
@@ -304,7 +320,13 @@ class Faults(Recovery):
         feed: int | None = None,
         origin: Origin | None = None,
     ) -> None:
-        """Counts a record that is left out.
+        """Counts and logs a bad record, which a row of padding replaces.
+
+        Args:
+            bad: The placeholder of the record, with its error.
+            record: Index of the record, as in `BadRecord`.
+            feed: Number of the record's feed; None in a pipeline without feeds.
+            origin: The record's place in the source; None if unknown.
 
         Raises:
             BadRecordsError: There are too many bad records.
@@ -312,7 +334,7 @@ class Faults(Recovery):
         self._leave_out(BadRecord(record, describe_error(bad.error), feed, origin), bad.error)
 
     def add(self, counts: FaultCounts) -> None:
-        """Adds the counts of a worker process.
+        """Adds the counts that a worker process sent.
 
         Raises:
             BadRecordsError: There are too many bad records now.
@@ -341,7 +363,7 @@ class Faults(Recovery):
             ) from error
 
     def advice(self, error: Exception) -> str:
-        """Returns the remedy: the argument that makes the source be asked again, or more often."""
+        """Returns a remedy: the argument ``retries=`` that has such a read tried more often."""
         name, times = type(error).__name__, self._retries.times
         if self.may_heal(error):
             return f"retries=Retries({2 * times or 4}, on={name}) has it tried more often"
@@ -350,5 +372,5 @@ class Faults(Recovery):
 
 
 def read_by_several(rules: FaultRules) -> FaultRules:
-    """Returns the rules for records that more than one host reads."""
+    """Returns a copy of the rules for records that more than one host reads."""
     return replace(rules, is_read_once=False)

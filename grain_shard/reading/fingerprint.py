@@ -1,9 +1,9 @@
-"""The facts that must not change between saving a state and restoring it, as a few digests.
+"""Fingerprints of pipelines: digests of facts that must be the same when a state is restored.
 
-The walk down a pipeline uses public facts of Grain: each node's text and length, and a source's
-paths or own fingerprint. Seeds and weights are not public; if they cannot be found, a change of
-them is not noticed. Neither is a change inside a function (only its name is compared) or inside the
-records.
+A fingerprint is made of the text and the length of each node of the pipeline, and of the paths or
+the own fingerprint of each source. Seeds and weights are private in Grain. If this version of Grain
+keeps them elsewhere, a change of them is not noticed. A change inside a function is not noticed,
+because only the name of the function is compared. For a change of records see `contents.py`.
 """
 
 from __future__ import annotations
@@ -23,31 +23,35 @@ from grain_shard.reading.cuts import Progress
 from grain_shard.sources.mix import MixedByRecord
 
 Fingerprint = dict[str, Any]
-WEIGHTS = "weights"  # the field with a mixture's weights: each set by its first record
+WEIGHTS = "weights"  # the field with a mixture's weights: (record, the weights from it on)
 
 HOW_TO_COUNT_RECORDS = (
     "Put what is done to a batch before .batch, where it is done to a record: no batch_fn, no .map"
     " after .batch, and slices of records."
 )
 
-# A function's place in its file and an object's address are removed: a comment above the function,
-# or another run, changes them without a change in meaning.
+# The place of a function in its file, and the address of an object. They are removed from texts: a
+# new comment above the function changes the place, and each run changes the address, although the
+# pipeline stays the same.
 _PLACE = re.compile(r" @ [^)]*| at 0x[0-9a-f]+")
 
 
 def records_fingerprint(
     records: grain.MapDataset, above: Sequence[grain.MapDataset], drop_remainder: bool
 ) -> Fingerprint:
-    """Returns the fingerprint of batched records, whatever the batch size: the same on every host.
+    """Returns the fingerprint of records that are batched.
+
+    It does not depend on the batch size, and is the same on every host.
 
     Args:
         records: The dataset that is batched.
-        above: The nodes above the batching.
+        above: The nodes that follow the batching, from the last one back.
         drop_remainder: True if records that do not fill a batch are left out.
 
     Returns:
-        Plain JSON with the number of records, a digest of the sources, a digest of the seeds and a
-        digest of the transformations.
+        Plain JSON with a digest of the sources, a digest of the seeds, a digest of the
+        transformations, and the number of records. A mixture has its weights in place of the number
+        of records.
     """
     mixture = _mixture_in_order(records, above)
     described = [(_text(node), nodes.parameters(node)) for node in above]
@@ -68,22 +72,28 @@ def records_fingerprint(
 def _mixture_in_order(
     records: grain.MapDataset, above: Sequence[grain.MapDataset]
 ) -> MixedByRecord | None:
-    """Returns the mixture, if its record i is record i of the batched dataset."""
+    """Returns the mixture whose record i is record i of the batched dataset; None if there is none.
+
+    Args:
+        records: The dataset that is batched.
+        above: The nodes that follow the batching.
+    """
     if any(map(nodes.chooses_batches, above)):
-        return None  # some batches were chosen, so their records do not follow from their number
+        return None  # the records of a batch do not follow from its number after a slice or shuffle
     while nodes.keeps_indices(records):
         (records,) = records.parents
     return records if isinstance(records, MixedByRecord) else None
 
 
 def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fingerprint:
-    """Returns the fingerprint of a state.
+    """Returns the fingerprint of a pipeline for a state at some position.
 
-    A mixture's weights are compared up to the records that were used, so later ones may change.
+    It has only those weights of a mixture that are in use before the position. So later weights may
+    change before the state is restored.
 
     Args:
         fingerprint: The fingerprint of the pipeline; a state's fingerprint is returned unchanged.
-        place: The position of the state. None, or a position in a later epoch, compares all
+        place: The position of the state. None, or a position in a later epoch, includes all
             weights.
     """
     weights = fingerprint.get(WEIGHTS)
@@ -95,10 +105,10 @@ def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fi
 
 
 def pipeline_digests(ds: grain.MapDataset | grain.IterDataset) -> dict[str, str]:
-    """Returns one digest each of a dataset's sources, seeds and transformations.
+    """Returns digests of a pipeline, by the names "source", "seeds" and "transforms".
 
-    A source is described by the names of its files and the number of its records; a Hugging Face
-    dataset by its own fingerprint, too.
+    The digest of a source is made of its text, its number of records and the names of its files. A
+    Hugging Face dataset adds its own fingerprint.
     """
     walked = list(nodes.walk(ds))
     return {
@@ -116,17 +126,18 @@ def check_fingerprint(
     keys: Sequence[str],
     optional: Sequence[str] = (),
 ) -> None:
-    """Refuses a state that another pipeline saved.
+    """Raises an error if another pipeline saved a state.
 
     Args:
         state: The state.
         current: The fingerprint of the pipeline that restores the state.
-        kind: Name of that pipeline, for messages.
-        keys: Keys of the state besides the fingerprint.
+        kind: Name of the restoring pipeline, for messages.
+        keys: Keys that the state must have besides the fingerprint.
         optional: Fields of the fingerprint that a state may lack.
 
     Raises:
-        StateError: A field of the fingerprint is missing or differs; the message names each.
+        StateError: The state is no dict, lacks a key, or has a field of the fingerprint that
+            differs. The message names the keys and fields.
     """
     if not isinstance(state, Mapping):
         raise StateError(

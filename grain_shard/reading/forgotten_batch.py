@@ -1,4 +1,4 @@
-"""Checks for a missing ``.batch``: without it a record's first dim would be taken for rows."""
+"""Detects a missing ``.batch``, without which the first dim of a record is taken for rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from grain_shard.trees import FlatBatch
 
 
 def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
-    """Refuses an element that must be a record, and warns of one that may be a record.
+    """Raises an error if an element is a record and no batch, and warns if it may be a record.
 
-    An element with a scalar beside arrays must be a record. Any other element of random access may
-    be a record or a batch.
+    An element with a scalar beside arrays is a record. Any other element of a random-access
+    pipeline may be a record or a batch.
 
-    A pipeline with a ``.batch`` is never refused. Neither is one that begins with a
-    `grain.IterDataset`, such as one from `from_iterable`: it may yield batches itself.
+    A pipeline with a ``.batch`` passes. A pipeline that begins with a `grain.IterDataset`, such as
+    one from `from_iterable`, passes, too, because that dataset may yield batches itself.
 
     Args:
         ds: The pipeline.

@@ -1,4 +1,4 @@
-"""`from_iterable`: the batches of any loader as a stream for Grain's nodes and the chain."""
+"""`from_iterable`: makes a Grain stream of the batches of any data loader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rows = Literal["global", "local"]
 def from_iterable(
     source: Iterable[Batch] | Callable[[], Iterable[Batch]], *, rows: Rows | None = None
 ) -> grain.IterDataset:
-    """Returns a stream of a loader's batches, for a ``.shard_to(mesh)`` to follow.
+    """Returns the batches of any data loader as a Grain stream, to end with ``.shard_to(mesh)``.
 
     The loader may be a `grain.DataLoader`, a PyTorch ``DataLoader``, ``as_numpy_iterator`` of
     tf.data, a list or a generator. The stream is padded, placed and prefetched like any other. On
@@ -41,21 +41,22 @@ def from_iterable(
         [10 11 12]
 
     Args:
-        source: An iterable of batches, which are trees of numpy arrays or of objects that numpy can
-            convert (PyTorch's tensors); or a function that returns such an iterable, such as a
-            generator function. Every pass asks a loader for a new iterator, and a function for a
-            new iterable. An iterator or generator is used as it is, so it allows one pass. Arrays
-            are copied, so their maker may fill them again.
-        rows: The rows that each of several hosts yields. "local": the rows of the host's own
+        source: An iterable of batches, or a function that returns one, such as a generator
+            function. A batch is a tree of numpy arrays, or of objects that numpy can convert, such
+            as PyTorch's tensors. Every pass asks an iterable for a new iterator, and calls a
+            function for a new iterable. An iterator or generator is used as it is. It allows one
+            pass only, unless it has ``get_state`` and ``set_state`` to go back to its beginning.
+            Arrays are copied, so the loader may reuse its buffers.
+        rows: The rows that the loader yields on each host. "local": the rows of the host's own
             devices, as from a loader with a sampler for each process. "global": the same whole
-            batches on every host. On one host both are the same, and None is enough.
+            batches on every host. If there is only one host, both are the same, and None is enough.
 
     Returns:
         A `grain.IterDataset`. Its iterators have a state if the source's iterators have
         ``get_state`` and ``set_state``, as the iterators of a `grain.DataLoader` do.
 
     Raises:
-        ShardingError: `rows` is something else, or the source is a Grain dataset.
+        ShardingError: `rows` has another value, or the source is a Grain dataset.
         TypeError: The source cannot be iterated over.
     """
     if rows not in ("global", "local", None):
@@ -78,16 +79,17 @@ def from_iterable(
 
 
 class IterableBatches(grain.IterDataset):
-    """The dataset that `from_iterable` makes.
+    """The stream that `from_iterable` returns.
 
     Args:
-        source: As for `from_iterable`.
-        rows: As for `from_iterable`.
+        source: An iterable of batches, or a function that returns one.
+        rows: The rows that each host yields: "local" for the rows of its own devices, "global" for
+            whole batches; None if the user did not say.
 
     Attributes:
-        has_begun: True once a pass over it has begun.
-        in_use: The lock that is held during each ``next``.
-        has_one_pass: True if an element that one iterator took is gone for the others.
+        has_begun: True once a batch was asked for.
+        in_use: A lock that is held while a batch is taken, or the source's state is read or set.
+        has_one_pass: True if the source is itself an iterator, which all passes share.
     """
 
     def __init__(self, source: Any, rows: Rows | None):
@@ -97,14 +99,15 @@ class IterableBatches(grain.IterDataset):
         self.in_use: threading.Lock = threading.Lock()
         self.has_one_pass: bool = isinstance(source, Iterator)
         self._can_go_back = self.has_one_pass and _is_stateful(source)
-        # An iterator that can go back to its beginning allows further passes.
+        # If the source can go back to its beginning, further passes are possible.
         self._beginning = copy.deepcopy(source.get_state()) if self._can_go_back else None
 
     def require_new_pass(self) -> None:
-        """Refuses another pass over an iterator that cannot go back.
+        """Raises an error if no further pass over the source is possible.
 
         Raises:
-            ShardingError: A pass over it has begun.
+            ShardingError: The source is an iterator that cannot go back to its beginning, and a
+                pass over it has begun.
         """
         if self.has_begun and self.has_one_pass and not self._can_go_back:
             raise ShardingError(
@@ -136,11 +139,11 @@ class _Batches(grain.DatasetIterator):
     """Adapts any iterator to the interface of Grain's iterators.
 
     Args:
-        iterator: The iterator.
+        iterator: The iterator to adapt.
         name: Name of the source in messages.
-        ds: The dataset, whose lock `in_use` is held during ``next``. If the iterator is the user's
-            own, two threads may call it: after ``set_state`` the old thread may still be inside
-            ``next`` when the new thread begins.
+        ds: The dataset. Its lock `in_use` is held during ``next``, ``get_state`` and ``set_state``,
+            because two threads may call an iterator of the user: after ``set_state``, the old
+            thread may still be inside ``next`` when a new thread begins.
         is_own: True if the iterator was made for this object, and no other object refers to it.
     """
 
@@ -149,12 +152,13 @@ class _Batches(grain.DatasetIterator):
         self._iterator: Any = iterator
         self._name, self._ds, self._in_use = name, ds, ds.in_use
         self._stateful = _is_stateful(iterator)
-        # A stateful iterator may be asked to go back after this, so its owner closes it.
+        # A user's iterator with a state is left open, because the user may set it back.
         self._to_close = hasattr(iterator, "close") and (is_own or not self._stateful)
 
     def __next__(self) -> Batch:
         self._ds.has_begun = True
-        with self._in_use:  # also for the copy: the next call may fill the arrays again
+        # The arrays are copied under the lock, because the next call may overwrite them.
+        with self._in_use:
             leaves, structure = leaves_of(next(self._iterator))
             return owned(structure.unflatten(map(_as_numpy, leaves)))
 
@@ -179,7 +183,7 @@ def _is_stateful(iterator: Any) -> bool:
 
 
 def _as_numpy(leaf: Any) -> Any:
-    """Returns another library's tensor as numpy, and all else unchanged."""
+    """Converts another library's tensor to a numpy array; returns any other leaf unchanged."""
     known = isinstance(leaf, np.ndarray | np.generic | jax.Array)
     return np.asarray(leaf) if hasattr(leaf, "__array__") and not known else leaf
 
@@ -190,16 +194,27 @@ def is_from_iterable(ds: Any) -> bool:
 
 
 def said_rows(ds: grain.MapDataset | grain.IterDataset) -> Rows | None:
-    """Returns the rows that all sources of a pipeline declare; None unless all agree."""
+    """Returns the ``rows=`` of the `from_iterable` sources of a pipeline.
+
+    Returns:
+        "global" or "local"; None unless every source is from `from_iterable` and has the same rows.
+    """
     said = {source.rows if is_from_iterable(source) else None for source in nodes.sources(ds)}
     return said.pop() if len(said) == 1 else None
 
 
 def agreed_rows(ds: grain.MapDataset | grain.IterDataset, rows: Rows | None) -> Rows | None:
-    """Returns the rows that a pipeline yields on each host, by its sources or the user's argument.
+    """Returns the rows that a pipeline yields on each host, which its sources or the user declare.
+
+    Args:
+        ds: The pipeline.
+        rows: The argument ``rows=`` of ``.shard_to``; None if it was left out.
+
+    Returns:
+        "global" for whole batches, "local" for the rows of the host's devices; None if undeclared.
 
     Raises:
-        ShardingError: Sources and argument contradict each other.
+        ShardingError: A source and the argument contradict each other.
     """
     said = said_rows(ds)
     if said is not None and rows not in (None, said):
@@ -211,10 +226,11 @@ def agreed_rows(ds: grain.MapDataset | grain.IterDataset, rows: Rows | None) -> 
 
 
 def require_new_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
-    """Refuses a new pass over a pipeline whose sources allow only one, if that has begun.
+    """Raises an error if no further pass over a pipeline is possible.
 
     Raises:
-        ShardingError: A source is used up.
+        ShardingError: A source is an iterator that cannot go back to its beginning, and a pass over
+            it has begun.
     """
     for source in nodes.sources(ds):
         if is_from_iterable(source):
@@ -222,10 +238,10 @@ def require_new_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
 
 
 def require_another_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
-    """Refuses to read a batch before the loop does if the loop could then not read it again.
+    """Raises an error if a batch that is read before the loop begins would be lost for the loop.
 
     Raises:
-        ShardingError: A source of the pipeline allows only one pass.
+        ShardingError: A source of the pipeline is itself an iterator, which all passes share.
     """
     for source in nodes.sources(ds):
         if is_from_iterable(source) and source.has_one_pass:

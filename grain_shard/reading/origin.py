@@ -1,6 +1,6 @@
-"""The origin of a record: its index in the source, and the file that holds it, if that is known.
+"""Finds the origin of a record: its index in the source and, if it is known, its file.
 
-It is searched only after a record has failed.
+The origin is searched only after a record has failed, to name the record in messages.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Origin(NamedTuple):
     """The place of a record in a source.
 
     Attributes:
-        record: Its index in the source.
-        source: The class of the source.
-        path: The record's file; None if the source has no ``where(index)`` that gives it.
-        position: The record's position in the file; None as for `path`.
+        record: Index of the record in the source.
+        source: Name of the source's class.
+        path: File of the record; None if the source has no method ``where(index)`` that gives it.
+        position: Position of the record in the file; None if `path` is None.
     """
 
     record: int
@@ -35,8 +35,9 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, records: grain.MapDataset, record: int) -> Origin | None:
-        """Finds the origin of a dataset's record; None if the route to its source is unknown."""
-        with contextlib.suppress(Exception):  # it explains another error, and must not replace it
+        """Returns the origin of a dataset's record; None if its index in the source is unknown."""
+        # An error in this search must not replace the error that the origin explains.
+        with contextlib.suppress(Exception):
             found = source_of(records, record)
             if found is not None:
                 source, index = found
@@ -45,7 +46,10 @@ class Origin(NamedTuple):
 
 
 def _place(source: Any, index: int) -> tuple[str | None, int | None]:
-    """Returns the file and the position in it, as `ArrayRecordSource.where` gives them."""
+    """Returns the file of a record and the position in it; (None, None) if they are unknown.
+
+    The source gives them by a method ``where``, like `ArrayRecordSource.where`.
+    """
     with contextlib.suppress(Exception):  # another library's `where` may be anything
         path, position = source.where(index)
         if isinstance(path, str | os.PathLike) and isinstance(position, int):
@@ -54,7 +58,12 @@ def _place(source: Any, index: int) -> tuple[str | None, int | None]:
 
 
 def record_name(record: int, where: str, origin: Origin | None) -> str:
-    """Names a record in a message, from its source on if that is known.
+    """Returns a name of a record for messages; it begins with the origin if that is known.
+
+    Args:
+        record: Index of the record in a dataset.
+        where: Name of that dataset.
+        origin: The record's place in the source; None if unknown.
 
     Example:
         >>> record_name(441, "feed 2", Origin(17, "ArrayRecordSource", "train-1", 3))

@@ -1,4 +1,4 @@
-"""Padding: the number of rows, their values (zeros or the user's), and the mask of real rows."""
+"""Padding of batches: the padded number of rows, the pad values, and the mask of real rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from grain_shard.trees import (
 )
 
 Remainder = Literal["pad", "drop", "error"]
-# The end of a remedy.
+# The end of a remedy that offers to leave out the mask.
 _NO_MASK = (
     'mask_key=None with remainder="drop": without a mask, means include the zeros of padding.'
 )
@@ -36,7 +36,7 @@ _NO_MASK = (
 
 @dataclass(frozen=True)
 class Padding:
-    """The padding of batches.
+    """The rules by which batches are padded.
 
     Example:
         >>> padding = Padding(4, pad_value={"tokens": -1})
@@ -44,12 +44,13 @@ class Padding:
         (8, {'tokens': array([-1, -1]), 'x': array([0., 0.])})
 
     Attributes:
-        divisor: The padded number of rows is a multiple of this.
-        remainder: "pad" pads a short batch, "drop" drops it, "error" refuses it.
+        divisor: The padded number of rows is a multiple of this number.
+        remainder: "pad" pads a short batch, "drop" drops it, "error" raises an error for it.
         mask_key: The key of the mask in a batch; None for no mask.
         global_batch_size: Rows of a full batch before padding; None for the dataset's own size.
-        pad_value: A number for all leaves, or a tree prefix of numbers. Leaves outside the prefix
-            are padded with 0. Text is padded with "", and masks with False.
+        pad_value: The value of padding: a number for all leaves, or a tree prefix with numbers for
+            some leaves. Any other leaf is padded with 0. Text is padded with "", and the mask with
+            False.
     """
 
     divisor: int
@@ -72,18 +73,25 @@ class Padding:
                 )
 
     def size(self, global_batch_size: int) -> int:
-        """Returns the rows of a full batch, including its padding."""
+        """Returns the number of rows of a full batch, including padding.
+
+        Args:
+            global_batch_size: The batch size of the dataset. Unused if the attribute of this name
+                is given.
+        """
         return round_up(self.global_batch_size or global_batch_size, self.divisor)
 
     def values(self, tree: Any) -> list[np.ndarray]:
-        """Returns the pad value of each leaf of a tree of arrays, as a scalar of the leaf's dtype.
+        """Returns the pad value of each leaf of a tree of arrays, as a 0-d array of its dtype.
+
+        The values are in the order of the leaves.
 
         Raises:
             ShardingError: A leaf cannot hold its value, or the tree lacks a leaf of `pad_value`.
         """
         pairs = jax.tree_util.tree_flatten_with_path(self.pad_value)[0]
         given, found, used = {path_of(keys): value for keys, value in pairs}, [], set()
-        # A None of the tree has no leaf to pad, and a value may be given for it.
+        # A None in the tree is no leaf and is not padded, but `pad_value` may have a value for it.
         for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]:
             nodes = (path_of(keys[:depth]) for depth in range(len(keys) + 1))
             node = next((path for path in nodes if path in given), None)
@@ -107,22 +115,23 @@ class Padding:
         return found
 
     def made(self) -> None:
-        """Warns, where rows of padding are made, if no mask will mark them."""
+        """Warns if no mask will mark rows of padding. Called whenever such rows are made."""
         if self.mask_key is None:
             warnings.warn(
                 "a batch has rows of padding and no mask, so a mean over the batch includes them:"
                 ' zeros, or pad_value. Pass remainder="drop"; or leave out mask_key=None, which'
                 " needs records that are dicts, and divide by the sum of the mask.",
-                stacklevel=1,  # so that it is shown once
+                stacklevel=1,  # always this line, so that Python shows the warning once
             )
 
     def _is_mask(self, keys: Any) -> bool:
         return len(keys) == 1 and getattr(keys[0], "key", None) == self.mask_key
 
     def like(self, tree: Any) -> Any:
-        """Returns a batch of padding with the shapes and dtypes of another batch.
+        """Returns a batch whose rows are all padding, with the shapes and dtypes of another batch.
 
-        Scalars are unchanged: they belong to the whole batch, and are the same on every host.
+        Scalars are copied from that batch, because they belong to the whole batch and are the same
+        on every host.
         """
         self.made()
         leaves, structure = jax.tree.flatten(tree)
@@ -134,10 +143,10 @@ class Padding:
         )
 
     def are_all_of(self, batch: FlatBatch) -> bool:
-        """Returns True if every row of a batch is padding."""
+        """Returns True if every row of a batch has only pad values."""
         values = self.values(batch.structure.unflatten(batch.arrays))
         return all(
-            # NaN is not equal to itself.
+            # A NaN is not equal to itself. By that, NaNs in the batch and as pad value are found.
             np.all((array == value) | ((array != array) & (value != value)))
             for array, value in zip(batch.arrays, values, strict=True)
             if array.ndim
@@ -164,9 +173,10 @@ def _as_dtype(value: Any, array: np.ndarray, keys: Sequence[Any]) -> np.ndarray:
     )
 
 
-@functools.lru_cache(maxsize=256, typed=True)  # 1.0 is 1+0j, but not for a dtype
+# Typed, because 1.0 and 1+0j are equal, but no float dtype holds a complex number.
+@functools.lru_cache(maxsize=256, typed=True)
 def _fits(value: Any, dtype: np.dtype) -> bool:
-    """Returns True if a dtype holds a value exactly, or the dtype is a float that rounds it."""
+    """Returns True if a dtype can hold a value. A float or complex dtype may round the value."""
     if np.iscomplexobj(value) and dtype.kind != "c":
         return False
     try:
@@ -176,7 +186,8 @@ def _fits(value: Any, dtype: np.dtype) -> bool:
         return False
     if held == value or (held != held and value != value):
         return True
-    # Floats beyond the largest become inf, NaN or, in four and six bits, the largest.
+    # A value beyond the largest float of the dtype becomes inf or NaN. In a float of four or six
+    # bits it becomes the largest float, so the value itself is compared as well.
     return (
         jnp.issubdtype(dtype, np.inexact)
         and np.isfinite(held)
@@ -185,22 +196,24 @@ def _fits(value: Any, dtype: np.dtype) -> bool:
 
 
 def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int] = ()) -> Batch:
-    """Returns the batch with rows of padding added up to `size`, and the mask.
+    """Returns a batch padded to `size` rows, with a mask if the rules have a key for it.
 
     Args:
         batch: A tree of arrays ``[m, ...]``, m <= size; scalars are unchanged.
-        size: Rows to pad to.
-        padding: Values of these rows, and the key of the mask, ``bool[size]``.
-        bad_rows: Rows of the batch to overwrite with padding, in place.
+        size: Number of rows to pad to.
+        padding: The rules: values of padding, and the key of the mask. The mask is ``bool[size]``,
+            False in rows of padding.
+        bad_rows: Row numbers of the batch to overwrite with padding, in place.
 
     Raises:
-        ShardingError: A mask is requested and the batch is not a mapping, or has that key already;
-            a leaf cannot hold its pad value; or a leaf of `pad_value` does not exist.
+        ShardingError: A mask is wanted, and the batch is not a mapping with string keys or has the
+            mask's key already; a leaf cannot hold its pad value; or `pad_value` names a leaf that
+            the batch does not have.
     """
     flat, mask_key, bad = FlatBatch.of(batch), padding.mask_key, list(bad_rows)
     arrays, missing = flat.arrays, size - flat.rows
-    # Another value is looked at even if no row is missing, so that the first batch raises an error;
-    # 0 fits every leaf.
+    # The default 0 fits every leaf. Any other pad value is checked even if no row is missing, so
+    # that a wrong value raises an error at the first batch.
     is_zero = type(padding.pad_value) is int and padding.pad_value == 0
     if missing or bad or not is_zero:
         values = padding.values(flat.structure.unflatten(arrays))

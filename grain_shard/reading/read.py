@@ -1,4 +1,4 @@
-"""One read of records, from one batch, several batches, or a feed, with a time limit."""
+"""`Read`: a task of a thread, which reads some records for batches or for a feed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ from grain_shard.reading.faults import Faults
 from grain_shard.spans import READ, span
 from grain_shard.tasks import Raised, Task
 
-# Records that are read one by one are grouped into reads of about this many seconds. Shorter reads
-# would cost too much, since each costs some microseconds; longer ones would keep slow records from
-# being read side by side. After twice this time, a read leaves its remaining records to others.
+# If records are read one by one, a `Read` takes as many records as it can read in about this many
+# seconds. Shorter reads would cost too much, because each read costs some microseconds. In a longer
+# read, slow records would wait for each other, although other threads could read them. After twice
+# this time, a read leaves its unread records to later reads.
 _READ_S = 4e-3
 
 
 def records_in_time(seconds_per_record: float | None) -> int:
-    """Returns the number of records for one read, if they are read one by one."""
+    """Returns the number of records for one `Read`, if records are read one by one.
+
+    Args:
+        seconds_per_record: The time that one record takes; None if unknown.
+
+    Returns:
+        At least 1; 1 if the time is unknown.
+    """
     return max(1, int(_READ_S / max(seconds_per_record, 1e-9))) if seconds_per_record else 1
 
 
 class Sink(Protocol):
-    """The receiver of records that were read: a `BatchBuilder`, or the line of a feed.
+    """The consumer of records that a `Read` has read: a `BatchBuilder`, or the stream of a feed.
 
     Attributes:
-        number: Its position among other sinks; earlier ones are needed first.
+        number: Place among all sinks. The records of a sink with a lower number are needed sooner.
         faults: The rules for failed reads.
     """
 
@@ -35,24 +43,49 @@ class Sink(Protocol):
     faults: Faults
 
     def way(self, start: int, stop: int) -> Route:
-        """Returns the route to the records from `start` up to `stop`."""
+        """Returns the `Route` that reads the sink's records from `start` up to `stop`."""
         ...
 
     def write(self, elements: Elements, start: int, until: float) -> int:
-        """Writes elements that were read; returns the number written in time."""
+        """Applies the user's functions to elements, and keeps the results.
+
+        Args:
+            elements: The elements that were read.
+            start: Position of the first element among the sink's records.
+            until: The time, by `time.perf_counter`, after which no further element is kept.
+
+        Returns:
+            The number of elements that were kept, at least one.
+        """
         ...
 
     def wrote(self, count: int) -> Iterable[tuple[int, Any]]:
-        """Counts written elements; after the last one, returns the result, if there is one."""
+        """Counts `count` elements as written.
+
+        Returns:
+            The number and value of each result that these elements complete: one finished batch, or
+            none.
+        """
         ...
 
     def failed(self, start: int, error: Raised) -> Iterable[tuple[int, Raised]]:
-        """Returns the error of a record in place of the result, if there is one."""
+        """Passes on the error of the record at `start`.
+
+        Returns:
+            The number of the batch and the error; nothing for a feed, which keeps the error itself.
+        """
         ...
 
 
 class Part(NamedTuple):
-    """Some records of a sink, and their elements once they were read."""
+    """A range of the records of one sink.
+
+    Attributes:
+        sink: The batch or feed that needs the records.
+        start: Position of the first record.
+        stop: Position after the last record.
+        elements: The elements of the records, if they were read already; None otherwise.
+    """
 
     sink: Sink
     start: int
@@ -60,7 +93,10 @@ class Part(NamedTuple):
     elements: Elements | None = None
 
     def cut(self, count: int) -> tuple[Part, list[Part]]:
-        """Returns the first `count` records, and a list with the rest, which may be empty."""
+        """Splits the range: returns its first `count` records, and a list with the remaining range.
+
+        The list is empty if no record remains.
+        """
         middle, elements = self.start + count, self.elements
         if middle >= self.stop:
             return self, []
@@ -72,18 +108,18 @@ class Part(NamedTuple):
 
 
 class Read(Task[Any]):
-    """One read, as a task of a thread.
+    """The task of reading some records, which one thread runs.
 
     Args:
-        parts: The records to read, all from one pipeline.
+        parts: Ranges of records to read, all from one pipeline.
         reads_many: True if the source reads many records in one call.
-        begins: Results that this read is the first to work on.
+        begins: Number of batches that this read is the first to work on.
 
     Attributes:
-        sink: The sink of the first part.
-        is_new: True if no part was read before, by a read that left it.
-        left: After the run, the parts that are left to other reads.
-        seconds: After the run, its wall-clock time.
+        sink: The sink of the first range.
+        is_new: True if no earlier read has read elements of these ranges and then left them.
+        left: After the run, the ranges that are left to later reads.
+        seconds: After the run, its wall-clock time in seconds.
     """
 
     def __init__(self, parts: Sequence[Part], reads_many: bool, begins: int = 0):
@@ -100,7 +136,8 @@ class Read(Task[Any]):
         until = began + 2 * _READ_S
         parts, self._parts = self._parts, []
         if len(parts) > 1 and self._reads_many:
-            # If the call fails, each part is read alone, so that only the bad batch gets the error.
+            # If the call for all parts fails, each part is read alone below. So only the batch with
+            # the bad record gets the error.
             with contextlib.suppress(BaseException):
                 read = _read(parts, until)
                 parts = [p._replace(elements=e or None) for p, e in zip(parts, read, strict=True)]
@@ -113,9 +150,12 @@ class Read(Task[Any]):
         self.seconds = time.perf_counter() - began
 
     def _written(self, part: Part, until: float) -> int:
-        """Reads and writes a part until the time is over; returns the number of records written."""
+        """Reads and writes records of a part until a time; returns the number of records written.
+
+        The other records of the part are added to `left`.
+        """
         if part.start == part.stop:
-            return 0  # the batch is all padding
+            return 0  # every row of the batch is padding
         if self.size and time.perf_counter() > until:
             self.left.append(part)
             return 0
@@ -131,7 +171,10 @@ class Read(Task[Any]):
 
 
 def _read(parts: Sequence[Part], until: float) -> list[Elements]:
-    """Reads the elements of each part, in one call if the source can."""
+    """Returns the elements of each part, read in one call if the source can.
+
+    If the time is over, elements at the end are missing.
+    """
     with span(READ):
         ways = [sink.way(start, stop) for sink, start, stop, _ in parts]
         return read_together(ways, until, parts[0].sink.faults)

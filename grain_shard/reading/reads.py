@@ -1,9 +1,9 @@
-"""Batches made by concurrent reads, each of which takes the next few records.
+"""`Reads`: divides the records of a pipeline's batches into reads, which threads run side by side.
 
-The records of all batches form one sequence: this host's records of batch 0, then of batch 1, and
-so on. A read takes the next ones, even across the end of a batch, and writes them to their batches.
-A batch is complete when none of its records is missing. So the first batch is ready after a few
-reads' time, and a slow record delays no other record.
+The records of all batches form one sequence: this host's records of batch 0, then its records of
+batch 1, and so on. Each read takes the next few records, even across the end of a batch, and writes
+them to their batches. A batch is complete when none of its records is missing. All threads take the
+earliest records first, so the first batch is ready soon. A slow record delays no other thread.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from grain_shard.reading.read import Part, Read, records_in_time
 from grain_shard.tasks import Raised, Tasks
 from grain_shard.trees import Batch
 
-# With array_record, 256 records in a call cost 25 us each, 1024 cost 12, 2048 cost 10.
+# The most records in one call of a source. With array_record, a record costs 25 us in a call for
+# 256 records, 12 us in a call for 1024, and 10 us in a call for 2048. So larger calls gain little.
 _RECORDS_PER_CALL = 1024
-# Routes are computed for several batches at once, because a shuffle of 4096 indices takes 0.25 ms
-# and one of 256 takes 0.14 ms. Routes are computed for one batch first, then for more and more.
+# The indices of several batches are computed together, up to this many records: a shuffle of 4096
+# indices takes 0.25 ms, and a shuffle of 256 indices takes 0.14 ms. For a fast start, the
+# first batch is computed alone. Then more and more batches are computed at once.
 _RECORDS_AHEAD = 4096
 
 
 class Reads(Tasks[tuple[Batch, Any]]):
-    """The reads of some batches; results are batches, each with the position after it.
+    """The tasks that read an iterator's batches. A result is a batch and the position after it.
 
     Args:
-        batching: The batches.
+        batching: Describes the batches of the pipeline.
         indices: The numbers of the batches to read.
-        buffer_size: Most batches that wait or are unfinished.
-        pace: The number of concurrent reads, and the time that one record takes.
-        position_after: Maps the index of a batch to the position after it.
+        buffer_size: Largest number of batches that wait for the loop or are unfinished.
+        pace: Decides the number of concurrent reads, and measures the time that one record takes.
+        position_after: Returns the iterator's position after the batch with a given number.
         faults: The rules for failed reads.
-        contents: The contents to read beside the first batch.
+        contents: Two records of the source to read and digest beside the first batch.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
         self._batches_in_a_call = 1  # starts at 1 for a fast first batch, then doubles
         self._lock = threading.Lock()
         self._left: list[Part] = []  # parts that a read left to the next reads
-        self._under_way = 0  # number of reads
+        self._under_way = 0  # number of reads that were drawn and are not done
 
     @property
     def room_wanted(self) -> int:
@@ -70,12 +72,13 @@ class Reads(Tasks[tuple[Batch, Any]]):
             return 0
         batches_left = self._sequence.batches_left
         if not batches_left:
-            # This is the end, unless a read under way leaves records to other reads.
+            # No record is left, unless a read under way leaves records to another read.
             return self._buffer_size + 1 if self._under_way else 0
         if not self._reads_many:
             return 1
-        # A large call is worth a wait until three quarters of the buffer are free for it. The other
-        # batches, and those on the devices, feed the training loop during the call.
+        # A call for many records costs less for each record. So the next call waits until there is
+        # room for it, up to three quarters of the buffer. During the call, the loop trains on the
+        # other batches of the buffer and on the batches on the devices.
         batches = self._records_at_a_time() // self._batch_size
         return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
@@ -114,7 +117,14 @@ class Reads(Tasks[tuple[Batch, Any]]):
         self._faults.stop()
 
     def _draw_left(self) -> list[Part]:
-        """Draws an equal share of the earliest records that other reads have left."""
+        """Takes a share of the earliest records that a read has left unread.
+
+        The records are divided equally among the threads, so that slow records are read side by
+        side.
+
+        Returns:
+            One range of records; an empty list if no read has left any.
+        """
         if not self._left:
             return []
         part = min(self._left, key=lambda part: (part.sink.number, part.start))
@@ -125,12 +135,13 @@ class Reads(Tasks[tuple[Batch, Any]]):
         return [drawn]
 
     def _records_at_a_time(self) -> int:
-        """Returns the number of records for the next read."""
+        """Returns the number of records that the next read takes."""
         if not self._reads_many:
             return min(
                 records_in_time(self._pace.seconds_per_record), self._sequence.most_at_a_time
             )
-        # A call takes about as long for many records as for few, so each thread gets an equal part.
+        # A call takes about as long for many records as for few. So the records for which the
+        # buffer has room are divided equally among the threads.
         threads = self._pace.threads
         if threads > self._buffer_size:
             part = -(-self._batch_size * self._buffer_size // threads)
@@ -140,18 +151,20 @@ class Reads(Tasks[tuple[Batch, Any]]):
 
 
 class _Sequence:
-    """The records of some batches, one batch after the other.
+    """The records of an iterator's batches as one sequence, from which reads take the next ones.
 
     Args:
-        batching: As for `Reads`.
-        indices: As for `Reads`.
-        position_after: As for `Reads`.
-        faults: As for `Reads`.
+        batching: Describes the batches of the pipeline.
+        indices: The numbers of the batches.
+        position_after: Returns the iterator's position after the batch with a given number.
+        faults: The rules for failed reads.
 
     Attributes:
-        begun: Batches from which records were taken.
-        failure: An error in finding the records of the next batch. It is raised only after all
-            earlier records are taken, because they belong to earlier batches.
+        begun: Number of batches from which records were taken.
+        most_at_a_time: Largest number of records of a read, if records are read one by one. It
+            follows from the size of a row of the last begun batch.
+        failure: The error that was raised when the next batch was begun; None if there is none. It
+            is raised to the user only after all earlier batches.
     """
 
     def __init__(
@@ -163,15 +176,15 @@ class _Sequence:
     ):
         self._batching, self._indices, self._faults = batching, indices, faults
         self._position_after = position_after
-        self._ahead: deque[BatchBuilder] = deque()  # the next batches, with their routes
+        self._ahead: deque[BatchBuilder] = deque()  # builders of the next batches
         self.begun = 0
-        self._next: Part | None = None  # the rest of the last batch begun
-        self.most_at_a_time = 1  # `most_at_a_time` of the last batch begun
+        self._next: Part | None = None  # the untaken records of the last begun batch
+        self.most_at_a_time = 1
         self.failure: BaseException | None = None
         self._has_ended = False
 
     def end(self) -> None:
-        """Stops the sequence, even inside the batch last begun."""
+        """Ends the sequence, even if the last begun batch has untaken records."""
         self._has_ended = True
 
     @property
@@ -181,12 +194,20 @@ class _Sequence:
 
     @property
     def batches_left(self) -> int:
-        """Batches that can still be begun."""
+        """Number of batches that can still be begun."""
         is_over = self._has_ended or self.failure is not None
         return 0 if is_over else len(self._indices) - self.begun
 
     def take(self, most: int, room: int) -> list[Part]:
-        """Takes the next records, which begin at most `room` batches."""
+        """Takes the next records.
+
+        Args:
+            most: Largest number of records to take.
+            room: Largest number of batches to begin.
+
+        Returns:
+            A list of ranges, one for each batch; empty if no record can be taken.
+        """
         parts: list[Part] = []
         begins = 0
         while most > 0 and not self._has_ended and self.failure is None:
@@ -215,7 +236,7 @@ class _Sequence:
         return Part(builder, 0, builder.size)
 
     def _found(self) -> list[BatchBuilder]:
-        """Returns the next few batches; if an error prevents that, tries the next one alone."""
+        """Returns builders of the next few batches; of one alone if several raise an error."""
         most = _RECORDS_AHEAD // max(1, self._batching.records_per_batch)
         count = max(1, min(most, self.begun))
         indices = self._indices[self.begun :][:count]

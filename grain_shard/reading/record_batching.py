@@ -1,4 +1,4 @@
-"""`RecordBatching`: batches whose rows depend on one record each, so each row is read alone."""
+"""`RecordBatching`: batches in which each row depends on one record, so it can be read alone."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from grain_shard.reading.stack import RowTemplate
 
 @dataclass(frozen=True, kw_only=True)
 class RecordBatching(Batching):
-    """Records, batched by Grain's ``.batch`` or by a `BatchSchedule`.
+    """Batches that Grain's ``.batch`` or a `BatchSchedule` makes of records.
 
     Attributes:
         template: The records that are batched, and the structure of their rows.
-        node: The known facts of ``.batch`` and the nodes that follow it; None for other batching.
-        sliced: The cuts of the records into the batches of which a slice chose some; None without a
-            slice. A chosen batch can then not begin at any other record.
+        node: Facts about Grain's ``.batch`` and the nodes that follow it; None for a
+            `BatchSchedule`.
+        sliced: The cuts of the records into batches, if a slice or a shuffle of batches follows;
+            None otherwise. Batches that were sliced or shuffled cannot begin at other records.
     """
 
     template: RowTemplate
@@ -37,11 +38,11 @@ class RecordBatching(Batching):
 
     @classmethod
     def of(cls, node: nodes.BatchNode, num_batches: int) -> RecordBatching:
-        """Returns the batches of Grain's ``.batch`` and of the nodes that follow it.
+        """Returns the batches that Grain's ``.batch`` and the nodes after it make.
 
         Args:
-            node: The known facts of these nodes.
-            num_batches: The number of batches of the whole dataset.
+            node: Facts about these nodes.
+            num_batches: Number of batches after the last of these nodes.
         """
         template = RowTemplate(node.records)
         cuts = Cuts(len(node.records), {0: node.global_batch_size}, node.drop_remainder)
@@ -59,7 +60,7 @@ class RecordBatching(Batching):
 
     @property
     def by_record(self) -> Cuts:
-        """Cuts of the records; with a slice, cuts of the records below it."""
+        """The cuts of the records into batches, before any slice or shuffle of the batches."""
         return self.sliced or self.cuts
 
     @property
@@ -67,7 +68,11 @@ class RecordBatching(Batching):
         return self.by_record.sizes
 
     def cut(self, index: int) -> Cut:
-        """Returns the records of a batch, in the records' own epochs."""
+        """Returns the records of a batch.
+
+        The epoch in the result is an epoch of the records. A ``.repeat`` of the batches may read
+        the same epoch of the records several times.
+        """
         if self.node is None:
             return self.cuts.cut(index)
         if self.sliced is not None:
@@ -112,7 +117,7 @@ class RecordBatching(Batching):
         ]
 
     def _records_of(self, cut: Cut) -> np.ndarray:
-        """Returns the existing records of the rows to keep, in their order: int64[n]."""
+        """Returns int64[n], the indices of the records of the rows to keep, without padding."""
         epoch, record, existing, size = cut
         start, rows = epoch * self.by_record.records + record, self.rows_of(size)
         return start + (np.arange(existing) if rows is None else rows[rows < existing])

@@ -1,4 +1,4 @@
-"""Records that Grain reads for a stream, with further tries after an error that may pass."""
+"""`RetriedRecords`: the records of a stream, read again after an error that may pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grain_shard.tasks import Raised
 
 
 class RetriedRecords(grain.MapDataset):
-    """The parent's elements, read again after an error that may pass.
+    """The elements of the parent. A read that fails is tried again, if the rules say so.
 
     Args:
-        parent: The records.
+        parent: The dataset of records.
         faults: The rules for failed reads.
     """
 
@@ -38,14 +38,15 @@ class RetriedRecords(grain.MapDataset):
         try:
             return self._records[index]
         except Exception as error:
-            if isinstance(error, StopIteration):  # which would pass for the end of the stream
+            if isinstance(error, StopIteration):  # it would end the stream without an error
                 origin = Origin.of(self._records, index)
                 name = record_name(index, "the dataset above .to_iter_dataset", origin)
                 error.add_note(f"grain_shard: while evaluating {name}")
                 Raised.of(error).throw()
             if not self._faults.reads_again(error):
                 raise
-        # Step by step, because the rules differ for errors of functions and of the source.
+        # The source is read before the functions are applied, because the rules for an error of the
+        # source differ from the rules for an error of a function.
         way = route(self._records, np.array([index]))
         (element,) = way.finish(way.read(NEVER, self._faults), NEVER, self._faults)
         if type(element) is Unreadable:

@@ -25,11 +25,11 @@ def batching_of(ds: grain.MapDataset) -> Batching:
 
 
 class RowMapDataset(grain.MapDataset):
-    """Batches by index.
+    """A `grain.MapDataset` whose elements are the host batches of a `Batching`.
 
     Args:
-        parent: The dataset below.
-        batching: The batches.
+        parent: The dataset to which the stage was applied.
+        batching: Describes the batches, and reads them.
         made_by: The stage that made this dataset, for ``str``.
     """
 
@@ -56,14 +56,14 @@ class RowMapDataset(grain.MapDataset):
 
     @property
     def makes_batches(self) -> bool:
-        """True if it batches records, and does not regroup the batches below it."""
+        """True if this dataset batches records; False if its parent has batches already."""
         return self.batching.reads_rows_alone
 
     def whole(self) -> RowMapDataset:
-        """Returns a dataset of whole batches.
+        """Returns a dataset of whole batches, of which rows can be chosen.
 
-        If rows were chosen already, the chosen rows of a batch count as a whole batch, and none of
-        them can be read alone.
+        If rows were chosen already, the chosen rows of a batch count as a whole batch. They are
+        then read together, even if only some of them are needed.
         """
         if self.batching.rows is None:
             return self
@@ -72,7 +72,15 @@ class RowMapDataset(grain.MapDataset):
     def repeat(
         self, num_epochs: int | None = None, *, reseed_each_epoch: bool = True
     ) -> grain.MapDataset:
-        """Repeats like any `grain.MapDataset`; if sizes change, the epochs' batches differ."""
+        """Repeats the batches, as `grain.MapDataset.repeat` does.
+
+        If batch sizes change by step, steps are counted across epochs, so the batches of two epochs
+        differ.
+
+        Raises:
+            ShardingError: Batch sizes change and `reseed_each_epoch` is False, or `num_epochs` is
+                not a positive integer.
+        """
         batching = self.batching
         if not batching.counts_records or not (reseed_each_epoch or batching.has_several_sizes):
             return super().repeat(num_epochs, reseed_each_epoch=reseed_each_epoch)

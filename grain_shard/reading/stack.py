@@ -1,4 +1,4 @@
-"""Rows stacked to a batch: each must have the structure of the first one that was read."""
+"""Stacks rows into a batch, and checks that each row has the structure of the first row."""
 
 from __future__ import annotations
 
@@ -19,29 +19,35 @@ from grain_shard.host_arrays import empty
 from grain_shard.reading.faults import Faults
 from grain_shard.trees import Batch, as_arrays, flatten, is_text, path_of
 
-# Rows are made and written into the batch this many bytes at a time, so that an unfinished batch
-# takes little more than its own memory, and many small rows are written at once.
+# About this many bytes of rows are made before they are written into the batch. More bytes would
+# need much memory besides the batch itself. With fewer bytes, small rows would take many writes.
 _BYTES_AT_A_TIME = 2**20
-# The most records to try, if the first ones are unreadable, to learn the structure of all.
+# The structure of all rows is learned from the first readable record. At most this many records are
+# tried.
 _MOST_LOOKED_AT = 1000
-# Held while one record is read to learn the structure of all. It is no attribute of a template,
-# because templates are pickled for worker processes, and locks cannot be pickled.
+# A lock that is held while one record is read to learn the structure of all rows. It is no
+# attribute of a `RowTemplate`, because worker processes get a pickled template, and locks cannot be
+# pickled.
 _LEARNING = threading.Lock()
 
-# A row that was read already, and its record.
+# A row that was read already, and the index of its record.
 Known = tuple[Any, int]
 
 
 class RowStacker:
-    """Stacks rows that all have the structure of one row.
+    """Checks that rows can be stacked: all must have the structure, shapes and dtypes of one row.
 
     Args:
-        row: This row.
+        row: The row with which all rows are compared.
         name: Name of a row in messages; ``{}`` in it is replaced by the row's origin.
-        origin: Origin of this row.
+        origin: The origin of `row`: the number of its record or of its feed.
+
+    Attributes:
+        likes: A copy of each leaf of `row`, as an array.
+        rows_at_a_time: Number of rows to make before they are written to a batch.
 
     Raises:
-        ShardingError: The row cannot be stacked.
+        ShardingError: A leaf of `row` cannot be stacked, such as a list of numbers.
     """
 
     def __init__(self, row: Any, name: str, origin: Any):
@@ -51,20 +57,23 @@ class RowStacker:
         self.name: str = name
         self._first = name.format(origin)
         _refuse_lists(row)
-        # Copies: a row may be a view of a much larger array, which it would keep in memory.
+        # Copies, because a row may be a view, which would keep a much larger array in memory.
         self.likes: list[np.ndarray] = [np.array(like) for like in as_arrays(self.paths, leaves)]
         row_bytes = sum(like.nbytes for like in self.likes)
-        # The number of rows to make before they are written.
         self.rows_at_a_time: int = max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
-        self._of_many: dict[int, Any] = {}  # by number of rows, the structure of a tuple of rows
+        self._of_many: dict[int, Any] = {}  # maps n to the structure of a tuple of n rows
 
     @functools.cached_property
     def empty_row(self) -> Any:
-        """Returns a row of zeros with the structure of the template."""
+        """A row of zeros with the structure, shapes and dtypes of all rows."""
         return self.structure.unflatten([np.zeros_like(like) for like in self.likes])
 
     def leaves_of(self, rows: Sequence[Any], origins: Iterable[Any]) -> list[Any]:
-        """Returns the leaves of all rows, row by row.
+        """Returns the leaves of all rows in one list: all leaves of the first row come first.
+
+        Args:
+            rows: The rows.
+            origins: The origin of each row, for messages.
 
         Raises:
             ShardingError: A row has another structure.
@@ -81,7 +90,12 @@ class RowStacker:
         return leaves
 
     def check(self, i: int, column: Sequence[Any], origins: Iterable[Any]) -> None:
-        """Checks one leaf of many rows.
+        """Checks the shape and dtype of one leaf in many rows.
+
+        Args:
+            i: The number of the leaf.
+            column: The value of this leaf in each row.
+            origins: The origin of each row, for messages.
 
         Raises:
             ShardingError: The leaf has another shape or dtype in one of the rows.
@@ -105,10 +119,13 @@ class RowStacker:
                 )
 
     def check_columns(self, columns: Iterable[Columns]) -> None:
-        """Checks the columns from which rows are gathered.
+        """Checks the arrays of sources from which rows are gathered into a batch.
+
+        Args:
+            columns: The arrays of each source; each row of them becomes a row of the batch.
 
         Raises:
-            ShardingError: Their rows have another structure, shape or dtype.
+            ShardingError: The rows of a source have another structure, shape or dtype.
         """
         for arrays, structure in columns:
             same = structure == self.structure and all(
@@ -136,7 +153,9 @@ class RowStacker:
 
 
 def _refuse_lists(row: Any) -> None:
-    """Refuses a list of numbers or strings, each of which would become a leaf of its own.
+    """Raises an error if a row has a list of numbers or strings.
+
+    JAX would take each item of the list for a separate leaf.
 
     Raises:
         ShardingError: The row has such a list.
@@ -159,13 +178,14 @@ def _is_list_of_values(node: Any) -> bool:
 
 
 class RowTemplate:
-    """The records of a pipeline, and the structure of their rows once one was read.
+    """The records of a pipeline and, once one record was read, the structure of all rows.
 
     Args:
-        records: The dataset that is batched.
+        records: The dataset of the records, which is batched.
 
     Attributes:
-        rows_at_a_time: The most rows to make before they are written; 1 before one was read.
+        rows_at_a_time: Number of rows to make before they are written to a batch; 1 before the
+            structure is known.
     """
 
     def __init__(self, records: grain.MapDataset):
@@ -174,11 +194,16 @@ class RowTemplate:
         self._stacker: RowStacker | None = None
 
     def stacker(self, faults: Faults, known: Known | None = None) -> RowStacker:
-        """Returns a stacker for rows with the structure of the first row ever read.
+        """Returns the `RowStacker` of this pipeline, which is made of the first row that is read.
 
         Args:
-            faults: The rules for failed reads, if a record must be read.
-            known: A row that was read already, which may be the first, and its record.
+            faults: The rules for failed reads.
+            known: A row that was read already, and the index of its record. If there is no stacker
+                yet, it is made of this row. Without a known row, a record is read for it.
+
+        Raises:
+            BadRecordsError: None of the first records can be read.
+            ShardingError: The row cannot be stacked.
         """
         if self._stacker is None:
             with _LEARNING:
@@ -189,7 +214,11 @@ class RowTemplate:
         return self._stacker
 
     def _first(self, faults: Faults) -> Known:
-        """Returns the row of the first readable record, and the record."""
+        """Returns the row of the first readable record, and the index of the record.
+
+        Raises:
+            BadRecordsError: None of the first records can be read.
+        """
         error: BaseException = LookupError("there is no record")
         for record in range(min(len(self.records), _MOST_LOOKED_AT)):
             way = route(self.records, np.array([record]))
@@ -207,11 +236,11 @@ class RowTemplate:
 
 
 class Stack:
-    """An unfinished batch.
+    """The arrays of an unfinished batch, into which rows are written.
 
     Args:
-        stacker: Checks and stacks the rows.
-        num_rows: Number of rows in the finished batch.
+        stacker: Checks the rows.
+        num_rows: Number of rows to be written.
     """
 
     def __init__(self, stacker: RowStacker, num_rows: int):
@@ -223,12 +252,17 @@ class Stack:
         ]
 
     def write(self, rows: Sequence[Any], start: int, origins: Iterable[Any]) -> None:
-        """Writes some rows; several threads may call it, each for its own rows.
+        """Writes some rows into the batch.
+
+        Several threads may call this at the same time, for different rows.
 
         Args:
             rows: Trees of arrays and scalars; each must have the same structure.
-            start: Index in the batch of the first of these rows.
-            origins: Origins of the rows, for messages.
+            start: Row number in the batch of the first row to write.
+            origins: The origin of each row, for messages.
+
+        Raises:
+            ShardingError: A row has another structure, shape or dtype.
         """
         stop = start + len(rows)
         if isinstance(rows, ArrayRows) and not any(self._is_text):
@@ -241,7 +275,7 @@ class Stack:
             column = leaves[i::width]
             self._stacker.check(i, column, origins)
             if array.ndim > 1 and not self._is_text[i]:
-                # Not np.stack, which makes a view of each row before it copies.
+                # np.stack would first make a view of each row, which takes longer.
                 part = array[start:stop]
                 joined = part.reshape(len(part) * part.shape[1], *part.shape[2:])
                 np.concatenate(column, out=joined)
@@ -251,7 +285,7 @@ class Stack:
     def batch(self) -> Batch:
         """Returns the written rows as a tree of arrays ``[num_rows, ...]``.
 
-        The arrays have no other references.
+        Only this `Stack` still refers to the arrays.
         """
         columns = zip(self._arrays, self._is_text, self._stacker.likes, strict=True)
         return self._stacker.structure.unflatten(
@@ -260,8 +294,13 @@ class Stack:
 
 
 def _as_text(objects: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns an array of strings in NumPy's dtype for them, if that keeps all characters."""
+    """Converts an object array of strings to NumPy's string dtype, unless characters would be lost.
+
+    Args:
+        objects: An object array of strings or bytes.
+        dtype: The string dtype of a row. Its width is not used.
+    """
     texts = [text.item() if isinstance(text, np.ndarray) else text for text in objects.flat]
-    # NumPy's own dtypes for strings drop the NULs at their ends.
+    # NumPy's string dtypes drop NUL characters at the end of a string. Such strings stay objects.
     ends_in_nul = any(text[-1:] in ("\0", b"\0") for text in texts)
     return np.array(texts, object if ends_in_nul else dtype.type).reshape(objects.shape)

@@ -1,9 +1,9 @@
-"""The states of Grain's iterators, and of loaders, as plain JSON, and back.
+"""Converts the states of Grain's iterators and of data loaders to plain JSON, and back.
 
-JSON has no tuples, and turns them into lists. Grain's `ConcatThenSplitIterDataset` compares a part
-of its state with a tuple. After a detour through JSON, even with Grain's own checkpoints, it
-ignores that part and continues with other rows, without an error. JSON has no bytes either, and
-the state of a `grain.DataLoader` is bytes.
+JSON turns tuples into lists. Grain's `ConcatThenSplitIterDataset` compares a part of its state with
+a tuple. If that part has become a list, as in Grain's own checkpoints, the iterator ignores it and
+continues with other rows, without an error. JSON has no bytes either, and the state of a
+`grain.DataLoader` is bytes. So tuples and bytes are marked in the JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TUPLE, _BYTES = "__tuple__", "__bytes__"
 
 @dataclass(frozen=True)
 class NoState:
-    """The placeholder in a state for an iterator that has none.
+    """A placeholder for the state of an iterator that has no state.
 
     Attributes:
         name: Name of the iterator.
@@ -30,7 +30,7 @@ class NoState:
     name: str
 
     def refuse(self) -> NoReturn:
-        """Raises a `StateError`."""
+        """Raises a `StateError`, because the iterator has no state."""
         raise StateError(
             f"a {self.name} has no state: nothing tells where it stands, or brings it back"
             " there.\n  remedy: pass a Grain dataset or a grain.DataLoader, or give the iterator"
@@ -39,14 +39,14 @@ class NoState:
 
 
 def to_json(state: Any) -> Any:
-    """Converts numpy's scalars, tuples and bytes in a state to plain JSON.
+    """Converts a state with numpy's scalars, tuples and bytes in it to plain JSON.
 
     Example:
         >>> to_json({"next": np.int64(3), "slice": (0, 7)})
         {'next': 3, 'slice': {'__tuple__': [0, 7]}}
 
     Raises:
-        StateError: An iterator has no state.
+        StateError: An iterator has no state, so there is a `NoState` in its place.
     """
     if isinstance(state, NoState):
         state.refuse()
@@ -62,7 +62,7 @@ def to_json(state: Any) -> Any:
 
 
 def from_json(state: Any) -> Any:
-    """Undoes `to_json`, except for numpy's scalars.
+    """Restores tuples and bytes that `to_json` converted. Numpy's scalars stay Python numbers.
 
     Example:
         >>> from_json({"slice": {"__tuple__": [0, 7]}})
@@ -82,11 +82,11 @@ def restore(iterator: grain.DatasetIterator, state: Any, name: str) -> None:
 
     Args:
         iterator: The iterator.
-        state: A state, possibly of another pipeline.
+        state: The state, which another pipeline may have saved.
         name: The iterator's name in messages.
 
     Raises:
-        StateError: The iterator refuses the state.
+        StateError: The iterator cannot take the state.
     """
     try:
         iterator.set_state(state)

@@ -1,4 +1,4 @@
-"""A stream of batches, and the steps that the chain's stages apply to each batch."""
+"""`StreamDataset`: a stream of batches, and the functions that the chain applies to each batch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from grain_shard.trees import Batch
 
 @dataclass
 class SeenBatches:
-    """Facts learned from a stream's batches since its beginning.
+    """Facts that an iterator has learned from the batches of a stream so far.
 
     Attributes:
-        rows: Rows of a full batch, before padding; 0 until they are known.
-        is_begun: True after the first batch. After a restore the first batch may be the stream's
-            short last one, so it is not checked like the first batch of a stream.
-        first_digest: Digest of the first whole batch, if every host reads it; "" for none.
+        rows: Number of rows of a full batch, before padding; 0 until it is known.
+        is_begun: True after the first batch, and after a restore. The size of the first batch is
+            checked. After a restore it is not, because the next batch may be the short last batch.
+        first_digest: Digest of the first batch before this host's rows are taken from it, if every
+            host reads the same whole batches; "" otherwise.
     """
 
     rows: int = 0
@@ -38,21 +39,22 @@ class SeenBatches:
     first_digest: str = ""
 
 
-# Returned by a step that drops the batch.
+# A `Step` returns this object to drop a batch.
 DROPPED: Any = object()
-# A step takes a batch and returns its next form, or DROPPED.
+# A function that is applied to each batch of a stream. It returns the changed batch, or DROPPED.
 Step = Callable[[Batch, SeenBatches], Batch]
 
 
 @dataclass(frozen=True)
 class StreamFacts:
-    """Facts that are known about a stream's batches before any is read.
+    """Facts that are known about a stream's batches before any batch is read.
 
     Attributes:
-        global_batch_size: Rows of a full batch; None if only the batches show it.
-        unpadded_batch_size: Rows of a full batch before padding; None if only the batches show it.
-        owns_arrays: True if the arrays of the batches have no other references.
-        padding: Values of rows of padding.
+        global_batch_size: Rows of a full batch; None if unknown before a batch is read.
+        unpadded_batch_size: Rows of a full batch before padding; None if unknown before a batch is
+            read.
+        owns_arrays: True if no other object refers to the arrays of a batch.
+        padding: The values of rows of padding, and the key of their mask.
     """
 
     global_batch_size: int | None = None
@@ -62,13 +64,14 @@ class StreamFacts:
 
 
 class StreamDataset(grain.IterDataset):
-    """A stream of batches, to each of which some steps are applied.
+    """A stream of a user's batches, to each of which some functions are applied.
 
     Args:
-        parent: The dataset below, for Grain's walk down the pipeline.
+        parent: The dataset to which the stage was applied. Grain walks down the pipeline through
+            the parents.
         source: The user's dataset of batches.
-        facts: The known facts about the batches.
-        steps: The steps, in order.
+        facts: Facts that are known about the batches.
+        steps: The functions to apply to each batch, in order.
         made_by: The stage that made this dataset, for ``str``.
     """
 
@@ -98,18 +101,21 @@ class StreamDataset(grain.IterDataset):
         return cls(ds, ds, StreamFacts(global_batch_size, global_batch_size, owns_arrays))
 
     def after(self, step: Step, made_by: Any, **facts: Any) -> StreamDataset:
-        """Returns the stream with one more step.
+        """Returns the stream with one more function, which is applied to each batch last.
 
         Args:
-            step: The step.
-            made_by: The stage that adds the step.
-            **facts: The fields of `StreamFacts` that the step changes.
+            step: The function.
+            made_by: The stage that adds the function.
+            **facts: The fields of `StreamFacts` that change, with their new values.
         """
         changed, steps = replace(self.facts, **facts), (*self.steps, step)
         return StreamDataset(self, self.source, changed, steps, made_by)
 
     def with_own_arrays(self) -> StreamDataset:
-        """Returns the same batches, in arrays without other references."""
+        """Returns the stream with copied arrays, to which no other object refers.
+
+        Returns the same stream if no other object refers to its arrays already.
+        """
         if self.facts.owns_arrays:
             return self
         return self.after(lambda batch, seen: owned(batch), "copies", owns_arrays=True)
@@ -118,7 +124,8 @@ class StreamDataset(grain.IterDataset):
         """Returns an iterator over the batches.
 
         Args:
-            faults: The rules for failed reads, in the random-access parts that Grain reads.
+            faults: The rules for failed reads. They apply to records of the stream that are read by
+                index.
         """
         source = replace_read_ahead(
             self.source,
@@ -141,25 +148,29 @@ class BatchIterator(grain.DatasetIterator):
 
     @abstractmethod
     def position(self) -> Any:
-        """Returns the position after the last batch; later batches do not change this object."""
+        """Returns the iterator's position after the last batch that ``next`` returned.
+
+        Later batches do not change the returned object.
+        """
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends a ``next`` that waits for threads of this iterator; any thread may call it."""
+        """Ends a ``next`` that waits in another thread, for records or before a further try."""
 
 
 class StreamIterator(BatchIterator):
-    """The batches of a stream, each after all steps.
+    """An iterator over the batches of a stream, which applies the stream's functions to each batch.
 
-    Its state also holds the rows of a full batch, because the first batch after a restore may be
-    the short last one. It also holds the sizes of all known ``.batch`` nodes, because the stream's
-    position may count the batches of such a node.
+    The functions run in the thread that asks for the batch.
 
-    The steps run in the thread that asks for the batch.
+    The state of the user's iterator is only a part of this iterator's state. The state also has the
+    number of rows of a full batch, because the first batch after a restore may be the short last
+    one. And it has the sizes of all known ``.batch`` nodes, because the position of the user's
+    iterator may count the batches of such a node.
 
     Args:
         source: The user's iterator.
-        ds: The stream.
+        ds: The stream, with its functions.
         faults: The rules for failed reads.
 
     Attributes:
@@ -187,8 +198,8 @@ class StreamIterator(BatchIterator):
         return batch
 
     def position(self) -> bytes:
-        # A copy, because iterators may later change a state that they have handed out. Pickling is
-        # the fastest way to copy it.
+        # The state is copied, because an iterator may change a state after it has returned it.
+        # Pickling is the fastest way to copy a state.
         return pickle.dumps(self.get_state())
 
     def get_state(self) -> dict[str, Any]:
@@ -224,16 +235,17 @@ def _refuse(saved: str, now: str) -> NoReturn:
 
 
 def refuse_lost_epochs(ds: grain.IterDataset) -> None:
-    """Refuses a repeated interleave, whose restore Grain gets wrong.
+    """Raises an error if Grain would lose epochs of a stream after a restore.
 
-    Restored after its first epoch, Grain's `RepeatIterDataset` over interleaved streams ends with
-    the current epoch and raises nothing. ``.mp_prefetch`` interleaves its workers' streams.
+    Grain loses them if a `RepeatIterDataset` repeats interleaved streams. After a restore in a
+    later epoch, such a stream ends with that epoch, without an error. ``.mp_prefetch`` interleaves
+    the streams of its workers.
 
     Args:
         ds: The stream.
 
     Raises:
-        ShardingError: The stream has interleaved streams below a `RepeatIterDataset`.
+        ShardingError: The stream has a `RepeatIterDataset` of interleaved streams.
     """
     if nodes.repeats_interleaved(ds):
         raise ShardingError(

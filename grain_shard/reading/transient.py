@@ -1,4 +1,4 @@
-"""The errors of a source that may pass, so that a second try may succeed."""
+"""Recognizes transient errors of a source, after which a second try may succeed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gzip
 import http.client
 from typing import Any
 
-# Errors that will be the same at the next try.
+# Errors that a second try would raise again. Most of them are subclasses of OSError.
 _LASTING = (
     FileExistsError,
     FileNotFoundError,
@@ -15,7 +15,7 @@ _LASTING = (
     NotADirectoryError,
     PermissionError,
     gzip.BadGzipFile,
-    ValueError,  # some OSErrors are ValueErrors, too: a wrong address or certificate
+    ValueError,  # the OSErrors for a wrong address or certificate are ValueErrors, too
 )
 _LASTING_NUMBERS = (
     errno.EDQUOT,
@@ -25,16 +25,17 @@ _LASTING_NUMBERS = (
     errno.ENOSPC,
     errno.EROFS,
 )
-# HTTP statuses for a request that came too late or too early, or for too many requests.
+# HTTP statuses of a request that came too late or too early, and of too many requests.
 _BUSY = 408, 425, 429
 
 
 def is_transient(error: Exception) -> bool:
     """Returns whether a second try may succeed after a source raised this error.
 
-    True for an `OSError`, and so for a `TimeoutError`, except for files that do not exist or may
-    not be read, and for a full disk; for the answer of a busy or failed server, as
-    `google.api_core` raises it; and for errors that `google.auth` marks as retryable.
+    A second try may succeed after an `OSError`, which includes `TimeoutError`. It cannot if a file
+    does not exist or may not be read, or if a disk is full. It may also succeed after the answer of
+    a busy or failed server, as `google.api_core` raises it, after an HTTP answer that breaks off,
+    and after an error that `google.auth` marks as retryable.
 
     Example:
         >>> [is_transient(e) for e in (ConnectionResetError(), FileNotFoundError(), ValueError())]
@@ -44,14 +45,17 @@ def is_transient(error: Exception) -> bool:
     if status is not None:
         return status in _BUSY or status >= 500
     if isinstance(error, OSError):
-        causes = error, getattr(error, "reason", None)  # urllib's error wraps another one
+        causes = error, getattr(error, "reason", None)  # urllib's error holds its cause
         is_lasting = any(isinstance(cause, _LASTING) for cause in causes)
         return not is_lasting and error.errno not in _LASTING_NUMBERS
     return isinstance(error, http.client.IncompleteRead) or getattr(error, "retryable", 0) is True
 
 
 def _http_status(error: Any) -> int | None:
-    """Returns the HTTP status: ``code`` in google.api_core and urllib, ``response`` in requests."""
+    """Returns the HTTP status of an error; None if it has none.
+
+    The status is ``code`` in google.api_core and urllib, and ``response.status_code`` in requests.
+    """
     response = getattr(error, "response", None)
     for status in getattr(error, "code", None), getattr(response, "status_code", None):
         if isinstance(status, int) and 100 <= status < 600:

@@ -24,17 +24,22 @@ from grain_shard.trees import Batch, FlatBatch
 
 @dataclass(frozen=True, kw_only=True)
 class WholeBatching(Batching):
-    """Whole batches, of which some rows are kept.
+    """Batches that are evaluated as a whole, of which some rows are then kept.
 
     Attributes:
-        batches: The batches.
+        batches: The dataset of whole batches.
     """
 
     batches: Wholes
 
     @classmethod
     def of(cls, ds: grain.MapDataset, made_of: RecordBatching | None) -> WholeBatching:
-        """Returns the batches of a dataset, made of these records if they are known."""
+        """Returns the `WholeBatching` of a dataset of batches.
+
+        Args:
+            ds: The dataset of batches.
+            made_of: The batching of the records of which the batches are made; None if unknown.
+        """
         batches = Wholes(ds, made_of)
         if made_of is None:
             return cls(cuts=Cuts(len(ds), {0: 1}), batches=batches)
@@ -64,11 +69,11 @@ class WholeBatching(Batching):
 
 
 class Wholes:
-    """The batches of a dataset, and the number of rows of a full one once it is known.
+    """A dataset of whole batches, and the number of rows of a full batch once it is known.
 
     Args:
-        ds: The dataset.
-        made_of: The records of the batches, if known.
+        ds: The dataset of batches.
+        made_of: The batching of the records of which the batches are made; None if unknown.
     """
 
     def __init__(self, ds: grain.MapDataset, made_of: RecordBatching | None):
@@ -77,12 +82,12 @@ class Wholes:
 
     @property
     def per_epoch(self) -> int:
-        """Batches in an epoch of the dataset; the chain may drop some of them."""
+        """Number of batches in an epoch of the dataset, including batches that the chain drops."""
         return len(self.ds) if self.made_of is None else self.made_of.cuts.steps_before(1)
 
     @functools.cached_property
     def size(self) -> int:
-        """Rows of a full batch; the first use may read the first batch."""
+        """Number of rows of a full batch. If it is unknown, the first use reads the first batch."""
         if self.made_of is not None:
             return self.made_of.unpadded_sizes[0]
         batch = FlatBatch.of(self.ds[0])
@@ -91,13 +96,13 @@ class Wholes:
 
 
 class _WholeBatch(BatchBuilder):
-    """One batch, read as one element of the dataset."""
+    """The builder of a batch that is read as one element of a dataset of batches."""
 
     def __init__(self, batching: WholeBatching, index: int, faults: Faults):
         ds, (epoch, record, _, size) = batching.batches.ds, batching.cuts.cut(index)
-        # The index in the dataset, which includes the batches that are dropped here.
+        # The index of the batch in the dataset, which also counts batches that the chain drops.
         below = np.array([epoch * batching.batches.per_epoch + record // size])
-        padded = 0  # unused without padding; the size may have to be read
+        padded = 0  # unused without padding: to know the size, a batch may have to be read
         if batching.padding is not None:
             padded = batching.host_batch_size_of(batching.batches.size)
         template = RowTemplate(ds)
@@ -105,7 +110,7 @@ class _WholeBatch(BatchBuilder):
         self._batching, self._batch = batching, None
 
     def _put(self, elements: Elements, start: int) -> None:
-        """Keeps some rows of the batch, in arrays without other references.
+        """Keeps the chosen rows of the batch, as copies.
 
         Raises:
             ShardingError: The batch has an unexpected number of rows.
@@ -144,13 +149,18 @@ class _WholeBatch(BatchBuilder):
 
 
 def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:
-    """Returns the chosen rows that exist (None: all) as a batch; scalars belong to every row.
+    """Returns a batch of copies of the chosen rows, and of scalars, which belong to every row.
 
-    The arrays are plain copies: the caller may reuse its buffer, and a view of Grain's shared
-    memory loses its offset on the way out of a worker.
+    The rows are copied for two reasons. The maker of the batch may reuse its arrays. And a view of
+    Grain's shared memory loses its offset when a worker process sends it.
+
+    Args:
+        batch: The batch.
+        rows: int64[n], the row numbers to take, ascending; None for all. Numbers of rows that the
+            batch does not have are skipped.
     """
     existing = np.arange(batch.rows) if rows is None else rows[rows < batch.rows]
-    if len(existing) == batch.rows:  # all of them: rows ascend
+    if len(existing) == batch.rows:  # these are all rows in order, because row numbers ascend
         return batch.structure.unflatten([copied(array) for array in batch.arrays])
     return batch.structure.unflatten(
         [_rows_of(array, existing) if array.ndim else copied(array) for array in batch.arrays]
@@ -159,5 +169,6 @@ def take_rows(batch: FlatBatch, rows: np.ndarray | None) -> Batch:
 
 def _rows_of(array: np.ndarray, existing: np.ndarray) -> np.ndarray:
     taken = empty((len(existing), *array.shape[1:]), array.dtype)
-    # Without "clip" numpy would first gather into a buffer of its own; all rows are in bounds.
+    # By default, numpy would first gather into a temporary buffer. "clip" avoids that. It changes
+    # no row number, because all row numbers are in bounds.
     return np.take(array, existing, axis=0, out=taken, mode="clip")

@@ -27,19 +27,20 @@ from grain_shard.sources.record_files import BUCKET, find_files, open_file
 
 PathOrInstruction = str | os.PathLike[str] | FileInstruction
 
-# Threads that open and read files for all sources of this process, apart from the threads that ask
-# for records. They must be many: if the first calls take them all, concurrent calls seem to bring
-# nothing. With 64 threads, a mount with a latency of 20 ms gave half the records per second.
+# Threads that open and read files for all sources of this process. The threads that ask a source
+# for records wait for these threads. If a few calls occupy all of them, more concurrent calls bring
+# no gain, and the pipeline settles for a few. So there must be many threads. With 64 threads, a
+# mount with a latency of 20 ms gave half the records per second.
 _HELPERS = DaemonThreads("grain-shard-files", 256)
-# Files in the page cache answer in some 10 us each, and a thread costs more than that. So files are
-# read side by side only after the first few have taken this long, in seconds.
+# A file in the page cache answers in some 10 us, and a thread costs more than that. So files are
+# read side by side only after the first few files have taken this long together, in seconds.
 _PATIENCE_S = 5e-3
-# A file that has not answered after this time is logged as late. Further ones are logged at this
-# interval, because there may be thousands of them.
+# A file that has not answered after `_LATE_S` seconds is logged as late. Because there may be
+# thousands of late files, the next one is logged only after `_AGAIN_S` seconds.
 _LATE_S, _AGAIN_S = 10.0, 60.0
 
-# array_record raises a RuntimeError or a ValueError for every failure, with the answer of the
-# bucket or of the operating system in its text.
+# array_record raises a RuntimeError or a ValueError for every failure. Its text has the answer of
+# the bucket or of the operating system. So errors that may pass are recognized by these words.
 _PASSING = "EIO EAGAIN ETIMEDOUT ESTALE ECONNABORTED ECONNREFUSED ECONNRESET ENOTCONN"
 _MAY_HEAL = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b|"
@@ -60,16 +61,16 @@ class RecordPlace(NamedTuple):
 
 
 class ArrayRecordSource:
-    """Records of ArrayRecord files by index, read many at a time.
+    """The records of ArrayRecord files by index, read many at a time.
 
-    One call into the reader of each file reads the rows of a batch. Grain asks a source for several
-    records through ``_getitems`` (its protocol for batched reads). Grain's own
-    `ArrayRecordDataSource` can read many, too, but only under the name ``__getitems__``.
+    For the rows of a batch, the reader of each file is called once. Grain asks a source for several
+    records by the method ``_getitems``, which this source has. Grain's own `ArrayRecordDataSource`
+    has only ``__getitems__``, which Grain does not call.
 
-    Files whose records must be counted are opened side by side when the source is made. They stay
+    When the source is made, files whose records must be counted are opened side by side. Files stay
     open for later reads, because opening a file takes several round trips on a mounted bucket. At
-    most half as many are open as the process may open (``ulimit -n``). Beyond that, the least
-    recently read files are closed, and opened again when needed.
+    most half of the files that the process may open (``ulimit -n``) are open. Beyond that, the
+    least recently read file is closed, and opened again when it is needed.
 
     Example:
         >>> import tempfile
@@ -85,13 +86,14 @@ class ArrayRecordSource:
         [b'a', b'b', b'c']
 
     Args:
-        paths: One or several of: a path; a pattern, e.g. ``"data/**/img-*"``; a folder, for the
-            files in it with "array_record" in their names; a file and a range of its records, e.g.
-            ``"data/img-0[100:200]"``; a `FileInstruction` of TensorFlow Datasets; the URL of one
-            object of a Google bucket, e.g. ``"gs://bucket/img-0"``. The files of a pattern or a
-            folder are sorted; several paths keep the given order. ``~`` is the home folder.
-            array_record itself asks the bucket for a URL's object, with this host's credentials;
-            the log warns if that takes long. Any other bucket must be mounted.
+        paths: A path, or several paths in a list. A path is a file; a pattern, e.g.
+            ``"data/**/img-*"``; a folder, for the files in it with "array_record" or "arrayrecord"
+            in their names; a file and a range of its records, e.g. ``"data/img-0[100:200]"``; a
+            `FileInstruction` of TensorFlow Datasets; or the URL of one object of a Google bucket,
+            e.g. ``"gs://bucket/img-0"``. The files of a pattern or a folder are sorted. Several
+            paths keep the given order. ``~`` is the home folder. array_record itself reads the
+            object of a URL, with this host's credentials, and the log warns if that takes long. Any
+            other bucket must be mounted.
         reader_options: Options of each reader, e.g. ``{"index_storage_option": "in_memory"}``.
 
     Raises:
@@ -160,7 +162,7 @@ class ArrayRecordSource:
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
         wanted = np.asarray(indices, np.int64)
         for index in wanted[(wanted < 0) | (wanted >= len(self))]:
-            self.where(index)  # raises
+            self.where(index)  # raises an IndexError
         parts = np.searchsorted(self._ends, wanted, side="right")
         by_part = np.argsort(parts, kind="stable")
         borders = np.flatnonzero(np.diff(parts[by_part])) + 1
@@ -186,17 +188,20 @@ class ArrayRecordSource:
 
     @functools.cached_property
     def _reader(self) -> Any:
-        """A cache of open readers by path; a reader that it drops may still be in use."""
+        """A function that returns the open reader of a path, from a cache.
+
+        A reader that the cache drops may still be in use.
+        """
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         unlimited = most == resource.RLIM_INFINITY
-        # Two threads that ask for the same file at once may both open it, and one reader is
-        # dropped. In return, no thread waits while another one opens a file.
+        # The cache has no lock while a file is opened, so that no thread waits for another one. Two
+        # threads that ask for the same file at once may both open it. One reader is then dropped.
         return functools.lru_cache(None if unlimited else most // 2)(
             functools.partial(open_file, self._options)
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process opens the files itself.
+        # Open readers are not pickled: another process opens the files itself.
         return {name: value for name, value in vars(self).items() if name != "_reader"}
 
     def _count(self, path: str, start: int, stop: int | None) -> int:
@@ -241,10 +246,18 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
 
 
 def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Returns a function's results for items, each a path and further arguments.
+    """Calls a function for each item, and returns the results in the order of the items.
 
-    Threads are used only once the first items took long, or if a bucket is asked: without a network
-    or credentials, array_record blocks its caller, also for Ctrl-C, for a quarter of an hour.
+    If the first calls take long, other threads make the remaining calls, side by side. For a bucket
+    other threads always make the call. Without a network or credentials, array_record blocks its
+    caller for a quarter of an hour, and Ctrl-C does not end that.
+
+    Args:
+        function: The function.
+        items: The arguments of each call: a path, and further arguments.
+
+    Raises:
+        RuntimeError: The program ended before a file answered.
     """
     until = time.perf_counter() + _PATIENCE_S
     results = []
@@ -256,7 +269,7 @@ def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]
     try:
         for call, item in zip(calls, items[len(results) :], strict=True):
             while not wait([call], _LATE_S).done:
-                # The program cannot end before this thread does.
+                # At its end, the program waits for this thread, so this thread must not wait on.
                 if not threading.main_thread().is_alive():
                     raise RuntimeError(f"{item[0]!r} did not answer before the program ended")
                 text = (

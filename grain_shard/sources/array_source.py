@@ -1,4 +1,4 @@
-"""`ArraySource`: the rows of arrays in memory or in files as records, gathered without Python."""
+"""`ArraySource`: the rows of arrays, in memory or in files, as records of a pipeline."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from grain_shard.trees import flatten
 
 
 class ArraySource:
-    """Records that are the rows of a tree of arrays.
+    """A source whose records are the rows of a tree of arrays.
 
-    If only a choice of records stands between the source and the batch (``.shuffle``, ``.slice``,
-    ``.repeat``, mixing, concatenating, a `BatchSchedule`), the rows are gathered straight into the
-    batch, and no Python runs for a record. With a ``.map`` between them, the records are read one
-    by one; each is then a copy.
+    If a pipeline only chooses and orders records before it batches them, NumPy gathers the rows
+    straight into the batch, and no Python code runs for a record. ``.shuffle``, ``.slice``,
+    ``.repeat``, mixing and concatenating choose and order records, and ``.batch`` or a
+    `BatchSchedule` batches them. With a ``.map`` before the batch, records are read one by one, and
+    each record is a copy.
 
     Example:
         >>> source = ArraySource({"image": np.zeros((6, 2, 2)), "label": np.arange(6)})
@@ -29,14 +30,14 @@ class ArraySource:
         (ArraySource(6 records: ['image'] float64[2, 2], ['label'] int64[]), 6, np.int64(4))
 
     Args:
-        arrays: A tree of arrays ``[num_records, ...]``: `numpy` arrays, memory maps, and anything
-            else with ``shape``, ``dtype`` and indexing, for example a dataset of zarr or h5py. The
-            arrays must not change while they are read. In another process, memory maps and h5py's
-            datasets are opened from their files again; numpy's arrays are copied there.
+        arrays: A tree of arrays ``[num_records, ...]``: `numpy` arrays, memory maps, or other
+            objects with ``shape``, ``dtype`` and indexing, for example a dataset of zarr or h5py.
+            The arrays must not change while they are read. A worker process opens memory maps and
+            h5py's datasets from their files again. It gets copies of numpy's arrays.
 
     Raises:
-        ShardingError: A leaf is no array, is masked, has no axis, or holds Python objects; there is
-            no leaf; or two leaves differ in their number of records.
+        ShardingError: A leaf is no array, is a masked array, a matrix or a table, has no axis, or
+            holds Python objects; there is no leaf; or two leaves differ in their number of records.
     """
 
     def __init__(self, arrays: Any):
@@ -66,7 +67,8 @@ class ArraySource:
         wanted = np.asarray(indices, np.int64)
         if all(isinstance(array, np.ndarray) for array in self._arrays):
             return ArrayRows.of(Columns(self._arrays, self._structure), wanted)
-        # Read at once, because a read of a file may fail. HDF5 takes ascending indices only.
+        # Rows of files are read here and not later, when the batch is made, because a read may fail
+        # and only an error of this method is tried again. HDF5 takes only ascending indices.
         wanted, places = np.unique(wanted, return_inverse=True)
         arrays = [np.asarray(array[wanted]) for array in self._arrays]
         return ArrayRows.of(Columns(arrays, self._structure), places)
@@ -112,8 +114,8 @@ def _opened(structure: Any, in_files: Sequence[tuple[Callable[..., Any], tuple[A
 
 
 def _in_file(array: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a function, and its arguments, that give an array in another process."""
-    if hasattr(array, "file"):  # one of h5py's datasets, which cannot be pickled
+    """Returns a function and its arguments, with which another process gets the same array."""
+    if hasattr(array, "file"):  # a dataset of h5py, which cannot be pickled
         return _of_hdf5, (array.file.filename, array.name)
     if isinstance(array, np.memmap) and array.mode != "c" and os.path.exists(array.filename or ""):
         root: Any = array
@@ -136,7 +138,7 @@ def _mapped(
 
 
 def _of_hdf5(path: str, name: str) -> Any:
-    import h5py  # only if the user's array is one of h5py's
+    import h5py  # imported here, because only users of h5py need it
 
     return h5py.File(path, "r")[name]
 

@@ -9,36 +9,39 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-# A thread that has waited this long for a call, in seconds, ends.
+# A thread ends after it has waited this long for a call, in seconds.
 _IDLE_S = 0.1
 
 
 class DaemonThreads:
     """Threads that make calls, in the order in which the calls are given.
 
-    A thread ends when no call is left. The program's exit waits for none of them.
+    A thread is started for a call if all other threads are busy. Threads end soon after no call is
+    left. When the program ends, it waits for none of these threads. So a call that never returns
+    does not keep the program alive.
 
     Args:
         name: Name of the threads.
-        most: The most threads.
+        most: The largest number of threads.
     """
 
     def __init__(self, name: str, most: int):
         self._name, self._most = name, most
         self._begin()
-        os.register_at_fork(after_in_child=self._begin)  # a forked process has no threads
+        # A forked process has none of the threads.
+        os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        # The lock is taken by itself, because an interrupt inside the Python code of a condition
-        # could leave the lock taken. Not a `SimpleQueue`: before Python 3.13 its
-        # `get(timeout=...)` may wait for ever.
+        # The methods take this lock itself and not the condition. A condition takes its lock by
+        # Python code, in which an interrupt could leave the lock taken. A `SimpleQueue` is not
+        # used, because before Python 3.13 its `get(timeout=...)` may wait for ever.
         self._lock = threading.RLock()
         self._given = threading.Condition(self._lock)
         self._calls = deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]]()
         self._threads = self._unfinished = 0
 
     def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Lets a thread call a function; returns the future of its result."""
+        """Lets a thread call a function, and returns the future of the result."""
         future = Future[Any]()
         with self._lock:
             if self._threads <= self._unfinished and self._threads < self._most:
@@ -50,7 +53,11 @@ class DaemonThreads:
         return future
 
     def call_at_once(self, function: Callable[..., Any], *args: Any) -> Future[Any] | None:
-        """Works like `call`, but returns None if the call would have to wait for a thread."""
+        """Lets a thread call a function, unless every thread is busy.
+
+        Returns:
+            The future of the result; None if every thread is busy, and nothing is then called.
+        """
         with self._lock:
             return self.call(function, *args) if self._unfinished < self._most else None
 
@@ -73,4 +80,4 @@ class DaemonThreads:
                 future.set_exception(error)
             elif is_wanted:
                 future.set_result(result)
-            del future, function, args, result, error  # or they live until the next call
+            del future, function, args, result, error  # otherwise they live until the next call

@@ -1,8 +1,9 @@
 """`HedgedSource`: asks a source a second time for a record whose read is late.
 
 Most reads of a bucket take 50 ms, and one in a thousand takes seconds. A second request for the
-same record is then answered long before the first ("backup requests", "hedged requests"). If all
-reads are slow, more of them would only slow down the source. So only few reads are repeated.
+same record is then answered long before the first request. This is known as "backup requests" or
+"hedged requests". If all reads are slow, more requests would only slow down the source. So only few
+reads are repeated.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ from typing import Any
 from grain_shard.errors import ShardingError
 from grain_shard.sources.daemon_threads import DaemonThreads
 
-# The usual time is an estimate of the 95th percentile of read times, without a list of them. A
-# longer read raises it by a tenth, a shorter one lowers it by a 19th of that, so it settles where
-# one read in twenty is longer.
+# The usual time of a read is an estimate of the 95th percentile of read times, made without a list
+# of times. A read that takes longer raises the estimate by a tenth. A shorter read lowers it a
+# little, and 19 shorter reads undo one longer read. So the estimate settles once one read in
+# twenty takes longer.
 _UP = 1.1
 _DOWN = _UP ** (-1 / 19)
 # A read that takes this many times the usual time is late.
 _MANY_TIMES = 3
-# Shorter reads are never late: a thread may wait this long for a processor or the interpreter lock.
+# A read is never late before this time, in seconds, because a thread may wait this long for a
+# processor or for the interpreter lock.
 _LEAST_S = 10e-3
-# The share of all reads that may be repeated, and how many in a row.
+# The share of all reads that may be repeated, and the most reads that may be repeated in a row.
 _SHARE, _IN_A_ROW = 0.05, 8
 _BATCHED_READS = "_getitems", "__getitems__"
-# A pipeline reads with at most 128 threads; the rest are for second requests.
+# A pipeline reads with at most 128 threads. The other half of these threads makes second requests.
 _THREADS = DaemonThreads("grain-shard-hedge", 256)
-# Guards the times and counts of all sources. A fork takes the lock first; otherwise the copy in the
-# child could stay locked for ever.
+# Guards the times and counts of every `HedgedSource`. The thread that forks holds the lock during
+# the fork. If another thread held it, the lock would stay locked in the child for ever.
 _LOCK = threading.Lock()
 os.register_at_fork(
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
@@ -43,14 +46,14 @@ os.register_at_fork(
 
 
 class HedgedSource:
-    """A random-access source that is asked a second time if a read is late.
+    """A wrapper of a random-access source, which asks the source again if a read is late.
 
-    The first answer counts. An error counts only if the other request has failed, too. Every
-    attribute, except items and batched reads, is the wrapped source's attribute, including the
-    class. So a pipeline, its states and its errors are the same with and without this wrapper.
+    The first answer counts. An error counts only if both requests fail. All other attributes are
+    the attributes of the wrapped source, even the class. So a pipeline, its states and its errors
+    are the same with and without this wrapper.
 
-    A read is late if it has taken 10 ms, and three times as long as the 95th percentile of reads.
-    At most one read in twenty is repeated.
+    A read is late once it has taken 10 ms, and three times the 95th percentile of read times. At
+    most one read in twenty is repeated.
 
     Example:
         >>> source = HedgedSource(range(100, 200))
@@ -58,12 +61,13 @@ class HedgedSource:
         (HedgedSource(range(100, 200)), 100, 117)
 
     Args:
-        source: Has a length and items; several threads may ask for items at once. Its ``_getitems``
-            or ``__getitems__``, if present, is hedged as well.
+        source: A source with ``__len__`` and ``__getitem__``, which several threads may call at the
+            same time. If it has ``_getitems`` or ``__getitems__``, late calls of these methods
+            are repeated as well.
 
     Attributes:
-        answered: Number of requests that were answered. A copy in another process counts anew.
-        asked_again: Number of reads that were repeated.
+        answered: Number of requests that were answered in this process.
+        asked_again: Number of reads that were repeated in this process.
 
     Raises:
         ShardingError: The source has no length or no items.
@@ -94,7 +98,8 @@ class HedgedSource:
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # As in `weakref.proxy`: Grain looks at the class for batched reads and for a name.
+        # Grain looks at the class of a source for its name and for batched reads. So the wrapper
+        # has the class of the wrapped source, like a `weakref.proxy`.
         return type(self._source)
 
     def __reduce__(self) -> Any:
@@ -104,7 +109,14 @@ class HedgedSource:
         return f"HedgedSource({self._source!r})"
 
     def _ask(self, *read: Any) -> Any:
-        """Calls a function, perhaps again if the call is late; returns the first answer."""
+        """Makes a request to the source, and a second one if the first is late.
+
+        Args:
+            *read: A function, and its arguments.
+
+        Returns:
+            The first answer. If both requests fail, the error of the first one is raised.
+        """
         first = _THREADS.call_at_once(self._timed, *read)
         if first is None:
             return read[0](*read[1:])
@@ -119,7 +131,11 @@ class HedgedSource:
         return first.result()
 
     def _repeated(self, read: Any) -> Future[Any] | None:
-        """Makes a second request for a late read, if there may be one."""
+        """Makes a second request for a late read.
+
+        Returns:
+            The future of the answer; None if too many reads were repeated, or no thread is free.
+        """
         with _LOCK:
             if self._allowance < 1:
                 return None
@@ -130,7 +146,7 @@ class HedgedSource:
             return second
 
     def _timed(self, read: Callable[..., Any], *args: Any) -> Any:
-        """Reads, and learns from the time that it took."""
+        """Makes a request, and updates the usual time of a read; returns the answer."""
         start = time.perf_counter()
         result = read(*args)
         seconds = max(time.perf_counter() - start, 1e-9)  # a coarse clock may measure no time

@@ -1,4 +1,4 @@
-"""`mix`: several datasets in one, by weights that change during a run."""
+"""`mix`: mixes datasets by weights that change during a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def mix(
 ) -> grain.MapDataset:
     """Mixes datasets by weights that change at given records.
 
-    Like `grain.MapDataset.mix`, except that weights change: an ordinary node of a random-access
-    pipeline. Each dataset is read in its own order, without gaps or repetition, also across a
-    change of weights. Counted from the last change, each dataset is always less than one record
-    away from its share.
+    This is `grain.MapDataset.mix` with weights that may change. Each dataset is read in its own
+    order, without gaps or repetition, also across a change of weights. Counted since the last
+    change, the number of records of each dataset is always less than one away from its share.
 
     Example:
         >>> import grain
@@ -33,18 +32,19 @@ def mix(
 
     Args:
         datasets: The datasets to mix.
-        weights: Maps a record of the mixture to the weight of each dataset from that record on; the
-            first record is 0. Only the proportions matter; a dataset of weight 0 pauses. Weights
-            are exact (0.7 is 7/10), or rounded to about 65,536 parts if their lowest terms have a
-            larger sum.
+        weights: Maps a record of the mixture to the weight of each dataset from that record on. The
+            first key is 0. Only the proportions of weights matter. A dataset of weight 0 pauses.
+            Weights are exact: 0.7 is 7/10. If the weights as integers in lowest terms have a sum
+            above 65,536, they are rounded to about 65,536 parts.
 
     Returns:
-        A `grain.MapDataset`. It ends at the first record that a dataset lacks, so call
-        ``.repeat()`` on datasets that should start over. Records past its end continue by the last
-        weights, and into the later epochs of the datasets.
+        A `grain.MapDataset`. It ends before the first record that a dataset lacks, so call
+        ``.repeat()`` on datasets that should start over. An index past the end continues with the
+        last weights, and takes records of later epochs of the datasets.
 
     Raises:
-        ShardingError: Datasets, records or weights cannot be mixed.
+        ShardingError: There is no dataset; a dataset is not a `grain.MapDataset`; a dataset with a
+            weight is empty; or the keys or values of `weights` are invalid.
     """
     datasets = list(datasets)
     for ds in datasets:
@@ -67,11 +67,11 @@ def mix(
 
 
 class MixedByRecord(ElementsOfParents):
-    """The dataset that `mix` makes.
+    """The dataset that `mix` returns.
 
     Args:
         datasets: The datasets to mix.
-        schedule: Gives the dataset of each record.
+        schedule: Computes which dataset each record comes from, and its index in that dataset.
     """
 
     def __init__(self, datasets: Sequence[grain.MapDataset], schedule: WeightSchedule):

@@ -1,4 +1,4 @@
-"""Finds and opens ArrayRecord files, and explains why there is no file, or it cannot be opened."""
+"""Finds and opens ArrayRecord files. Errors say why a file is missing or cannot be opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 BUCKET = "gs://"  # the URLs that array_record itself can open
 
-# A folder may hold other files, too, such as a description of the data set.
+# Patterns for the files of a folder. A folder may hold other files, too, such as a description of
+# the data set.
 _NAMES_IN_A_FOLDER = ("*array_record*", "*arrayrecord*")
 _NAMES_SHOWN = 5
 
@@ -23,11 +24,11 @@ def find_files(path: str) -> list[str]:
     Args:
         path: A file; a pattern (``*``, ``?``, ``[0-9]``, and ``**`` for any folders); or a folder,
             for the files directly in it with "array_record" or "arrayrecord" in their names. A URL
-            is not looked up.
+            is returned as it is.
 
     Returns:
-        At least one file. Opening it fails if it is a path that does not exist, or a link that
-        leads nowhere.
+        At least one path. A path without a pattern is returned even if there is no such file, or
+        if it is a link that leads nowhere. Opening it then fails.
 
     Raises:
         FileNotFoundError: No file matches the pattern, or the folder has no such file.
@@ -45,7 +46,7 @@ def find_files(path: str) -> list[str]:
 
 
 def _not_found(path: str) -> FileNotFoundError:
-    """Returns the error for a path without files; its message lists the files that exist nearby."""
+    """Returns the error for a path without files. Its message lists some files nearby."""
     problem = f"no file matches {path!r}" if glob.has_magic(path) else f"there is no file {path!r}"
     remedy = "correct the path; of a bucket, see whether it is mounted on this host."
     if os.path.isdir(path):
@@ -86,7 +87,7 @@ def open_file(options: str, path: str) -> ArrayRecordReader:
 
 
 def _refusal(path: str, reader: ArrayRecordReader) -> Exception:
-    """Returns the error for a file whose reader reports a problem."""
+    """Returns the error for a file that array_record could not open."""
     remedy = (
         "write it anew, or leave it out; read files of other kinds, such as Parquet, in order by"
         " grain_shard.feeds (docs/data.md)."

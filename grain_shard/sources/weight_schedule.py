@@ -1,8 +1,9 @@
-"""Finds the component of each record of a mixture whose weights change.
+"""Finds the dataset that each record of a mixture comes from, if the mixture's weights change.
 
-For each stage of constant weights a repeating pattern is computed, in which each component is
-always less than one record away from its share. So a record is found by a division and a table
-lookup, at any index. All numbers are integers, so rounding errors cannot add up.
+The mixed datasets are called components. While the weights stay the same, the components take turns
+in a repeating pattern. In this pattern each component is always less than one record away from its
+share. So a division and a table lookup find the record at any index. All numbers are integers, so
+rounding errors cannot add up.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, require_steps
 
-# The approximate longest pattern. Weights that need a longer one are rounded to this many parts.
+# The longest pattern, in records. Weights that need a longer pattern are rounded to about this many
+# parts.
 _MAX_PERIOD = 2**16
 
 Parts = tuple[int, ...]  # the weights of one stage as integers, in lowest terms
 
 
 class WeightSchedule:
-    """Weights that change at given records.
+    """The weights of a mixture, which change at given records.
 
     Example:
         >>> schedule = WeightSchedule({0: [1, 1], 4: [0, 1]}, num_components=2)
@@ -38,8 +40,8 @@ class WeightSchedule:
 
     Args:
         weights: Maps a record of the mixture to the weight of each component from that record on.
-            The first record is 0.
-        num_components: Number of components.
+            The first key is 0.
+        num_components: Number of components, which are the mixed datasets.
 
     Raises:
         ShardingError: The records or the weights are invalid.
@@ -65,17 +67,17 @@ class WeightSchedule:
 
     @property
     def weights(self) -> list[tuple[int, Parts]]:
-        """Returns the weights as integers in lowest terms, each with its first record."""
+        """The weights: pairs of a first record and its weights, as integers in lowest terms."""
         return [(stage.start, stage.parts) for stage in self._stages]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the component of each of many records, and the record's index in it.
+        """Returns the component of each record, and the index of the record in that component.
 
         Args:
-            indices: int64[n], records of the mixture.
+            indices: int64[n], indices in the mixture.
 
         Returns:
-            int64[n], the components; and int64[n], the indices in the components.
+            int64[n], the number of the component; and int64[n], the index in the component.
         """
         components, records = np.empty_like(indices), np.empty_like(indices)
         stages = np.searchsorted(self._starts, indices, side="right") - 1
@@ -85,14 +87,14 @@ class WeightSchedule:
         return components, records
 
     def length(self, lengths: Sequence[int]) -> int:
-        """Returns the number of records before the first one that a component lacks.
+        """Returns the length of the mixture, which ends before the first record that is lacking.
 
         Args:
             lengths: The number of records of each component.
         """
 
         def is_lacking(index: int) -> bool:
-            """Returns whether a component lacks a record that comes up to this one."""
+            """Returns whether a component has too few records for the mixture up to an index."""
             stage = self._stages[np.searchsorted(self._starts, index, side="right") - 1]
             return any(map(operator.gt, stage.records_before(index + 1), lengths))
 
@@ -101,12 +103,12 @@ class WeightSchedule:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A part of the mixture with constant weights.
+    """A part of the mixture in which the weights stay the same.
 
     Attributes:
-        start: Its first record.
-        parts: The weights.
-        offsets: Number of records of each component before this stage.
+        start: Index in the mixture of the first record of this part.
+        parts: The weight of each component, as integers in lowest terms.
+        offsets: Number of records of each component before this part.
     """
 
     start: int
@@ -114,7 +116,14 @@ class _Stage:
     offsets: tuple[int, ...]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the component of each record of the mixture, and the record's index in it."""
+        """Returns the component of each record, and the index of the record in that component.
+
+        Args:
+            indices: int64[n], indices in the mixture, all in this part.
+
+        Returns:
+            int64[n], the number of the component; and int64[n], the index in the component.
+        """
         pattern, ranks = _pattern(self.parts)
         rounds, places = divmod(indices - self.start, len(pattern))
         components = pattern[places]
@@ -122,7 +131,7 @@ class _Stage:
         return components, records + ranks[places]
 
     def records_before(self, index: int) -> tuple[int, ...]:
-        """Returns the number of records of each component before a record of the mixture."""
+        """Returns how many records of each component come before an index of the mixture."""
         pattern, _ = _pattern(self.parts)
         rounds, place = divmod(index - self.start, len(pattern))
         rest = np.bincount(pattern[:place], minlength=len(self.parts)).tolist()
@@ -132,13 +141,14 @@ class _Stage:
 
 @functools.lru_cache(maxsize=64)
 def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a repeating order in which each component is within one record of its share.
+    """Returns the repeating order in which components of given weights take turns.
 
-    This is the "chairman assignment problem", solved after Tijdeman (Discrete Mathematics 32,
-    1980): with n components each is at most 1 - 1 / (2n - 2) records away from its share, which is
-    the best possible bound. A component may take its next turn once it is at least 1 / (2n - 2)
-    behind. The next turn goes to the one of these components that would be the first to fall too
-    far behind.
+    At any time, each component is less than one record away from its share. This is the "chairman
+    assignment problem", solved after Tijdeman (Discrete Mathematics 32, 1980). With n components,
+    each component is at most 1 - 1 / (2n - 2) records away from its share, which is the best
+    possible bound. A component may take a turn once it is at least 1 / (2n - 2) records behind its
+    share. If several components may take the next turn, the component takes it that would be the
+    first to fall too far behind.
 
     Returns:
         int64[period], the component of each turn; and int64[period], the number of earlier turns of
@@ -148,7 +158,7 @@ def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
     period, scale = sum(parts), max(1, 2 * len(used) - 2)
 
     def turn(i: int, rank: int) -> tuple[int, int]:
-        """Returns the first place at which a component may take its turn, and the last one."""
+        """Returns the first and the last place at which component `i` may take turn `rank`."""
         width = scale * parts[i]
         earliest = -(-(rank * scale + 1) * period // width) - 1
         return earliest, ((rank + 1) * scale - 1) * period // width
@@ -165,7 +175,11 @@ def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(start: int, weights: Sequence[Any], num_components: int) -> Parts:
-    """Returns the weights as integers without a common factor."""
+    """Returns the weights as integers without a common factor.
+
+    Raises:
+        ShardingError: There is not a number of at least 0 for each component, or all are 0.
+    """
     try:
         exact = [Fraction(str(weight)) for weight in weights]  # 0.7 is 7/10, not the nearest float
     except (TypeError, ValueError):
