@@ -2,9 +2,10 @@
 
 A vote is the round in which hosts agree on how many more batches all of them hand out. A host that
 cannot vote says so: it has had no data for `timeout_s`, or its iterator was closed. The other hosts
-then stop waiting after `timeout_s`. A host that says nothing has full buffers and is busy in its
-training loop. It is waited for ten times as long, because the other hosts would otherwise wait for
-it in a collective of the training step. Only the time in which a training loop waits counts.
+then stop waiting after `timeout_s`. If a host sends no such message, its buffers are full, and its
+training loop is busy. It is waited for ten times as long, because the other hosts would otherwise
+wait for it in a collective of the training step. Only the time in which a training loop waits
+counts.
 The first host that stops waiting ends the vote for all hosts.
 """
 

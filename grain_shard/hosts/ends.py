@@ -307,10 +307,8 @@ class AgreedEnd(Results[T]):
         try:
             self._votes.loop_waits(True)
             self._votes.wait_for_own(need_not_wait, math.inf)
-            with (
-                counted_by(self._counter),
-                span(AGREE),
-            ):  # this host is ready; the others may not be
+            # From here on this host waits only for the votes of other hosts.
+            with counted_by(self._counter), span(AGREE):
                 while self._agreed <= taken:
                     # First peek and then release, so that an interrupt loses no verdict.
                     self._agreed = self._voting.peek()

@@ -56,7 +56,7 @@ class FeedFile(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> FeedFile | None:
-        """Returns the file with a given name; None if the name is not that of a file of feeds."""
+        """Returns the file with a given name; None if files of feeds have no such name."""
         match = _NAME.fullmatch(name)
         file = cls(*map(int, match.groups())) if match else None
         return file if file is not None and file.first <= file.last < file.num_feeds else None

@@ -36,7 +36,7 @@ class AcrossHosts:
         hosts: All hosts in the mesh.
         series: Gives each iterator of the dataset a name that is the same on all hosts.
         timeout_s: Longest time, in seconds, that a host waits for another.
-        fields: The fields that must be the same on all hosts, without those of the first batch.
+        fields: The fields that must be the same on all hosts and need no batch.
         shards: The shards of the batch axis that this host holds.
         remainder: The treatment of a stream that ends before the streams of other hosts: "pad",
             "drop" or "error".
@@ -121,7 +121,7 @@ class Together:
         Only the first call compares. A later call returns the same result or raises the same error.
 
         Args:
-            fields: More fields that must be the same on all hosts, with those of `AcrossHosts`.
+            fields: Fields that must be the same on all hosts. The fields of `AcrossHosts` are added.
             digest: The digest of this host's rows of the first batch; None if there is no batch.
             is_steady: Returns True if the source gives the same records when they are read again.
 
@@ -194,7 +194,7 @@ class Together:
         If there was no batch, this compares the pipelines, which the first batch would have done.
 
         Args:
-            fields: Fields that must be the same on all hosts, with those of `AcrossHosts`.
+            fields: Fields that must be the same on all hosts. The fields of `AcrossHosts` are added.
 
         Raises:
             AgreementError: Another host has failed, which ended the batches; or a field differs.
