@@ -147,17 +147,17 @@ class HostTimeoutError(AgreementError, TimeoutError):
 
 
 def describe_mesh(mesh_axes: Iterable[tuple[str, int]]) -> str:
-    """Formats the axes of a mesh: ``data=4, model=2``."""
+    """Returns the axes of a mesh as text, such as ``data=4, model=2``; "" without axes."""
     return ", ".join(f"{name}={size}" for name, size in mesh_axes)
 
 
 def describe_spec(spec: Any) -> str:
-    """Formats a `PartitionSpec`: ``P('data', None)``."""
+    """Returns a `PartitionSpec` as text, such as ``P('data', None)``."""
     return f"P({', '.join(repr(entry) for entry in spec)})"
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Formats an array as ``int32[256, 1000]``, and any other object by its type's name."""
+    """Returns an array as text, such as ``int32[256, 1000]``, or the type's name of an object."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
     return type(leaf).__name__
@@ -173,7 +173,7 @@ def describe_error(error: BaseException) -> str:
     places = "; ".join(note.removeprefix(ours) for note in notes)
     try:
         text = str(error)
-    except Exception:  # a bug in the user's exception class; other hosts must still get the error
+    except Exception:  # the user's exception class is faulty; other hosts must get an error anyway
         text = "(it has no text)"
     return f"{type(error).__name__}: {text}" + (f" ({places})" if places else "")
 

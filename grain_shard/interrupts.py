@@ -60,7 +60,7 @@ class Bell:
             try:
                 rung.release()
             except RuntimeError:
-                continue  # another thread has just rung, too
+                continue  # another call of `ring` has released the lock already
 
 
 class Uninterrupted:

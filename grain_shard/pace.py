@@ -86,7 +86,7 @@ class ThreadCount:
         self._rate = self._spread = 0.0
         # (threads, rate, spread) before the present attempt; None without an attempt.
         self._before: tuple[int, float, float] | None = None
-        self._up = True  # the next attempt is with more threads
+        self._up = True  # True if the next attempt is with more threads
         self._rest, self._next_rest = 0, _REST
         self._is_other = False  # True if the last window was far from the mean rate
 

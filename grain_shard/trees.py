@@ -14,7 +14,7 @@ from grain_shard.errors import ShardingError, describe_leaf
 
 Batch = Any  # a tree of numpy arrays that share their leading axis
 ROOT = "batch"
-MASK_KEY = "valid_mask"  # default key at which `shard_to` puts the mask of real rows
+MASK_KEY = "valid_mask"  # default key of the mask, which is True for rows that are not padding
 
 
 def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:

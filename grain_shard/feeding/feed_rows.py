@@ -65,7 +65,7 @@ class FeedRows:
 
     @property
     def per_feed(self) -> int:
-        """Rows of a batch that come from one feed."""
+        """Number of rows that each feed gives to a batch."""
         return self.global_batch_size // self.num_feeds
 
     @functools.cached_property

@@ -93,7 +93,7 @@ class SharedReads(TaskStage[None]):
                 elements = self._lines.take(line)
                 if isinstance(elements[0], Raised):
                     elements[0].throw()
-                while elements:  # `pop` lets go of each record, which may be large
+                while elements:  # `pop` drops the reference to each record, which may be large
                     yield elements.pop()
         finally:
             self._lines.close_line(line)
@@ -221,7 +221,7 @@ class _Lines(Tasks[None]):
         self._lines: dict[_Line, None] = {}
         self._faults, self._num_rows = faults, num_rows
         self._lock = threading.Lock()
-        self._wanted = Bell()  # rung when a part may have become ready to draw
+        self._wanted = Bell()  # rung when a reader may have a part to draw
         self._stopped = False
 
     def open(self, records: grain.MapDataset, start: int, ahead: bool) -> _Line:
@@ -263,7 +263,7 @@ class _Lines(Tasks[None]):
         with self._lock:
             if not (self._stopped or line.is_for_readers or line.ahead):
                 return line.begin(line.next_size(self._share(line)))
-        self._wanted.ring()  # the line may be for readers by now, if its records are slow
+        self._wanted.ring()  # readers may evaluate this line now, if its records turned out slow
         return None
 
     def draw(self, room: int) -> Read:

@@ -230,7 +230,7 @@ class Listener:
                     of_all = {series: one.slowest for series, one in self.alarms.copy().items()}
                     compare_waits(self._store, of_all, TURN_S)
                 elif not message:
-                    return  # this process ends
+                    return  # the message of this process to itself, at its exit
                 else:
                     number += 1
                     self._store.put(_HEARD.format(message["series"]), "")

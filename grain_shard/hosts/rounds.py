@@ -100,7 +100,7 @@ class Store:
 
     @_reaching_the_store()
     def delete(self, key: str) -> None:
-        """Deletes a value, or all values of a topic."""
+        """Deletes the value of a key. If the key is a topic and "/", deletes all its values."""
         self._client.key_value_delete(f"{self.folder}/{key}")
 
     @_reaching_the_store()

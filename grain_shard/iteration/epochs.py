@@ -75,7 +75,7 @@ class Epochs(ShardedIterator):
         epoch, last = self._batches.pass_of(position)[0], self._last
         if not left:
             try:
-                # No batch is left, so this raises StopIteration, after the other hosts were told.
+                # No batch is left. This call tells the other hosts, and raises StopIteration.
                 super().__next__()
             except StopIteration:
                 self._last, self._has_ended = (self._at.run, epoch), True
@@ -84,7 +84,7 @@ class Epochs(ShardedIterator):
         try:
             self._last = self._at.run, epoch
             return batches
-        except BaseException:  # an interrupt: the epoch was not handed out
+        except BaseException:  # an interrupt before the return: the epoch was not handed out
             self._last = last
             raise
 

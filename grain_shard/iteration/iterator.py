@@ -45,7 +45,7 @@ from grain_shard.stats.meter import Meter
 from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
 
-# The number of the next save. It is the same on every host, because all hosts save together.
+# Numbers the saves. A save has the same number on every host, because all hosts save together.
 _SAVES = itertools.count()
 
 
@@ -235,7 +235,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         try:
             self._at = Place(at.run, position, at.taken + 1)
             return batch
-        except BaseException:  # an interrupt: the batch was not handed out
+        except BaseException:  # an interrupt before the return: the batch was not handed out
             self._at = at
             raise
 

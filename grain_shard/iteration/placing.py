@@ -37,11 +37,18 @@ class Placer(Protocol):
     digest: str
 
     def __call__(self, batch: Batch) -> Batch:
-        """Returns the global batch on the devices, of this host's rows."""
+        """Puts this host's rows on its devices, and returns the global batch.
+
+        Args:
+            batch: The host batch, as a tree of NumPy arrays.
+        """
         ...
 
     def describe(self) -> dict[str, str]:
-        """Returns the leaves of the first batch in words, for the comparison with other hosts."""
+        """Returns the shape, dtype and spec of each leaf of the first batch as text, by path.
+
+        Hosts compare these texts.
+        """
         ...
 
 

@@ -97,12 +97,16 @@ class RandomAccess(HostBatches):
         return number, 0
 
     def next_pass(self, position: Progress) -> Progress:
-        """Returns the position at which the pass after the current one begins."""
+        """Returns the position before the first batch of the next pass.
+
+        Args:
+            position: A position in the current pass.
+        """
         number, left = self.pass_of(position)
         return Progress(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
 
     def start_of_pass(self, number: int) -> Progress:
-        """Returns the position before the first batch of a pass."""
+        """Returns the position before the first batch of a pass. Passes count from 0."""
         cuts = self._batching.cuts
         return cuts.progress(cuts.steps_before(number * self._epochs_of_a_pass))
 
@@ -247,7 +251,7 @@ class RandomAccess(HostBatches):
         return progress
 
     def _progress_in(self, state: Any) -> Progress | None:
-        """Returns the position of a state; None if it is not in this dataset."""
+        """Returns the position of a state; None if this dataset has no such position."""
         if not isinstance(state, Mapping):
             return None
         cuts, epochs = self._batching.cuts, self._batching.num_epochs

@@ -136,7 +136,7 @@ class ShardedDataset(grain.IterDataset):
     def _how(self, host: HostBatches) -> dict[str, Any]:
         """Returns the arguments of `ShardedIterator` for batches of this host."""
         final = self.settings.final_shardings
-        if final:  # the move to these shardings is a collective
+        if final:  # the move is a collective: its order must be the same on all hosts
             require_order(final.devices())
         return {
             "placer": self._assembler(),

@@ -13,7 +13,7 @@ from grain_shard.spans import BATCH, PAD, PLACE, READ
 
 # The stages of the threads that make host batches. A thread runs them one after the other.
 MAKING = READ, BATCH, PAD
-# A stage that works for less than this share of the time mostly waits for another stage.
+# A stage that works for a smaller share of the time than this is not busy, because it mostly waits.
 BUSY = 0.5
 
 

@@ -20,7 +20,7 @@ from grain_shard.stats.counts import BUSY, MAKING, ReadThreads, busiest
 _T = TypeVar("_T")
 _Key = TypeVar("_Key", bound=Hashable)
 _MS, _MB = 1e3, 1e-6
-# The lines of the text begin with these words.
+# The first words of each line of ``str(Figures)``.
 DONE, RATES, LOOP, THREADS = "done", "on this host", "a batch", "its making, of all threads"
 
 

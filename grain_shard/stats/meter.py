@@ -19,7 +19,7 @@ from grain_shard.spans import STEP, WAIT
 from grain_shard.stats.counts import ReadThreads, mask_of, size_of
 from grain_shard.stats.figures import Figures, waits
 
-# Seconds that recent figures cover, and seconds between two kept sums.
+# Least seconds that recent figures cover, and least seconds between two figures that are kept.
 RECENT_S, _KEEP_S = 30.0, 5.0
 
 
