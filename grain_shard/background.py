@@ -58,8 +58,9 @@ class TaskStage(OrderedResults[T]):
     """Runs tasks in background threads and hands out their results in order.
 
     The threads start with the first ``next``, in the JAX context (mesh, x64) of the thread that
-    made this stage. They refer to the stage, which is therefore never garbage-collected while they
-    run. So the user gets another object, which stops the stage when it is garbage-collected itself.
+    made this stage. They refer to the stage, so it is not garbage-collected while they run.
+    Therefore the user gets another object. When that object is garbage-collected, it stops the
+    stage.
 
     Args:
         tasks: The work. The last thread to end closes the tasks, because only that thread can be

@@ -79,7 +79,7 @@ def is_none(leaf: Any) -> bool:
 
 
 def is_text(leaf: Any) -> bool:
-    """Returns True if a leaf holds strings, which stay on the host."""
+    """Returns True if a leaf is an array of strings, which stays on the host."""
     if not isinstance(leaf, np.ndarray):
         return False
     # NumPy's string dtypes drop NULs at the end of a string. So an array of Python strings, which

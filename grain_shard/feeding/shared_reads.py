@@ -172,7 +172,7 @@ class _Line:
 
     @property
     def ahead(self) -> int:
-        """Number of records that were begun and not yet taken."""
+        """Number of records of this stream that were begun and not yet taken by the consumer."""
         return self.begun - self.taken
 
     @property

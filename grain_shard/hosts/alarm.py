@@ -1,11 +1,13 @@
 """`Alarm`: a host that fails tells all other hosts, so that they do not wait for it for ever.
 
-Hosts make their batches without communication. So they do not notice that one host has failed, and
-go on to the next collective. The collective waits for the failed host, and Python cannot interrupt
-it. Therefore a host whose iterator raises an error puts the error into the key-value store of JAX's
-distributed runtime. A thread of every process listens to the store. On the other hosts the iterator
-then raises an error, too. If the training loop of such a host is blocked and does not ask its
-iterator for a batch, the process prints the stack of each thread and ends. With
+In random access, hosts make their batches without communication. So they do not notice that one
+host has failed, and go on to the next collective. The collective waits for the failed host, and
+Python cannot interrupt it. Therefore a host whose iterator raises an error puts the error into the
+key-value store of JAX's distributed runtime. A thread of every process listens to the store. On the
+other hosts the iterator then raises an error, too.
+
+The training loop of another host may be blocked in a collective, so that it does not ask its
+iterator for a batch. That process then prints the stack of each thread and ends. With
 GRAIN_SHARD_END_PROCESS=0, for notebooks and supervisors, it does not end.
 
 A process that ends because of such an error skips the usual exit, in which JAX would wait for the

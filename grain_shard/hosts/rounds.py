@@ -68,7 +68,7 @@ class Store:
 
         Args:
             topic: The topic.
-            value: The value, which can be JSON.
+            value: The value, as `json.dumps` takes it.
         """
         key, text = f"{self.folder}/{topic}/{self.host}", json.dumps(value)
         try:
@@ -85,7 +85,7 @@ class Store:
 
         Args:
             key: The key, which is the same for all hosts.
-            value: The value, which can be JSON.
+            value: The value, as `json.dumps` takes it.
 
         Returns:
             False if the key had a value already.
@@ -206,8 +206,8 @@ class Rounds(Store):
 
         Args:
             round_: The round.
-            decide: Computes the verdict from the answers, by host. The verdict can be JSON. Only
-                the first host calls it.
+            decide: Computes the verdict from the answers, by host. The verdict has to be a value
+                that `json.dumps` takes. Only the first host calls this function.
             absent: Returns the hosts that this host stops waiting for, each with the reason. The
                 result is empty while this host goes on waiting. None stops waiting for all missing
                 hosts after `timeout_s`.

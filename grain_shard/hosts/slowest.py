@@ -67,7 +67,7 @@ class SlowestHost:
 
     @property
     def behind_s(self) -> float:
-        """Seconds per batch that the host waited longer than the others."""
+        """Seconds per batch that the host waited longer than the median of the other hosts."""
         return self.wait_s - self.others_wait_s
 
     @property

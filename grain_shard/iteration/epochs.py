@@ -16,12 +16,12 @@ class Epochs(ShardedIterator):
 
     Each item is an `EpochBatches`, an iterator over the batches of one epoch. The batches of all
     epochs are made ahead as one sequence. So the first batches of an epoch are made while the
-    training loop uses the last batches of the epoch before. All epochs have one state together.
+    training loop uses the last batches of the previous epoch. All epochs have one state together.
     Orbax saves it by `grain_shard.checkpoint.CheckpointSave`, or by its v1 API.
 
-    An epoch starts at its first batch, even if the loop left the epoch before early. The remaining
-    batches of the epoch before are then skipped. After `set_state` the next epoch has the remaining
-    batches of the epoch to which the state belongs.
+    The next epoch starts at its first batch, even if the loop left the previous epoch early. The
+    remaining batches of the previous epoch are then skipped. After `set_state` the next epoch has
+    the remaining batches of the epoch to which the state belongs.
 
     Example:
         >>> import grain, jax

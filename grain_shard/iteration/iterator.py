@@ -375,7 +375,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     @property
     def position(self) -> Position:
-        """The position after the last batch that ``next`` returned, in a form quick to copy."""
+        """The position after the last batch that ``next`` returned, in a form that copies fast."""
         return self._at.position
 
     def go_to(self, position: Position | None) -> None:
@@ -391,7 +391,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def reset(self) -> None:
         """Goes back to the first batch, as evaluation loops do before each evaluation.
 
-        Each evaluation then has the same batches. On several hosts all of them call it.
+        Each evaluation then has the same batches. With several hosts, every host has to call this.
 
         Raises:
             ShardingError: The pipeline is a stream that allows only one pass.

@@ -1,4 +1,4 @@
-"""The size of a batch and the busiest stage, for live statistics and for recorded profiles."""
+"""Computes the size of a batch, and finds the busiest stage, for statistics and for profiles."""
 
 from __future__ import annotations
 

@@ -229,7 +229,8 @@ class Figures:
         """Returns the figures of one line of ``str(self)``. A figure that is None or 0 is left out.
 
         Args:
-            line: The first words of the line, such as `LOOP`. The result is the text after them.
+            line: The first words of the line, such as `LOOP`. The result is the text after them, or
+                "not seen" if no figure is left.
         """
         texts = [
             one.words.format(value if isinstance(value, str) else value * one.scale)
