@@ -94,7 +94,7 @@ class TaskStage(OrderedResults[T]):
             self._start_more()
 
     def _start_more(self) -> None:
-        """Starts one more thread, if the pace asks for more threads than there are.
+        """Starts one more thread, if the pace asks for more threads than were started.
 
         Each new thread calls this again. So the first threads already work while others start.
         """

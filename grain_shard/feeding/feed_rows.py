@@ -39,8 +39,8 @@ class FeedRows:
     Attributes:
         num_feeds: Number of feeds.
         global_batch_size: Rows of a batch, of all hosts together.
-        padding: The padding in place of missing rows of feeds that have ended. None leaves these
-            rows out, so that the batch is shorter.
+        padding: The padding in place of the missing rows of feeds that have ended. None leaves the
+            missing rows out, so that the batch is shorter.
         layout: The rows that this host keeps; None to keep all rows.
 
     Raises:

@@ -56,7 +56,11 @@ class FeedTurns(Producer[list[FeedTurn]]):
             self.stop()  # the threads do not refer to this object, so they would run on
 
     def close(self) -> None:
-        """Closes all feeds. If closing one feed raises, the others are closed before the error."""
+        """Closes all feeds. If one feed cannot be closed, the other feeds are closed nevertheless.
+
+        Raises:
+            BaseException: The first error of closing.
+        """
         self._reads.stop()  # first, because a feed may wait for records from it
         failed: BaseException | None = None
         # This uses no name of a module: at the interpreter's exit the names may be gone.

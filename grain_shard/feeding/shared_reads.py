@@ -305,7 +305,7 @@ class _Lines(Tasks[None]):
         return False
 
     def end(self) -> None:
-        """Does nothing: a failed read is an error of one line only, and the others go on."""
+        """Does nothing: a failed read is an error of one stream only. The other streams go on."""
 
     def stop(self) -> None:
         self._faults.stop()

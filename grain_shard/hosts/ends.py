@@ -126,7 +126,8 @@ class _Votes(Producer[int]):
             wait_s: The longest wait, in seconds.
 
         Returns:
-            True if there are enough; False if the batches were stopped; None after `wait_s`.
+            True if there are enough batches; False if the batches were stopped; None after
+            `wait_s`.
         """
         # The first batch must be on the devices, because placing it shows if it fits them.
         stage = self._read if self.agreed else self._placed

@@ -121,7 +121,7 @@ class Together:
         Only the first call compares. A later call returns the same result or raises the same error.
 
         Args:
-            fields: Fields that must be the same on all hosts. Those of `AcrossHosts` are added.
+            fields: Fields that must be the same on all hosts, besides `AcrossHosts.fields`.
             digest: The digest of this host's rows of the first batch; None if there is no batch.
             is_steady: Returns True if the source gives the same records when they are read again.
 
@@ -194,7 +194,7 @@ class Together:
         If there was no batch, this compares the pipelines, which the first batch would have done.
 
         Args:
-            fields: Fields that must be the same on all hosts. Those of `AcrossHosts` are added.
+            fields: Fields that must be the same on all hosts, besides `AcrossHosts.fields`.
 
         Raises:
             AgreementError: Another host has failed, which ended the batches; or a field differs.

@@ -244,7 +244,7 @@ class ShardedDataset(grain.IterDataset):
 
 
 def sharded(ds: Any) -> ShardedDataset | None:
-    """Returns the `ShardedDataset` that a dataset or an iterator is or comes from; None otherwise.
+    """Returns a dataset, or the dataset of an iterator, if `shard_to` made it; None otherwise.
 
     Args:
         ds: A dataset, an iterator, or any other object.

@@ -85,7 +85,7 @@ class Figures:
         return self.sums.get(name, 0)
 
     def since(self, before: Figures) -> Figures:
-        """Returns the figures of a shorter period: from the end of `before` to the end of these.
+        """Returns the figures of a shorter period, which begins when `before` was computed.
 
         Args:
             before: Earlier figures of the same iterator, with the same beginning.
