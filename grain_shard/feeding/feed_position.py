@@ -91,7 +91,7 @@ class FeedsPosition(NamedTuple):
         return {feed: pickle.loads(state) for feed, state in self.pickled_states.items()}
 
     def past_end(self, batches: int) -> FeedsPosition:
-        """Returns the position after batches of padding, which follow the end of all these feeds.
+        """Returns the position after batches of padding, which follow the end of all the feeds.
 
         Args:
             batches: Number of batches of padding.

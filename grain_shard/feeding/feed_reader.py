@@ -35,7 +35,7 @@ class FeedTurn(NamedTuple):
 
     Attributes:
         feed: Number of the feed.
-        rows: The rows, before stacking. At the end of the feed there are fewer, or none.
+        rows: The rows, before stacking. At the end of the feed it has fewer rows, or none.
         feed_state: The pickled state of the feed after these rows.
     """
 
@@ -131,7 +131,7 @@ class FeedReader:
         """Returns the rows of the feed for the next batch.
 
         Args:
-            num_rows: Number of rows. Once the feed has ended, there are fewer, or none.
+            num_rows: Number of rows to return. Once the feed has ended, fewer rows or none come.
 
         Raises:
             StateError: The feed cannot start from its state.

@@ -106,12 +106,12 @@ class FeedRows:
         return round_up(self.global_batch_size, divisor)
 
     def end_with(self, turns: Sequence[FeedTurn]) -> bool:
-        """Returns True if the batches end before a batch of the given turns.
+        """Returns True if no further batch is made, because feeds have ended.
 
         That is so if no feed has a row, or if ``remainder="drop"`` and a feed has too few rows.
 
         Args:
-            turns: The rows that each feed has for the batch.
+            turns: The rows that each feed has for the next batch.
 
         Raises:
             ShardingError: A feed has too few rows, and ``remainder="error"``.

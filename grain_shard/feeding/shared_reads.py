@@ -75,7 +75,8 @@ class SharedReads(TaskStage[None]):
             records: The records.
             start: Index of the first record to yield.
             ahead: True reads ahead from the first ``next`` on. False evaluates each record when it
-                is asked for. But if the source reads many records in a call, one call is ahead.
+                is asked for. Only a source that reads many records in one call is then ahead, by
+                the records of one call.
 
         Raises:
             RuntimeError: The reads were stopped.

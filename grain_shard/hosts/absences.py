@@ -1,12 +1,15 @@
-"""`Absences`: the hosts that will not vote, so that the other hosts stop waiting for them.
+"""`Absences`: finds the hosts that will not vote, so that the other hosts stop waiting for them.
 
-A vote is the round in which hosts agree on how many more batches all of them hand out. A host that
-cannot vote says so: it has had no data for `timeout_s`, or its iterator was closed. The other hosts
-then stop waiting after `timeout_s`. If a host sends no such message, its buffers are full, and its
-training loop is busy. It is waited for ten times as long, because the other hosts would otherwise
-wait for it in a collective of the training step. Only the time in which a training loop waits
-counts.
-The first host that stops waiting ends the vote for all hosts.
+A vote is a round in which hosts agree on the number of batches that all of them hand out next. The
+other hosts wait for a missing vote as follows:
+
+* A host that cannot vote says so in the key-value store. It has had no data for `timeout_s`, or its
+  iterator was closed. The other hosts wait for its vote for `timeout_s`.
+* A host that has said nothing has full buffers and a busy training loop. The other hosts wait for
+  ten times `timeout_s`, because without the vote they would wait for it in a collective.
+
+A host counts only the time in which its own training loop waits for the vote. The first host that
+stops waiting ends the vote for all hosts.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class OwnFeeds(NamedTuple):
     """The numbers of a host's feeds, ascending.
 
     Attributes:
-        run: The feeds that the host runs, because it holds rows of theirs.
+        run: The feeds that the host runs, because it holds their rows.
         saved: The feeds of `run` whose states the host writes into a checkpoint.
     """
 
