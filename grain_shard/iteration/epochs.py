@@ -113,7 +113,7 @@ class Epochs(ShardedIterator):
         return next(self)
 
     def is_past(self, epoch: int) -> bool:
-        """Returns True if another epoch was handed out after this one.
+        """Returns True if another epoch was handed out after a given epoch.
 
         The result is False if `set_state`, `seek` or `reset` was called after that.
 

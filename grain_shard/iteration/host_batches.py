@@ -35,7 +35,8 @@ THREAD = "grain-shard-host"
 class Opened(NamedTuple):
     """This host's batches from one position on, made in the background.
 
-    The functions hold no reference to `batches`, so that keeping them does not keep the threads.
+    The functions hold no reference to `batches`. So an object that keeps a function does not keep
+    the threads alive.
 
     Attributes:
         position: The position before the first batch.
@@ -83,7 +84,7 @@ def opened_in_order(
     first_digest: Callable[[], str] = str,
     contents: Contents = Contents(),  # noqa: B008 (it has nothing to read)
 ) -> Opened:
-    """Makes the remaining batches of an iterator in one background thread.
+    """Returns the remaining batches of an iterator, made in one background thread.
 
     Args:
         iterator: The iterator of host batches. It is closed with the background thread.
@@ -215,7 +216,8 @@ class HostBatches(ABC):
     def to_state(self, position: Position) -> dict[str, Any]:
         """Returns the position as plain JSON.
 
-        An iterator of the user without a state, or with a state that is not JSON, raises an error.
+        Raises:
+            StateError: The pipeline has an iterator of the user without a state.
         """
 
     @abstractmethod

@@ -124,7 +124,8 @@ class Place(NamedTuple):
         run: The run whose batches the iterator hands out.
         position: The position after the last batch that was handed out.
         taken: Number of batches of the run that were handed out.
-        pending: The next batch, if the background threads have given it; None otherwise.
+        pending: The next batch, if the background threads have passed it on, and ``next`` has not
+            returned it yet; None otherwise.
     """
 
     run: Run

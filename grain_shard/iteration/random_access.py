@@ -81,8 +81,7 @@ class RandomAccess(HostBatches):
     def pass_of(self, position: Progress) -> tuple[int, int]:
         """Returns the pass that has the next batch, and the number of batches left in that pass.
 
-        Passes count from 0; `repeated` joins several. At the end the result is (number of passes,
-        0).
+        Passes count from 0. After the last batch, the result is (number of passes, 0).
 
         Args:
             position: The position before the next batch.

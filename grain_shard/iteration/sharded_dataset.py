@@ -102,7 +102,8 @@ class ShardedDataset(grain.IterDataset):
         say the size, one batch is read to find it.
 
         Returns:
-            The number of all hosts together; None for a stream whose size only its batches show.
+            The number of all hosts together; None for a stream whose batch size is unknown before
+            a batch is read.
         """
         return self._records_per_batch()
 

@@ -22,7 +22,7 @@ class ReadThreads(NamedTuple):
 
     Attributes:
         number: Number of threads that read now. None in streams, feeds and worker processes, where
-            no thread of this kind is counted.
+            the number is not measured.
         why: The reason for this number, in words.
     """
 

@@ -305,7 +305,7 @@ class Stats:
     def read_threads(self) -> int | None:
         """Number of threads that read side by side now.
 
-        None in streams, feeds and worker processes, whose threads are not counted.
+        None in streams, feeds and worker processes, where the number is not measured.
         """
         return self.reads.number
 
