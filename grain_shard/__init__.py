@@ -1,4 +1,4 @@
-"""End a Grain pipeline with ``.shard_to(mesh)``: sharded, padded, prefetched global batches.
+"""Ends a Grain pipeline with ``.shard_to(mesh)``: sharded, padded, prefetched global batches.
 
 Importing this package installs ``.shard_to`` on `grain.MapDataset` and `grain.IterDataset`.
 

@@ -152,14 +152,15 @@ class Task(ABC, Generic[T]):
 class Tasks(ABC, Generic[T]):
     """The tasks of a stage, which the threads of the stage draw and run.
 
-    One thread at a time calls `draw`. Other threads may call the other methods at the same time.
+    One thread at a time calls `draw`. Other threads may call the other methods during a `draw`.
     """
 
     @property
     def room_wanted(self) -> int:
         """Number of new results for which the buffer must have room before the next `draw`.
 
-        If no task can be drawn before another one is done, it is larger than the buffer.
+        If no task can be drawn before another one is done, the number is larger than the buffer, so
+        that no thread calls `draw`.
         """
         return 1
 

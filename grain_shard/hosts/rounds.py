@@ -163,7 +163,7 @@ class Rounds(Store):
         hosts open their iterators in the same order.
 
         Args:
-            kind: The kind of pipeline. An error has it, if hosts wait in different rounds.
+            kind: The kind of pipeline. An error names it if hosts wait in different rounds.
         """
         self.name, number = self._series.open(self.hosts)
         opened = {"kind": kind, "made at": self._series.place, "iterator": number}
@@ -209,8 +209,8 @@ class Rounds(Store):
             decide: Computes the verdict from the answers, by host. The verdict has to be a value
                 that `json.dumps` takes. Only the first host calls this function.
             absent: Returns the hosts that this host stops waiting for, each with the reason. The
-                result is empty while this host goes on waiting. None stops waiting for all missing
-                hosts after `timeout_s`.
+                result is empty while this host goes on waiting. If the argument is None, this host
+                stops waiting for all missing hosts after `timeout_s`.
             stopped: Returns True to end the wait without a verdict.
 
         Returns:

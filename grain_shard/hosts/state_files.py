@@ -62,7 +62,8 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
         feeds: The feeds of this host. They are used only if the pipeline is made of feeds.
 
     Returns:
-        The state. The state of a Grain iterator, too, with the number of processes added.
+        The state. It may be the state of a Grain iterator, to which the number of processes is
+        added.
 
     Raises:
         StateError: The folder has no state for this host (the message lists its files); a file is
