@@ -1,8 +1,8 @@
 """Global `jax.Array`s from this host's rows, without communication with other hosts.
 
 `jax.device_put` of host data onto a sharding that spans processes compares the data across them.
-That is a collective, which hangs in a background thread. `jax.make_array_from_callback` with the
-global shape asks only for the shards of this process's devices, one by one.
+That is a collective, which may hang in a background thread. `jax.make_array_from_callback` takes
+the global shape and asks only for the shards of this process's devices, one by one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from grain_shard.trees import Batch, FlatBatch
 
 
 class _Leaf(NamedTuple):
-    """The placement of one leaf, in host batches of one size.
+    """The path, sharding, dtype and shapes of one leaf, for host batches of one size.
 
     Attributes:
-        path: Path in the batch.
-        sharding: None if the leaf stays on the host.
-        dtype: The given dtype.
-        shape: Shape in a host batch, ``[host_batch_size, ...]``.
-        cut: The same shape, in microbatches if there are some.
+        path: Path in the batch, e.g. ``batch['tokens']``.
+        sharding: Sharding of the global array; None for text, which stays on the host.
+        dtype: Dtype of the numpy array in a host batch. JAX may convert it, e.g. to 32 bits.
+        shape: Shape in a host batch: ``[host_batch_size, ...]``, or () for a scalar.
+        cut: Shape in a host batch that is cut into microbatches: ``[microbatches, rows, ...]``.
+            Without microbatches it equals `shape`.
         global_shape: Shape of the global array.
     """
 
@@ -42,20 +43,26 @@ class _Leaf(NamedTuple):
     global_shape: tuple[int, ...]
 
     def fits(self, array: np.ndarray) -> bool:
-        """Returns True if the array is like this leaf; the widths of texts may differ."""
+        """Returns True if an array of a host batch has the dtype and the shape of this leaf.
+
+        Any dtype fits a text leaf, because text arrays may differ in width (<U5, <U7).
+        """
         same_dtype = self.sharding is None or array.dtype == self.dtype
         return same_dtype and array.shape == self.shape
 
 
 class Assembler:
-    """Places batches one after another. All must be like the first; `host_batch_sizes` may differ.
+    """Makes global batches of `jax.Array`s from this host's batches.
+
+    All batches must have the tree, shapes and dtypes of the first one. Only the number of rows may
+    differ, if `host_batch_sizes` lists several.
 
     Args:
         shardings: Shardings of the leaves.
-        layout: The rows of the global batch that this host passes.
+        layout: The rows of the global batch that this host holds.
         is_padding: Returns True for a batch that is all padding, which is the same on all hosts.
-            If given, a digest of the first batch is made, to compare it between hosts.
-        host_batch_sizes: All batch sizes, in rows of this host, if there are several.
+            If it is given, `digest` is made from the first batch, so that hosts can compare it.
+        host_batch_sizes: Every allowed number of rows of a host batch; () if there is only one.
     """
 
     def __init__(
@@ -69,15 +76,17 @@ class Assembler:
         self._shardings, self._layout = shardings, layout
         self.mesh_axes: tuple[tuple[str, int], ...] = shardings.mesh_axes
         self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
-        self.digest = ""  # of this host's rows of the first batch, unless all are padding
-        self._structure: Any = None  # of the first batch
-        self._leaves: list[_Leaf] = []  # of the first batch
-        # By the number of rows in a host batch. Made once: a batch of twenty leaves would take a
-        # twentieth longer if each batch computed its shapes anew.
+        # A digest of this host's first batch; "" without `is_padding`, or if all rows are padding.
+        self.digest = ""
+        # The tree structure and the leaves of the first batch.
+        self._structure: Any = None
+        self._leaves: list[_Leaf] = []
+        # The leaves by the number of rows in a host batch. Their shapes are computed only once. To
+        # compute them for each batch would take 5 % more time for batches of twenty leaves.
         self._leaves_by_rows: dict[int, list[_Leaf]] = {}
 
     def __call__(self, batch: Batch) -> Batch:
-        """Returns the global batch.
+        """Returns the global batch that this host's batch is a part of.
 
         Args:
             batch: A tree of numpy arrays ``[host_batch_size, ...]`` and scalars. The arrays must
@@ -85,11 +94,13 @@ class Assembler:
                 and ``may_alias=False`` does not prevent that (jax#38086).
 
         Returns:
-            The tree with `jax.Array` leaves ``[global_batch_size, ...]``; text stays on the host.
-            With microbatches, leaves are ``[microbatches, rows of one microbatch, ...]``.
+            The same tree with `jax.Array` leaves ``[global_batch_size, ...]``. With microbatches,
+            leaves are ``[microbatches, rows of one microbatch, ...]``. Text leaves stay numpy
+            arrays with this host's rows.
 
         Raises:
-            ShardingError: The batch does not fit its shardings, or is unlike the first one.
+            ShardingError: The batch does not fit its shardings, or its tree, shapes or dtypes
+                differ from the first batch.
         """
         if self._structure is None:
             self._learn(batch)
@@ -103,11 +114,12 @@ class Assembler:
         return structure.unflatten([self._place(leaf, array) for leaf, array in pairs])
 
     def abstract(self, batch: Batch, final: ShardingTree | None = None) -> Batch:
-        """Returns the result of a call, with a `jax.ShapeDtypeStruct` for each `jax.Array`.
+        """Returns the global batch of a host batch, with a `jax.ShapeDtypeStruct` per `jax.Array`.
 
         Args:
-            batch: As for a call.
-            final: The shardings to which the devices move the result of a call, if they do.
+            batch: A host batch: a tree of numpy arrays ``[host_batch_size, ...]`` and scalars.
+            final: Shardings to which the devices move the global batch afterwards; None if they do
+                not move it.
 
         Raises:
             ShardingError: The batch does not fit its shardings.
@@ -140,20 +152,43 @@ class Assembler:
         return jax.make_array_from_callback(global_shape, leaf.sharding, shard)
 
     def _shape(self, shape: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
-        """Returns a leaf's shape if it has `num_rows` rows, local or global, in microbatches."""
+        """Returns the shape of a leaf that has `num_rows` rows, cut into microbatches if asked.
+
+        Args:
+            shape: Shape of the leaf, ``[rows, ...]``, of which only the later dims count; or ().
+            num_rows: Rows of a host batch or of a global batch, over all microbatches.
+
+        Returns:
+            ``[num_rows, ...]``, or ``[microbatches, num_rows // microbatches, ...]``; () for ().
+        """
         count = self._shardings.microbatches
         rows = (num_rows,) if count is None else (count, num_rows // count)
         return (*rows, *shape[1:]) if shape else ()
 
     def _host_index(self, index: Any, global_shape: tuple[int, ...]) -> Any:
-        """Returns the index, in this host's array, of a shard of the global array."""
+        """Returns the slices of this host's array that hold one shard of the global array.
+
+        Args:
+            index: The slices of the shard in the global array, one per dim.
+            global_shape: Shape of the global array.
+        """
         dim = 0 if self._shardings.microbatches is None else 1  # the dim of the rows
         first, stop, _ = index[dim].indices(global_shape[dim])
         start = self._layout.host_row(first, global_shape[dim])
         return (*index[:dim], slice(start, start + stop - first), *index[dim + 1 :])
 
     def _learn(self, batch: Batch) -> Batch:
-        """Learns the leaves of the first batch, and returns the batch cut into microbatches."""
+        """Stores the structure, the leaves and the digest of the first batch.
+
+        The leaves are stored for each possible number of rows.
+
+        Returns:
+            The batch as numpy arrays, cut into microbatches if there are any.
+
+        Raises:
+            ShardingError: The batch does not split into this host's shards, or a leaf does not fit
+                its sharding.
+        """
         flat = FlatBatch.of(batch)
         if flat.rows % (len(self._layout.shards) * self._layout.microbatches):
             parts = describe_parts(len(self._layout.shards), self._layout.microbatches)
@@ -186,7 +221,10 @@ class Assembler:
         return cut
 
     def describe(self) -> dict[str, str]:
-        """Returns the global shape, dtype and spec of the first batch's leaves, by path."""
+        """Returns the global shape, dtype and spec of the first batch's leaves, as text by path.
+
+        Leaves that stay on the host are left out.
+        """
         return {
             leaf.path: describe_leaf(jax.ShapeDtypeStruct(leaf.global_shape, leaf.dtype))
             + (f" {leaf.sharding.spec}" if isinstance(leaf.sharding, NamedSharding) else "")

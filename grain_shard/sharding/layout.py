@@ -1,10 +1,10 @@
-"""The rows of a global batch that each host holds: integers and names only.
+"""`BatchLayout`: the rows of a global batch that a host holds, as integers and names only.
 
 The batch axis is cut into `divisor` equal shards, one for each index along the mesh axes that shard
-it. A device holds one shard or, if the batch axis is replicated, all shards; a host holds the
+it. A device holds one shard or, if the batch axis is replicated, the whole batch. A host holds the
 shards of its devices. For gradient accumulation the batch is cut into microbatches first, and each
-microbatch into shards. A host's layout is therefore a few integers. It pickles to worker processes,
-which must not know a device, and it does not change with the batch size.
+microbatch into shards. So a few integers describe a host's rows for every batch size. They can be
+pickled for worker processes, which must not know any device.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class BatchLayout:
         array([2, 3, 6, 7])
 
     Attributes:
-        divisor: Number of equal shards that the batch axis (of one microbatch) is cut into.
-        shards: The shards of this host, ascending.
+        divisor: Number of equal shards that the rows of a batch, or of each microbatch, are cut
+            into.
+        shards: Indices of the shards that this host holds, ascending.
         mesh_axes: (name, size) of every mesh axis; for messages only.
-        num_hosts: Hosts that have a device in the mesh.
-        shards_of_all_hosts: Sum, over the hosts, of the shards that each holds. It is `divisor`
-            if every row is on exactly one host; 0 if it is not known.
-        microbatches: Number of equal parts that a batch is cut into, one after the other, before
-            each of them is cut into shards.
+        num_hosts: Number of hosts that have a device in the mesh.
+        shards_of_all_hosts: Sum, over all hosts, of the number of shards that a host holds. It is
+            equal to `divisor` if every row is on exactly one host. 0 means unknown.
+        microbatches: Number of equal parts that a batch is cut into, in the order of its rows.
+            Each part is then cut into shards.
     """
 
     divisor: int
@@ -63,17 +64,18 @@ class BatchLayout:
     def of_hosts(
         cls, shardings: Sequence[Sharding], microbatches: int = 1
     ) -> dict[int, BatchLayout]:
-        """Returns the layout of every host that has a device in the mesh, ascending by host.
+        """Returns the layout of each host that has a device in the mesh, by process index.
 
         Args:
-            shardings: The shardings of the leaves; a host holds the union of their rows.
+            shardings: The shardings of the leaves. A host holds every row that one of them gives
+                to one of its devices.
             microbatches: Number of microbatches in a batch.
         """
         cuts = [_shards_of_devices(sharding) for sharding in shardings]
         divisor = math.lcm(*(count for _, _, count in cuts))
         held: dict[int, set[int]] = {}
         for devices, of_devices, count in cuts:
-            width = divisor // count  # shards of the layout in one shard of this leaf
+            width = divisor // count  # one shard of this leaf is `width` shards of the layout
             hosts = np.fromiter((d.process_index for d in devices), np.int64, len(devices))
             for host, shard in np.unique(np.stack([hosts, of_devices]), axis=1).T.tolist():
                 held.setdefault(host, set()).update(range(shard * width, (shard + 1) * width))
@@ -85,27 +87,31 @@ class BatchLayout:
 
     @property
     def amplification(self) -> float:
-        """Rows that all hosts read together, divided by the rows of the batch; at least 1.0."""
+        """Rows that all hosts together read for a batch, divided by the rows of the batch.
+
+        It is 1.0 if each row is read once. If `shards_of_all_hosts` is 0, only the rows of this
+        host are counted.
+        """
         return (self.shards_of_all_hosts or len(self.shards)) / self.divisor
 
     @property
     def multiple(self) -> int:
-        """Number that the rows of a batch must be a multiple of."""
+        """Number that must divide the rows of a batch: microbatches times shards."""
         return self.microbatches * self.divisor
 
     def padded(self, global_batch_size: int) -> int:
-        """Returns the batch size, rounded up to the next `multiple`."""
+        """Returns the batch size, rounded up so that `multiple` divides it."""
         return round_up(global_batch_size, self.multiple)
 
     def rows(self, global_batch_size: int) -> np.ndarray:
         """Returns this host's rows of a batch, ascending: int64[host_batch_size].
 
         Args:
-            global_batch_size: Rows of the whole batch, of all its microbatches together; a
-                `multiple`.
+            global_batch_size: Rows of the whole batch, over all its microbatches. `multiple` must
+                divide it.
 
         Raises:
-            ShardingError: The batch size is not a `multiple`.
+            ShardingError: `multiple` does not divide the batch size.
         """
         if global_batch_size % self.multiple:
             parts = describe_parts(self.divisor, self.microbatches)
@@ -119,15 +125,18 @@ class BatchLayout:
         return (self._parts()[:, None] * size + np.arange(size)).reshape(-1)
 
     def _parts(self) -> np.ndarray:
-        """Returns the indices of this host's parts, ascending: int64[n].
+        """Returns the indices of the parts of a batch that this host holds, ascending: int64[n].
 
-        A batch is cut into `multiple` equal parts.
+        A batch is cut into `multiple` equal parts. Each part is one shard of one microbatch.
         """
         microbatches = np.arange(self.microbatches, dtype=np.int64)[:, None]
         return (microbatches * self.divisor + np.asarray(self.shards)).reshape(-1)
 
     def ranges(self, global_batch_size: int) -> list[tuple[int, int]]:
-        """Returns this host's rows of a batch as separate (start, stop) ranges, ascending."""
+        """Returns this host's rows of a batch as (start, stop) ranges, ascending and disjoint.
+
+        Neighbouring shards are joined to one range. `multiple` must divide `global_batch_size`.
+        """
         size = global_batch_size // self.multiple
         found: list[tuple[int, int]] = []
         for part in self._parts().tolist():
@@ -136,17 +145,19 @@ class BatchLayout:
         return found
 
     def host_row(self, row: int, num_rows: int) -> int:
-        """Returns the index of a shard's first row among this host's rows of a microbatch.
+        """Returns the index of a global row among this host's rows of the same microbatch.
+
+        Without microbatches, the whole batch counts as one microbatch.
 
         Args:
-            row: The row's index in the microbatch, or in the batch if there are no microbatches.
-            num_rows: Rows of the microbatch, or of the batch.
+            row: Index of the row in the global microbatch. This host must hold the row.
+            num_rows: Rows of the global microbatch.
         """
         size = num_rows // self.divisor
         return self.shards.index(row // size) * size + row % size
 
     def global_batch_size(self, host_batch_size: int) -> int:
-        """Returns the rows of the whole batch, from the number of rows that this host holds."""
+        """Returns the number of rows of the global batch if this host holds `host_batch_size`."""
         return host_batch_size // len(self.shards) * self.divisor
 
 
@@ -156,13 +167,13 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def describe_parts(divisor: int, microbatches: int) -> str:
-    """Names the parts that a batch is split into, for a message."""
+    """Returns the parts of a batch in words: "8 shards" or "2 microbatches of 8 shards each"."""
     shards = f"{divisor} shards"
     return shards if microbatches == 1 else f"{microbatches} microbatches of {shards} each"
 
 
 def batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the mesh axes that shard dim 0 under `spec`."""
+    """Returns the mesh axes over which a spec shards dim 0; () if dim 0 is not sharded."""
     first = spec[0] if len(spec) else None
     if first is None:
         return ()
@@ -170,7 +181,7 @@ def batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def mesh_axes_of(shardings: Iterable[Sharding]) -> tuple[tuple[str, int], ...]:
-    """Returns (name, size) of every axis of the first mesh among the shardings."""
+    """Returns (name, size) of each axis of the first mesh in the shardings; () without a mesh."""
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):
             return tuple(sharding.mesh.shape.items())
@@ -178,10 +189,11 @@ def mesh_axes_of(shardings: Iterable[Sharding]) -> tuple[tuple[str, int], ...]:
 
 
 def _shards_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, int]:
-    """Returns every device, the shard of dim 0 that it holds, and the number of shards.
+    """Returns the devices, the index of each device's shard of dim 0, and the number of shards.
 
-    Computed from the mesh, because `Sharding.devices_indices_map` builds a slice for each of the
-    thousands of devices of a pod. The tests compare both.
+    The indices are int64[number of devices]. They are computed from the mesh, which is fast:
+    `Sharding.devices_indices_map` builds a slice for each of the thousands of devices of a pod. A
+    test compares both results.
     """
     if not isinstance(sharding, NamedSharding):
         devices = list(sharding.device_set)
@@ -190,7 +202,8 @@ def _shards_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, i
     axes = batch_axes(sharding.spec)
     sizes = [mesh.shape[axis] for axis in axes]
     along = np.indices(mesh.devices.shape).reshape(len(mesh.shape), -1)
-    # The first index, of an axis of size 1, is for a batch axis that is not sharded.
+    # Numpy needs at least one index, and `axes` is empty if dim 0 is not sharded. So an axis of
+    # size 1, on which every index is 0, is added in front.
     of_axes = along[[mesh.axis_names.index(axis) for axis in axes]]
     shard = np.ravel_multi_index((0 * along[0], *of_axes), (1, *sizes))
     return list(mesh.devices.flat), np.asarray(shard), math.prod(sizes)

@@ -1,4 +1,4 @@
-"""Placement of a tree of arrays by a tree of shardings, on one process or on many."""
+"""Places the leaves of a tree on devices by a tree of shardings, on one process or on many."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from grain_shard.trees import as_arrays, flatten, is_text
 
 
 def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) -> Any:
-    """Places every leaf.
+    """Places every leaf of a tree on the devices of its sharding.
 
     Args:
         data: A tree of numpy arrays, `jax.Array`s, typed PRNG keys and Python scalars. On several
-            processes, host data must be the same on each, and complete.
+            processes, each process must pass the same complete host data.
         target: Shardings of the leaves.
         in_background: True if the caller is a background thread, which must run no collective.
 
     Returns:
-        The same tree of `jax.Array`s; text stays on the host, as numpy arrays.
+        The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
     Raises:
-        ShardingError: A leaf does not fit its sharding or is of a kind that no device can hold,
-            this process has no device in a sharding, or a leaf that spans processes cannot be
-            moved there.
+        ShardingError: A leaf does not fit its sharding, or no device can hold its dtype. Or this
+            process has no device in a sharding. Or a leaf that spans processes cannot be moved to
+            its sharding.
     """
     require_local(target)
     paths, leaves, structure = flatten(data)
     if not leaves:
-        return data  # such as the state of plain SGD
+        return data  # e.g. the optax state of plain SGD, a tree without leaves
     arrays = [_as_array(path, leaf, target) for path, leaf in zip(paths, leaves, strict=True)]
     shardings = target.match(structure.unflatten(arrays))
     return structure.unflatten(
@@ -53,15 +53,17 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarr
 
     Args:
         path: The leaf's path in its tree, for messages.
-        leaf: As in `place_tree`.
+        leaf: A numpy array, a `jax.Array`, a typed PRNG key or a Python scalar. On several
+            processes, each process must pass the same complete host data.
         sharding: The leaf's sharding. A spec longer than the leaf's rank is cut to the rank, so
             scalars are replicated.
 
     Returns:
-        A global array with the leaf's shape; text unchanged.
+        A global `jax.Array` with the leaf's shape; for text, a numpy array.
 
     Raises:
-        ShardingError: As in `place_tree`, for this leaf.
+        ShardingError: The leaf does not fit its sharding, no device can hold its dtype, or it
+            spans processes and cannot be moved to its sharding.
     """
     array = _as_array(path, leaf, ShardingTree(sharding))
     where = None if is_text(array) else fitted(sharding, array.ndim)
@@ -72,7 +74,8 @@ def require_local(target: ShardingTree) -> None:
     """Checks that this process has a device in each of the shardings.
 
     Raises:
-        ShardingError: It has none; the message names the processes that have one.
+        ShardingError: A sharding has no device of this process. The message names the processes
+            that have one.
     """
     for sharding in target.shardings():
         if not sharding.addressable_devices:
@@ -86,7 +89,11 @@ def require_local(target: ShardingTree) -> None:
 
 
 def _as_array(path: str, leaf: Any, target: ShardingTree) -> Any:
-    """Returns a `jax.Array` as it is, and all else as numpy if a device or the host can hold it."""
+    """Returns a `jax.Array` unchanged, and any other leaf as a numpy array.
+
+    Raises:
+        ShardingError: The leaf is neither numbers nor text, such as an array of objects.
+    """
     if isinstance(leaf, jax.Array):
         return leaf
     try:
@@ -96,10 +103,11 @@ def _as_array(path: str, leaf: Any, target: ShardingTree) -> Any:
 
 
 def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool) -> Any:
-    """Places an array by a sharding of no more than its rank; None leaves it on the host.
+    """Places an array by its sharding; with None the array stays on the host, unchanged.
 
-    The result shares no memory with numpy input on the CPU backend, so a loader may reuse its
-    buffer. A `jax.Array` that has this sharding already may be returned as it is.
+    The spec of the sharding must not be longer than the array's rank. On the CPU backend numpy
+    input is copied, so a loader may reuse its buffer. A `jax.Array` that already has this sharding
+    may be returned unchanged.
     """
     if sharding is None:
         return array
@@ -107,7 +115,8 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable:
             _require_movable(path, array, sharding, in_background)
-        # device_put moves a global array by collectives, which all processes run in the same order.
+        # device_put is used in two cases. Onto devices of this process it is no collective. It
+        # moves a global array by collectives, which all processes run in the same order.
         if sharding.is_fully_addressable or not array.is_fully_addressable:
             return jax.device_put(array, sharding)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -115,10 +124,11 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     host_array = np.asarray(array)
     check_held(path, host_array)
-    # The CPU backend may use aligned host memory without a copy, and its owner may write to it.
+    # The CPU backend may use aligned host memory without a copy. The owner of the memory may write
+    # to it later, so each shard is copied.
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     shard = (lambda index: copied(host_array[index])) if on_cpu else host_array.__getitem__
-    # Not device_put: across processes it is a collective, which compares the value.
+    # device_put is not used here. Across processes it is a collective that compares the values.
     return jax.make_array_from_callback(host_array.shape, sharding, shard)
 
 

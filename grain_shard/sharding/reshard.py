@@ -14,30 +14,32 @@ from grain_shard.trees import Batch, flatten
 
 
 class Resharder:
-    """Jitted identity functions, from the shardings in which rows are read to the step's shardings.
+    """Moves each batch from the shardings in which its rows were read to the training step's.
 
-    There is one function; on several slices there may be two, see `ShardingTree.moves`.
+    A move is a jitted identity function. There is one move for each batch; on several slices there
+    may be two, see `ShardingTree.moves`.
 
-    A call is a collective: every host must run it in the same order among its other collectives.
-    It therefore runs in the thread of the training loop, and not in the background.
+    A move is a collective: every host must run it in the same order among its other collectives.
+    So it runs in the thread of the training loop, and not in the background.
 
     Args:
-        shardings: The shardings that the step needs.
+        shardings: The shardings that the training step needs.
     """
 
     def __init__(self, shardings: ShardingTree):
         self._shardings = shardings
         self._moves: list[Any] = []
         self._last: jax.Array | None = None
-        # The batch, the number of its moves that are done, and its arrays after them: after an
-        # interrupt no move is done twice, which the other hosts would not do.
+        # The batch, the number of its finished moves, and its arrays after them. An interrupt may
+        # end a call between two moves. The next call must not repeat a finished move, because the
+        # other hosts do not repeat it.
         self._under_way: tuple[Batch, int, Sequence[jax.Array]] | None = None
 
     def __call__(self, batch: Batch) -> Batch:
-        """Returns the same global batch in the step's shardings; text is unchanged.
+        """Returns the same global batch in the training step's shardings. Text is unchanged.
 
         Raises:
-            ShardingError: A mesh axis does not divide its dim.
+            ShardingError: The size of a mesh axis does not divide the dim that it shards.
         """
         paths, leaves, structure = flatten(batch)
         if not self._moves:
@@ -59,19 +61,23 @@ class Resharder:
         )
 
     def forget(self) -> None:
-        """Drops the arrays of the last batch, which is not asked for again."""
+        """Frees the arrays of the last batch. The next call must pass another batch."""
         self._under_way = None
 
     def wait(self) -> None:
         """Waits until this host's part of the last move is done.
 
-        A process that ended during a move could wait for ever for hosts that have ended.
+        Without this, a process that exits during a move could wait for ever for hosts that have
+        exited already.
         """
         last, self._last = self._last, None
-        if last is not None and not last.is_deleted():  # a step may have donated it
+        if last is not None and not last.is_deleted():  # the step may have donated it
             last.block_until_ready()
 
 
 def move_to(shardings: Sequence[Sharding | None]) -> Any:
-    """Returns a jitted function that returns its arrays in these shardings; None is for text."""
+    """Returns a jitted function that takes arrays and returns them in these shardings, in order.
+
+    A None in `shardings` belongs to a text leaf and is skipped: the function takes no text.
+    """
     return jax.jit(lambda *arrays: arrays, out_shardings=tuple(filter(None, shardings)))

@@ -1,4 +1,4 @@
-"""`ShardByMesh`: the slice of a source that a host should read, from the rows that it holds."""
+"""`ShardByMesh`: the slice of a source that a host reads, which depends on the rows it holds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 class ShardByMesh(grain.sharding.ShardOptions):
     """The slice of a source for this host, in place of `grain.sharding.ShardByJaxProcess`.
 
-    Hosts that hold the same rows, because a model or sequence axis spans them, get the same slice.
-    By process index they would get different slices, and train on wrong data.
+    Hosts hold the same rows if a model or sequence axis spans them. Such hosts get the same slice.
+    `ShardByJaxProcess` goes by process index: it would give them different slices, and the model
+    would train on wrong data.
 
     Example:
         >>> import jax
@@ -24,9 +25,11 @@ class ShardByMesh(grain.sharding.ShardOptions):
         (0, 1)
 
     Args:
-        mesh_or_sharding: As for `shard_to`.
-        spec: As for `shard_to`.
-        drop_remainder: True gives every host the same number of records, and drops the rest.
+        mesh_or_sharding: The argument that `shard_to` gets: a `Mesh`, a `Sharding`, a device, or a
+            tree prefix of shardings. None takes the mesh of `jax.set_mesh`.
+        spec: The argument that `shard_to` gets: a `PartitionSpec` or a tree prefix of them.
+        drop_remainder: True drops the last records of the source, so that every slice has the same
+            number of records.
 
     Raises:
         ShardingError: Two hosts share some of their rows, but not all, so no slice fits both.

@@ -1,7 +1,8 @@
-"""The sharding of every leaf, from a mesh and a spec.
+"""`ShardingTree`: the sharding of every leaf of a batch, made from a mesh and specs.
 
-A spec is one `PartitionSpec` for all leaves, or a tree prefix of them. A spec that covers several
-leaves is trimmed to the rank of each leaf; a spec for a single leaf must fit that leaf.
+The user gives one `PartitionSpec` for all leaves, or a tree prefix of `PartitionSpec`s. One that
+covers several leaves is trimmed to the rank of each leaf, and must fit at least one of them. One
+for a single leaf must fit that leaf. Scalars are always replicated.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Read = Literal["auto", "needed", "once"]
 
 @dataclass(frozen=True)
 class ShardingTree:
-    """A tree prefix of shardings.
+    """The shardings of a batch's leaves: a tree of shardings that is a prefix of the batch's tree.
 
     Example:
         >>> P = PartitionSpec
@@ -48,15 +49,15 @@ class ShardingTree:
         >>> shardings = ShardingTree.of(mesh, {"image": P("data"), "tokens": P("data", "seq")})
         >>> shardings.prefix["tokens"].shard_shape((8, 1024))
         (2, 512)
-        >>> layout = shardings.layout()  # this host's rows; it has all of the devices
+        >>> layout = shardings.layout()  # one process has all devices, so it holds all shards
         >>> layout.divisor, layout.shards
         (4, (0, 1, 2, 3))
 
     Attributes:
-        prefix: A `Sharding`, or a tree of them that is a prefix of the batch's tree. Their dim 0 is
-            the dim of the rows, also with microbatches.
-        microbatches: Number of microbatches that each batch is cut into, so that its leaves are
-            ``[microbatches, rows, ...]``; None for leaves ``[rows, ...]``.
+        prefix: A `Sharding`, or a tree of `Sharding`s that is a prefix of the batch's tree. Dim 0
+            of each spec is the dim of the rows, with microbatches too.
+        microbatches: Number of microbatches that each batch is cut into. The leaves are then
+            ``[microbatches, rows, ...]``. With None the leaves are ``[rows, ...]``.
     """
 
     prefix: Any
@@ -71,18 +72,20 @@ class ShardingTree:
     def of(
         cls, mesh_or_sharding: Any = None, spec: Any = None, *, microbatches: int | None = None
     ) -> ShardingTree:
-        """Resolves the arguments that the user passes to `shard_to`.
+        """Returns the shardings that the user's arguments to `shard_to` ask for.
 
         Args:
-            mesh_or_sharding: A `Mesh`; or a `Sharding`, a device, or a tree prefix of shardings. If
-                it is None, or specs stand in its place, the mesh of `jax.set_mesh` is used.
+            mesh_or_sharding: A `Mesh`, a `Sharding`, a device, or a tree prefix of shardings. With
+                None, or with specs in its place, the mesh of `jax.set_mesh` is used.
             spec: With a mesh, a `PartitionSpec` or a tree prefix of them. By default dim 0 is
                 sharded over the mesh's axis "data", or over its only axis.
-            microbatches: As for `shard_to`.
+            microbatches: Number of microbatches that each batch is cut into; None for no
+                microbatches.
 
         Raises:
-            ShardingError: The spec names an axis that the mesh does not have; no spec is given and
-                the mesh has several axes, none of them "data"; no mesh is in use; or
+            ShardingError: The spec names an axis that the mesh does not have. Or no spec is given,
+                and the mesh has several axes, none of them "data". Or no mesh is given or set. Or
+                both a sharding and a spec are given. Or there is no sharding at all. Or
                 `microbatches` is not a positive integer.
         """
         if microbatches is not None:
@@ -116,20 +119,20 @@ class ShardingTree:
         return tree
 
     def shardings(self) -> list[Sharding]:
-        """The distinct shardings of the tree, in its order."""
+        """Returns the distinct shardings of the tree, in the order of its leaves."""
         return list(dict.fromkeys(jax.tree.leaves(self.prefix)))
 
     def named(self) -> list[NamedSharding]:
-        """Returns the distinct shardings over meshes."""
+        """Returns the distinct `NamedSharding`s, which are those over a mesh, in order."""
         return [s for s in self.shardings() if isinstance(s, NamedSharding)]
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, int], ...]:
-        """(name, size) of every mesh axis."""
+        """(name, size) of every axis of the mesh; () if no sharding has a mesh."""
         return mesh_axes_of(self.shardings())
 
     def layout(self) -> BatchLayout:
-        """Returns the rows that this host holds.
+        """Returns the `BatchLayout` of this host: the rows of every batch that it holds.
 
         Raises:
             ShardingError: This process has no device in the mesh.
@@ -144,7 +147,7 @@ class ShardingTree:
         return layouts[host]
 
     def layouts(self) -> dict[int, BatchLayout]:
-        """Returns the rows that each host with a device in the mesh holds, ascending by host."""
+        """Returns the `BatchLayout` of each host with a device in the mesh, by process index."""
         return BatchLayout.of_hosts(self.shardings(), self.microbatches or 1)
 
     def devices(self) -> list[Any]:
@@ -153,25 +156,28 @@ class ShardingTree:
         return sorted(devices, key=lambda device: (device.process_index, device.id))
 
     def way_to_read(self, read: Read, *global_batch_sizes: int) -> Literal["needed", "once"]:
-        """Resolves the argument `read` of `shard_to`.
+        """Returns "needed" or "once" for the argument `read` of `shard_to`.
 
-        "auto" is "once" (see `spread`) if "once" reads fewer rows and the devices divide the
-        padded batch. A batch is never padded further for "once": its shape follows from its size,
-        the spec, the mesh and the microbatches.
+        "needed" means that each host reads the rows that its devices need. "once" means that each
+        row is read once, see `spread`. "auto" becomes "once" if "once" reads fewer rows and the
+        devices divide the padded batch. Batches get no further padding for "once", so `read` never
+        changes the shape of a batch.
 
         Args:
-            read: As for `shard_to`.
-            *global_batch_sizes: Rows of a batch before padding; all sizes, if there are several.
+            read: "auto", "needed" or "once".
+            *global_batch_sizes: Rows of a batch before padding: every size that batches have.
 
         Raises:
-            ShardingError: It is "once", and the devices do not divide a padded batch.
+            ShardingError: `read` is "once", and the devices do not divide a padded batch.
         """
         if read == "needed":
             return read
-        layout = next(iter(self.layouts().values()))  # any host's: these figures are global
+        # `padded`, `multiple` and `amplification` are the same on all hosts, so any host will do.
+        layout = next(iter(self.layouts().values()))
         spread = next(iter(self.spread().layouts().values()))
         sizes = map(layout.padded, global_batch_sizes)
-        size = next((size for size in sizes if size % spread.multiple), None)  # not divisible
+        # The first padded size that the devices do not divide; None if they divide all sizes.
+        size = next((size for size in sizes if size % spread.multiple), None)
         if read == "auto":
             fewer = spread.amplification < layout.amplification
             return "once" if fewer and size is None else "needed"
@@ -187,7 +193,10 @@ class ShardingTree:
         return read
 
     def describe(self) -> dict[str, Any]:
-        """Returns mesh axes, device order and specs as plain JSON, for hosts to compare."""
+        """Returns plain JSON that hosts compare: mesh axes, device order, specs, microbatches.
+
+        The order of the devices is given as a digest.
+        """
         named = self.named()
         return {
             "mesh": list(self.mesh_axes),
@@ -197,14 +206,14 @@ class ShardingTree:
         }
 
     def spread(self) -> ShardingTree:
-        """Returns the shardings in which every row is read once, see `Spread`."""
+        """Returns the shardings in which hosts read a batch with ``read="once"``; see `Spread`."""
         return self._spread(Spread.read_by)
 
     def moves(self) -> tuple[ShardingTree, ...]:
-        """Returns the shardings that a batch read by `spread` passes through, in order.
+        """Returns the shardings to which the devices move a batch that was read by `spread`.
 
-        The devices move the batch once for each of these shardings. There are one or two (see
-        `Spread.gathered`), and the last one is this tree.
+        The devices move the batch to each element of the tuple in turn. There are one or two
+        elements (see `Spread.gathered`). The last one is this tree.
         """
         gathered = self._spread(Spread.gathered)
         return (self,) if gathered == self else (gathered, self)
@@ -216,24 +225,35 @@ class ShardingTree:
         return replace(self, prefix=jax.tree.map(partial(step, Spread.of(named)), self.prefix))
 
     def with_mask(self, key: str | None) -> ShardingTree:
-        """Returns the tree with a sharding for the mask, which is sharded like the rows."""
+        """Returns the tree with a sharding for the mask, which is sharded like the rows.
+
+        Args:
+            key: Key of the mask in the batch; None for no mask.
+
+        Returns:
+            This tree itself if nothing has to be added: there is no mask, a single sharding
+            covers all leaves, or the tree has an entry at `key`.
+        """
         if key is None or not isinstance(self.prefix, Mapping) or key in self.prefix:
             return self
         first = max(self.named(), key=num_shards, default=self.shardings()[0])
         return replace(self, prefix={**self.prefix, key: fitted(first, 1)})
 
     def match(self, batch: Batch) -> list[Sharding | None]:
-        """Returns the sharding of every leaf of a batch; None for text, which stays on the host.
+        """Returns the sharding of each leaf of a batch, in the order of `jax.tree.leaves`.
+
+        The list has None for text leaves, which stay on the host.
 
         Args:
             batch: A tree of arrays ``[rows, ...]``, or ``[microbatches, rows, ...]``.
 
         Raises:
-            ShardingError: The tree is not a prefix of the batch's, or a spec does not fit its leaf.
+            ShardingError: `prefix` is not a prefix of the batch's tree, or a spec does not fit its
+                leaf.
         """
         prefix = dict(jax.tree_util.tree_flatten_with_path(self.prefix)[0])
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-        # The keys that lead to each leaf's sharding in the prefix.
+        # For each leaf of the batch, the key path of its sharding in the prefix.
         heads = [self._head(prefix, keys, leaf) for keys, leaf in leaves]
         fitting = {
             head
@@ -252,7 +272,7 @@ class ShardingTree:
                     mesh_axes=self.mesh_axes,
                     remedy=f"shorten the spec to {rank} entries, the first for the batch axis.",
                 )
-        # A None is a tree without leaves, which its spec covers.
+        # A None in the batch is a tree without leaves. A spec for it is not a mistake.
         with_nones = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_none)[0]
         nones = [keys for keys, leaf in with_nones if leaf is None]
         used = {*heads, *(head for keys in nones for head in prefix if keys[: len(head)] == head)}
@@ -274,11 +294,15 @@ class ShardingTree:
         ]
 
     def _rank(self, leaf: Any) -> int:
-        """Returns the number of dims that a spec may name: the dim of the rows and all after it."""
+        """Returns how many dims a spec may name: the dim of the rows and all dims after it."""
         return leaf.ndim if self.microbatches is None else max(0, leaf.ndim - 1)
 
     def _head(self, prefix: Mapping[KeyPath, Sharding], keys: KeyPath, leaf: Any) -> KeyPath:
-        """Returns the first keys of a leaf, which lead to its sharding."""
+        """Returns the key path of a leaf's sharding in `prefix`: a start of the leaf's key path.
+
+        Raises:
+            ShardingError: No start of the leaf's key path is in `prefix`.
+        """
         for depth in range(len(keys) + 1):
             if keys[:depth] in prefix:
                 return keys[:depth]

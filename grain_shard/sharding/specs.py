@@ -1,4 +1,4 @@
-"""One spec on one mesh: its check, its sharding, and its fit to a leaf."""
+"""Functions for one spec on one mesh: check it, make its sharding, and fit it to a leaf."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATA_AXIS = "data"
 
 
 def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int, ...]) -> None:
-    """Checks that the mesh axes of every sharded dim divide the global shape's dim.
+    """Checks that the size of the mesh axes that shard a dim divides the dim, for every dim.
 
     Args:
         path: Path of the leaf, e.g. ``batch['tokens']``.
@@ -26,7 +26,7 @@ def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int
         shape: Global shape of the leaf.
 
     Raises:
-        ShardingError: An axis does not divide its dim.
+        ShardingError: The size of the mesh axes does not divide a dim.
     """
     if not isinstance(sharding, NamedSharding):
         return
@@ -49,17 +49,19 @@ def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int
 
 
 def check_held(path: str, array: np.ndarray, name_row: Callable[[int], int] = int) -> None:
-    """Checks that no integer loses its upper bits: without x64 JAX turns 64 bits into 32.
+    """Checks that no integer loses its upper bits on the way to the devices.
 
-    It takes 0.07 ms for each MiB, about as long as JAX then takes to place it.
+    Unless x64 is enabled, JAX turns 64-bit integers into 32-bit ones. The check takes 0.07 ms per
+    MiB, about as long as JAX takes to place the array afterwards.
 
     Args:
         path: Path of the leaf.
-        array: The leaf on the host.
-        name_row: Returns the row's number for the message.
+        array: The leaf on the host, of any dtype.
+        name_row: Takes the index of a row in `array`, and returns its row number in the global
+            batch, for the message.
 
     Raises:
-        ShardingError: An integer does not fit.
+        ShardingError: An integer does not fit in JAX's dtype.
     """
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
         return
@@ -79,7 +81,7 @@ def check_held(path: str, array: np.ndarray, name_row: Callable[[int], int] = in
 
 
 def mesh_in_use() -> Mesh:
-    """Returns the mesh of `jax.set_mesh`.
+    """Returns the mesh that `jax.set_mesh` has set.
 
     Raises:
         ShardingError: No mesh is set.
@@ -95,7 +97,11 @@ def mesh_in_use() -> Mesh:
 
 
 def default_spec(mesh: Mesh) -> PartitionSpec:
-    """Returns the spec that shards dim 0 over the axis "data", or over the mesh's only axis."""
+    """Returns the spec that shards dim 0 over the axis "data", or over the mesh's only axis.
+
+    Raises:
+        ShardingError: The mesh has several axes, none of them "data".
+    """
     names = mesh.axis_names
     if DATA_AXIS in names or len(names) == 1:
         return PartitionSpec(DATA_AXIS if DATA_AXIS in names else names[0])
@@ -108,7 +114,12 @@ def default_spec(mesh: Mesh) -> PartitionSpec:
 
 
 def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
-    """Returns a `NamedSharding` of the mesh, from a spec or None (replicated)."""
+    """Returns the `NamedSharding` of a spec on the mesh; None means replicated.
+
+    Raises:
+        ShardingError: `spec` is not a `PartitionSpec`, or it holds UNCONSTRAINED, an axis that the
+            mesh does not have, or an axis twice.
+    """
     spec = PartitionSpec() if spec is None else spec
     axes = mesh.shape.items()
     if not isinstance(spec, PartitionSpec):
@@ -141,7 +152,11 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
 
 
 def as_sharding(leaf: Any) -> Sharding:
-    """Returns a sharding as it is, and the single-device sharding of a device."""
+    """Returns a sharding unchanged, and the `SingleDeviceSharding` of a device.
+
+    Raises:
+        ShardingError: `leaf` is neither a device nor a sharding of a supported kind.
+    """
     if isinstance(leaf, jax.Device):
         return SingleDeviceSharding(leaf)
     by_mesh = isinstance(leaf, NamedSharding) and isinstance(leaf.mesh, Mesh)
@@ -155,7 +170,7 @@ def as_sharding(leaf: Any) -> Sharding:
 
 
 def spec_rank(sharding: Sharding) -> int:
-    """Returns the length of the spec without its trailing Nones, which constrain no dim."""
+    """Returns the length of the spec without its trailing Nones; 0 if there is no spec."""
     if not isinstance(sharding, NamedSharding):
         return 0
     named = [dim for dim, entry in enumerate(sharding.spec) if entry is not None]
@@ -163,7 +178,7 @@ def spec_rank(sharding: Sharding) -> int:
 
 
 def num_shards(sharding: NamedSharding) -> int:
-    """Returns the number of shards of dim 0."""
+    """Returns the number of shards that dim 0 is cut into; 1 if it is not sharded."""
     return math.prod(sharding.mesh.shape[axis] for axis in batch_axes(sharding.spec))
 
 
@@ -171,10 +186,11 @@ def fitted(sharding: Sharding, rank: int, has_microbatches: bool = False) -> Sha
     """Returns the sharding with its spec cut to a leaf's rank.
 
     Args:
-        sharding: The sharding.
-        rank: Number of dims that the spec may name.
-        has_microbatches: True if the leaf has a first dim for the microbatches besides. Every
-            device holds its rows of each microbatch, so that dim is not sharded.
+        sharding: A sharding of any kind. One without a spec is returned unchanged.
+        rank: Number of the leaf's dims that the spec may name: the dim of the rows and all after
+            it.
+        has_microbatches: True if the leaf is ``[microbatches, rows, ...]``. The dim of the
+            microbatches is not sharded, because every device holds rows of each microbatch.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding

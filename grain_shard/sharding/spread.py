@@ -1,7 +1,8 @@
-"""`Spread`: the shardings in which every row is read once, and the moves from there to the step's.
+"""`Spread`: the shardings in which a batch is read if every row is read once.
 
-Rows are exchanged within a slice only: between slices there is just the data-centre network, which
-the step needs for itself. A row that several slices need is therefore read once in each slice.
+After the read, the devices move the batch to the shardings of the training step. They exchange rows
+within a slice only. Between slices there is just the data-centre network, which the training step
+needs for itself. So a row that several slices need is read once in each of these slices.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Spread:
 
     Attributes:
         cut: The mesh, cut at the slices.
-        axes: The axes that cut the rows, in this order; the last ones stay within a slice.
+        axes: The axes that cut the rows, outermost first: the axes with which the specs of all
+            leaves begin, and then all other axes that stay within a slice.
     """
 
     cut: CutMesh
@@ -35,27 +37,38 @@ class Spread:
 
     @classmethod
     def of(cls, shardings: Sequence[NamedSharding]) -> Spread:
-        """Returns the spread for leaves that end in these shardings, all on one mesh."""
+        """Returns the spread for leaves that the training step needs in these shardings.
+
+        Args:
+            shardings: At least one sharding; all are on the same mesh.
+        """
         cut = CutMesh.of(cast(Mesh, shardings[0].mesh))
         of_leaves = [cut.axes(batch_axes(sharding.spec)) for sharding in shardings]
         common = _common_start(of_leaves)
-        # The axes stand in the order of the most sharded leaf, so that this leaf moves least.
+        # The most sharded leaf gives the order of the axes, so that its rows move least.
         most = max(shardings, key=num_shards)
         others = (*cut.axes(batch_axes(most.spec)), *cut.mesh.axis_names)
         within = [axis for axis in others if axis in cut.in_slice]
         return cls(cut, tuple(dict.fromkeys((*common, *within))))
 
     def read_by(self, sharding: Sharding) -> Sharding:
-        """Returns a leaf's sharding when it is read: each row is on one device of a slice."""
+        """Returns the sharding in which a leaf is read: each row is on one device of a slice.
+
+        Args:
+            sharding: The sharding in which the training step needs the leaf.
+        """
         return self._by_rows(sharding, self.axes)
 
     def gathered(self, sharding: Sharding) -> Sharding:
-        """Returns a leaf's sharding after the first step of the exchange.
+        """Returns the sharding of a leaf after the first of its moves.
 
-        In the first step each device gathers, from its neighbours in the slice, all rows that it
-        needs. If the device needs only a part of each row, it drops the rest in a second step.
-        Neither step can leave the slice; in a single step XLA would find ways across slices. On one
-        slice XLA may choose, so there is a single step.
+        On one slice there is a single move, and XLA chooses its way. On several slices there may be
+        two moves. In the first move each device gathers whole rows from the devices of its slice.
+        In the second move it keeps only the part of each row that it needs. Neither move can leave
+        the slice. In a single move XLA would also send data between slices.
+
+        Args:
+            sharding: The sharding in which the training step needs the leaf.
         """
         if self.cut.num_slices == 1 or not isinstance(sharding, NamedSharding):
             return sharding
@@ -71,6 +84,6 @@ class Spread:
 
 
 def _common_start(sequences: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the longest common prefix."""
+    """Returns the longest common prefix of the sequences."""
     alike = takewhile(lambda words: len(set(words)) == 1, zip(*sequences, strict=False))
     return [words[0] for words in alike]

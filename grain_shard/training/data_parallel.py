@@ -1,8 +1,8 @@
-"""Data-parallel training: the batch split over the mesh, one program for all devices.
+"""Data-parallel training: the batch is sharded over the mesh, and all devices run one program.
 
-The compiler adds the communication. Where parameters are replicated and rows are sharded, the
-gradient of a mean over the global batch needs an all-reduce, and XLA puts it there. So a step is
-written as for one device and gives the same loss on any number of them.
+The compiler adds the communication. With replicated parameters and sharded rows, the gradient of a
+mean over the global batch needs an all-reduce, which XLA inserts. So a training step is written as
+for one device, and gives the same loss on any number of devices.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from grain_shard.sharding.specs import default_spec
 from grain_shard.training.meshes import create_1d_mesh
 from grain_shard.trees import ROOT, is_text
 
-if TYPE_CHECKING:  # flax and optax take a second, and most of this folder needs neither
+if TYPE_CHECKING:  # importing flax and optax takes a second, and few functions here need them
     import optax
     from flax import nnx
 
 
 def place_batch_on_shards(batch: Any, sharding: Any) -> Any:
-    """Joins the rows that each process has loaded to one global batch.
+    """Joins the rows that each process has loaded into one global batch.
 
-    On one process this is `distribute_batch`. On several processes, `distribute_batch` takes the
-    whole batch on each process; this function takes each process's own rows.
+    Each process passes its own rows. (`distribute_batch` takes the whole batch on each process.) On
+    one process both functions do the same.
 
     Args:
-        batch: The rows of this process's devices; every process has equally many. A scalar is the
-            same on all processes.
-        sharding: One for all leaves, or a tree prefix of them, as for `distribute_batch`.
+        batch: The rows of this process's devices. Every process must pass the same number of rows
+            per shard, and the same scalars.
+        sharding: A sharding for all leaves, or a tree prefix of shardings.
 
     Returns:
-        The same tree of global arrays; text stays on the host.
+        The same tree with global `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
     Raises:
         ShardingError: The rows do not split into the shards of this process, a leaf does not fit
-            its sharding, or no device can hold it.
+            its sharding, or no device can hold a leaf.
 
     Example:
         >>> rows = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
@@ -68,16 +68,16 @@ def spmd_train_step(
     loss_fn: Callable[[Any, Any], jax.Array],
     batch: Any,
 ) -> jax.Array:
-    """One training step of an NNX model, to be called in a function under `nnx.jit`.
+    """Runs one training step of an NNX model. Call it in a function under `nnx.jit`.
 
-    Place the model's and the optimizer's state on the batch's mesh first, with
-    `place_nnx_state_on_shards`: unplaced, the second call compiles the step again.
+    First place the state of the model and the optimizer on the batch's mesh, with
+    `place_nnx_state_on_shards`. Otherwise the second call compiles the step again.
 
     Args:
-        model: Updated in place, as is the optimizer.
-        optimizer: The optimizer of the model.
-        loss_fn: ``loss_fn(model, batch)``, a scalar: the mean over the global batch. For padded
-            batches that is ``sum(loss * valid_mask) / sum(valid_mask)``.
+        model: The model, which is updated in place.
+        optimizer: The optimizer of the model, which is updated in place.
+        loss_fn: A function ``loss_fn(model, batch)`` that returns a scalar, the mean over the
+            global batch. For padded batches that is ``sum(loss * valid_mask) / sum(valid_mask)``.
         batch: A global batch, placed by `.shard_to` or `distribute_batch`.
 
     Returns:
@@ -103,33 +103,34 @@ def data_parallel_train_step(
     state: Any,
     rngs: Any = None,
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """One training step for linen or plain parameters, compiled once for all devices.
+    """Runs one training step for linen or plain parameters, compiled once for all devices.
 
-    Leaves that are on no mesh yet are placed first: the batch split over the mesh's data axis,
-    all else replicated. The mesh is the mesh of the arrays that are placed, or the one in use
-    (`jax.set_mesh`), or a new one over all devices. On Explicit axes the compiler shards the
-    values inside the step, as on Auto ones, and the new state keeps the old one's sharding.
+    Leaves that are not on a mesh yet are placed first. The batch is then sharded over the mesh's
+    data axis, and state and rngs are replicated. The mesh is that of the leaves that are on one,
+    else the mesh of `jax.set_mesh`, else a new mesh over all devices. On Explicit axes the compiler
+    shards the values inside the step, as on Auto axes. The new state keeps the sharding of the old.
 
-    The compiled step is kept for each pair (`loss_fn`, `optimizer`), the last 32 of them. So
-    define both once: a lambda made anew for each call is compiled anew.
+    The compiled step is kept for each of the last 32 pairs (`loss_fn`, `optimizer`). So define both
+    once: a lambda that is made for each call is compiled for each call.
 
     Args:
-        loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rngs=rngs)`` where `rngs`
-            is given. Returns a scalar, the mean over the global batch (see `spmd_train_step`).
-        optimizer: An optax optimizer. None, or its own `tx`, for a `TrainState`.
+        loss_fn: A function ``loss_fn(params, batch)``, or ``loss_fn(params, batch, rngs=rngs)`` if
+            `rngs` is given. It returns a scalar, the mean over the global batch (see
+            `spmd_train_step`).
+        optimizer: An optax optimizer. For a `TrainState`, None or the state's own `tx`.
         batch: A tree of arrays that share dim 0, the rows of the global batch.
-        state: ``(params, opt_state)``, or a linen `TrainState`. It is not donated; to do so, call
-            this function inside a `jax.jit` of your own.
-        rngs: Keys for the loss, e.g. ``{"dropout": key}``; a new one for each step.
+        state: A pair ``(params, opt_state)``, or a linen `TrainState`. Its buffers are not donated;
+            for donation call this function inside your own `jax.jit`.
+        rngs: Keys for the loss, e.g. ``{"dropout": key}``; pass a new key for each step.
 
     Returns:
-        The new state, in the form in which it came, and the metrics ``{"loss": scalar}``, the loss
-        before the update.
+        The new state, as a pair or a `TrainState` like the old one, and the metrics
+        ``{"loss": scalar}``, where the loss is from before the update.
 
     Raises:
-        TypeError: `state` and `optimizer` do not go together.
-        ShardingError: The rows do not divide by the data axis, the mesh has several axes, none of
-            them called "data", or a leaf is text or of another kind that no device can hold.
+        TypeError: `state` and `optimizer` do not fit together.
+        ShardingError: The size of the data axis does not divide the rows. Or the mesh has several
+            axes, none of them called "data". Or a leaf is text, or no device can hold it.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -159,8 +160,8 @@ def data_parallel_train_step(
     return _compiled_step(loss_fn, optimizer)(*_on_one_mesh(state, batch, rngs))
 
 
-# Keyed by the objects themselves, which it keeps alive: an id could be reused after one dies. The
-# bound is what lets go of losses that are no longer used.
+# The keys are the objects themselves, so the cache keeps them alive. (An id could be reused after
+# its object is deleted.) `maxsize` lets the cache drop losses that are no longer used.
 @functools.lru_cache(maxsize=32)
 def _compiled_step(
     loss_fn: Callable[..., jax.Array], optimizer: optax.GradientTransformation | None
@@ -184,8 +185,8 @@ def _compiled_step(
         mesh = jax.tree.leaves(shardings)[0].mesh
         if AxisType.Explicit not in mesh.axis_types:
             return step(state, batch, rngs)
-        # With Explicit axes an ordinary loss fails as soon as a contracted dim is sharded (FSDP),
-        # and labels used as indices fail on some versions of JAX.
+        # With Explicit axes an ordinary loss raises if a contracted dim is sharded (FSDP), and on
+        # some versions of JAX if it indexes by labels. So the compiler shards the step's values.
         replicated = NamedSharding(mesh, PartitionSpec())
         compiler_sharded: Callable[..., Any] = jax.sharding.auto_axes(
             step, out_sharding=(shardings, {"loss": replicated})
@@ -196,7 +197,13 @@ def _compiled_step(
 
 
 def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
-    """Returns all three, with the leaves placed that are not on a mesh yet."""
+    """Returns state, batch and rngs on one mesh: leaves that are not on a mesh yet are placed.
+
+    Inside a `jax.jit` all three are returned unchanged.
+
+    Raises:
+        ShardingError: A leaf does not fit on the mesh, is text, or is held by no device.
+    """
     leaves = jax.tree.leaves((state, batch, rngs))
     meshes = [leaf.sharding.mesh for leaf in leaves if _is_on_mesh(leaf)]
     if len(meshes) == len(leaves) or any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -234,19 +241,24 @@ def _is_on_mesh(leaf: Any) -> bool:
 def reduce_gradients_across_devices(
     gradients: Any, reduce_type: str = "mean", axis_name: str = "batch"
 ) -> Any:
-    """Reduces gradients over a mapped axis: inside `jax.shard_map`, `jax.vmap` or `jax.pmap`.
+    """Reduces gradients over a mapped axis, inside `jax.shard_map`, `jax.vmap` or `jax.pmap`.
 
-    Under plain `jax.jit` there is nothing to reduce: the gradient of a loss over the global batch
-    is global.
+    Plain `jax.jit` needs no such call: there, the gradient of a loss over the global batch is
+    global already.
+
+    Args:
+        gradients: A tree of arrays.
+        reduce_type: "mean" or "sum".
+        axis_name: Name of the mapped axis.
 
     Returns:
-        The same tree and shapes, equal on all devices of the axis.
+        The reduced tree, with the same shapes. It is equal on all devices of the axis.
 
     Raises:
-        ValueError: Another `reduce_type` than "mean" and "sum".
+        ValueError: `reduce_type` is neither "mean" nor "sum".
 
     Example:
-        >>> gradients = {"w": jnp.array([1.0, 3.0])}  # of two devices
+        >>> gradients = {"w": jnp.array([1.0, 3.0])}  # one value for each of two devices
         >>> jax.vmap(reduce_gradients_across_devices, axis_name="batch")(gradients)
         {'w': Array([2., 2.], dtype=float32)}
     """
@@ -255,13 +267,20 @@ def reduce_gradients_across_devices(
 
 
 def reduce_gradient_tree(gradients: Any, reduce_type: str = "mean") -> Any:
-    """Reduces gradients that are stacked by device, as `jax.vmap` over their batches gives them.
+    """Reduces gradients that are stacked along dim 0, one entry for each device.
 
-    Leaves of shape ``[num_devices, ...]`` become ``[...]``, the shape of their parameters.
+    `jax.vmap` over the devices' batches returns such gradients.
+
+    Args:
+        gradients: A tree of arrays ``[num_devices, ...]``.
+        reduce_type: "mean" or "sum".
+
+    Returns:
+        The same tree of arrays ``[...]``, the shapes of the parameters.
 
     Raises:
-        ValueError: Another `reduce_type` than "mean" and "sum".
-        ShardingError: A leaf has no leading axis.
+        ValueError: `reduce_type` is neither "mean" nor "sum".
+        ShardingError: A leaf is a scalar, which has no dim 0.
 
     Example:
         >>> reduce_gradient_tree({"w": jnp.array([[1.0, 0.0], [3.0, 0.0]])})

@@ -1,14 +1,13 @@
-"""The chip, and the number of tokens or examples that keeps it busy.
+"""Finds the kind of a chip, and the batch sizes that keep the chip busy.
 
-A batch size here counts **tokens per chip** for a model that applies its weights to every token,
-and **examples per chip** for one that applies them once per example. Under data parallelism that
-is one device's share of the global batch. If a chip may be None, None is the chip of this process's
-first device.
+In this module a batch size counts **tokens per chip** for a model that applies its weights to every
+token, and **examples per chip** for a model that applies its weights once per example. Under data
+parallelism that is one device's share of the global batch. Where an argument may be None, None
+stands for the chip of this process's first device.
 
-The reason that a good size exists at all: a matrix multiplication reads its weights from memory
-once per step, however many tokens or examples it multiplies them with. Below the critical batch the
-chip waits for the weights; above it the arithmetic takes longer than the reading. See
-`roofline_batch_size`.
+A matrix multiplication reads its weights from memory once per training step, for any number of
+tokens or examples. Below the critical batch size the chip waits for the weights. Above it, the
+arithmetic takes longer than the reading. See `roofline_batch_size`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 
 class HardwareType(enum.StrEnum):
-    """A chip that this module has numbers for. Anything else is `UNKNOWN`, never a near miss.
+    """A kind of chip for which this module has batch sizes. Any other chip is `UNKNOWN`.
 
     Example:
         >>> HardwareType("tpu_v5e")
@@ -47,7 +46,10 @@ class HardwareType(enum.StrEnum):
     UNKNOWN = "unknown"
 
     def shortfall(self, batch_size: int) -> str | None:
-        """Says why one chip's batch is too small for it; None if the batch is large enough.
+        """Returns why a batch is too small for this chip; None if it is large enough.
+
+        Args:
+            batch_size: Tokens or examples per chip. Large enough is the critical batch size.
 
         Example:
             >>> print(HardwareType.CPU.shortfall(8))
@@ -59,14 +61,14 @@ class HardwareType(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ChipSpec:
-    """The two peak rates that decide a chip's critical batch.
+    """The two peak rates of a chip that determine its critical batch size.
 
     Attributes:
         flops_per_second: Dense bf16 matrix rate in FLOP/s, without structured sparsity.
         bytes_per_second: Bandwidth of the chip's main memory in bytes/s.
-        source: The publication of both figures.
-        sizes_of_datarax: The minimum, optimal and critical batch size that datarax has for the
-            chip, if it knows it. They are kept, so that its users get the same here.
+        source: The publication that both rates are from.
+        sizes_of_datarax: The minimum, optimal and critical batch size that the library datarax has
+            for the chip; None if it has none. They are kept so that its users get the same sizes.
     """
 
     flops_per_second: float
@@ -83,9 +85,10 @@ CHIP_SPECS: dict[HardwareType, ChipSpec] = {
         459e12, 2765e9, "cloud.google.com/tpu/docs/v5p", (128, 512, 480)
     ),
     HardwareType.TPU_V6E: ChipSpec(918e12, 1638e9, "cloud.google.com/tpu/docs/v6e"),
-    # JAX shows the two cores of a TPU7x chip as two devices with half of each rate: same ratio.
+    # JAX shows a TPU7x chip as two devices, one per core. Each device has half of both rates, so
+    # the ratio of the rates is the same.
     HardwareType.TPU7X: ChipSpec(2307e12, 7370e9, "cloud.google.com/tpu/docs/tpu7x"),
-    # A V100 has no bf16 units; this is its fp16 rate.
+    # A V100 has no bf16 units, so its fp16 rate is used.
     HardwareType.V100: ChipSpec(125e12, 900e9, "NVIDIA V100 datasheet, SXM2", (16, 128, 96)),
     HardwareType.A100: ChipSpec(312e12, 2039e9, "NVIDIA A100 datasheet, 80 GB SXM", (32, 256, 240)),
     HardwareType.H100: ChipSpec(
@@ -93,8 +96,8 @@ CHIP_SPECS: dict[HardwareType, ChipSpec] = {
     ),
     HardwareType.H200: ChipSpec(989e12, 4800e9, "How to Scale Your Model, chapter on GPUs"),
     HardwareType.B200: ChipSpec(2250e12, 8000e9, "How to Scale Your Model, chapter on GPUs"),
-    # One of the two GPUs of a superchip: NVIDIA's figures for 72 of them (360 PFLOP/s with
-    # sparsity, twice the dense rate; 576 TB/s), divided by 72.
+    # One of the GPUs of a GB200 NVL72, which has 72. NVIDIA gives 576 TB/s for all, and 360 PFLOP/s
+    # with sparsity, which is twice the dense rate.
     HardwareType.GB200: ChipSpec(2500e12, 8000e9, "NVIDIA GB200 NVL72 product page"),
     HardwareType.L4: ChipSpec(121e12, 300e9, "NVIDIA L4 figures, half of the rate with sparsity"),
     HardwareType.MI300X: ChipSpec(1307e12, 5300e9, "AMD MI300X figures"),
@@ -103,15 +106,16 @@ CHIP_SPECS: dict[HardwareType, ChipSpec] = {
 
 @dataclass(frozen=True)
 class BatchSizeRecommendation:
-    """Batch sizes for one kind of chip, in tokens or examples per chip (see the module).
+    """Recommended batch sizes for one kind of chip, in tokens or examples per chip.
 
     Attributes:
-        min_batch_size: Below this the chip is mostly idle.
-        optimal_batch_size: From here on throughput is at its best, with some room above critical.
-        critical_batch_size: From here on matrix multiplications do not wait for their weights.
-        max_memory_batch_size: The largest that fits in memory. None, since it depends on the model;
-            `grain_shard.training.estimate_max_batch_size` finds it for a training step.
-        notes: The source of the numbers.
+        min_batch_size: Smallest size that is advised: with a smaller batch the chip is mostly idle.
+        optimal_batch_size: Smallest size with the best throughput, somewhat above the critical one.
+        critical_batch_size: Smallest size at which matrix multiplications do not wait for their
+            weights.
+        max_memory_batch_size: Largest size that fits in memory. Always None, because it depends on
+            the model; `grain_shard.training.estimate_max_batch_size` finds it for a training step.
+        notes: The unit of the sizes, and their source.
 
     Example:
         >>> sizes = get_batch_size_recommendation(HardwareType.TPU_V6E)
@@ -129,7 +133,7 @@ class BatchSizeRecommendation:
 def roofline_batch_size(
     flops_per_second: float, bytes_per_second: float, bytes_per_weight: float = 2
 ) -> int:
-    """The batch at which a matrix multiplication takes as long as reading its weights.
+    """Returns the batch size at which a matrix multiplication takes as long as reading its weights.
 
     Multiplying activations ``[B, D]`` with weights ``[D, F]`` costs ``2*B*D*F`` FLOP and, with B
     much smaller than D and F, reads about ``bytes_per_weight*D*F`` bytes. Both take equally long
@@ -153,14 +157,13 @@ def roofline_batch_size(
 
 
 def detect_hardware(device: Any = None) -> HardwareType:
-    """The chip behind a JAX device, by its `platform` and `device_kind`.
+    """Returns the kind of chip of a JAX device, from its `platform` and `device_kind`.
 
     Args:
-        device: A `jax.Device`. None takes this process's first local device, which starts the
-            backend.
+        device: A `jax.Device`. None takes this process's first device, which starts JAX's backend.
 
     Returns:
-        The chip's `HardwareType`; `UNKNOWN` for one that this module has no numbers for.
+        The chip's `HardwareType`; `UNKNOWN` for a chip without batch sizes in this module.
 
     Example:
         >>> import jax
@@ -168,18 +171,17 @@ def detect_hardware(device: Any = None) -> HardwareType:
         <HardwareType.CPU: 'cpu'>
     """
     if device is None:
-        import jax  # Importing this module must neither be slow nor wake a backend.
+        import jax  # Imported only here: an import of this module must be fast.
 
         device = jax.local_devices()[0]
     if device.platform == "cpu":
         return HardwareType.CPU
-    # A TPU's kind is matched whole: "TPU v4 lite" is not v4. JAX calls v5e "TPU v5 lite", and v5p
-    # either of "TPU v5" and "TPU v5p".
+    # A TPU's kind must match as a whole: "TPU v4 lite" is not a v4. JAX calls a v5e "TPU v5 lite",
+    # and a v5p "TPU v5" or "TPU v5p".
     kind = device.device_kind.lower()
     tpu = "tpu_v5p" if kind == "tpu v5" else kind.replace(" lite", "e").replace("tpu v", "tpu_v")
-    # A GPU's kind is a product name ("NVIDIA A100-SXM4-80GB"), so the model is matched as one of
-    # its words: "L4" is not in "NVIDIA L40S". AMD's "gfx942" is shared by MI300A, MI300X and
-    # MI325X and so says too little.
+    # A GPU's kind is a product name ("NVIDIA A100-SXM4-80GB"), of which one word must be the model.
+    # So "NVIDIA L40S" is no L4. AMD's "gfx942" matches no chip: MI300A, MI300X and MI325X share it.
     names = {tpu, *re.split(r"[\s\-_]+", kind)}
     return next((chip for chip in CHIP_SPECS if chip.value in names), HardwareType.UNKNOWN)
 
@@ -187,12 +189,16 @@ def detect_hardware(device: Any = None) -> HardwareType:
 def get_batch_size_recommendation(
     hardware_type: HardwareType | None = None,
 ) -> BatchSizeRecommendation:
-    """Returns datarax's sizes for a chip, or else sizes that follow from the chip's peak rates.
+    """Returns batch sizes for a chip: datarax's, or else sizes from the chip's peak rates.
 
-    In the second case the minimum is a quarter of the critical batch, where a multiplication that
-    waits for its weights still reaches a quarter of peak. It is rounded up to 8, the height of a
-    TPU's smallest tile. The optimum is the critical batch rounded up to 64: a matrix unit's tiles
-    are full then.
+    From the peak rates, `roofline_batch_size` gives the critical size. The minimum is a quarter of
+    the critical size, rounded up to a multiple of 8, the height of a TPU's smallest tile. At this
+    size a matrix multiplication still reaches a quarter of its peak rate. The optimum is the
+    critical size rounded up to a multiple of 64, which fills the tiles of a matrix unit. A CPU and
+    an unknown chip have fixed sizes.
+
+    Args:
+        hardware_type: The chip; None for the chip of this process's first device.
 
     Example:
         >>> get_batch_size_recommendation(HardwareType.TPU_V5E).optimal_batch_size
@@ -220,15 +226,15 @@ def get_batch_size_recommendation(
 def validate_batch_size(
     batch_size: int, hardware_type: HardwareType | None = None, warn_suboptimal: bool = True
 ) -> tuple[bool, str]:
-    """Compares one chip's batch with the sizes recommended for the chip.
+    """Compares the batch size of one chip with the sizes recommended for the chip.
 
     Args:
-        batch_size: Rows or tokens of one chip, not of the global batch.
-        hardware_type: The chip.
-        warn_suboptimal: True to call out a size between the minimum and the critical batch.
+        batch_size: Tokens or examples on one chip, not those of the global batch.
+        hardware_type: The chip; None for the chip of this process's first device.
+        warn_suboptimal: True to name in the message that a valid size is below the critical one.
 
     Returns:
-        (valid, message). Only a size below the chip's minimum is not valid.
+        A pair (valid, message). Only a size below the chip's minimum is not valid.
 
     Example:
         >>> validate_batch_size(64, HardwareType.CPU)

@@ -1,8 +1,8 @@
-"""Meshes for any number of devices, and the shardings and pipelines of their batches.
+"""Makes meshes for any number of devices, and the shardings and pipelines of their batches.
 
 The axes of the meshes made here are of type Auto: the compiler chooses how intermediate values are
-sharded, so any model runs on them. For Explicit axes call `jax.make_mesh`; everything in this
-package takes both. An axis that a mesh does not have is a `ShardingError`.
+sharded, so any model runs on them. For Explicit axes call `jax.make_mesh`. Everything in this
+package takes both types. An axis name that a mesh does not have raises a `ShardingError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from grain_shard.transforms.chain import shard_to
 
 
 def create_1d_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of one axis, for data parallelism or FSDP, over these devices; None takes all.
+    """Returns a mesh with one axis, for data parallelism or FSDP.
+
+    Args:
+        axis_name: Name of the axis.
+        devices: The devices of the mesh; None takes the devices of all processes.
 
     Example:
         >>> dict(create_1d_mesh(devices=jax.devices()[:4]).shape)
@@ -37,14 +41,14 @@ def create_2d_mesh(
     second_axis_size: int | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh of two axes, e.g. for data and model parallelism.
+    """Returns a mesh with two axes, e.g. for data and model parallelism.
 
     Args:
-        axis_names: The axes, the one with the larger stride first.
-        second_axis_size: Devices along the second axis. None makes the mesh as square as the
-            number of devices allows, the first axis not shorter: 8 devices give (4, 2), 4 give
-            (2, 2), a prime number n gives (n, 1).
-        devices: The devices; None takes the devices of every process.
+        axis_names: Names of the first and the second axis.
+        second_axis_size: Number of devices along the second axis. None makes the mesh as square as
+            possible, with a first axis that is at least as long as the second: 8 devices give
+            (4, 2), 4 devices (2, 2), and a prime number n of devices (n, 1).
+        devices: The devices of the mesh; None takes the devices of all processes.
 
     Raises:
         ShardingError: `second_axis_size` does not divide the number of devices.
@@ -67,9 +71,13 @@ def create_2d_mesh(
 
 
 def create_named_sharding(mesh: Mesh, *axes: str | tuple[str, ...] | None) -> NamedSharding:
-    """The sharding that gives each dim of an array to an axis, to several of them, or to none.
+    """Returns a `NamedSharding` that shards each dim of an array over the mesh axis named for it.
 
-    Dims without an axis are not sharded; with no axes at all, every device holds the whole array.
+    Args:
+        mesh: The mesh.
+        *axes: An entry for each dim: a mesh axis, a tuple of mesh axes, or None for a dim that is
+            not sharded. Further dims of the array are not sharded. Without any entry, every device
+            holds the whole array.
 
     Example:
         >>> mesh = jax.make_mesh((4, 2), ("data", "model"))
@@ -82,9 +90,9 @@ def create_named_sharding(mesh: Mesh, *axes: str | tuple[str, ...] | None) -> Na
 def create_data_parallel_sharding(
     mesh: Mesh, data_axis: str | tuple[str, ...] = "data"
 ) -> NamedSharding:
-    """The sharding of a batch whose rows, dim 0, are split over the data axis.
+    """Returns the sharding of a batch whose rows, dim 0, are sharded over the data axis.
 
-    If several axes of the mesh split the rows, pass all of them: ``("data", "fsdp")``.
+    If several mesh axes shard the rows, pass all of them: ``("data", "fsdp")``.
 
     Example:
         >>> sharding = create_data_parallel_sharding(jax.make_mesh((8,), ("data",)))
@@ -97,9 +105,10 @@ def create_data_parallel_sharding(
 def global_batch_size(
     batch_size_per_device: int, mesh: Mesh, data_axis: str | tuple[str, ...] = "data"
 ) -> int:
-    """The global batch, in rows, that gives every shard `batch_size_per_device` rows.
+    """Returns the rows of a global batch in which every shard has `batch_size_per_device` rows.
 
-    Devices that differ only along other axes hold the same rows, so they do not count.
+    Only the devices along `data_axis` count. Devices that differ only along other axes hold the
+    same rows.
 
     Example:
         >>> global_batch_size(64, jax.make_mesh((4, 2), ("data", "model")))
@@ -111,9 +120,10 @@ def global_batch_size(
 def create_sharded_pipeline(
     source: Any, mesh: Mesh, batch_size_per_device: int = 64
 ) -> ShardedDataset:
-    """A pipeline of global batches that gives every shard the same number of rows, on any mesh.
+    """Returns a pipeline of global batches in which every shard has `batch_size_per_device` rows.
 
-    On a mesh of one device it is an ordinary loader, so a program needs no second path for it.
+    The mesh may be any mesh. On one device the pipeline is an ordinary data loader, so a program
+    needs no other code for a single device.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
@@ -123,18 +133,19 @@ def create_sharded_pipeline(
         [3 0] [ True False]
 
     Args:
-        source: Records by index: a sequence, a Grain source, or a `grain.MapDataset` that shuffles
-            and decodes them. Or a stream of them, a `grain.IterDataset`, on one host.
+        source: The records: a sequence, a Grain source, or a `grain.MapDataset` that shuffles and
+            decodes them. On one host, a stream of records (`grain.IterDataset`) is possible, too.
         mesh: The mesh of all processes. Its axis "data", or its only axis, shards the rows.
-        batch_size_per_device: Rows of one shard; devices that differ only along other axes hold
+        batch_size_per_device: Rows of one shard. Devices that differ only along other axes hold
             the same rows.
 
     Returns:
-        The result of `shard_to`. The last batch is padded, and each has a ``valid_mask``.
+        The dataset that `shard_to` returns. The last batch is padded, and each batch has a
+        ``valid_mask``.
 
     Raises:
-        ShardingError: The mesh has several axes, none of them "data"; there is no record; or a
-            stream does not name its rows on each of several hosts (call `shard_to` then).
+        ShardingError: The mesh has several axes, none of them "data". Or there is no record. Or the
+            source is a stream and there are several hosts: call `shard_to` with ``rows=`` instead.
     """
     require_int("batch_size_per_device", batch_size_per_device, 1)
     if not isinstance(source, grain.MapDataset | grain.IterDataset):

@@ -1,4 +1,4 @@
-"""Parameters and optimizer states onto a mesh: replicated, fully sharded, or leaf by leaf."""
+"""Places parameters and optimizer states on a mesh: replicated, fully sharded, or leaf by leaf."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ _NAMES_SHOWN = 20
 def place_model_state_on_shards(
     state: Any, mesh: Mesh, param_sharding: str | Mapping[str, PartitionSpec] | None = None
 ) -> Any:
-    """Places a model's state, and with it its optimizer's, on a mesh.
+    """Places the state of a model on a mesh, with the state of its optimizer if given.
 
     Args:
         state: A tree of arrays and scalars: linen parameters, a `TrainState`, an optax state, an
-            `nnx.State`, or any tuple or dict of these. On several processes each passes the same.
+            `nnx.State`, or any tuple or dict of these. Every process must pass the same state.
         mesh: The mesh on which the state is placed.
         param_sharding: The sharding of each leaf.
 
-            - None or ``"replicate"``: every device holds all of it.
-            - ``"fsdp"``: along its largest dim that the axis divides, or not at all if there is
-              none. The axis is the mesh's "fsdp" if it has one, else the one for data.
-            - A dict from paths to `PartitionSpec`; leaves that it does not name are replicated. A
-              path is the leaf's keys joined by "/" (``"params/Dense_0/kernel"``) or their end, so
-              ``"Dense_0/kernel"`` also takes in the optimizer's moments for that kernel. If
-              several match, the longest counts. A spec longer than a leaf's rank is cut.
+            - None or ``"replicate"``: every device holds the whole leaf.
+            - ``"fsdp"``: the leaf is sharded along its largest dim that the size of the mesh axis
+              divides, or replicated if there is no such dim. The mesh axis is "fsdp" if the mesh
+              has it, else "data" or the only axis.
+            - A dict from paths to `PartitionSpec`. A path is the keys of a leaf joined by "/"
+              (``"params/Dense_0/kernel"``), or the last of these keys. So ``"Dense_0/kernel"``
+              also matches the optimizer's moments of that kernel. If several paths match a leaf,
+              the longest counts. If none matches, the leaf is replicated. A spec longer than a
+              leaf's rank is cut.
 
     Returns:
-        The state with each leaf a global array; text stays as it is.
+        The same tree with global `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
     Raises:
-        ShardingError: An unknown word; a path that matches no leaf, with a list of the paths; an
-            axis that the mesh does not have or that does not divide its dim; a leaf that no device
-            can hold.
+        ShardingError: `param_sharding` is an unknown word. Or a path matches no leaf; the message
+            lists the paths. Or an axis does not exist in the mesh or does not divide its dim. Or no
+            device can hold a leaf.
 
     Example:
         >>> mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
@@ -62,7 +64,7 @@ def place_model_state_on_shards(
         axis = "fsdp" if "fsdp" in mesh.axis_names else default_spec(mesh)[0]
         return _placed(state, lambda _, leaf: NamedSharding(mesh, _largest_dim(leaf, mesh, axis)))
     if param_sharding in (None, "replicate"):
-        param_sharding = {}  # a leaf without a path is replicated
+        param_sharding = {}  # a leaf that no path matches is replicated
     if not isinstance(param_sharding, Mapping):
         raise ShardingError(
             f"param_sharding={param_sharding!r} is not known.",
@@ -87,21 +89,22 @@ def place_nnx_state_on_shards(
     mesh: Mesh,
     filter_sharding: nnx.StateSharding | Mapping[Any, PartitionSpec | Sharding],
 ) -> nnx.State:
-    """Places an `nnx.State` on a mesh, its variables chosen by nnx filters.
+    """Places an `nnx.State` on a mesh, with a sharding for each nnx filter.
 
     Args:
-        state: E.g. ``nnx.state(model)`` or ``nnx.state((model, optimizer))``; bring the result
-            back with `nnx.update`.
-        mesh: The mesh.
-        filter_sharding: From filters to a `PartitionSpec` on the mesh, or to a `Sharding`. The
-            first filter that matches a variable counts. A spec longer than its rank is cut.
+        state: The state, e.g. ``nnx.state(model)`` or ``nnx.state((model, optimizer))``. Write the
+            result back with `nnx.update`.
+        mesh: The mesh on which the state is placed.
+        filter_sharding: A mapping from nnx filters to a `PartitionSpec` on the mesh, or to a
+            `Sharding`. The first filter that matches a variable counts. A spec longer than the
+            variable's rank is cut.
 
     Returns:
-        The state with each variable's value a global array.
+        The state, in which the value of each variable is a global `jax.Array`.
 
     Raises:
-        ShardingError: A variable that no filter matches; a filter other than ``...`` or a variable
-            type that matches nothing; an axis that the mesh does not have or that does not divide
+        ShardingError: No filter matches a variable. Or a filter matches no variable, and is neither
+            ``...`` nor a variable type. Or an axis does not exist in the mesh or does not divide
             its dim.
 
     Example:
@@ -130,7 +133,7 @@ def place_nnx_state_on_shards(
         )
     placed = []
     for (filter_, where), group in zip(rules, groups, strict=True):
-        # A general filter may have nothing to do: BatchStat in a model without batch norm.
+        # A general filter may match nothing: BatchStat does in a model without batch norm.
         if not group and filter_ not in (..., True) and not isinstance(filter_, type):
             raise _matches_nothing(f"the filter {filter_!r}", _names(state), mesh)
         sharding = where if isinstance(where, Sharding) else named_sharding(mesh, where)
@@ -139,7 +142,10 @@ def place_nnx_state_on_shards(
 
 
 def _largest_dim(leaf: Any, mesh: Mesh, axis: str) -> PartitionSpec:
-    """Returns the spec that shards a leaf along the largest dim that the axis divides, if any."""
+    """Returns the spec that shards a leaf along its largest dim that the axis's size divides.
+
+    The spec is empty, so the leaf is replicated, if there is no such dim.
+    """
     shape = np.shape(leaf)
     dims = [dim for dim, size in enumerate(shape) if size and size % mesh.shape[axis] == 0]
     largest = max(dims, key=lambda dim: shape[dim], default=None)
@@ -151,7 +157,7 @@ def _ends_with(name: str, path: str) -> bool:
 
 
 def _name(path: KeyPath) -> str:
-    # An nnx variable is a node with one child, "value", which the user does not write in paths.
+    # An nnx variable is a node with one child, "value". Users do not write this key in paths.
     keys = path[:-1] if path and path[-1] == GetAttrKey("value") else path
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
@@ -169,7 +175,7 @@ def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
         try:
             return place_leaf(name, leaf, sharding)
         except ShardingError as error:
-            # The remedies that the error comes with are for batches.
+            # The error's own remedy is for batches. A state needs another one.
             error.remedy = (
                 "make the leaf an array of numbers that JAX has, or take it out of the state."
                 if error.spec is None

@@ -1,4 +1,4 @@
-"""Arrays onto devices one call at a time; the public names are in `grain_shard.placement`."""
+"""Functions that place arrays on devices; the public names are in `grain_shard.placement`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,23 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.training import hardware
 from grain_shard.trees import Batch
 
-_IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # the stages here read ahead
+# Grain does not read ahead: the background threads of this package do.
+_IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 def place_on_device(data: Any, device: Any = None) -> Any:
-    """Places all leaves on one device of this process; None for its first one.
+    """Places all leaves of a tree on one device of this process.
+
+    Args:
+        data: A tree of arrays and scalars.
+        device: The device; None for the first device of this process.
+
+    Returns:
+        The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
     Raises:
-        ShardingError: The device belongs to another process, a leaf is spread over several, or no
-            device can hold it.
+        ShardingError: The device belongs to another process, a leaf is a `jax.Array` over several
+            processes, or no device can hold a leaf.
 
     Example:
         >>> x = place_on_device({"x": np.zeros(3)}, jax.local_devices()[1])["x"]
@@ -40,17 +48,21 @@ def place_on_device(data: Any, device: Any = None) -> Any:
 
 
 def distribute_batch(data: Any, sharding: Any) -> Any:
-    """Places each leaf by its sharding, as a global array of the leaf's shape.
+    """Places each leaf of a global batch by its sharding, as a global array of the leaf's shape.
 
     Args:
-        data: The whole global batch.
-        sharding: One for all leaves, or a tree prefix of them. One for several leaves is cut to
-            the rank of each: under ``P("data", "seq")`` a leaf of rank 1 is sharded by its rows,
-            and a scalar is replicated.
+        data: The whole global batch, a tree of arrays and scalars. On several processes, each
+            process must pass the same batch.
+        sharding: A sharding for all leaves, or a tree prefix of shardings. A sharding for several
+            leaves is cut to the rank of each: under ``P("data", "seq")`` a leaf of rank 1 is
+            sharded by its rows, and a scalar is replicated.
+
+    Returns:
+        The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
     Raises:
-        ShardingError: A mesh axis does not divide its dim, a leaf has no sharding, no device can
-            hold it, or this process has no device in a sharding.
+        ShardingError: The size of a mesh axis does not divide its dim, a leaf has no sharding, no
+            device can hold a leaf, or this process has no device in a sharding.
 
     Example:
         >>> mesh = jax.make_mesh((8,), ("data",))
@@ -68,15 +80,16 @@ def prefetch_to_device(
     device: Any = None,
     cpu_buffer_size: int | None = None,
 ) -> ShardedIterator:
-    """Iterates over batches that background threads place ahead of time.
+    """Returns an iterator over batches that background threads place ahead of time.
 
-    The threads start with the first ``next``. The iterator is a context manager; leaving it early
-    by ``break`` ends the threads too. An error of the source, of any class, is raised
-    after the batches before it.
+    The threads start with the first ``next``. They end with the loop, also after a ``break``, or
+    with the block if the iterator is used as a context manager. An error of the source, of any
+    class, is raised after the batches before it.
 
-    Its ``get_state()`` is the state of the batch last handed out, and ``set_state()`` restores it,
-    if the source has a state: a Grain dataset, a `grain.DataLoader`, or an iterator with these two
-    methods. Otherwise both raise a `StateError`.
+    The iterator's ``get_state()`` returns the state after the last batch that the loop got, and
+    ``set_state()`` restores it. Both need a source with a state: a Grain dataset, a
+    `grain.DataLoader`, or an iterator with these two methods. With any other source both raise a
+    `StateError`.
 
     Args:
         data_iterator: Any iterable of batches, read by one thread. The iterable may reuse its
@@ -84,10 +97,10 @@ def prefetch_to_device(
             with a state is left to its owner. Elements that a filter of a `grain.MapDataset`
             dropped are skipped. If the devices belong to several processes, the iterable must be a
             `from_iterable` with ``rows="global"``: every process must yield the same whole batches.
-        size: Batches that may wait on the devices or be on their way there.
+        size: Most batches that wait on the devices or are on their way there.
         device: A device, a `Sharding`, or a tree prefix of shardings, as for `distribute_batch`;
-            None for this process's first device.
-        cpu_buffer_size: Batches that may wait on the host or be in the making; None for
+            None for the first device of this process.
+        cpu_buffer_size: Most batches on the host, including unfinished ones; None for
             ``2 * size``.
 
     Returns:
@@ -127,10 +140,10 @@ def prefetch_to_device(
 
 
 def _require_global(source: Any, target: ShardingTree) -> None:
-    """Refuses a source that may have other batches on another host.
+    """Checks that a source is declared to yield the same whole batches on every host.
 
     Raises:
-        ShardingError: Nothing says that it yields the same whole batches everywhere.
+        ShardingError: The source is not a `from_iterable` with ``rows="global"``.
     """
     is_dataset = isinstance(source, grain.MapDataset | grain.IterDataset)
     rows = said_rows(source) if is_dataset else None
@@ -149,7 +162,10 @@ def _require_global(source: Any, target: ShardingTree) -> None:
 
 
 class _Placer:
-    """Does what an `Assembler` does, for whole batches of any shape."""
+    """Places whole global batches, each of any shape, in place of an `Assembler`.
+
+    An `Assembler` takes only the rows of one host, and batches of one shape.
+    """
 
     def __init__(self, target: ShardingTree):
         self._target, self.mesh_axes, self.digest = target, target.mesh_axes, ""
@@ -158,7 +174,7 @@ class _Placer:
         return place_tree(batch, self._target, in_background=True)
 
     def describe(self) -> dict[str, str]:
-        return {}  # each batch may be of another shape
+        return {}  # each batch may have another shape
 
 
 class DevicePlacement:
@@ -175,7 +191,7 @@ class DevicePlacement:
 
     Args:
         default_device: The device of this process that data goes to if no other is given. None
-            takes the first one, which is looked up when it is needed.
+            takes the first device of this process, when it is first needed.
 
     Raises:
         ShardingError: The device belongs to another process.
@@ -191,14 +207,14 @@ class DevicePlacement:
 
     @property
     def default_device(self) -> Any:
-        """A device of this process."""
+        """The device of this process that data goes to if no other device is given."""
         if self._default_device is None:
             self._default_device = jax.local_devices()[0]
         return self._default_device
 
     @property
     def hardware_type(self) -> hardware.HardwareType:
-        """The chip behind the default device."""
+        """The kind of chip of the default device."""
         return hardware.detect_hardware(self.default_device)
 
     @property
@@ -207,7 +223,7 @@ class DevicePlacement:
         return jax.device_count()
 
     def place_on_device(self, data: Any, device: Any = None) -> Any:
-        """`grain_shard.placement.place_on_device`."""
+        """Calls `grain_shard.placement.place_on_device`; None takes the default device."""
         return place_on_device(data, self.default_device if device is None else device)
 
     distribute_batch = staticmethod(distribute_batch)
@@ -219,22 +235,27 @@ class DevicePlacement:
         buffer_size: int = 2,
         cpu_buffer_size: int | None = None,
     ) -> ShardedIterator:
-        """`grain_shard.placement.prefetch_to_device`, whose `size` is `buffer_size` here."""
+        """Calls `grain_shard.placement.prefetch_to_device`, with `buffer_size` as its `size`.
+
+        If `device` is None, the batches go to the default device.
+        """
         require_int("buffer_size", buffer_size, 1)
         target = self.default_device if device is None else device
         return prefetch_to_device(data_iterator, buffer_size, target, cpu_buffer_size)
 
     def replicate_across_devices(self, data: Any, devices: Sequence[Any] | None = None) -> Any:
-        """Gives every device the whole of every leaf, as one fully replicated array.
+        """Replicates every leaf over the devices, as one global array that each device holds whole.
 
         Args:
             data: A tree of arrays, such as parameters with their optimizer state.
-            devices: Devices, such as ``list(mesh.devices.flat)``. JAX computes with several arrays
-                together only if their devices stand in the same order. None takes the devices of
-                the mesh in use (`jax.set_mesh`), or else all devices of all processes, as
-                `jax.make_mesh` orders them. If the batch is on a mesh of Explicit axes, that mesh
-                must be in use, or call
+            devices: Devices in the order of the batch's mesh, such as ``list(mesh.devices.flat)``:
+                JAX computes with two arrays only if their devices are in the same order. None takes
+                the mesh of `jax.set_mesh`, or else all devices of all processes in the order of
+                `jax.make_mesh`. If the batch is on a mesh of Explicit axes, set that mesh, or call
                 ``distribute_batch(data, NamedSharding(mesh, PartitionSpec()))`` instead.
+
+        Returns:
+            The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
         Raises:
             ShardingError: None of the devices belongs to this process, or no device can hold a
@@ -250,13 +271,20 @@ class DevicePlacement:
     def shard_batch_dim(
         self, data: Any, mesh: Mesh, batch_axis: int = 0, mesh_axis: str = "data"
     ) -> Any:
-        """Splits dim `batch_axis` of every leaf, which holds the rows, over a mesh axis.
+        """Places every leaf with one dim, the rows, sharded over a mesh axis.
 
-        A leaf that does not have the dim is replicated.
+        Args:
+            data: A tree of arrays and scalars. A leaf without the dim is replicated.
+            mesh: The mesh.
+            batch_axis: Index of the dim that holds the rows.
+            mesh_axis: Name of the mesh axis.
+
+        Returns:
+            The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
         Raises:
-            ShardingError: The mesh has no such axis, it does not divide the rows, or no leaf has
-                the dim.
+            ShardingError: The mesh has no such axis, the axis does not divide the rows, or no leaf
+                has the dim.
         """
         require_int("batch_axis", batch_axis, 0)
         spec = PartitionSpec(*[None] * batch_axis, mesh_axis)
@@ -265,24 +293,28 @@ class DevicePlacement:
     def get_batch_size_recommendation(
         self, hardware_type: hardware.HardwareType | None = None
     ) -> hardware.BatchSizeRecommendation:
-        """`grain_shard.training.hardware.get_batch_size_recommendation`."""
+        """Returns the recommended batch sizes of a chip; None takes the default device's chip."""
         return hardware.get_batch_size_recommendation(hardware_type or self.hardware_type)
 
     def validate_batch_size(
         self, batch_size: int, warn_suboptimal: bool = True
     ) -> tuple[bool, str]:
-        """`grain_shard.training.hardware.validate_batch_size`."""
+        """Compares the batch size of one chip with the sizes for the default device's chip.
+
+        Returns a pair (valid, message), see `grain_shard.training.hardware.validate_batch_size`.
+        """
         return hardware.validate_batch_size(batch_size, self.hardware_type, warn_suboptimal)
 
     def get_device_info(self) -> dict[str, Any]:
         """Describes the devices, as plain JSON.
 
         Returns:
-            A dict. For all processes it has ``num_devices``, ``platforms``, ``device_kinds`` and
-            ``devices`` (the id, platform and kind of each). For this process it has
-            ``hardware_type``, ``process_index``, ``process_count``, ``local_devices`` (ids) and
-            ``memory`` (by id, ``{"bytes_in_use", "bytes_limit"}``, or None where the backend does
-            not tell).
+            A dict. These entries cover the devices of all processes: ``num_devices``,
+            ``platforms``, ``device_kinds`` and ``devices`` (a dict with ``id``, ``platform`` and
+            ``device_kind`` for each). These entries are about this process: ``hardware_type``
+            (of the default device), ``process_index``, ``process_count``, ``local_devices`` (ids)
+            and ``memory``. ``memory`` has a dict with ``bytes_in_use`` and ``bytes_limit`` for each
+            id, or None if the backend gives no figures.
         """
         devices, local_devices = jax.devices(), jax.local_devices()
         return {

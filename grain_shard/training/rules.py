@@ -1,13 +1,13 @@
-"""Logical axes of a model, and their mesh axes: datarax's `MeshRules`.
+"""`MeshRules`, as in datarax: the mesh axis for each of four logical axes of a model.
 
-flax has the same idea with axes of your own naming, and for these it is the one to use::
+For logical axes of other names use flax, which has the same idea::
 
     rules = [("batch", "data"), ("embed", None), ("mlp", "model")]
     flax.linen.logical_to_mesh_axes(("embed", "mlp"), rules)   # P(None, 'model')
 
-Where two dims of an array ask for one mesh axis, flax gives it to the one whose rule comes first,
-`MeshRules` to the dim that comes first. Either way the result is a `PartitionSpec`, which this
-package takes from anywhere.
+The two differ if the rules give one mesh axis to two dims of an array. Flax then shards the dim
+whose rule comes first in the list. `MeshRules` shards the dim that comes first in the array. Both
+lead to a `PartitionSpec`, and this package takes any `PartitionSpec`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from jax.sharding import PartitionSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshRules:
-    """The mesh axis that shards each logical axis of a model; None replicates it.
+    """The mesh axis that shards each logical axis of a model; None for no sharding.
 
-    Called with the logical axes of an array it gives what flax's `with_partitioning` takes.
+    A call with the logical axes of an array returns the mesh axes that flax's `with_partitioning`
+    takes as an argument.
 
     Attributes:
-        data: Rows of the batch.
-        embed: The model's width: the inputs of a projection up, the outputs of one down.
-        mlp: Hidden units.
-        heads: Attention heads.
+        data: Mesh axis for the rows of the batch.
+        embed: Mesh axis for the model's width: the input dim of an up-projection, and the output
+            dim of a down-projection.
+        mlp: Mesh axis for hidden units.
+        heads: Mesh axis for attention heads.
 
     Example:
         >>> MeshRules(data="data", mlp="model")("embed", "mlp")
@@ -40,12 +42,16 @@ class MeshRules:
     heads: str | None = None
 
     def __call__(self, *logical_axes: str | None) -> tuple[str | None, ...]:
-        """The mesh axis of each logical axis; None stays None.
+        """Returns the mesh axis of each logical axis; None for a dim that is not sharded.
 
-        No mesh axis can shard two dims of an array: the first dim that asks for it gets it.
+        A mesh axis cannot shard two dims of an array. If two dims have the same mesh axis, the
+        first dim gets it, and the second dim gets None.
+
+        Args:
+            *logical_axes: "data", "embed", "mlp", "heads" or None, for each dim of the array.
 
         Raises:
-            ValueError: There is no such logical axis.
+            ValueError: There is no logical axis of this name.
         """
         mesh_axes = dataclasses.asdict(self)
         found: list[str | None] = []
@@ -58,7 +64,7 @@ class MeshRules:
 
 
 def data_parallel_rules(data_axis: str = "data") -> MeshRules:
-    """Every device holds the whole model and a share of the batch.
+    """Returns the rules by which every device holds the whole model and a part of the batch.
 
     Example:
         >>> data_parallel_rules()("data", "embed"), data_parallel_rules()("embed", "mlp")
@@ -68,10 +74,14 @@ def data_parallel_rules(data_axis: str = "data") -> MeshRules:
 
 
 def fsdp_rules(data_axis: str = "data", model_axis: str | None = None) -> MeshRules:
-    """Every device holds a share of the batch, and of the weights, which are gathered where used.
+    """Returns the rules by which every device holds a part of the batch and of the weights (FSDP).
 
-    The model axis shards the weights, by the first of their dims that has a name. Without one the
-    data axis does, by the model's width.
+    The compiler gathers the weights where they are used.
+
+    Args:
+        data_axis: Mesh axis that shards the rows of the batch.
+        model_axis: Mesh axis that shards a weight along its first dim with the logical axis
+            "embed", "mlp" or "heads". With None, `data_axis` shards weights along "embed".
 
     Example:
         >>> fsdp_rules()("data", "mlp"), fsdp_rules()("embed", "mlp")
@@ -85,7 +95,7 @@ def fsdp_rules(data_axis: str = "data", model_axis: str | None = None) -> MeshRu
 
 
 def partition_spec_for_names(rules: MeshRules, *logical_axes: str | None) -> PartitionSpec:
-    """The `PartitionSpec` that the rules give an array with these logical axes.
+    """Returns the `PartitionSpec` that the rules give to an array with these logical axes.
 
     Example:
         >>> partition_spec_for_names(fsdp_rules(), "embed", "mlp") == PartitionSpec("data", None)

@@ -1,4 +1,7 @@
-"""The memory of a compiled step on one device, by XLA's own account; the batch that fits it."""
+"""The memory that a compiled step takes on a device, and the largest batch that fits.
+
+XLA's memory analysis gives the figures.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ import jax
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The parts of a step's memory, in bytes on one device.
+    """The memory that a compiled training step takes on one device, by its use.
 
     Attributes:
-        argument_bytes: State and batch.
-        output_bytes: The results.
-        alias_bytes: The part of the results that is written over donated arguments, and so needs
-            no memory of its own.
-        temp_bytes: Intermediate values.
-        code_bytes: The program.
+        argument_bytes: Bytes of the arguments: state and batch.
+        output_bytes: Bytes of the results.
+        alias_bytes: Bytes of the results that are written over donated arguments, and so need no
+            memory of their own.
+        temp_bytes: Bytes of intermediate values.
+        code_bytes: Bytes of the program.
     """
 
     argument_bytes: int
@@ -31,24 +34,26 @@ class StepMemory:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes that one device holds at most while the step runs."""
+        """Most bytes that one device holds while the step runs; aliased results count once."""
         held = self.argument_bytes + self.output_bytes - self.alias_bytes
         return held + self.temp_bytes + self.code_bytes
 
 
 def lower(step: Callable[..., Any], *args: Any) -> Any:
-    """The step, traced for arguments like these; jitted first if it is not yet.
+    """Returns the step lowered (traced, not compiled) for arguments of these shapes and dtypes.
 
     Args:
-        step: A function, or what `jax.jit` or `nnx.jit` made of one.
-        *args: Its arguments, as arrays or `jax.ShapeDtypeStruct`.
+        step: A function, or the result of `jax.jit` or `nnx.jit`. A plain function is jitted first.
+        *args: The arguments of the step, as arrays or `jax.ShapeDtypeStruct`.
     """
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     return jitted.lower(*args)
 
 
 def step_memory(lowered: Any) -> StepMemory:
-    """Compiles the result of `lower`, and returns its memory. Nothing is run or allocated.
+    """Compiles the result of `lower`, and returns the memory that the program takes on a device.
+
+    The program is not run, and no device memory is allocated.
 
     Raises:
         NotImplementedError: The backend's compiler does not account for memory.
@@ -67,36 +72,36 @@ def estimate_max_batch_size(
     memory_limit_bytes: int | None = None,
     multiple_of: int = 8,
 ) -> int:
-    """The largest batch with which ``step(*args, make_batch(batch_size))`` fits on a device.
+    """Returns the largest batch size with which ``step(*args, make_batch(size))`` fits on a device.
 
-    The step is compiled, never run, and nothing is allocated for it. XLA says how much the
-    compiled step holds on one device: arguments, results, temporaries and code. That is close to a
-    fixed part plus a part per example, so two sizes determine the line and the limit picks the
-    batch.
+    The step is compiled but not run, and no device memory is allocated. XLA gives the memory that
+    the compiled step takes on one device: arguments, results, temporaries and code. This memory is
+    close to a straight line over the batch size: a fixed part, and a part per example. So two batch
+    sizes are compiled, and the line through them is followed up to the limit.
 
-    Small batches hide the slope behind tile padding and on-chip scratch. So the size grows by
-    four until the step holds a quarter of the limit. Memory grows at most in proportion to the
-    batch, so the last size tried still fits. The result is what fits as the step is written:
-    close to the limit XLA may recompute activations and make room for more, in a slower step.
+    For small batches, tile padding and on-chip scratch hide the slope of the line. So the size is
+    multiplied by four until the step takes a quarter of the limit. Memory grows at most in
+    proportion to the batch, so the last size tried still fits. A larger batch than the result may
+    fit, too: close to the limit XLA may recompute activations, which makes the step slower.
 
     Args:
-        step: The training step, e.g. ``step(state, batch)``. One that is compiled already
-            (`jax.jit`, `nnx.jit`) is used as it is, with its donated arguments.
-        make_batch: Makes the step's last argument for a batch size. Best made of
-            `jax.ShapeDtypeStruct`, which takes no memory. With sharded leaves the batch size is
-            the global one, and the memory is one device's memory.
-        *args: The step's other arguments; arrays or `jax.ShapeDtypeStruct`.
-        memory_limit_bytes: What one device can hold. None asks the first local device. Batches
-            that wait in a prefetch buffer are not part of the step: subtract their bytes.
-        multiple_of: The result is a multiple of this, which is also the smallest size tried. With
+        step: The training step, e.g. ``step(state, batch)``. A jitted step (`jax.jit`, `nnx.jit`)
+            is used unchanged, with its donated arguments.
+        make_batch: A function that takes a batch size and returns the step's last argument, best as
+            `jax.ShapeDtypeStruct`s, which take no memory. With sharded leaves the batch size is the
+            global one.
+        *args: The step's other arguments, as arrays or `jax.ShapeDtypeStruct`.
+        memory_limit_bytes: Bytes that one device can hold. None asks the first local device.
+            Batches that wait in a prefetch buffer are not part of the step: subtract their bytes.
+        multiple_of: A number that divides the result, which is also the smallest size tried. With
             a sharded batch it must be a multiple of the number of shards.
 
     Returns:
         The global batch size in examples.
 
     Raises:
-        ValueError: The device does not tell its limit and none is given; the smallest batch does
-            not fit; `make_batch` ignores its argument, or the step its batch.
+        ValueError: The device does not report its memory and no limit is given; the smallest batch
+            does not fit; `make_batch` ignores the batch size; or the step ignores the batch.
         NotImplementedError: The backend's compiler does not account for memory.
 
     Example:
@@ -130,8 +135,8 @@ def estimate_max_batch_size(
             f"A batch of {small} takes {small_bytes:,} bytes on a device that holds {limit:,}: "
             "use a smaller multiple_of, shard the state, or rematerialize activations."
         )
-    # A batch with more elements than all devices have bytes cannot be held. If the step still fits,
-    # it does not use the batch, and the search ends.
+    # The devices cannot hold a batch with more elements than they have bytes. If the step fits with
+    # such a batch, the step does not use the batch. So the search ends there.
     while large_bytes < limit / 4 and _num_elements(make_batch(large)) < limit * jax.device_count():
         small, small_bytes = large, large_bytes
         large *= 4

@@ -1,1 +1,1 @@
-"""`shard_to`, and the four stages of its chain, one a file."""
+"""`shard_to`, and the four stages of its chain, each in a file of its own."""

@@ -1,4 +1,4 @@
-"""`shard_to`: the whole chain."""
+"""`shard_to`: makes the whole chain of stages from one call."""
 
 from __future__ import annotations
 
@@ -61,73 +61,77 @@ def shard_to(
         [2 0] [ True False]
 
     Args:
-        ds: A dataset of global batches: ``.batch(B)``, where B is the batch size of all hosts
-            together. With a `MapDataset` (``.to_iter_dataset()`` may follow it), every host reads
-            only its own rows.
+        ds: A dataset that ends with ``.batch(B)``, where B counts the rows of all hosts together.
+            If it is a `MapDataset`, which ``.to_iter_dataset()`` may follow, every host reads only
+            its own rows.
         mesh_or_sharding: A `Mesh`; or, in place of mesh and spec, a `Sharding`, a device, or a
             tree prefix of shardings. The default is the mesh of `jax.set_mesh`, so
             ``.shard_to()`` or ``.shard_to(P("data"))`` is enough if a mesh is set.
         spec: A `PartitionSpec`, or a tree prefix of them, e.g. ``{"image": P("data"), "tokens":
             P("data", "seq")}``. By default ``P("data")``, or the mesh's only axis. A spec for
-            several leaves is trimmed to the rank of each; scalars are replicated.
+            several leaves is trimmed to the rank of each leaf. Scalars are replicated.
         remainder: The treatment of a short last batch: "pad" fills it with rows of padding, "drop"
             drops it, "error" raises. If the shards do not divide the batch size, "pad" pads every
-            batch, and the others refuse it.
+            batch, and "drop" and "error" raise.
         mask_key: The key at which the batch gets a mask, ``bool[global_batch_size]``, True for
             real rows; None for no mask.
-        pad_value: The value in rows of padding (the mask is False there): a number, or a tree
+        pad_value: The value in rows of padding, where the mask is False: a number, or a tree
             prefix of numbers, e.g. ``{"tokens": tokenizer.pad_id}``. Leaves outside the prefix
             get 0.
-        microbatches: Number of microbatches, for gradient accumulation by `jax.lax.scan`. Leaves,
-            and the mask, are then ``[microbatches, rows, ...]``, and specs hold from the dim of
-            the rows on. The batch is reshaped: microbatch 0 has its first rows, and so on. With
-            ``rows="local"`` the rows of each host are reshaped.
+        microbatches: Number of microbatches, for gradient accumulation by `jax.lax.scan`. Leaves
+            and mask are then ``[microbatches, rows, ...]``, and the first entry of a spec is for
+            the dim of the rows. The batch is reshaped: microbatch 0 has its first rows, microbatch
+            1 the next ones, and so on. With ``rows="local"`` the rows of each host are reshaped.
         cpu_buffer_size: Most batches on the host at a time, including unfinished ones; by default
-            4. With `num_workers` there may be more, because Grain keeps four batches for each
-            worker (for feeds four in all), and this process one: 33 with 8 workers, 5 with feeds.
-        device_buffer_size: Most batches that wait on the devices, including those on their way
+            4. With `num_workers` there may be more. This process then keeps one batch, and Grain
+            keeps four for each worker: 33 with 8 workers. For feeds Grain keeps four in all, so
+            there are 5.
+        device_buffer_size: Most batches that wait on the devices, including batches on their way
             there.
-        num_threads: Threads that read side by side, of a `MapDataset` or for all feeds together.
-            With None, their number is adapted while the loop runs. For a `MapDataset` with
-            ``.to_iter_dataset(ReadOptions(...))``, the `ReadOptions` give the defaults of
+        num_threads: Number of threads that read at the same time, from a `MapDataset` or for all
+            feeds together. With None the number is adapted while the loop runs. For a `MapDataset`
+            with ``.to_iter_dataset(ReadOptions(...))``, the `ReadOptions` give the defaults of
             `num_threads` and `cpu_buffer_size`.
-        num_workers: Grain worker processes that make the batches in place of threads. With `feeds`
-            each worker runs some of this host's feeds with `num_threads` threads; at most one
-            worker per feed is started.
+        num_workers: Number of Grain worker processes that make the batches in place of threads.
+            With `feeds` each worker runs some of this host's feeds with `num_threads` threads, and
+            at most one worker per feed is started.
         executor: A `concurrent.futures.Executor` that makes the batches in place of threads
             (`MapDataset` only), for example Dask's ``client.get_executor()``, with workers on other
-            machines. At most `cpu_buffer_size` batches are under way. A task whose worker was lost
-            is submitted again, `retries` times. The executor is not shut down.
+            machines. At most `cpu_buffer_size` batches are submitted at a time. A task whose worker
+            was lost is submitted again, up to `retries` times. The executor is not shut down.
         retries: Number of times that a source is asked again, with growing pauses, after an
             `OSError`, a `TimeoutError` or an exception of a busy bucket. `Retries` adds classes of
-            exceptions, including those that a ``.map`` raises.
-        on_bad_record: The treatment of a record that still cannot be read or decoded: "error" ends
-            the run; "mask" puts a row of padding in its place, False in the mask, and leaves all
-            other rows in place. In feeds it is dropped, like a record that a filter drops.
-        max_bad_records: With "mask", the number of bad records that ends the run after all: a
-            whole number, or a share of the records that a host has read (at least 1,000).
-        rows: The rows that the dataset yields on each of several hosts. A stream (`IterDataset`)
-            requires it, except a stream of `from_iterable`. "global": every host yields the same
-            whole batches. "local": each host yields the rows of its own devices, from its own slice
-            of the source (see `ShardByMesh`).
-        read: The hosts that read a row, if a mesh axis other than the batch's spans several hosts
-            (`MapDataset` only). "needed": each host reads the rows that its devices hold, so
-            several hosts read some rows. "once": one host reads each row, and the devices exchange
-            rows as the batch is handed out; all devices together must divide the batch. On several
-            slices, each slice that needs the row reads it once, because rows never cross slices.
-            "auto": "once" if the devices divide the batch and fewer rows are read so, else
-            "needed".
-        timeout_s: The longest time that one host waits for another, in seconds, before it raises;
-            ten times as long for a host whose training loop is busy elsewhere.
+            exceptions, which are also tried again if a ``.map`` raises them.
+        on_bad_record: The treatment of a record that still cannot be read or decoded. "error" ends
+            the run. "mask" puts a row of padding in the record's place, where the mask is False.
+            All other rows stay where they are. In feeds, "mask" drops the record as a filter would.
+        max_bad_records: The limit of bad records with "mask"; above it the run ends. A whole number
+            is a count. A fraction is a share of the records that a host has read, counted as at
+            least 1,000.
+        rows: The rows that a stream (`IterDataset`) yields on each host. It is required on several
+            hosts, except for a stream of `from_iterable` that was given `rows`. "global": every
+            host yields the same whole batches. "local": each host yields the rows of its own
+            devices, from its own slice of the source (see `ShardByMesh`).
+        read: The hosts that read a row if a mesh axis other than the batch's spans several hosts
+            (for a `MapDataset` or feeds). "needed": each host reads the rows that its devices hold,
+            so several hosts read the same row. "once": one host reads each row, and the devices
+            exchange rows when the loop gets the batch. All devices together must divide the batch.
+            On several slices, each slice that needs the row reads it once, because rows never cross
+            slices. "auto": "once" if the devices divide the batch and "once" reads fewer rows, else
+            "needed". It is also "needed" with fewer feeds than hosts.
+        timeout_s: Seconds that a host waits for another host before it raises. A host whose
+            training loop is busy elsewhere is waited for ten times as long.
 
     Returns:
-        A dataset of batches whose leaves are global `jax.Array`s, padded to a multiple of the
-        shards, or of `microbatches` times the shards; text stays on the host. Its iterators have a
-        state of under 200 bytes, which can be restored on any number of hosts, workers and devices,
-        and with any number of microbatches.
+        A dataset of batches whose leaves are global `jax.Array`s. They are padded to a multiple of
+        the shards, or of `microbatches` times the shards. Text stays on the host. With random
+        access, its iterators have a state of under 200 bytes, which can be restored on any number
+        of hosts, workers and devices, and with any number of microbatches. The state of feeds has
+        an entry for each feed. The state of a stream needs the same number of hosts.
 
     Raises:
-        ShardingError: Dataset, mesh, spec or batch size do not fit together.
+        ShardingError: An argument is not valid; or the dataset, mesh, spec and batch size do not
+            fit together.
     """
     if mask_key is not None and not isinstance(mask_key, str):
         raise ShardingError(
@@ -166,13 +170,14 @@ def shard_to(
 
 @dataclass(frozen=True)
 class _Chain(Stage):
-    """The four stages in a row, and the settings that are needed before the first of them.
+    """All four stages of `shard_to` as one: check the size, pad, keep this host's rows, place.
 
     Attributes:
-        put: The last stage. Its shardings are the shardings of the batches handed out.
-        mask_key: As for `shard_to`.
-        pad_value: As for `shard_to`.
-        read: As for `shard_to`.
+        put: The last stage, with most settings. Its shardings are those of the batches that the
+            loop gets.
+        mask_key: The key of the mask in a batch; None for no mask.
+        pad_value: The value in rows of padding: a number, or a tree prefix of numbers.
+        read: "auto", "needed" or "once", see `shard_to`.
     """
 
     put: DevicePut
@@ -224,21 +229,35 @@ class _Chain(Stage):
                 remedy="leave rows out: a host runs the feeds whose rows it holds.",
             )
         layout = self.put.shardings.layout()
-        # With fewer feeds than hosts, some hosts would have no feed to run.
+        # With fewer feeds than hosts, read="once" would leave a host without a feed to run. So
+        # "auto" does not choose it.
         too_few = ds.rows.num_feeds < layout.num_hosts
         read = "needed" if too_few and self.read == "auto" else self.read
         padded = self._padded(ds, layout.divisor)
         return self._reading(padded, read, ds.rows.global_batch_size)
 
     def _reading(self, padded: Any, read: Read, *global_batch_sizes: int) -> ShardedDataset:
-        """Returns the chain; every row is read where it is needed, or once and then exchanged."""
+        """Adds the last two stages to padded batches: keep this host's rows, and place them.
+
+        Args:
+            padded: The dataset after padding.
+            read: "needed": each host reads the rows that its devices need. "once": each row is
+                read once, and the devices then exchange rows. "auto" chooses.
+            *global_batch_sizes: The sizes of batches before padding; none if unknown.
+        """
         target, put = self.put.shardings, self.put
         if target.way_to_read(read, *global_batch_sizes) == "once":
             put = replace(put, shardings=target.spread(), final_shardings=target)
         return padded.pipe(ShardBatch(put.shardings.layout())).pipe(put)
 
     def _padded(self, ds: Any, num_shards: int) -> Any:
-        """Returns the dataset with batches of one size: the start of the chain."""
+        """Adds the first two stages: check the batch size, and pad the batches.
+
+        Args:
+            ds: The user's dataset of batches.
+            num_shards: Number of shards that a batch of `ds` is cut into: all shards, or only this
+                host's if `ds` yields this host's rows.
+        """
         microbatches, remainder = self.put.shardings.microbatches or 1, self.put.remainder
         pad = PadToDivisible(
             num_shards * microbatches,
@@ -255,7 +274,14 @@ class _Chain(Stage):
 def _random_access(
     ds: grain.MapDataset | grain.IterDataset,
 ) -> tuple[grain.MapDataset | grain.IterDataset, tuple[int, int] | None]:
-    """Returns the `MapDataset` below ``.to_iter_dataset(read_options)``, and these options."""
+    """Returns the `MapDataset` below ``.to_iter_dataset(read_options)``, and its read options.
+
+    The options are (threads, batches to buffer), or None if they are Grain's defaults. Any other
+    dataset is returned unchanged, with None.
+
+    Raises:
+        ShardingError: The dataset is a `MapDataset` with a ``.filter``.
+    """
     if isinstance(ds, grain.MapDataset) and nodes.is_filtered(ds):
         raise ShardingError(
             "a .filter drops elements, so that nobody can tell by its index what is in a batch.",

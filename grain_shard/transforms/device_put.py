@@ -1,4 +1,4 @@
-"""`DevicePut`: the end of the chain. Global arrays on the devices, some of them ahead of use."""
+"""`DevicePut`: the last stage of the chain, which places global arrays on the devices ahead."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from grain_shard.transforms.stage import Stage
 class DevicePut(Settings, Stage):
     """Places this host's rows on its devices, as shards of global arrays, ahead of their use.
 
-    Two stages run in the background: one makes batches on the host, one places them. Over a
-    `MapDataset` the first stage reads with several threads or worker processes.
+    Background threads first make the batches on the host, and then place them on the devices. Over
+    a `MapDataset`, several threads or worker processes make the batches.
 
     The attributes are those of `Settings`.
 
@@ -53,10 +53,11 @@ class DevicePut(Settings, Stage):
     """
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
-        """Returns global batches, read side by side.
+        """Returns the dataset of global batches, of which several are read at the same time.
 
         Raises:
-            ShardingError: Records may be left out, and the batches cannot show that.
+            ShardingError: Bad records are to be masked, but rows cannot be read alone, or there is
+                no mask.
         """
         settings, rules, batching = self, self.fault_rules, ds.batching
         if rules.masks:
@@ -71,11 +72,11 @@ class DevicePut(Settings, Stage):
         )
 
     def of_stream(self, ds: StreamDataset) -> ShardedDataset:
-        """Returns global batches, in the order of the stream.
+        """Returns the dataset of global batches, in the order of the stream.
 
         Raises:
-            ShardingError: Records may be left out, or an executor is given, which a stream does not
-                support.
+            ShardingError: ``on_bad_record="mask"`` or an executor is given. A stream supports
+                neither.
         """
         self._refuse_executor()
         if self.fault_rules.masks:
@@ -92,10 +93,11 @@ class DevicePut(Settings, Stage):
         return self._sharded(ds, host, lambda: records)
 
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
-        """Returns global batches of feeds; this host runs the feeds whose rows it holds.
+        """Returns the dataset of global batches; this host runs the feeds whose rows it holds.
 
         Raises:
-            ShardingError: The hosts of the mesh cannot share the feeds among them.
+            ShardingError: The feeds cannot be divided among the hosts of the mesh, or an executor
+                is given, which feeds do not support.
         """
         self._refuse_executor()
         if ds.rows.layout is None:
@@ -124,7 +126,7 @@ class DevicePut(Settings, Stage):
         same_order: bool = False,
     ) -> ShardedDataset:
         if self.shardings.layout().num_hosts == 1 and jax.process_count() > 1:
-            # The hosts train separately, which is legal and seldom intended.
+            # Each host then trains by itself. That is allowed, but rarely intended.
             logging.warning(
                 "grain_shard: the mesh has devices of this host alone, and there are %d hosts. So"
                 " this host reads all rows of every batch, and shares nothing with the others. That"
@@ -137,10 +139,10 @@ class DevicePut(Settings, Stage):
 
 
 def _check_can_leave_out(ds: RowMapDataset) -> None:
-    """Refuses ``on_bad_record="mask"`` for batches no row of which can be masked.
+    """Checks that single rows of the batches can be masked, for ``on_bad_record="mask"``.
 
     Raises:
-        ShardingError: Rows cannot be read alone, or there is no mask.
+        ShardingError: Rows cannot be read alone, or the batches have no mask.
     """
     if not ds.batching.reads_rows_alone:
         raise ShardingError(

@@ -1,4 +1,4 @@
-"""`PadToDivisible`: every batch gets the same number of rows, and a mask of the real ones."""
+"""`PadToDivisible`: gives all batches the same number of rows, and a mask that marks real rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from grain_shard.trees import Batch, FlatBatch
 class PadToDivisible(Padding, Stage):
     """Pads the rows of every batch to a multiple of `divisor`, and adds a mask.
 
-    Every batch gets as many rows as a full one, so a training step compiles once. The mask is
-    ``bool[global_batch_size]``, True for real rows.
+    A short batch gets as many rows as a full one, so a training step compiles once. The mask is
+    ``bool[rows]``, True for real rows.
 
     Example:
         >>> import grain
@@ -25,26 +25,28 @@ class PadToDivisible(Padding, Stage):
         {'x': array([0, 1, 2, 0]), 'valid_mask': array([ True,  True,  True, False])}
 
     Attributes:
-        divisor: Number that the padded number of rows must be a multiple of.
-        remainder: The treatment of a short batch at the end of an epoch: "pad" it, "drop" it, or
-            "error" to refuse it.
+        divisor: Number that must divide the rows of a padded batch.
+        remainder: The treatment of a short batch at the end of an epoch: "pad" pads it, "drop"
+            drops it, "error" raises.
         mask_key: The key of the mask in the batch; None for no mask.
         global_batch_size: Rows of a full batch before padding; None for the dataset's own size.
-        pad_value: Values in rows of padding; see `Padding`. The mask is False in all of them.
+        pad_value: Value in rows of padding, where the mask is False: a number for all leaves, or a
+            tree prefix of numbers. Leaves outside the prefix are padded with 0.
     """
 
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
         """Returns the padded dataset.
 
         Raises:
-            ShardingError: `remainder` is "error" and the last batch is short; or it is "drop" and
-                the short batches are unknown.
+            ShardingError: `remainder` is "error" and the last batch is short. Or `remainder` is
+                not "pad", and a slice or shuffle after ``.batch`` hides which batches are short.
+                Or "drop" would leave no batch.
         """
         ds = ds.whole()
         return RowMapDataset(ds, ds.batching.padded(self), self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """Returns the padded dataset, which refuses a short batch in the middle of the stream."""
+        """Returns the padded stream; it raises on a batch with more rows than a full one."""
         size = self.global_batch_size or ds.facts.global_batch_size
         return ds.after(
             self._padded,
@@ -55,7 +57,15 @@ class PadToDivisible(Padding, Stage):
         )
 
     def _padded(self, batch: Batch, seen: SeenBatches) -> Batch:
-        """Pads a stream's batch; the first one counts as full if the size is not known."""
+        """Returns one batch of a stream, padded, or `DROPPED` for a short batch to be dropped.
+
+        If the size of a full batch is not known, the first batch counts as full.
+
+        Raises:
+            ShardingError: The batch has more rows than a full one. Or `remainder` is "error" and
+                the batch is short. Or `remainder` is not "pad" and `divisor` does not divide the
+                rows of a full batch.
+        """
         flat = FlatBatch.of(batch)
         rows = seen.rows = seen.rows or flat.rows
         if flat.rows > rows or (flat.rows < rows and self.remainder == "error"):
@@ -76,5 +86,5 @@ class PadToDivisible(Padding, Stage):
             return pad_batch(batch, padded_rows, self)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """Returns the dataset, in which padding replaces the rows of a feed that has ended."""
+        """Returns the dataset, with padding in place of the rows of feeds that have ended."""
         return ds.padded(self)

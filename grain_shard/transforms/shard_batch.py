@@ -20,8 +20,9 @@ from grain_shard.trees import Batch, FlatBatch
 class ShardBatch(Stage):
     """Keeps the rows of each batch that this host's devices hold.
 
-    Over a `MapDataset` it evaluates only those rows, below ``.batch``. Its batches are fresh arrays
-    without other references.
+    Over a `MapDataset` it reads only the records of these rows, unless a ``batch_fn`` or a ``.map``
+    after ``.batch`` needs the whole batch. The arrays of its batches are new ones, to which nothing
+    else refers.
 
     Example:
         >>> import grain
@@ -43,7 +44,9 @@ class ShardBatch(Stage):
             )
 
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
-        """Returns this host's rows of each batch: leaves are ``[host_batch_size, ...]``.
+        """Returns the dataset of this host's rows: leaves are ``[host_batch_size, ...]``.
+
+        Warns if this host has to read rows that it does not hold.
 
         Raises:
             ShardingError: The shards do not divide the batch size.
@@ -62,7 +65,7 @@ class ShardBatch(Stage):
         return RowMapDataset(ds, batching, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """Returns this host's rows, from a stream whose batches are the same on every host."""
+        """Returns the stream of this host's rows of a stream that is the same on every host."""
 
         def own_rows(batch: Batch, seen: SeenBatches) -> Batch:
             flat = FlatBatch.of(batch)
@@ -73,7 +76,7 @@ class ShardBatch(Stage):
         return ds.after(own_rows, self, global_batch_size=None, owns_arrays=True)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """Returns this host's rows of each batch, from their feeds.
+        """Returns the dataset of this host's rows, made by the feeds of these rows.
 
         Raises:
             ShardingError: The shards do not divide the batch size.

@@ -1,4 +1,4 @@
-"""The common class of the chain's stages, with a method for each kind of pipeline."""
+"""`Stage`: the base class of the chain's stages, with a method for each kind of pipeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Stage(ABC):
             ds: A `grain.MapDataset` or `grain.IterDataset` of batches.
 
         Raises:
-            ShardingError: `ds` is no such dataset, or does not fit the stage's arguments.
+            ShardingError: `ds` is another kind of object, is sharded already, or does not fit the
+                stage's arguments.
         """
         if sharded(ds) is not None:
             raise ShardingError(
@@ -63,11 +64,11 @@ class Stage(ABC):
 
     @abstractmethod
     def of_random_access(self, ds: RowMapDataset) -> grain.MapDataset | grain.IterDataset:
-        """Returns the dataset after this stage, for batches with random access to rows."""
+        """Returns the dataset after this stage, for batches that can be read by index."""
 
     @abstractmethod
     def of_stream(self, ds: StreamDataset) -> grain.IterDataset:
-        """Returns the dataset after this stage, for batches that come in order only."""
+        """Returns the dataset after this stage, for a stream: batches that are read in order."""
 
     @abstractmethod
     def of_feeds(self, ds: FeedBatches) -> grain.IterDataset:
@@ -75,11 +76,11 @@ class Stage(ABC):
 
 
 def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
-    """Refuses a user's dataset above batches if it hides facts that the chain needs.
+    """Refuses a dataset if a user's step after its batches hides facts that the chain needs.
 
     Raises:
-        ShardingError: It follows batches of feeds, batches of several sizes, or batches that are
-            padded already.
+        ShardingError: The step follows batches of feeds or batches of several sizes, or the batches
+            are padded already by their ``batch_fn``.
     """
     below = list(nodes.walk(ds))
     if any(isinstance(node, FeedBatches) for node in below):

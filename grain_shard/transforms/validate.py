@@ -22,10 +22,10 @@ from grain_shard.trees import Batch, FlatBatch
 class ValidateBatchSize(Stage):
     """Checks the global batch size against the shards and, if asked, against the hardware.
 
-    The log names a size that the shards do not divide, if batches are padded.
+    If the shards do not divide the size, and batches may be padded, the log says so.
 
-    Over a `MapDataset` the check is made when the dataset is built. Over an `IterDataset`, whose
-    batch size may only be known from its batches, it is made with each batch.
+    The check is made when the dataset is built. An `IterDataset` may not know its batch size. Its
+    first batch is then checked.
 
     Example:
         >>> import grain
@@ -35,12 +35,13 @@ class ValidateBatchSize(Stage):
           remedy: use a batch size of 16, or remainder="pad".
 
     Attributes:
-        divisor: Shards along the batch axis.
+        divisor: Number of shards that the rows of a batch, or of each microbatch, are cut into.
         must_divide: True if `divisor` must divide the batch size; False if batches are padded.
-        shortfall: Takes the rows of one shard, and returns a warning if they are too few, or None.
-            `grain_shard.training.HardwareType.H100.shortfall` compares the rows with the number
-            recommended for an H100. With microbatches, the rows are those of one microbatch.
-        microbatches: Number of microbatches, each of which is cut into `divisor` shards.
+        shortfall: Function that takes the number of rows of one shard, and returns a warning if
+            they are too few, else None. `grain_shard.training.HardwareType.H100.shortfall` compares
+            the rows with the number recommended for an H100. With microbatches, the function gets
+            the rows of one shard of one microbatch. None for no check.
+        microbatches: Number of microbatches in a batch; each is cut into `divisor` shards.
     """
 
     divisor: int
@@ -53,10 +54,10 @@ class ValidateBatchSize(Stage):
         require_int("microbatches", self.microbatches, 1)
 
     def of_random_access(self, ds: RowMapDataset) -> RowMapDataset:
-        """Returns the checked dataset.
+        """Returns the dataset after a check of its batch sizes.
 
         Raises:
-            ShardingError: The dataset has no batch, or its batch size does not fit.
+            ShardingError: The dataset has no batch, or the shards do not divide a batch size.
         """
         ds = ds.whole()
         if len(ds) == 0:
@@ -71,10 +72,10 @@ class ValidateBatchSize(Stage):
         return RowMapDataset(ds, ds.batching, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """Returns the dataset, checked now or, if its batch size is unknown, with each batch.
+        """Returns the dataset. A batch size that is not known yet is checked at the first batch.
 
         Raises:
-            ShardingError: The batch size is known and does not fit.
+            ShardingError: The batch size is known, and the shards do not divide it.
         """
         if ds.facts.global_batch_size is not None:
             self.check(ds.facts.global_batch_size)
@@ -90,16 +91,16 @@ class ValidateBatchSize(Stage):
         return ds.after(checked, self)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """Returns the checked dataset.
+        """Returns the dataset after a check of its batch size.
 
         Raises:
-            ShardingError: Its batch size does not fit.
+            ShardingError: The shards do not divide the batch size.
         """
         self.check(ds.rows.global_batch_size)
         return ds
 
     def check(self, global_batch_size: int) -> None:
-        """Checks one batch size, in rows.
+        """Checks one batch size, in rows: logs or warns of a bad one, or raises.
 
         Raises:
             ShardingError: The shards do not divide the size, and `must_divide` is True.
