@@ -1,4 +1,5 @@
 """Tools around a pipeline: plans, profiles, pictures, rehearsals and the commands.
 
-Nothing outside this folder imports them, but for the package's face when one is asked for.
+No other module of the package imports this folder. A public name of a tool is imported when it is
+first used.
 """

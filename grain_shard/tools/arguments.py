@@ -1,4 +1,4 @@
-"""Types for the arguments of a command line, with errors that name the values they take."""
+"""Types for the arguments of a command line, with errors that name the allowed values."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from grain_shard.errors import GrainShardError
 class UsageError(GrainShardError):
     """The arguments of a command do not fit together, or name a file that is missing.
 
-    Commands end with exit code 2 after it, and with 1 after any other error.
+    A command ends with exit code 2 after this error, and with 1 after any other error.
     """
 
 
 def positive_integer(text: str) -> int:
-    """A whole number, of 1 or more."""
+    """Returns the whole number, 1 or more, that the text holds.
+
+    Raises:
+        ArgumentTypeError: The text is no such number.
+    """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def positive_seconds(text: str) -> float:
-    """A time in seconds, no longer than Python can wait."""
+    """Returns the positive number of seconds that the text holds, at most what Python can wait.
+
+    Raises:
+        ArgumentTypeError: The text is no such number.
+    """
     try:
         seconds = float(text)
     except ValueError:

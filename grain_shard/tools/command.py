@@ -1,4 +1,4 @@
-"""``python -m grain_shard``: a small table of subcommands, each in a module of its own."""
+"""``python -m grain_shard``: a table of subcommands, each of which has a module of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from grain_shard.tools.arguments import UsageError
 
 
 class _Subcommand(NamedTuple):
-    """A module that offers ``add_arguments(parser)`` and ``main(args) -> int``."""
+    """The module of a subcommand, a summary and an example for ``--help``.
+
+    The module has the functions ``add_arguments(parser)`` and ``main(args) -> int``.
+    """
 
     module: str
     summary: str
@@ -37,7 +40,7 @@ _SUBCOMMANDS = {
     ),
     "plan": _Subcommand(
         "grain_shard.tools.planning.command",
-        "say what every host of a pod would read, without the pod",
+        "show what every host of a pod would read, without the pod",
         "python -m grain_shard plan --topology v5e:16x16 --mesh data=32,model=8 --batch 4096"
         " --records 1281167",
     ),
@@ -49,16 +52,17 @@ _SUBCOMMANDS = {
 }
 
 _EXIT_CODES = """exit codes:
-  0    it is done, and all is well
-  1    it ran, and failed
-  2    these words are no command, or name what is missing
+  0    the command succeeded
+  1    the command failed
+  2    the arguments are wrong, or name a missing file
   130  Ctrl-C
-  141  whatever read the output stopped reading (| head)
+  141  the reader of the output stopped reading (| head)
 rehearse ends with the code of the first host that failed
-(128 + n if signal n ended it), and with 124 when the time
-was over."""
+(128 + n if signal n ended the host), and with 124 after a
+timeout."""
 
-_INTERRUPTED, _UNREAD = 130, 141  # as a shell says it: 128 + SIGINT, 128 + SIGPIPE
+# A shell uses the same codes: 128 + SIGINT, 128 + SIGPIPE.
+_INTERRUPTED, _UNREAD = 130, 141
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,8 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = _parser(called).parse_args(argv)
             return args.main(args)
         finally:
-            if sys.stdout is not None:  # nobody wants the output
-                sys.stdout.flush()  # here, where a reader that has left can still be noticed
+            if sys.stdout is not None:  # None if the process was started without a stdout
+                # A closed pipe is noticed here, where the exception is still handled below.
+                sys.stdout.flush()
     except UsageError as error:
         return _fail(2, f"{name}: {_one_line(error)}")
     except (GrainShardError, OSError) as error:
@@ -95,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _nobody_reads()
         return _fail(1, f"{name}: {_one_line(error)}")
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # rich has noticed it
+        if isinstance(end.__context__, BrokenPipeError):  # rich turns it into SystemExit
             return _nobody_reads()
         raise
     except KeyboardInterrupt:
@@ -114,12 +119,16 @@ def _nobody_reads() -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """The problem and its remedy, without the line breaks that a log has room for."""
+    """Returns the problem and the remedy of an error as one line.
+
+    The errors of this package have a line for the problem, lines of facts and a line for the
+    remedy. The facts are put in parentheses after the problem.
+    """
     text = str(error).strip() or type(error).__name__
     problem, *remedies = re.split(r"\s*\n\s*remedy: +", text)
     said, *facts = (line.strip() for line in problem.splitlines() if line.strip())
     if facts:
-        # A fact stands behind its name, and from the next one on its line three blanks away.
+        # A line may hold several facts "name: value", with three or more spaces between them.
         told = (re.sub(r"\s{3,}(?=\w+: )", ", ", re.sub(r":\s+", ": ", fact)) for fact in facts)
         said = f"{said.rstrip('.')} ({'; '.join(told).rstrip('.')})."
     if remedies:
@@ -129,14 +138,14 @@ def _one_line(error: BaseException) -> str:
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:
-    """The parser of all subcommands, with the arguments of the one that is called.
+    """Returns the parser of all subcommands, with the arguments of the subcommand that is called.
 
-    The modules of the others are not imported, since that takes seconds.
+    Only the module of that subcommand is imported, because each import takes seconds.
     """
     examples = "\n  ".join(["examples:", *(each.example for each in _SUBCOMMANDS.values())])
     parser = _Parser(
         prog="python -m grain_shard",
-        description="What comes with grain_shard, the end of a Grain pipeline.",
+        description="Commands of grain_shard, which ends Grain pipelines for sharded training.",
         epilog=f"{examples}\n\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -153,24 +162,25 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 
 
 def command() -> NoReturn:
-    """Runs `main` for ``python -m grain_shard`` and ``grain-shard``, and ends the process."""
+    """Runs `main` for ``python -m grain_shard`` or ``grain-shard``, and ends the process."""
     sys.unraisablehook = _interrupt_again
     code = main()
     if code == _INTERRUPTED:
-        # The interpreter's ordinary end would destroy objects that XLA's threads still compile
-        # with, which is a segmentation fault. So the process ends by `os._exit`.
+        # At an ordinary exit the interpreter destroys objects while XLA's threads still compile
+        # with them. That is a segmentation fault, so the process ends by `os._exit`.
         if sys.stdout is not None:
             sys.stdout.flush()
         os._exit(code)
-    # All is said and done: a Ctrl-C from here on ends the process, and prints nothing.
+    # The output is complete. From here on a Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
 
 
 def _interrupt_again(lost: Any) -> None:
-    """Sends a Ctrl-C once more that came while a callback ran, where Python drops exceptions.
+    """Repeats a Ctrl-C that Python dropped, for use as `sys.unraisablehook`.
 
-    JAX has such a callback, at every garbage collection.
+    Python drops exceptions that are raised in some callbacks. JAX has such a callback at every
+    garbage collection. If a Ctrl-C was dropped there, the signal is sent again after 10 ms.
     """
     if lost.exc_type is KeyboardInterrupt:
         main_thread = threading.main_thread().ident or 0

@@ -1,6 +1,6 @@
 """``python -m grain_shard doctor``: a report on this machine, to be pasted into an issue report.
 
-The report is made of parts. A part that fails gives its reason, and the others are printed even so.
+The report has several parts. A part that fails shows the error, and all other parts are printed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ _OK = "ok"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of ``doctor``, for `main`."""
+    """Adds the options of ``doctor`` to its parser."""
     parser.description = (
         "Report on this machine, as text to be pasted into an issue report: versions, the parts of"
         " Grain that make reads fast, devices and hosts as JAX sees them, and missing parts with"
-        " their remedies. Nothing is changed or sent. It ends with 0 whatever it finds;"
-        " a part that fails says why in its place."
+        " their remedies. Nothing is changed or sent. The exit code is always 0."
+        " A part of the report that fails shows its error."
     )
-    wait = "how long to wait for the devices (default: 60)"
+    wait = "time to wait for the devices (default: 60)"
     timeout = {"type": positive_seconds, "metavar": "SECONDS", "default": 60.0, "help": wait}
     parser.add_argument("--timeout", **timeout)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the report, each part as soon as it is known; returns 0."""
+    """Prints each part of the report as soon as it is known, and returns 0.
+
+    With ``--json`` the whole report is printed at the end.
+    """
     questions: dict[str, Callable[[], Mapping[str, Any]]] = {
         "versions": versions,
         "hints": hints,
@@ -57,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     for name, question in questions.items():
         try:
             report[name] = question()
-        except Exception as error:  # of whatever kind: the other parts are of use without it
+        except Exception as error:  # any kind: the report is useful without this part, too
             report[name] = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
         if not args.json:
             facts = [(fact, str(value)) for fact, value in report[name].items()]
@@ -68,14 +71,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, the system and the packages."""
+    """Returns the versions of Python, the system and the packages, by name."""
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     found = {"python": platform.python_version(), "system": system}
     return found | {package: _version(package) or "not installed" for package in _PACKAGES}
 
 
 def hints() -> dict[str, str]:
-    """Returns which private parts of Grain are found; without them reads are slower."""
+    """Returns "found", or a remedy, for each private part of Grain that makes reads faster."""
     import grain
 
     from grain_shard.grain_inside import nodes, routes
@@ -94,11 +97,14 @@ def hints() -> dict[str, str]:
 
 
 def checks() -> dict[str, str]:
-    """Returns what was found of each thing that may be missing, with a remedy if it is."""
+    """Returns the state of each thing that may be missing, by name, with a remedy if it is.
+
+    The things are: open files, the optional parts of this package, TPU and GPU libraries.
+    """
     found = {}
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     found["open files"] = "no limit" if files < 0 else f"{files}"
-    if 0 <= files < _FEW_FILES:  # -1 is no limit
+    if 0 <= files < _FEW_FILES:  # -1 means no limit
         few = f"{files}; a source of more than some {files // 2} files needs more"
         found["open files"] = f"{few}: ulimit -n {most if most > 0 else 65536}"
     for name, (modules, use) in EXTRAS.items():
@@ -122,11 +128,16 @@ def checks() -> dict[str, str]:
 
 
 def devices(timeout_s: float) -> dict[str, Any]:
-    """Returns the devices that JAX finds, in a process of its own, since that may hang or crash.
+    """Returns the platform, devices and hosts that JAX finds, by name.
+
+    JAX looks for the devices in a process of its own, because the search may hang or crash.
+
+    Args:
+        timeout_s: Seconds that the process may take.
 
     Raises:
-        TimeoutError: The process gave no answer in this time.
-        RuntimeError: The process failed; the message has the last line that it wrote.
+        TimeoutError: The process did not answer in this time.
+        RuntimeError: The process failed. The message is the last line that it wrote.
     """
     program = f"from {__name__} import _print_devices; _print_devices()"
     try:
@@ -150,7 +161,10 @@ def devices(timeout_s: float) -> dict[str, Any]:
 
 
 def _print_devices() -> None:
-    """Prints the devices and hosts as JAX has them without ``jax.distributed.initialize()``."""
+    """Prints, as JSON, the devices and hosts that JAX finds by itself.
+
+    It does not call ``jax.distributed.initialize()``.
+    """
     keep_libtpu_quiet()
     import jax
 

@@ -1,4 +1,4 @@
-"""The optional parts of this package: what each is for, and the modules that it needs."""
+"""The optional parts of this package: the use of each part, and the modules that it needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from grain_shard.errors import GrainShardError
 
-# The modules of each, and its use.
+# For each optional part: its modules, and its use.
 EXTRAS = {
     "demo": (("sklearn", "tqdm"), "python -m grain_shard demo"),
     "plot": (("matplotlib",), "profile(...).plot()"),
@@ -17,18 +17,18 @@ _PACKAGES = {"sklearn": "scikit-learn"}  # packages whose modules have another n
 
 
 def missing(modules: tuple[str, ...]) -> list[str]:
-    """The modules that are not installed."""
+    """Returns the modules of the tuple that are not installed."""
     return [module for module in modules if find_spec(module) is None]
 
 
 def not_installed(use: str, extra: str, modules: list[str], instead: str = "") -> GrainShardError:
-    """Returns the error of a use whose modules are not installed.
+    """Returns the error for a function whose modules are not installed.
 
     Args:
-        use: The use, as the subject of a sentence.
-        extra: The optional part that installs the modules.
-        modules: The modules.
-        instead: The end of the remedy, if there is another one.
+        use: The function in words, as the subject of a sentence: "a timeline".
+        extra: The optional part that installs the modules: "plot".
+        modules: The modules that are missing.
+        instead: Words for another remedy, at the end of the message; "" for none.
     """
     packages = " and ".join(_PACKAGES.get(module, module) for module in modules)
     return GrainShardError(

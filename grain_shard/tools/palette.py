@@ -1,6 +1,6 @@
-"""The colors of all pictures: in notebooks, documents, plans, timelines and what `show` shows.
+"""The colors of all pictures: in notebooks, documents, plans, timelines and the output of `show`.
 
-They are Okabe and Ito's, which people with any kind of color vision can tell apart.
+They are the colors of Okabe and Ito, which people with any kind of color vision can tell apart.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ PURPLE = "#CC79A7"
 YELLOW = "#F0E442"
 GRAY = "#999999"
 
-# Lines and frames of things that are counted, such as hosts and devices. Yellow comes late, because
-# a yellow line on white can hardly be seen.
+# Colors for lines and frames, in the order of hosts or devices. Yellow is near the end, because a
+# yellow line on white can hardly be seen.
 COLORS = BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, GRAY
 
-# The same in the same order, mixed half and half with white: areas, on which black text is read.
+# The same colors in the same order, mixed half and half with white, for areas behind black text.
 FILLS = "#80B9D9", "#F3CF80", "#80CFB9", "#E6BCD3", "#ABDAF4", "#EBAF80", "#F8F2A1", "#CCCCCC"
 
-EMPTY = "#EEEEEE"  # where nothing is, or what is only there to compare with
-PADDING = "#BBBBBB"  # rows that are no records
+EMPTY = "#EEEEEE"  # empty areas, and things that are only shown for comparison
+PADDING = "#BBBBBB"  # rows of padding

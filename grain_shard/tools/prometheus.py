@@ -1,4 +1,4 @@
-"""The figures of `stats()` for Prometheus, by way of a registry of `prometheus_client`."""
+"""Exports the figures of `stats()` to Prometheus, through a registry of `prometheus_client`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grain_shard.stats.figures import FIGURES, Stats
 
 
 class HasStats(Protocol):
-    """A `ShardedIterator`, or the epochs of one."""
+    """An object with figures: a `ShardedIterator`, or its iterator over epochs."""
 
     def stats(self) -> Stats:
         """Returns the figures so far."""
@@ -25,14 +25,14 @@ class HasStats(Protocol):
 def export(batches: HasStats, dataset: str, registry: CollectorRegistry = REGISTRY) -> None:
     """Lets Prometheus scrape an iterator for as long as the iterator lives.
 
-    Each figure is asked for when it is scraped, and is named as in `Stats.as_dict`. The loop's time
-    and its waiting are counted as well, so that Prometheus can divide their rates.
+    The figures are computed at each scrape, and are named as in `Stats.as_dict`. The seconds of the
+    loop and of its waiting are exported, too, so that Prometheus can divide their rates.
 
     Args:
-        batches: The iterator. It is not kept alive.
-        dataset: The value of the label ``dataset``. A later iterator of the same name takes the
-            place of this one; its sums begin at 0, which Prometheus takes for a restart.
-        registry: The registry that is served.
+        batches: The iterator. The registry does not keep it alive.
+        dataset: Value of the label ``dataset``. A later iterator with the same value replaces this
+            one. Its sums begin at 0, and Prometheus treats that as a restart.
+        registry: The registry that Prometheus scrapes.
 
     Example:
         >>> import grain, jax, prometheus_client
@@ -59,21 +59,21 @@ def _collector(registry: CollectorRegistry) -> _Collector:
 
 
 class _Collector:
-    """A collector as `prometheus_client` wants it.
+    """A collector for `prometheus_client`: the figures of all exported iterators.
 
     Attributes:
-        exported: The iterators, by dataset.
+        exported: The iterators, by their label ``dataset``. They are not kept alive.
     """
 
     def __init__(self):
         self.exported: weakref.WeakValueDictionary[str, HasStats] = weakref.WeakValueDictionary()
 
     def describe(self) -> list[Metric]:
-        """Returns nothing; the registry would otherwise call `collect` to learn the names."""
+        """Returns an empty list. Without this method the registry would call `collect` instead."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """Returns the figures of all iterators, a family of metrics for each."""
+        """Returns a family of metrics for each figure, with a value for each iterator."""
         families: dict[str, Any] = {}
         for dataset, batches in list(self.exported.items()):
             stats = batches.stats()

@@ -1,1 +1,1 @@
-"""Plans: the rows that a job will read, on hosts that need not be there."""
+"""Plans the rows that each host of a job will read, without the hosts."""

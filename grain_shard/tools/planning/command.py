@@ -24,45 +24,50 @@ from grain_shard.training.hardware import HardwareType
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command line that `main` takes."""
+    """Adds the options of ``plan`` to its parser."""
     parser.description = (
-        "Say what every host of a job would read, without the job: rows and bytes a step, steps an"
-        " epoch, padding, hosts that hold the same rows, and what to mind."
+        "Show what every host of a job would read, without the job: rows and bytes per step, steps"
+        " per epoch, padding, hosts that hold the same rows, and warnings."
     )
     add = parser.add_argument
     number = partial(add, type=positive_integer, metavar="N")
     either = parser.add_mutually_exclusive_group(required=True)
-    either.add_argument("--topology", metavar="KIND:SHAPE", help="a TPU slice: v5e:16x16")
-    hosts = "or this many hosts"
+    either.add_argument("--topology", metavar="KIND:SHAPE", help="TPU slice, such as v5e:16x16")
+    hosts = "number of hosts, in place of --topology"
     either.add_argument("--hosts", type=positive_integer, metavar="N", help=hosts)
-    number("--slices", default=1, help="number of such slices; default: 1")
-    number("--devices-per-host", help="devices of each")
-    add("--mesh", type=_axes, required=True, metavar="AXES", help="name=size,...: data=32,model=8")
+    number("--slices", default=1, help="number of slices of the topology; default: 1")
+    number("--devices-per-host", help="devices of each host, with --hosts")
+    mesh = "mesh axes and their sizes, such as data=32,model=8"
+    add("--mesh", type=_axes, required=True, metavar="AXES", help=mesh)
     spec = (
-        "a mesh axis for each dim of the batch: data; data,seq; data+fsdp for two on one dim;"
-        ' a dash for none. Default: "data", or the only axis'
+        "mesh axis for each dim of the batch, such as data or data,seq; data+fsdp shards one dim"
+        ' over two axes, and a dash leaves a dim whole. Default: "data", or the only axis'
     )
     add("--spec", type=_spec, metavar="SPEC", help=spec)
     number("--batch", dest="global_batch_size", required=True, help="rows of a global batch")
     number("--records", dest="num_records", required=True, help="records of an epoch")
-    number("--record-bytes", help="bytes of one in the batch")
-    add("--remainder", choices=("pad", "drop", "error"), default="pad", help="default: pad")
+    number("--record-bytes", help="bytes of one record in the batch; default: unknown")
+    remainder = "treatment of a short last batch; default: pad"
+    add("--remainder", choices=("pad", "drop", "error"), default="pad", help=remainder)
     number("--microbatches", help="microbatches of each batch; default: none")
-    add("--read", choices=("auto", "needed", "once"), default="auto", help="default: auto")
+    read = "needed: each host reads the rows of its devices; once: each row is read once, and the"
+    read += " devices exchange rows; default: auto, which chooses"
+    add("--read", choices=("auto", "needed", "once"), default="auto", help=read)
     chips = ", ".join(chip.value for chip in HardwareType)
-    hardware = f"the chip, for advice on the batch size: {chips}; default: that of the topology"
+    hardware = f"chip, for advice on the batch size: {chips}; default: the chip of the topology"
     add("--hardware", type=HardwareType, metavar="CHIP", help=hardware)
     compiled = (
-        "compile a training step for the slice: a function of the mesh that returns the step,"
-        " its state and one record, as jax.ShapeDtypeStruct"
+        "compile a training step for the slice; NAME is a function that takes the mesh, and returns"
+        " the step, its state and one record, the last two as jax.ShapeDtypeStruct"
     )
     add("--compile", type=_script_and_name, metavar="SCRIPT.PY:NAME", help=compiled)
     add("--json", action="store_true", help="print JSON, with every host")
-    add("--picture", type=_picture, metavar="FILE", help="draw who holds which rows: mesh.svg")
+    picture = "draw the rows that each device holds, as mesh.svg"
+    add("--picture", type=_picture, metavar="FILE", help=picture)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Makes the plan and prints it.
+    """Makes the plan, prints it, and returns the exit code 0.
 
     Raises:
         UsageError: The options do not fit together, or name a file that is missing.
@@ -90,12 +95,12 @@ def main(args: argparse.Namespace) -> int:
         else:
             mesh = topology_mesh(args.topology, args.mesh, slices=args.slices)
         planned = plan(mesh, **options)
-    except ShardingError as error:  # a plan is made of the options and of nothing else
+    except ShardingError as error:  # a plan depends on the options alone, so they are wrong
         raise UsageError(str(error)) from None
     size = planned.reads.padded_batch_size
     memory = None
     if args.compile is not None:
-        # The script makes its arrays on this machine, and must not look for a TPU.
+        # The script runs on this machine, and JAX must not look for a TPU here.
         jax.config.update("jax_platforms", "cpu")
         memory = compile_step(load_step(args.compile), mesh, args.spec, size, args.microbatches)
     if args.picture is not None:
@@ -115,7 +120,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _script_and_name(text: str) -> str:
-    """``train.py:build``, of a script that is there."""
+    """Returns the text, such as ``train.py:build``, if the script exists.
+
+    Raises:
+        ArgumentTypeError: The text has another form, or there is no such file.
+    """
     path, _, name = text.rpartition(":")
     if not path or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not like train.py:build")
@@ -125,14 +134,22 @@ def _script_and_name(text: str) -> str:
 
 
 def _picture(text: str) -> Path:
-    """A file whose name says that it is an SVG."""
+    """Returns the text as a path, if it ends in ``.svg``.
+
+    Raises:
+        ArgumentTypeError: The text has another ending.
+    """
     if Path(text).suffix.lower() != ".svg":
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .svg, the kind of the picture")
     return Path(text)
 
 
 def _axes(text: str) -> dict[str, int]:
-    """``data=32,model=8`` as a dict."""
+    """Returns ``data=32,model=8`` as the dict ``{"data": 32, "model": 8}``.
+
+    Raises:
+        ArgumentTypeError: The text has another form, or names an axis twice.
+    """
     axes = {}
     for word in text.split(","):
         name, _, size = word.partition("=")
@@ -143,7 +160,11 @@ def _axes(text: str) -> dict[str, int]:
 
 
 def _spec(text: str) -> PartitionSpec:
-    """``data+fsdp,-,seq`` as ``P(("data", "fsdp"), None, "seq")``."""
+    """Returns ``data+fsdp,-,seq`` as ``P(("data", "fsdp"), None, "seq")``.
+
+    Raises:
+        ArgumentTypeError: A name is empty.
+    """
     entries = []
     for word in text.split(","):
         names = word.split("+")

@@ -1,4 +1,7 @@
-"""A training step compiled for a slice that is not there: does it fit, does it take the batch."""
+"""Compiles a training step for a TPU slice that is not there.
+
+The result shows if the step fits in memory, and if it takes the batch in `shard_to`'s shardings.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from grain_shard.trees import MASK_KEY
 
 
 def memory_lines(memory: StepMemory) -> list[tuple[str, str]]:
-    """Lines of a table: the parts of a step's memory on one device, and their sizes."""
+    """Returns the lines of a table: each part of the step's memory on one device, and its size."""
     return [
         ("state and batch", describe_bytes(memory.argument_bytes)),
         ("results, less donated memory", describe_bytes(memory.output_bytes - memory.alias_bytes)),
@@ -33,7 +36,10 @@ def memory_lines(memory: StepMemory) -> list[tuple[str, str]]:
 
 
 def load_step(reference: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
-    """The function that ``script.py:name`` names; the script is run, but not as ``__main__``.
+    """Runs a script, but not as ``__main__``, and returns the function of the given name.
+
+    Args:
+        reference: The script and the name, such as ``script.py:name``.
 
     Raises:
         UsageError: The script defines no such name.
@@ -54,22 +60,24 @@ def compile_step(
     global_batch_size: int,
     microbatches: int | None = None,
 ) -> StepMemory:
-    """Compiles a step for a mesh, and returns the memory of each device; nothing runs.
+    """Compiles a training step for a mesh, and returns the memory that it takes on each device.
+
+    The step is not run.
 
     Args:
-        build: Called with the mesh. Returns ``(step, state, record)``: ``step(state, batch)``,
-            which may be jitted; the state as a tree of `jax.ShapeDtypeStruct` with shardings on
-            the mesh; and one record, as it is before ``.batch``, as a tree of
-            `jax.ShapeDtypeStruct` without.
+        build: A function that takes the mesh and returns ``(step, state, record)``. The step is a
+            function ``step(state, batch)``, which may be jitted. The state is a tree of
+            `jax.ShapeDtypeStruct` with shardings on the mesh. The record is a tree of
+            `jax.ShapeDtypeStruct` without shardings: one record as it is before ``.batch``.
         mesh: A mesh that `topology_mesh` made.
-        spec: As for `shard_to`.
-        global_batch_size: Rows of the batch, its padding included. A batch that is a dict has a
-            "valid_mask" too.
-        microbatches: As for `shard_to`.
+        spec: A `PartitionSpec` or a tree prefix of them, as for `shard_to`; None for the default.
+        global_batch_size: Rows of the batch, padding included. If the record is a dict, the batch
+            also has a "valid_mask".
+        microbatches: Number of microbatches of each batch; None for no microbatches.
 
     Raises:
-        ShardingError: The batch does not fit its spec; or the step was jitted for batches in other
-            shardings, so that each would have to be moved.
+        ShardingError: The batch does not fit its spec. Or the step was jitted for batches in other
+            shardings, so that each batch would have to be moved.
     """
     step, state, record = build(mesh)
     shardings = ShardingTree.of(mesh, spec, microbatches=microbatches)
@@ -81,7 +89,7 @@ def compile_step(
         try:
             lower(step, state, anywhere)
         except ValueError:
-            raise error from None  # the step fails, whatever the shardings
+            raise error from None  # without shardings the step fails too: they are not the cause
         raise ShardingError(
             f"the step takes the batch in other shardings than .shard_to hands it out in: {error}",
             remedy="jit the step without in_shardings, or pass those to shard_to.",
@@ -90,13 +98,14 @@ def compile_step(
 
 
 def _batch(record: Any, shardings: ShardingTree, global_batch_size: int) -> Any:
-    """The batch that `shard_to` hands out, as `jax.ShapeDtypeStruct`s."""
-    layout = next(iter(shardings.layouts().values()))  # of any host: all get the same global batch
+    """Returns a global batch like those of `shard_to`, as a tree of `jax.ShapeDtypeStruct`."""
+    # All hosts get the same global batch, so the layout of any host will do.
+    layout = next(iter(shardings.layouts().values()))
     host_batch_size = len(layout.rows(global_batch_size))
 
     def rows(leaf: Any) -> np.ndarray:
         zero = np.zeros((), leaf.dtype)
-        return np.broadcast_to(zero, (host_batch_size, *leaf.shape))  # takes no memory
+        return np.broadcast_to(zero, (host_batch_size, *leaf.shape))  # without allocating the rows
 
     batch = jax.tree.map(rows, record)
     if isinstance(batch, dict):

@@ -1,4 +1,4 @@
-"""The mesh as a picture: which rows of a batch each device holds, and whose device it is."""
+"""Draws a mesh: the rows of a batch that each device holds, and the host of each device."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from grain_shard.tools.showing.tables import to_svg
 def draw_mesh(
     mesh: Mesh, spec: Any, num_rows: int, path: str | Path, *, rows_of: str = "a batch"
 ) -> None:
-    """Draws a line for each shard of the rows, with the devices that hold it, as `show` does.
+    """Writes an SVG with a line for each shard of the rows: its rows, and the devices that hold it.
 
-    If there are several hosts in a line, these hosts hold the same rows.
+    The lines are those that `show` prints. Several hosts in a line hold the same rows.
 
     Args:
         mesh: The mesh.
-        spec: As for `shard_to`; of several specs, the one that cuts the batch most.
+        spec: A `PartitionSpec` or a tree prefix of them, as for `shard_to`. If there are several,
+            the one that cuts the rows into most shards is drawn.
         num_rows: Rows of a batch, or of a microbatch, padding included.
-        path: The file, an SVG.
+        path: The file to write, an SVG.
         rows_of: The words "a batch" or "a microbatch", for the title.
     """
     most = max(ShardingTree.of(mesh, spec).named(), key=num_shards)

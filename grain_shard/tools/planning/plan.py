@@ -1,7 +1,8 @@
-"""`plan`: the rows that every host of a job will read, without the job.
+"""`plan`: the rows that every host of a job will read, computed without the job.
 
-It asks what `shard_to` asks: `ShardingTree` for who holds which rows and whether to read them once,
-the stages of the chain for the number and size of batches.
+The plan comes from the code that `shard_to` runs. `ShardingTree` gives the rows of each host, and
+chooses between ``read="needed"`` and ``read="once"``. The stages of the chain give the number and
+size of batches.
 """
 
 from __future__ import annotations
@@ -41,22 +42,28 @@ def plan(
 ) -> Plan:
     """Plans the reads of each host, for a random-access pipeline that ends in `shard_to`.
 
-    Nothing is read, and no JAX backend starts: the mesh may be of a slice that is not there.
+    Nothing is read, and no JAX backend starts. So the devices of the mesh need not exist.
 
     Args:
-        mesh_or_sharding: As for `shard_to`: the mesh of the job, or one that `topology_mesh` or
-            `hosts_mesh` makes.
-        spec: As for `shard_to`.
+        mesh_or_sharding: The mesh of the job, or a mesh from `topology_mesh` or `hosts_mesh`. Or a
+            sharding, or a tree prefix of shardings, as for `shard_to`.
+        spec: A `PartitionSpec` or a tree prefix of them. None takes the mesh axis "data", or the
+            only axis.
         global_batch_size: Rows of ``.batch``, of all hosts together.
-        num_records: Records of an epoch.
-        record_bytes: Bytes of one record, as it is in the batch.
-        remainder: As for `shard_to`.
-        microbatches: As for `shard_to`.
-        read: As for `shard_to`.
-        hardware: The chip, for the advice on the batch size; None finds it by the devices.
+        num_records: Number of records of an epoch.
+        record_bytes: Bytes of one record in the batch; None if unknown.
+        remainder: Treatment of a short last batch: "pad", "drop" or "error".
+        microbatches: Number of microbatches of each batch; None for no microbatches.
+        read: "needed": each host reads the rows of its devices. "once": each row is read once, and
+            the devices exchange rows. "auto" chooses as `shard_to` does.
+        hardware: The chip, for the advice on the batch size; None finds it from the devices.
+
+    Returns:
+        The plan, to be printed or to be asked for its figures.
 
     Raises:
-        ShardingError: Mesh, spec and batch size do not fit together; what `shard_to` would raise.
+        ShardingError: Mesh, spec and batch size do not fit together. `shard_to` would raise the
+            same error.
 
     Example:
         >>> from grain_shard import hosts_mesh
@@ -74,7 +81,7 @@ def plan(
     require_choice("read", read, get_args(Read))
     target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
     read = target.way_to_read(read, global_batch_size)
-    layout = next(iter(target.layouts().values()))  # the sizes are the same for any host
+    layout = next(iter(target.layouts().values()))  # any host's: only batch sizes are taken from it
     size = layout.padded(global_batch_size)
     steps = _num_batches(num_records, global_batch_size, layout, remainder)
     held_records = min(num_records, steps * global_batch_size)
@@ -89,7 +96,8 @@ def plan(
         def reads_of(hosts: Sequence[int]) -> RowReads:
             shards = sorted({shard for host in hosts for shard in layouts[host].shards})
             together = dataclasses.replace(layouts[hosts[0]], shards=tuple(shards))
-            # The rows of a batch that hold a record are its first ones.
+            # Padding is at the end of a batch. So a row holds a record if its index is below the
+            # number of records in the batch: this number of rows are read on each host.
             held = [
                 np.searchsorted(layouts[host].rows(size), [global_batch_size, rest])
                 for host in hosts
@@ -118,7 +126,8 @@ def plan(
         )
 
     needed, once = reads("needed", target.layouts()), None
-    with contextlib.suppress(ShardingError):  # the devices need not divide the batch
+    # The devices may not divide the batch. `once` then stays None.
+    with contextlib.suppress(ShardingError):
         target.way_to_read("once", global_batch_size)
         once = reads("once", target.spread().layouts())
     blocks = [num_shards(sharding) for sharding in target.named()] or [1]
@@ -128,7 +137,7 @@ def plan(
         for of_slice in as_it_is.slices
         for start, stop in of_slice.rows
     )
-    read_again -= global_batch_size  # each row is read in one slice at least
+    read_again -= global_batch_size  # the first read of each row is not counted
     planned = Plan(
         device_kind=devices[0].device_kind,
         hardware=hardware or detect_hardware(devices[0]),
@@ -162,10 +171,11 @@ def plan(
 def _num_batches(
     num_records: int, global_batch_size: int, layout: BatchLayout, remainder: Remainder
 ) -> int:
-    """The number of batches, by the stages of `shard_to`.
+    """Returns the number of batches of an epoch, computed by the stages of `shard_to`.
 
     Raises:
-        ShardingError: There is none, or the shards do not divide it and have to.
+        ShardingError: There is no batch. Or `remainder` is not "pad", and the shards do not divide
+            the batch size.
     """
     divide = ValidateBatchSize(
         layout.divisor, must_divide=remainder != "pad", microbatches=layout.microbatches

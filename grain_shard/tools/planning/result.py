@@ -1,4 +1,4 @@
-"""A plan: the hosts and the rows that they read, in numbers, as tables and as JSON."""
+"""`Plan`: the rows that each host reads, in numbers, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grain_shard.tools.showing.tables import (
 )
 from grain_shard.training.hardware import HardwareType
 
-_MAX_LINES = 16  # of hosts
+_MAX_LINES = 16  # most lines of hosts, or of slices, in a table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class RowReads:
     """The rows that one host reads, or that the hosts of a slice read together.
 
     Attributes:
-        hosts: The host, by its JAX process index; or the hosts of the slice that have a device in
+        hosts: JAX process index of the host, or of each host of the slice that has a device in
             the mesh, ascending.
-        slice: The slice.
-        rows: The rows of a padded batch that are asked for, as (start, stop), ascending.
-        rows_per_step: Rows that are read for a full batch, added up over hosts; padding is not
-            read.
-        rows_per_epoch: Rows that are read in an epoch.
+        slice: Index of the slice.
+        rows: The rows of a padded batch that these hosts hold, as (start, stop), ascending.
+        rows_per_step: Number of rows read for a full batch, added up over the hosts. Rows of
+            padding are not read.
+        rows_per_epoch: Number of rows read in an epoch, added up over the hosts.
         bytes_per_step: Bytes that are read for a full batch; None if the bytes of a record
             are unknown.
     """
@@ -52,11 +52,11 @@ class RowReads:
 
     @property
     def host(self) -> int:
-        """The first of the hosts."""
+        """The process index of the only host, or of the first host of the slice."""
         return self.hosts[0]
 
     def cells(self) -> tuple[str, ...]:
-        """The figures as the cells of a table, without the hosts and the slice."""
+        """Returns the figures as cells of a table, without the hosts and the slice."""
         return (
             describe_ranges(self.rows),
             f"{self.rows_per_step:,}",
@@ -71,12 +71,12 @@ class Reads:
 
     Attributes:
         read: "needed" or "once".
-        divisor: Shards along the rows of a batch, or of a microbatch.
-        padded_batch_size: Rows of a batch with its padding.
-        amplification: How many hosts read a row, on average: the rows that all hosts read for a
-            batch, over the rows of the batch.
-        hosts: Each host, ascending.
-        slices: Each slice, ascending.
+        divisor: Number of shards that the rows of a batch, or of a microbatch, are cut into.
+        padded_batch_size: Rows of a batch, padding included.
+        amplification: Average number of hosts that read a row: the rows that all hosts read for a
+            batch, divided by the rows of the batch.
+        hosts: The reads of each host, by process index, ascending.
+        slices: The reads of each slice, by slice index, ascending.
     """
 
     read: Literal["needed", "once"]
@@ -87,7 +87,10 @@ class Reads:
     slices: tuple[RowReads, ...] = dataclasses.field(repr=False)
 
     def hosts_by_rows(self) -> dict[tuple[tuple[int, int], ...], tuple[int, ...]]:
-        """The hosts that ask for the same rows, by these rows; first hosts ascending."""
+        """Returns the hosts that hold the same rows, by their ranges of rows.
+
+        A key is the tuple of (start, stop) ranges. A value is the tuple of process indices.
+        """
         found: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
         for host in self.hosts:
             found[host.rows] = (*found.get(host.rows, ()), host.host)
@@ -96,7 +99,7 @@ class Reads:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(InNotebooks):
-    """The result of `plan`. Printed, it is a table; in a notebook too.
+    """The result of `plan`: figures, which a terminal or a notebook shows as tables.
 
     Example:
         >>> from grain_shard import hosts_mesh, plan
@@ -109,34 +112,35 @@ class Plan(InNotebooks):
         rows.
 
     Attributes:
-        device_kind: As JAX calls it.
-        hardware: The chip, as far as its critical batch is known.
-        num_devices: Devices in the mesh.
-        num_hosts: Hosts that have one of them.
-        num_slices: Slices that have one of them.
-        mesh: The size of every mesh axis.
-        specs: The distinct specs of the leaves.
-        num_records: Records of an epoch.
-        record_bytes: Bytes of one record in the batch; None if not said.
+        device_kind: JAX's name for the kind of device.
+        hardware: The chip; `HardwareType.UNKNOWN` if its critical batch size is not known.
+        num_devices: Number of devices in the mesh.
+        num_hosts: Number of hosts that have a device in the mesh.
+        num_slices: Number of slices that have a device in the mesh.
+        mesh: Size of each mesh axis, by name.
+        specs: The distinct specs of the leaves, as text.
+        num_records: Number of records of an epoch.
+        record_bytes: Bytes of one record in the batch; None if unknown.
         global_batch_size: Rows of a batch before padding.
-        remainder: As for `shard_to`.
-        microbatches: As for `shard_to`.
-        steps_per_epoch: Batches of an epoch.
-        padded_rows_per_epoch: Rows of an epoch that hold no record.
-        dropped_records_per_epoch: Records that come in no batch.
-        rows_per_device: Rows of one shard, padding included; of several specs, under the one that
-            cuts the rows most. With microbatches, of one of them.
-        device_bytes: Bytes of a batch on one device, at most: where a spec cuts other dims than
-            the rows too, there are fewer. None without `record_bytes`.
-        read: The choice of `shard_to`.
+        remainder: Treatment of a short last batch: "pad", "drop" or "error".
+        microbatches: Number of microbatches of each batch; None for no microbatches.
+        steps_per_epoch: Number of batches of an epoch.
+        padded_rows_per_epoch: Number of rows of an epoch that hold no record.
+        dropped_records_per_epoch: Number of records of an epoch that are in no batch.
+        rows_per_device: Rows of one shard of a batch, or of a microbatch, padding included. If
+            there are several specs, it is the smallest shard.
+        device_bytes: Most bytes of a batch on one device. A device holds fewer if a spec also
+            shards other dims than the rows. None without `record_bytes`.
+        read: The choice of `shard_to`: "needed" or "once".
         needed: The reads with ``read="needed"``.
         once: The reads with ``read="once"``. None if the devices do not divide the batch.
-        hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows.
-        rows_read_again: Rows of a full batch that slices read although another slice reads them,
-            too, added up over the slices. These rows would cross the data-centre network if each
-            was read in one slice only; now none crosses it.
-        bytes_read_again: Their bytes; None without `record_bytes`.
-        warnings: Sentences that end with the change to make.
+        hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows, by process
+            index.
+        rows_read_again: Number of rows of a full batch that a slice reads although another slice
+            reads the same row. Without these reads, the rows would have to cross the data-centre
+            network.
+        bytes_read_again: Bytes of `rows_read_again`; None without `record_bytes`.
+        warnings: Sentences that describe a problem and the change to make.
     """
 
     device_kind: str
@@ -212,7 +216,7 @@ class Plan(InNotebooks):
         return to_text(self)
 
     def __rich__(self) -> Any:
-        """All tables of the plan, with the hosts shortened to a screen."""
+        """Returns all tables of the plan for `rich`, with at most 16 lines of hosts."""
         ways = [reads for reads in (self.needed, self.once) if reads is not None]
         parts: list[Any] = [
             FittingTable(["the job", ""], self._job_lines(), left=2),
@@ -242,7 +246,7 @@ class Plan(InNotebooks):
         cut = "" if self.microbatches is None else f" of each of {self.microbatches} microbatches"
         yield "batch", f"{rows:,} rows{padding}; {self.rows_per_device:,}{cut} on each device"
         if self.device_bytes is not None:
-            # Two is the default of shard_to's device_buffer_size.
+            # By default two batches wait on the devices (shard_to's device_buffer_size).
             one, two = map(describe_bytes, (self.device_bytes, 2 * self.device_bytes))
             yield "device memory", f"{one} a batch, {two} for two that wait"
         ends = f"{self.padded_rows_per_epoch:,} rows of padding"
@@ -281,7 +285,7 @@ class Plan(InNotebooks):
         )
 
     def _host_lines(self) -> Iterator[tuple[str, ...]]:
-        """Yields a line for each group of hosts that read the same, as many as fit a screen."""
+        """Yields a line for each group of hosts that read the same rows, at most 16 lines."""
         cells = {reads.host: reads.cells() for reads in self.reads.hosts}
         lines = list(self.reads.hosts_by_rows().values())
         for hosts in lines[:_MAX_LINES]:

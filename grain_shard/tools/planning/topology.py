@@ -1,6 +1,7 @@
-"""Meshes of slices that are not there: of real TPU topologies, or of a number of hosts.
+"""Makes meshes of devices that are not there: of a TPU topology, or of a number of hosts.
 
-Their devices can be looked at, not computed with. Nothing here starts a JAX backend.
+A mesh made here is for planning and compiling. Its devices cannot compute. No function of this
+module starts a JAX backend.
 """
 
 from __future__ import annotations
@@ -26,31 +27,34 @@ _NO_TPU_HERE = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is opened, so processes need not take turns
+    # Several processes may load libtpu at once, because none of them opens a chip.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
 
 def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) -> Mesh:
-    """The mesh that `jax.make_mesh` builds on a TPU slice, without the slice; or on several.
+    """Returns the mesh that `jax.make_mesh` makes on a TPU slice, without the slice.
 
     On several slices it is the mesh of `jax.experimental.mesh_utils.create_hybrid_device_mesh`,
-    with ``allow_split_physical_axes=True``. The slices lie along the first axis; if their number
-    does not divide it, along the next ones as well. `plan` takes any other mesh of its devices,
-    too.
+    with ``allow_split_physical_axes=True``. The first axis leads from slice to slice. If the number
+    of slices does not divide it, the next axes do so as well. For another order, make a
+    `jax.sharding.Mesh` of the same devices: `plan` takes any mesh.
 
     libtpu (``pip install "grain-shard[plan]"``, Linux on x86-64) knows the chips, the hosts and
-    who is next to whom. It gives a host four chips; for one of eight use `hosts_mesh`. A chip is
-    one device, as JAX has it on a TPU VM, and two on v2, v3 and TPU7x.
+    the neighbours of each chip. It gives four chips to a host; for hosts of eight use `hosts_mesh`.
+    As on a TPU VM, a chip is one JAX device, or two on v2, v3 and TPU7x.
 
-    libtpu is told that there is no TPU, so on a TPU VM call this in a process that does not train.
+    libtpu is told that there is no TPU. So on a TPU VM call this function in a process that does
+    not train.
 
     Args:
         topology: Kind and shape: "v4:4x4x4", "v5e:16x16", "v5p:4x4x8", "v6e:8x8", "tpu7x:4x4x4".
-        axes: Name and size of each mesh axis, in order; of all slices together.
-        slices: Number of slices of that shape, joined by the data-centre network.
+        axes: Name and size of each mesh axis, in order, over all slices together.
+        slices: Number of slices of that shape, which the data-centre network joins.
 
     Returns:
-        A mesh of devices to look at, and to compile for (`jax.jit(...).lower(...).compile()`).
+        A mesh for planning and compiling (`jax.jit(...).lower(...).compile()`). Its devices cannot
+        compute.
 
     Raises:
         GrainShardError: libtpu is not installed.
@@ -67,7 +71,7 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
     from jax.experimental import topologies
 
     require_int("slices", slices, 1)
-    # A v4 chip has two cores, which JAX fuses into one device unless told otherwise.
+    # A v4 chip has two cores. By default JAX shows them as one device, which libtpu calls megacore.
     options: dict[str, Any] = {}
     if topology.lower().startswith("v4:"):
         options["chip_config_name"] = "megacore"
@@ -78,7 +82,7 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
             devices = topologies.get_topology_desc(
                 platform="tpu", topology_name=topology, **options
             ).devices
-        except Exception as error:  # a RuntimeError, an IndexError on some names and versions
+        except Exception as error:  # RuntimeError; for some names and versions IndexError
             raise ShardingError(
                 f"libtpu makes no topology of {topology!r}: {error}",
                 remedy='write kind and shape, in whole hosts: "v5e:4x8", "v5p:2x2x4".',
@@ -87,12 +91,12 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
 
 
 def hosts_mesh(axes: Mapping[str, int], *, hosts: int, devices_per_host: int) -> Mesh:
-    """The mesh that `jax.make_mesh` builds on hosts with GPUs or CPUs, without the hosts.
+    """Returns the mesh that `jax.make_mesh` makes on hosts with GPUs or CPUs, without the hosts.
 
     Args:
         axes: Name and size of each mesh axis, in order.
-        hosts: JAX processes.
-        devices_per_host: Devices of each.
+        hosts: Number of hosts (JAX processes).
+        devices_per_host: Number of devices of each host.
 
     Raises:
         ShardingError: The axes do not fit the devices.
@@ -110,7 +114,7 @@ def hosts_mesh(axes: Mapping[str, int], *, hosts: int, devices_per_host: int) ->
 
 @dataclass(frozen=True)
 class _StandIn:
-    """The attributes of a `jax.Device` that a mesh and a layout look at."""
+    """Stands in for a `jax.Device`, with the attributes that a mesh and a layout read."""
 
     id: int
     process_index: int
@@ -142,9 +146,13 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> M
 
 
 def _hybrid_mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int) -> Mesh:
-    """The slices along the first axis, as far as it goes, then along the next."""
+    """Returns a mesh in which the first axes lead from slice to slice.
+
+    Each axis takes the largest part of the number of slices that divides the axis. The next axis
+    takes its part of the slices that are left.
+    """
     between, within = [], []
-    left = slices  # the number of slices divides the number of devices
+    left = slices  # no slice is left in the end: the number of slices divides that of devices
     for size in axes.values():
         between.append(math.gcd(size, left))
         within.append(size // between[-1])

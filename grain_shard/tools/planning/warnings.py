@@ -1,4 +1,4 @@
-"""Warnings about a plan: sentences that end with the change to make."""
+"""Finds the warnings about a plan. Each names a problem, and the change to make."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from grain_shard.sharding.layout import describe_parts, round_up
 from grain_shard.tools.planning.result import Plan
 from grain_shard.training.hardware import HardwareType
 
-# Where a smaller share of an epoch is padding or is dropped, a change gains next to nothing.
+# The share of an epoch that is padding, or is dropped, from which on there is a warning. Below it a
+# change would gain next to nothing.
 _NOTABLE = 0.01
 
 
 def find_warnings(plan: Plan) -> Iterator[str]:
-    """The warnings of a plan; none if all is well."""
+    """Yields the warnings of a plan, one text each."""
     size, microbatches = plan.reads.padded_batch_size, plan.microbatches or 1
     parts = describe_parts(plan.reads.divisor, microbatches)
     needed = sum(host.rows_per_step for host in plan.needed.hosts)
@@ -50,7 +51,7 @@ def find_warnings(plan: Plan) -> Iterator[str]:
             f" do not divide {plan.global_batch_size}. Use"
             f" {_larger_batch(plan, plan.reads.divisor * microbatches)}."
         )
-    # Subtract the padding that every batch has; the rest belongs to the short last batch.
+    # Every batch may have padding. The padding beyond that belongs to the short last batch.
     of_last = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
     share = of_last / (plan.steps_per_epoch * size)
     if plan.num_records < plan.global_batch_size:

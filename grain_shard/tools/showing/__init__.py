@@ -1,1 +1,1 @@
-"""Batches as a reader sees them: in a terminal and in a notebook."""
+"""Shows batches, as tables in a terminal and in a notebook."""

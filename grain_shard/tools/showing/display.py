@@ -1,4 +1,4 @@
-"""`show`: the leaves of a batch and their places, in a terminal and in a notebook."""
+"""`show`: the leaves of a batch and the devices that hold them, in a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ _MAX_LINES, _MAX_LEAVES = 40, 16
 
 
 def show(batch_or_dataset: Any) -> None:
-    """Shows the leaves of a batch: global shape, mesh axes, rows and bytes on each device.
+    """Prints the leaves of a batch: global shape, mesh axes, rows and bytes on each device.
 
-    Below them it shows which device holds what. It prints by itself, 40 lines at most, in a
-    notebook as HTML, and returns nothing. Nothing is computed on a device or moved from one, and no
-    other host is asked, so that one host of many may call it.
+    Further tables show the rows that each device holds. At most 40 lines are printed, in a notebook
+    as HTML. No device computes or sends data, and no other host takes part. So a single host of
+    many may call this function.
 
     Args:
         batch_or_dataset: A batch: a tree of `jax.Array`, `jax.ShapeDtypeStruct` or numpy arrays.
-            Or what `shard_to` returns, or its iterator; this host's rows of its first batch are
-            then read, to learn the shapes, and its batches, buffers and rows are shown as well. For
-            an iterator, the current number of reading threads is shown, too, and its reason.
+            Or the dataset that `shard_to` returned, or its iterator. This host's rows of the first
+            batch are then read to find the shapes, and the number of batches, the buffers and this
+            host's rows are shown, too. For an iterator, the number of reading threads is shown with
+            the reason for it.
 
     Raises:
-        ShardingError: The dataset has no batch, or one that does not fit its shardings; or it is no
-            batch, and not what `shard_to` returned.
+        ShardingError: The dataset has no batch, or its batches do not fit their shardings. Or the
+            argument is a dataset or an iterator that `shard_to` did not return.
 
     Example:
         >>> import grain
@@ -99,7 +100,14 @@ def _of_one_microbatch(leaf: Any) -> Any:
 
 
 def _global_batch_size(batch: Any, row_dims: int) -> int | None:
-    """The number of rows of a global batch; None if every leaf is text, which is not global."""
+    """Returns the number of rows of a global batch.
+
+    None means that the batch has no global array with rows: its leaves are text or scalars.
+
+    Args:
+        batch: A tree of `jax.ShapeDtypeStruct`; text leaves are numpy arrays.
+        row_dims: Number of leading dims that count rows: 2 with microbatches, else 1.
+    """
     structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
     return next((math.prod(s.shape[:row_dims]) for s in structs if s.shape), None)
 
@@ -144,12 +152,14 @@ def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[
 
 
 class LeafText(NamedTuple):
-    """One leaf in words; the numbers are None if it is on no device.
+    """One leaf of a batch as text, with its rows and bytes on one device.
 
     Attributes:
-        text: Dtype, global shape, and the mesh axes that shard each dim, as JAX writes them.
-        rows_per_device: How many of its rows one device holds.
-        bytes_per_device: How many of its bytes one device holds.
+        text: Dtype, global shape, and the mesh axes that shard each dim: ``f32[8@data,3]``.
+        rows_per_device: Number of rows of the leaf that one device holds; None for a scalar and
+            for a leaf on the host.
+        bytes_per_device: Number of bytes of the leaf that one device holds; None for a leaf on the
+            host.
     """
 
     text: str
@@ -158,11 +168,11 @@ class LeafText(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Any, row_dims: int = 1) -> LeafText:
-        """The text of a `jax.Array`, a `jax.ShapeDtypeStruct` or a numpy array.
+        """Returns the description of a leaf.
 
         Args:
-            leaf: The array.
-            row_dims: Number of leading dims that count rows.
+            leaf: A `jax.Array`, a `jax.ShapeDtypeStruct`, a numpy array, or any other object.
+            row_dims: Number of leading dims that count rows: 2 with microbatches, else 1.
         """
         if not hasattr(leaf, "dtype"):
             return cls(f"{type(leaf).__name__} on the host")
@@ -177,7 +187,7 @@ class LeafText(NamedTuple):
 
 
 def _dtype(dtype: np.dtype) -> str:
-    """The name that JAX prints: f32, bf16, i8, u8, bool; and str."""
+    """Returns JAX's short name of a dtype, such as f32, bf16, i8, u8 or bool; "str" for text."""
     name = "str" if dtype.kind in "US" else dtype.name
     for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
         name = name.replace(long, short)

@@ -1,4 +1,4 @@
-"""The devices that hold each part of a batch: one table for all leaves that are cut alike."""
+"""Draws the devices that hold each part of a batch, in one table for leaves that are cut alike."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Range = tuple[int, int]
 
 
 def draw_batch(batch: Any) -> Iterator[Any]:
-    """The leaves as tables: rows downwards, other sharded dims across, devices in the cells.
+    """Yields a table for each group of leaves that are cut alike.
 
-    Leaves that are cut alike share a table. Drawn are leaves with a `NamedSharding` and at least
-    one row; nothing of their values is looked at.
+    The lines of a table are shards of the rows. The columns are shards of other sharded dims. The
+    cells are the devices that hold the part. Only leaves with a `NamedSharding` and at least one
+    element are drawn. Their values are not read.
     """
     groups: dict[Any, list[tuple[str, Any]]] = {}
     for path, leaf in zip(*flatten(batch)[:2], strict=True):
@@ -44,8 +45,13 @@ def _dims_drawn(sharding: NamedSharding) -> int:
 
 
 def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
-    """The table of one leaf, under the paths of all that are cut like it."""
-    # The devices that hold each piece, by (start, stop) along its first dims.
+    """Returns the table of one leaf, with a title.
+
+    Args:
+        paths: The paths of all leaves that are cut like this one, for the title.
+        leaf: A `jax.Array` or `jax.ShapeDtypeStruct` with a `NamedSharding`.
+    """
+    # The devices that hold each piece. The key is the (start, stop) of each dim that is drawn.
     held: dict[tuple[Range, ...], list[Any]] = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
         dims = zip(index, leaf.shape[: _dims_drawn(leaf.sharding)], strict=False)
@@ -75,13 +81,17 @@ def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
 
 
 def _column_head(column: tuple[Range, ...]) -> str:
-    """The place of a column in the dims after the rows, if these are sharded."""
+    """Returns the head of a column: its range in each dim after the rows, or "held by".
+
+    Args:
+        column: The (start, stop) of each dim after the rows that is drawn; () if there is none.
+    """
     head = "; ".join(f"dim {dim}: {describe_ranges([r])}" for dim, r in enumerate(column, 1))
     return head or "held by"
 
 
 def _devices(devices: Sequence[Any], several_hosts: bool) -> str:
-    """The devices that hold a piece, by host where there are several."""
+    """Returns the ids of the devices that hold a piece, grouped by host if there are several."""
     if not several_hosts:
         return f"device{'s' if len(devices) > 1 else ''} {describe_few([d.id for d in devices])}"
     hosts: dict[int, list[int]] = {}

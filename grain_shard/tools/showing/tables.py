@@ -1,4 +1,4 @@
-"""Tables in a terminal, in a notebook and as plain text, and what to write in their cells."""
+"""Tables in a terminal, in a notebook and as plain text, and the texts of their cells."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ _TEXT_WIDTH = 100
 
 
 class FittingTable:
-    """Makes each line a small table of its own if there is no room for all columns.
+    """A table for `rich` that stays readable on a narrow screen.
 
-    (rich by itself narrows the widest column, and breaks the words in it.)
+    If there is no room for all columns, each line becomes a small table of its own. (A table of
+    rich would narrow the widest column, and break the words in it.)
 
     Args:
-        columns: The heads.
-        lines: A cell for each column.
-        left: The number of first columns that hold words; lines break between two words. The
-            others hold numbers, and their cells stay in one piece.
-        row_styles: The lines' styles, in turn.
+        columns: The heads of the columns.
+        lines: The lines, each with a cell for every column.
+        left: Number of columns, from the left, that hold words. Their cells may break between
+            words. All other columns hold numbers, and their cells do not break.
+        row_styles: The styles of the lines, used in turn.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class FittingTable:
             yield ""
 
     def _table(self) -> Table:
-        """One table, whose columns are not narrower than what must stay in one piece."""
+        """Returns one table, in which no column is narrower than its longest unbreakable text."""
         table = Table(box=box.SIMPLE_HEAD, row_styles=self._row_styles)
         for i, head in enumerate(self._columns):
             cells = [line[i] for line in self._lines]
@@ -75,16 +76,16 @@ class FittingTable:
                 min_width=max(map(cell_len, words if is_left else [*head.split(), *cells])),
             )
         for line in self._lines:
-            table.add_row(*map(Text, line))  # rich takes words in brackets for a style
+            table.add_row(*map(Text, line))  # rich would read words in brackets as a style
         return table
 
 
 class FirstLines:
-    """Tables and texts one below the other, up to a number of lines.
+    """Tables and texts one below the other, cut off after a number of lines.
 
     Args:
         parts: The tables and texts.
-        most: The largest number of lines.
+        most: Most lines to print. If there are more, the last one is "and more".
     """
 
     def __init__(self, parts: Sequence[Any], most: int):
@@ -101,11 +102,11 @@ class FirstLines:
 
 
 class InNotebooks:
-    """HTML in a notebook, for any class that rich can render.
+    """Base class that shows an object as HTML in a notebook, if rich can render its class.
 
-    Plain text accompanies the HTML: for a terminal, for a page of GitHub that has not loaded the
-    HTML, and for a comparison of two versions of a notebook. Unlike rich's own text, this text has
-    no color codes.
+    The notebook also gets plain text: for a terminal, for GitHub before it has loaded the HTML, and
+    for a comparison of two versions of a notebook. Unlike rich's own text, this text has no color
+    codes.
     """
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
@@ -128,36 +129,36 @@ def to_screen(renderable: Any) -> None:
 
 
 def screen_width() -> int:
-    """Returns the columns of the terminal, or the value of COLUMNS; 100 for a log."""
+    """Returns the width of the terminal, or the value of COLUMNS, in characters; 100 for a log."""
     return shutil.get_terminal_size((_TEXT_WIDTH, 0)).columns
 
 
 def to_text(renderable: Any) -> str:
-    """Renders a table as plain text, without a newline at its end."""
+    """Returns a table as plain text, without a newline at the end."""
     text = _rendered(renderable).export_text()
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
 
 
 def to_html(renderable: Any) -> str:
-    """Renders a table as one HTML element, with its colors."""
+    """Returns a table as one HTML element, with its colors."""
     return _rendered(renderable).export_html(code_format=JUPYTER_HTML_FORMAT, inline_styles=True)
 
 
 def to_svg(renderable: Any, title: str) -> str:
-    """Renders a table as a picture, with its colors, as wide as its text."""
+    """Returns a table as the text of an SVG, with its colors, as wide as its longest line."""
     width = 2 + max(map(cell_len, [title, *to_text(renderable).splitlines()]))
     return _rendered(renderable, width).export_svg(title=title, theme=DEFAULT_TERMINAL_THEME)
 
 
 def _rendered(renderable: Any, width: int = _TEXT_WIDTH) -> Console:
-    # In a notebook rich would show it at once, whatever the file.
+    # In a notebook rich would display the table at once, although `file` is given.
     console = Console(file=io.StringIO(), width=width, force_jupyter=False, record=True)
     console.print(renderable, highlight=False)
     return console
 
 
 def broken(sentence: str, width: int) -> str:
-    """Breaks a sentence into lines between two words; later lines are indented by two more."""
+    """Breaks a sentence into lines between words; later lines are indented by two more spaces."""
     indent = " " * (2 + len(sentence) - len(sentence.lstrip()))
     return textwrap.fill(
         sentence,
@@ -169,17 +170,17 @@ def broken(sentence: str, width: int) -> str:
 
 
 def describe_bytes(count: int | None) -> str:
-    """Bytes in the largest decimal unit: ``1.6 MB``; a dash if they are not known."""
+    """Returns a number of bytes in a decimal unit, such as ``1.6 MB``; a dash for None."""
     return "-" if count is None else decimal(count)
 
 
 def describe_ranges(ranges: Sequence[tuple[int, int]]) -> str:
-    """Rows as slices, the first few of them: ``0:8, 16:24``."""
+    """Returns ranges of rows as text, such as ``0:8, 16:24``; at most four, and how many more."""
     return describe_few([f"{start}:{stop}" for start, stop in ranges], at_most=4)
 
 
 def describe_few(values: Sequence[Any], at_most: int = 8) -> str:
-    """The first of the values, and how many more there are: ``0, 1, 2, 3, 4, 5, 6, 7, 3 more``."""
+    """Returns the first values as text, and how many more: ``0, 1, 2, 3, 4, 5, 6, 7, 3 more``."""
     shown = [str(value) for value in values[:at_most]]
     more = len(values) - len(shown)
     return ", ".join([*shown, f"{more} more"] if more else shown)
