@@ -1,1 +1,1 @@
-"""How fast grain_shard is, beside its peers: ``python -m benchmarks --help``."""
+"""Compares the speed of grain_shard with other loaders: ``python -m benchmarks --help``."""

@@ -1,12 +1,12 @@
-"""How fast grain_shard is beside its peers, on this machine's CPU made eight devices.
+"""Compares the speed of grain_shard with other loaders, on eight virtual devices of this CPU.
 
     python -m benchmarks                     # everything, more than half an hour
     python -m benchmarks --quick             # everything, about nine minutes
-    python -m benchmarks P7 P8 overlap       # some, by number or by name
+    python -m benchmarks P7 P8 overlap       # some measurements, by number or by name
 
-Prints tables and writes results.json, and results.png if P1 to P3 are among them. A peer that is
-not installed (the ``bench`` extra has them), or that raises, has a row that names its error. The
-exit code is 1 if a side of grain_shard fails.
+The command prints tables and writes results.json. It writes results.png if P1, P2 or P3 was
+measured. If a loader is not installed (the ``bench`` extra has all) or raises, its row has the
+error. The exit code is 1 if grain_shard itself fails.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("names", nargs="*", help="what to measure: names of groups or numbers (default: all)")
-    add("--quick", action="store_true", help="fewer rounds, less work")
+    add("names", nargs="*", help="names of groups or numbers of goals (default: all)")
+    add("--quick", action="store_true", help="run fewer rounds with less work")
     add("--out", type=Path, default=Path("benchmark_results"), help="folder for JSON and picture")
     add("--write", action="store_true", help=f"also write {HERE.name}/RESULTS.md and its picture")
-    add("--again", type=Path, metavar="FILE", help="measure nothing: write that page from FILE")
+    again = f"write {HERE.name}/RESULTS.md from a saved results.json, and measure nothing"
+    add("--again", type=Path, metavar="FILE", help=again)
     args = parser.parse_args(argv)
 
-    # Before JAX starts. Not the accelerator: these are comparisons of what a host does.
+    # Must be set before JAX starts. The CPU is used, because the benchmarks compare the work of a
+    # host.
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
-    # Here, since worker processes import this module too.
+    # Imported here, because worker processes import this module, too, and do not need these.
     from benchmarks import chart, groups, measure, page, report, saved
 
     def write(measured: saved.Measured, conditions: dict[str, Any]) -> None:
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--again: {error}")
         write(measured, conditions)
         return 0
-    try:  # now, and not when all has been measured
+    try:  # before the measurements, which take long
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "results.json").open("a").close()
     except OSError as error:

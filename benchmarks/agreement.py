@@ -1,10 +1,10 @@
-"""P20: the cost of the agreement between hosts, with as many as a large slice has.
+"""P20: the cost of the agreement between hosts, for as many hosts as a large slice has.
 
-Each simulated host is a thread of a few processes, with a client of its own of one coordination
-service, and runs the project's own code. A process by itself has the service and the first host, so
-that its processor time is that of the first host. The clock is less sure than that: all hosts share
-the processors of one machine. Real processes are measured by
-``python benchmarks/stream_agreement.py --hosts 4``.
+The hosts are simulated by the threads of a few processes. Each host has its own client of one
+coordination service, and runs the code of grain_shard. One process has only the service and the
+first host, so its processor time is that of the first host. Times by the clock are less certain,
+because all hosts share the processors of one machine.
+``python benchmarks/stream_agreement.py --hosts 4`` measures real processes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from grain_shard.hosts.series import Series
 from grain_shard.tasks import Known
 
 HOSTS = (16, 256, 1536)
-PROCESSES = 4  # besides that of the first host
+PROCESSES = 4  # processes for all hosts after the first
 VOTES = 10
-BUFFERED = 6  # batches, with the default buffers
-# A host votes when as many batches are new as are left, so that many steps hide a vote.
+BUFFERED = 6  # batches that wait in the default buffers
+# A host votes when half of its buffered batches are new. The other half is left for the training
+# steps that run during the vote.
 STEPS_A_VOTE = BUFFERED / 2
 TIMEOUT_S = 120.0
-_PATIENCE_S = 1000  # of the service, with clients that get little of a processor
-# Goals by the number of hosts: processor time of the first host, and the shortest step, in ms.
+_PATIENCE_S = 1000  # heartbeat timeout; long, because many clients share a processor
+# Goals by the number of hosts, in ms: the processor time of the first host, and the shortest
+# training step that hides a vote.
 PROCESSOR_MS = {16: 10, 256: 50, 1536: 300}
 STEP_MS = {16: 10, 256: 40, 1536: 300}
 
 
 class Client:
-    """A client of the coordination service that counts what it is asked for."""
+    """A client of the coordination service that counts the calls of its methods, by name."""
 
     def __init__(self, client: Any):
         self._client, self.calls = client, Counter()
@@ -52,7 +54,7 @@ class Client:
 
 
 class Batches:
-    """A stage whose buffers are always full."""
+    """A stand-in for a stage of a pipeline whose buffers are always full."""
 
     taken = 0
 
@@ -65,7 +67,20 @@ class Batches:
 
 
 def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> dict[str, float]:
-    """Returns the time of each part on one simulated host, and its calls of the store."""
+    """Runs one simulated host, and returns its figures.
+
+    Args:
+        host: Index of the host.
+        hosts: Number of hosts.
+        client: The host's client of the service.
+        local: The variables of the host's thread, through which grain_shard finds the host.
+        meet: Function that waits until all hosts have called it.
+
+    Returns:
+        "started": seconds of the first comparison. Per vote: "vote" (ms by the clock), "processor"
+        (ms of the process), "calls" (calls of the store). "step": ms of the shortest training step
+        that hides a vote.
+    """
     local.host, local.client = host, client
     assert isinstance(local.series, Series)
     rounds, batches = Rounds(range(hosts), TIMEOUT_S, local.series), Batches()
@@ -92,7 +107,7 @@ def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> di
         batches.taken = votes.handed_out = votes.agreed
     vote_s = (time.perf_counter() - start) / VOTES
     calls = sum(client.calls.values())
-    meet()  # the first host answers the others up to here
+    meet()  # until here the first host answers the other hosts
     processor_s = (time.process_time() - at_work) / VOTES
     return {
         "started": started_s,
@@ -104,7 +119,10 @@ def run_host(host: int, hosts: int, client: Client, local: Any, meet: Any) -> di
 
 
 def run_process(address: str, hosts: int, first: int, stop: int) -> None:
-    """Runs some of the hosts, each in a thread, and prints the figures of the slowest."""
+    """Runs the hosts `first` to `stop` - 1, each in a thread, and prints the largest figures.
+
+    The process of host 0 also runs the coordination service.
+    """
     from unittest import mock
 
     import jax
@@ -112,7 +130,8 @@ def run_process(address: str, hosts: int, first: int, stop: int) -> None:
 
     from grain_shard.hosts import rounds
 
-    # Hundreds of threads that ask for the interpreter every 5 ms would cost what hosts do not.
+    # By default each waiting thread asks for the interpreter every 5 ms. With hundreds of threads
+    # that would take time that real hosts do not need.
     sys.setswitchinterval(1)
     service = None
     if first == 0:
@@ -132,10 +151,11 @@ def run_process(address: str, hosts: int, first: int, stop: int) -> None:
         def meet() -> None:
             raw[host - first].wait_at_barrier(f"meet-{next(numbers)}", int(TIMEOUT_S * 1000))
 
-        # The number of the dataset is a counter of the process, and these are hosts of one process.
+        # The number of a dataset is a counter of the process. Here one process has many hosts, so
+        # the number is set.
         local.series._dataset = 0
         results.append(run_host(host, hosts, Client(raw[host - first]), local, meet))
-        raw[host - first].shutdown()  # which waits for all others
+        raw[host - first].shutdown()  # waits for all other hosts
 
     with (
         mock.patch.object(rounds, "runtime_client", side_effect=lambda: local.client),
@@ -153,7 +173,7 @@ def run_process(address: str, hosts: int, first: int, stop: int) -> None:
 
 
 def simulate(hosts: int) -> dict[str, float]:
-    """Returns the figures of the slowest of the hosts, but the processor time of the first."""
+    """Returns the largest figures of all hosts, except "processor", which is of the first host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -1,6 +1,7 @@
-"""P22: arrays in memory and in memory maps, beside a loop of numpy and beside Grain's guide.
+"""P22: `ArraySource` in memory and in memory maps, beside a loop of numpy and Grain's guide.
 
-On one device: placing an array on eight virtual ones takes longer than to gather it.
+All sides use one device. To place an array on eight virtual devices takes longer than to gather its
+rows, and would hide the difference.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Batches = Iterator[Any]
 
 
 class Size(NamedTuple):
-    """Records of uint8, and the share of the loop's speed that is wanted; None for no goal."""
+    """A size of records and batches, with a goal.
+
+    `goal` is the share of the numpy loop's speed that is wanted; None for no goal.
+    """
 
     record_bytes: int
     global_batch_size: int
@@ -41,8 +45,8 @@ SIZES = [
     Size(245_760, 32, 800, 0.8),
     Size(602_112, 64, 640, 0.8),
 ]
-MOST_MS_A_BATCH = 0.5  # of TINY
-SECONDS_A_SIDE = 0.5
+MOST_MS_A_BATCH = 0.5  # goal for batches of TINY
+SECONDS_A_SIDE = 0.5  # least time for which a side is measured
 
 
 def mesh() -> jax.sharding.Mesh:
@@ -62,7 +66,10 @@ def memory_mapped(size: Size, folder: Path) -> np.ndarray:
 
 
 def loop(array: np.ndarray, size: Size) -> Batches:
-    """A permutation, rows by it, `device_put`: five lines without prefetch, state or hosts."""
+    """Yields batches by a loop of numpy: a permutation, the rows in its order, and `device_put`.
+
+    The loop has no prefetch and no state, and runs on one host.
+    """
     sharding = jax.sharding.NamedSharding(mesh(), jax.sharding.PartitionSpec("data"))
     for epoch in itertools.count():
         order = np.random.default_rng(epoch).permutation(len(array))
@@ -93,14 +100,17 @@ class Rows:
 
 
 def guide(array: np.ndarray, size: Size) -> Batches:
-    """Grain's guide with the read options that are best here."""
+    """Returns an iterator over batches of Grain's guide, with ReadOptions that are fast here."""
     ds = shuffled(Rows(array), size).to_iter_dataset(grain.ReadOptions(2, 4))
     device = jax.sharding.NamedSharding(mesh(), jax.sharding.PartitionSpec("data"))
     return iter(grain.experimental.device_put(ds, device, cpu_buffer_size=4, device_buffer_size=2))
 
 
 def ms_a_batch(make: Callable[[np.ndarray, Size], Batches], array: np.ndarray, size: Size) -> float:
-    """In a steady state, for half a second at least; every batch is waited for."""
+    """Returns the milliseconds per batch after the first five, over at least half a second.
+
+    The loop waits until each batch is on the device.
+    """
     batches = make(array, size)
     for _ in range(5):
         jax.block_until_ready(next(batches))
@@ -128,7 +138,7 @@ def measure(run: Run) -> Iterable[Round]:
     return [dict(itertools.chain(*(r.items() for r in several))) for several in zip(*rounds)]  # noqa: B905
 
 
-# Two arrays of 1,000 records of 240 kB together, in batches of 32: an epoch with its start.
+# For the time of an epoch with its start: two arrays of 1,000 records, each half of 240 kB.
 EPOCH = Size(122_880, 32, 1_000, None)
 
 

@@ -1,9 +1,9 @@
-"""Draws how a pipeline follows a source whose reads take nothing, then 50 ms, then nothing.
+"""Draws how a pipeline adapts to a source whose reads take no time, then 50 ms, then no time.
 
     python -m benchmarks.changing_latency [PICTURE]
 
-Measures `.shard_to` with no setting, and Grain's guide, for half a minute each, and writes
-docs/changing_latency.png.
+The script measures `.shard_to` with default options, and Grain's guide, for half a minute each. It
+writes docs/changing_latency.png.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ import numpy as np
 
 PHASES_MS = (0, 50, 0)
 PHASE_S = 10
-SAMPLE_S = 0.1  # longer than a read
-SMOOTHED_S = 0.5
+SAMPLE_S = 0.1  # time between two counts of the threads that read; longer than a read
+SMOOTHED_S = 0.5  # window for the averages in the picture
 
 
 class Followed(NamedTuple):
-    """What was seen of one pipeline, in seconds from its start.
+    """The record of one pipeline. Times are in seconds after its start.
 
     Attributes:
-        batches_s: When each batch arrived.
-        samples_s: When the threads that read were counted.
-        threads: How many had read since the sample before.
+        batches_s: The times at which batches arrived.
+        samples_s: The times at which the threads that read were counted.
+        threads: For each time in `samples_s`, the number of threads that had read since the last
+            count.
     """
 
     batches_s: np.ndarray
@@ -40,14 +41,18 @@ class Followed(NamedTuple):
 
 
 def follow(pipeline: Callable[[Any], Iterator[Any]]) -> Followed:
-    """Runs a pipeline through all phases."""
+    """Runs a pipeline through all phases of the source, and returns the record.
+
+    Args:
+        pipeline: Function that takes a dataset of records and returns an iterator over batches.
+    """
     from benchmarks.waiting import Source, shuffled
 
     class Changing(Source):
-        """A source that notes which threads read, and changes with time."""
+        """A source that notes the threads that read. The time of a read depends on the phase."""
 
         start = time.perf_counter()
-        readers: set[int] = set()  # noqa: RUF012, those since the last sample
+        readers: set[int] = set()  # noqa: RUF012, threads since the last count
 
         def wait(self, index: int) -> None:
             phase = int((time.perf_counter() - self.start) / PHASE_S)
@@ -78,7 +83,12 @@ def follow(pipeline: Callable[[Any], Iterator[Any]]) -> Followed:
 
 
 def draw(followed: dict[str, tuple[str, Followed]], path: Path) -> None:
-    """Draws records per second above the number of threads that read."""
+    """Draws two plots over time: records per second, and below it the number of reading threads.
+
+    Args:
+        followed: For each name, the color of its line and the record of the pipeline.
+        path: The file to write.
+    """
     from matplotlib.figure import Figure
 
     from benchmarks.waiting import GLOBAL_BATCH_SIZE
@@ -132,7 +142,7 @@ def main() -> None:
     for name, (_, seen) in followed.items():
         for phase, latency_ms in enumerate(PHASES_MS):
             start, stop = phase * PHASE_S, (phase + 1) * PHASE_S
-            # The first seconds of a phase are those in which a pipeline finds its way.
+            # In the first half of a phase, the pipeline still adapts its number of threads.
             settled = (seen.batches_s > start + PHASE_S / 2) & (seen.batches_s <= stop)
             rate = settled.sum() * GLOBAL_BATCH_SIZE / (PHASE_S / 2)
             print(f"{name}, {latency_ms} ms, from {start + PHASE_S / 2} s: {rate:,.0f} records/s")

@@ -1,4 +1,4 @@
-"""The one picture of the results: how many times as fast as others, as the first table says."""
+"""Draws the picture of the results: the speed of grain_shard relative to three other loaders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.measure import quartiles
 from benchmarks.saved import Measured
 from grain_shard.tools import palette
 
-# All else is in the tables: other units, other goals, other peers.
+# The loaders in the picture. Other loaders, and goals with other units, are only in the tables.
 _SHOWN = {
     "Grain's guide": "Grain's guide",
     "Grain tuned": "Grain, tuned by hand:\n2 threads, 4 batches ahead",
@@ -21,7 +21,7 @@ _SHOWN = {
 
 
 def write_chart(measured: Measured, path: Path) -> bool:
-    """A bar for each of three others; whether these have been measured."""
+    """Draws a bar for each loader, and returns True; False if none of them was measured."""
     shown = {
         _SHOWN[result.comparison.theirs]: quartiles(result.values)
         for group, results in measured

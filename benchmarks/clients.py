@@ -1,10 +1,10 @@
-"""P23: the loaders of MaxText and of Levanter beside ours: the same data, in batches of one size.
+"""P23: the loaders of MaxText and Levanter beside grain_shard, with the same data and batch size.
 
-Each is measured in the environment that ``python -m tests.clients --python maxtext``
-(or ``levanter``) makes; where there is none, its rows say so. The processor's time is measured,
-too: on a busy machine it is the surer figure.
+``python -m tests.clients --python maxtext`` (or ``levanter``) makes the environment in which a
+trainer is measured. Without it, the trainer's rows of the table say so. Processor time is measured,
+too, because it is more certain than the clock on a busy machine.
 
-What takes the place of the client's loader is the recipe of its file in `tests/clients`.
+The file of a trainer in `tests/clients` has the recipe by which grain_shard replaces its loader.
 """
 
 from __future__ import annotations
@@ -30,30 +30,38 @@ from benchmarks import peers
 from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, failed, interleave
 from tests.clients.__main__ import ROOT, contained, environment, is_made
 
-# Four feeds pack all their bins at once, for four batches: 16 batches have their share of that.
+# Each of four feeds packs all its bins at once, which gives rows for four batches. So 16 batches
+# contain this work four times.
 GLOBAL_BATCH_SIZE, LENGTH, BATCHES = 64, 1024, 16
 TIMEOUT_S = 1800
-# What is measured of each side, by the end of its name.
+# The clocks by which each side is measured. The key is the end of a figure's name.
 CLOCKS = {"": time.perf_counter, ", processor": time.process_time}
 Figures = dict[str, float]
 Sides = dict[str, Callable[[], Figures]]
 
 
 def ms_a_batch(batches: Iterator[Any]) -> Figures:
-    """In a steady state: the first three batches, and what they start, do not count."""
+    """Returns the milliseconds per batch, by the clock and of processor time.
+
+    The first three batches, which start threads and compile, are not measured.
+    """
     for _ in range(3):
         jax.block_until_ready(next(batches))
     before = {name: clock() for name, clock in CLOCKS.items()}
     for _ in range(BATCHES):
         jax.block_until_ready(next(batches))
     ms = {name: (clock() - before[name]) / BATCHES * 1e3 for name, clock in CLOCKS.items()}
-    with contextlib.suppress(AssertionError):  # of MaxText's own, which asks Grain for one parent
+    # Closing MaxText's own iterator fails, because it assumes that a Grain dataset has one parent.
+    with contextlib.suppress(AssertionError):
         getattr(batches, "close", lambda: None)()
     return ms
 
 
 def maxtext_sides(folder: Path) -> Sides:
-    """Texts, tokenized and packed by first fit, with as many bins as MaxText's batch has rows."""
+    """Returns the sides for MaxText: its own loader, without and with a worker, and ours.
+
+    Each tokenizes texts and packs them by first fit, with as many bins as a batch has rows.
+    """
     from maxtext.configs import pyconfig
 
     from tests.clients import maxtext
@@ -88,7 +96,7 @@ def maxtext_sides(folder: Path) -> Sides:
 
 @contextlib.contextmanager
 def _kept(maxtext: Any) -> Iterator[None]:
-    """Puts back what the recipe replaces in MaxText's modules."""
+    """Restores MaxText's modules at the end of the block, because the recipe changes them."""
     modules = (maxtext.processing, maxtext.multihost, maxtext.interface, maxtext.grain_utility)
     kept = [(module, dict(vars(module))) for module in modules]
     try:
@@ -99,7 +107,10 @@ def _kept(maxtext: Any) -> Iterator[None]:
 
 
 def levanter_sides(folder: Path) -> Sides:
-    """Rows of tokens by their index, in memory, as a language model's examples."""
+    """Returns the sides for Levanter: its own loader, and ours.
+
+    Each reads rows of tokens in memory by index, and makes them examples of a language model.
+    """
     import haliax as hax
     from levanter.data.dataset import ListAsyncDataset
     from levanter.data.loader import DataLoader
@@ -138,14 +149,21 @@ CLIENTS = {
 
 
 def child(client: str, rounds: int) -> None:
-    """Prints the rounds of one client; a word in the place of figures says why there are none."""
+    """Measures one trainer, and prints its rounds as JSON, as the program of a process.
+
+    A side that cannot be measured has a text with the reason in place of its figures.
+    """
     make, _ = CLIENTS[client]
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(list(interleave(make(Path(folder)), rounds)), default=str), flush=True)
 
 
 def rounds_of(client: str, rounds: int) -> list[dict[str, Figures | str]]:
-    """The rounds of one client, measured where it is installed."""
+    """Measures one trainer in its own environment, and returns its rounds.
+
+    Raises:
+        Skip: The environment was not made.
+    """
     if not is_made(client, "newest"):
         raise Skip(f"not installed: python -m tests.clients --python {client}")
     python = str(environment(client, "newest"))

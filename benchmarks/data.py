@@ -1,4 +1,4 @@
-"""What the benchmarks read: ArrayRecord files of 3 KB records, and of photographs as JPEGs."""
+"""Writes the files that the benchmarks read: ArrayRecords of 3 KB, and photographs as JPEGs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = 4
 
 
 def record_files(folder: Path, records: int, files: int = FILES) -> list[str]:
-    """ArrayRecord files of random records, 3072 bytes each."""
+    """Writes ArrayRecord files of random records of 3072 bytes, and returns their paths."""
     random = np.random.default_rng(0)
     size = int(np.prod(RECORD_SHAPE))
     per_file = records // files
@@ -30,12 +30,15 @@ def record_files(folder: Path, records: int, files: int = FILES) -> list[str]:
 
 
 def decode_record(record: bytes) -> dict[str, np.ndarray]:
-    """{"image": uint8[32, 32, 3]}"""
+    """Returns a record as ``{"image": uint8[32, 32, 3]}``."""
     return {"image": np.frombuffer(record, np.uint8).reshape(RECORD_SHAPE)}
 
 
 def photograph_files(folder: Path, images: int) -> list[str]:
-    """ArrayRecord files of 224x224 JPEGs: pieces of two photographs, each cut differently."""
+    """Writes ArrayRecord files of 224x224 JPEGs, and returns their paths.
+
+    Each image is a random square of one of two photographs.
+    """
     random = np.random.default_rng(0)
     photographs = _photographs()
     per_file = images // FILES
@@ -49,7 +52,7 @@ def photograph_files(folder: Path, images: int) -> list[str]:
 
 
 def decode_photograph(record: bytes) -> dict[str, np.ndarray]:
-    """{"image": uint8[224, 224, 3]}"""
+    """Decodes a JPEG to ``{"image": uint8[224, 224, 3]}``."""
     from PIL import Image
 
     with Image.open(io.BytesIO(record)) as image:
@@ -66,7 +69,7 @@ def _photographs() -> list[Any]:
 
 
 def _piece(photograph: Any, random: np.random.Generator) -> Any:
-    """A square of at least the final size, somewhere in the photograph, scaled down."""
+    """Returns a random square of a photograph, at least 224 pixels wide, scaled down to 224x224."""
     size = int(random.integers(IMAGE_SIZE, min(photograph.size) + 1))
     left, top = (int(random.integers(0, length - size + 1)) for length in photograph.size)
     box = (left, top, left + size, top + size)

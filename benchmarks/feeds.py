@@ -1,11 +1,12 @@
-"""What feeds cost one host, and what each of several hosts is left with.
+"""Measures the cost of feeds on one host, and the work of each host on several.
 
     python benchmarks/feeds.py [--feeds 16] [--batch 32] [--length 512] [--steps 200]
 
-Filters, mixes and packs real text: Python's documentation and the licenses of installed packages,
-as bytes. First on one host, with feeds and without: the same Grain pipeline as one stream, the two
-in turns. Then on 1, 2 and 4 hosts: what each host packs, and how long its feeds take for it. Last,
-the state: its size, and the time to save it.
+The pipeline filters, mixes and packs real text: Python's documentation and the licenses of
+installed packages, as bytes. First, on one host, the pipeline as feeds and the same pipeline as one
+stream run in turns. Then, on 1, 2 and 4 hosts, the script counts the documents that each host
+packs, and the processor time of its feeds. It also prints the size of the state and the time to
+save it.
 """
 
 import argparse
@@ -26,7 +27,7 @@ _WARM_UP = 8  # batches
 
 
 def documents():
-    """Python's documentation and the licenses of packages, in pieces."""
+    """Returns two lists of pieces of text, as bytes: Python's documentation, and licenses."""
     packages = ("absl-py", "grain", "jax", "numpy", "orbax-checkpoint")
     licenses = [
         file.read_text()
@@ -41,7 +42,14 @@ def documents():
 
 
 def packed(feed, sources, length, counted):
-    """The rows of a feed, without end; feed 0 of 1 is the whole stream."""
+    """Returns the endless stream of packed rows of a feed. Feed 0 of 1 is the whole stream.
+
+    Args:
+        feed: Index of the feed, and the number of feeds.
+        sources: The lists of pieces that `documents` returns.
+        length: Number of tokens of a row.
+        counted: A list to which the length of each document is appended when it is read.
+    """
 
     def tokenize(text):
         counted.append(len(text))
@@ -65,7 +73,7 @@ def packed(feed, sources, length, counted):
 
 
 class Timed(grain.IterDataset):
-    """The rows of a dataset; adds the processor time that each took its thread to `seconds`."""
+    """The rows of a dataset. For each row, the processor time of its thread goes into a list."""
 
     def __init__(self, parent, seconds):
         super().__init__(parent)
@@ -110,7 +118,11 @@ def pipeline(kind, args, counted, wrapped=lambda feed: feed):
 
 
 def rates(kinds, args):
-    """Tokens per second and per second of this host's processor, padding not counted."""
+    """Measures both pipelines in turns, and returns their rates by name.
+
+    Each rate is a pair: tokens per second by the clock, and tokens per second of processor time.
+    Padding is not counted.
+    """
     found = {kind: [] for kind in kinds}
     pipelines = {kind: pipeline(kind, args, []) for kind in kinds}
     for _ in range(args.repeats):
@@ -129,7 +141,12 @@ def rates(kinds, args):
 
 
 def work(args):
-    """What this host does for the batches, and what its state costs."""
+    """Runs the feeds of this host for some steps, and returns the figures by name.
+
+    "feeds" is the number of its feeds, and "documents" the number of documents that it packed.
+    "seconds" is the processor time of the feeds. "state" and "entry" are the bytes of the state and
+    of its largest entry. "save" is the median of the seconds to save the state.
+    """
     from grain_shard.hosts.state_files import write_state
 
     counted, seconds, saves = [], [], []

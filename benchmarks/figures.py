@@ -1,4 +1,4 @@
-"""Figures as they are written: three digits, and a unit that suits them."""
+"""Formats figures: three digits, and a unit of a readable size."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ONE_OF = {
 
 
 def number(value: float) -> str:
-    """Three digits, or all of them before the point: 0.0123, 4.56, 78,901."""
+    """Returns a number as text, with at least three digits: 0.0123, 4.56, 78,901."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def figure(value: float, unit: str) -> str:
-    """With its unit: 4.56x, 9.91 ms and not 0.00991 s, 1 file."""
+    """Returns a number with a readable unit: 4.56x, 1 file, and 9.91 ms in place of 0.00991 s."""
     value, unit = _in_readable_unit(value, unit)
     written = number(value)
     if unit == "x":
@@ -29,7 +29,7 @@ def figure(value: float, unit: str) -> str:
 
 
 def with_quartiles(low: float, middle: float, high: float, unit: str) -> str:
-    """A median and what lies around it, all in one unit: 27.7 ms (25.8 to 32.2)."""
+    """Returns a median and its quartiles in one unit: 27.7 ms (25.8 to 32.2)."""
     readable, _ = _in_readable_unit(middle, unit)
     factor = readable / middle if middle else 1.0
     return f"{figure(middle, unit)} ({number(low * factor)} to {number(high * factor)})"

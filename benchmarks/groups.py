@@ -1,4 +1,4 @@
-"""All that can be measured, in the order of the table."""
+"""All groups of measurements, in the order of RESULTS.md."""
 
 from __future__ import annotations
 
@@ -44,13 +44,17 @@ GROUPS: list[Group] = [group for module in MODULES for group in module.GROUPS]
 
 
 def names() -> list[str]:
-    """Of the groups, then the numbers of the goals."""
+    """Returns the names of the groups, and then the numbers of the goals, such as P1."""
     numbers = {c.number for group in GROUPS for c in group.comparisons if c.number}
     return [group.name for group in GROUPS] + sorted(numbers, key=lambda number: int(number[1:]))
 
 
 def named(chosen: Sequence[str]) -> list[Group]:
-    """The groups with these names, or with a goal of these numbers; all if none is given."""
+    """Returns the groups that have one of the names or a goal with one of the numbers.
+
+    Args:
+        chosen: Names of groups and numbers of goals; all groups if it is empty.
+    """
     return [
         group
         for group in GROUPS

@@ -1,4 +1,4 @@
-"""P5: the rows that each host reads, counted at the source, on 1, 2 and 4 hosts."""
+"""P5: the number of rows that each host reads from its source, on 1, 2 and 4 hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RECORDS, GLOBAL_BATCH_SIZE, HOSTS = 512, 64, (1, 2, 4)
 
 
 def rows_read() -> int:
-    """An epoch on this host; how many records its source was asked for."""
+    """Reads an epoch on this host, and returns the number of records that its source read."""
     import grain
     import jax
 
@@ -24,14 +24,14 @@ def rows_read() -> int:
             return RECORDS
 
         def __getitem__(self, index: int) -> dict[str, int]:
-            CountingSource.asked += 1  # one thread reads, below
+            CountingSource.asked += 1  # without a lock, because only one thread reads
             return {"x": int(index)}
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     ds = grain.MapDataset.source(CountingSource()).seed(0).shuffle().batch(GLOBAL_BATCH_SIZE)
     with iter(ds.shard_to(mesh, num_threads=1)) as batches:
         assert sum(1 for _ in batches) == RECORDS // GLOBAL_BATCH_SIZE
-    return CountingSource.asked - 2  # two records are read once more, to compare contents
+    return CountingSource.asked - 2  # two more reads are for the comparison of contents
 
 
 def measure(run: Run) -> Iterable[Round]:

@@ -1,4 +1,4 @@
-"""P13, P24: JPEGs of real photographs, 224x224, decoded in two worker processes."""
+"""P13, P24: images per second for JPEGs of photographs, decoded in two worker processes."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ def ours(paths: Sequence[str], **options: Any) -> Iterator[Any]:
 
 
 def on_dask(paths: Sequence[str]) -> Iterator[Any]:
-    """Ours, made by a Dask cluster of as many processes, over TCP."""
+    """Yields our batches, made by a Dask cluster of the same number of processes, over TCP."""
     try:
         from dask.distributed import Client, LocalCluster
     except ImportError as error:
         raise Skip("dask is not installed (the bench extra has it)") from error
     with (
         LocalCluster(NUM_WORKERS, threads_per_worker=1, dashboard_address=None) as cluster,
-        Client(cluster, direct_to_workers=True) as client,  # not by way of the scheduler
+        # The results do not pass through Dask's scheduler.
+        Client(cluster, direct_to_workers=True) as client,
     ):
         # Each worker has its next tasks while a batch is on its way.
         yield from ours(paths, executor=client.get_executor(), cpu_buffer_size=4 * NUM_WORKERS)
 
 
 def guide(paths: Sequence[str]) -> Iterator[Any]:
-    """Grain's guide with its worker processes; the read options are Grain's default."""
+    """Returns the batches of Grain's guide with worker processes and default ReadOptions."""
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # or mp_prefetch fails in a plain script (grain#1355)
     ds = (
@@ -65,7 +66,13 @@ def guide(paths: Sequence[str]) -> Iterator[Any]:
 
 
 def images_per_second(batches: Any, batches_before: int, batches_timed: int) -> float:
-    """Of an endless pipeline, once its workers run and its buffers have had time to fill."""
+    """Returns the images per second of an endless pipeline, in a steady state.
+
+    Args:
+        batches: The iterator, which is closed at the end.
+        batches_before: Number of batches to take first, while workers start and buffers fill.
+        batches_timed: Number of batches to measure.
+    """
     with closing(batches):
         for _ in range(batches_before):
             jax.block_until_ready(next(batches))
@@ -77,7 +84,8 @@ def images_per_second(batches: Any, batches_before: int, batches_timed: int) -> 
 
 def measure(run: Run) -> Iterable[Round]:
     paths = photograph_files(run.folder, IMAGES)
-    # Grain's workers begin with 16 batches each, which are done at about the same time.
+    # Each of Grain's workers first makes 16 batches, which arrive almost at once. These 32 batches
+    # are not measured.
     before, timed = 40, run.rounds(quick=40, full=120)
     return interleave(
         {
@@ -88,7 +96,7 @@ def measure(run: Run) -> Iterable[Round]:
             "Grain's guide": lambda: images_per_second(guide(paths), before, timed),
         },
         run.rounds(quick=2, full=4),
-        warm_up=not run.quick,  # both sides start new processes every time
+        warm_up=not run.quick,  # a warm-up gains little: all sides start new processes each time
     )
 
 

@@ -1,4 +1,4 @@
-"""P17: many feeds on one host with nothing set; packed text as feeds, as one stream, in workers."""
+"""P17: many feeds on one host with default options; packed text as feeds and as one stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, alone,
 
 NUM_FEEDS, GLOBAL_BATCH_SIZE = 64, 256
 BEST = "the best ReadOptions"
-# (threads, records to buffer) of each feed.
+# Grain's ReadOptions that are tried for each feed: (threads, records to buffer).
 OPTIONS = ((0, 0), (1, 2), (1, 8), (4, 16))
 
 TEXT_FEEDS, TEXT_BATCH_SIZE, TOKENS = 16, 32, 512
@@ -30,7 +30,7 @@ WARM_UP = 8  # batches
 
 
 class ReadByGrain(grain.IterDataset):
-    """A feed whose threads are Grain's own: a dataset that does not show what it is made of."""
+    """A feed that is read by Grain's own threads, because it hides its dataset from grain_shard."""
 
     def __init__(self, ds: grain.IterDataset):
         super().__init__()
@@ -41,7 +41,12 @@ class ReadByGrain(grain.IterDataset):
 
 
 def trivial_rows(options: tuple[int, int] | None) -> grain.IterDataset:
-    """64 feeds; with options they are read by Grain, as before there were shared readers."""
+    """Returns a pipeline of 64 feeds whose rows cost almost nothing.
+
+    Args:
+        options: Grain's ReadOptions for each feed (threads, buffer). Grain's threads then read.
+            With None the threads of grain_shard read, which all feeds share.
+    """
 
     def make_feed(feed: grain.sharding.ShardOptions) -> grain.IterDataset:
         records = grain.MapDataset.range(10**7)[feed.shard_index :: feed.shard_count]
@@ -55,7 +60,11 @@ def trivial_rows(options: tuple[int, int] | None) -> grain.IterDataset:
 
 
 def figures(options: tuple[int, int] | None, seconds: float) -> dict[str, float]:
-    """Seconds to the first batch, milliseconds of each after that, and the most threads of all."""
+    """Runs the 64 feeds for some seconds, and returns three figures by name.
+
+    "first" is the seconds to the first batch, "ms" the milliseconds per later batch, and "threads"
+    the largest number of threads of the process.
+    """
     start = time.perf_counter()
     with iter(trivial_rows(options)) as batches:
         jax.block_until_ready(next(batches))
@@ -70,7 +79,7 @@ def figures(options: tuple[int, int] | None, seconds: float) -> dict[str, float]
 
 def measure_many(run: Run) -> Iterator[Round]:
     seconds = 2 if run.quick else 6
-    figures(None, seconds=0.1)  # what is imported and compiled by the first batch of all
+    figures(None, seconds=0.1)  # warm-up: the first batch of a process imports and compiles
     for _ in range(run.rounds(quick=3, full=9)):
         ours = figures(None, seconds)
         fixed = [figures(options, seconds)["ms"] for options in OPTIONS]
@@ -78,7 +87,10 @@ def measure_many(run: Run) -> Iterator[Round]:
 
 
 def named_packed(feed: grain.sharding.ShardOptions, prefix: str, make: MakeFeed) -> Any:
-    """A feed that names its worker's shared memory: other programs have some, too."""
+    """Makes a feed, and first gives the shared memory of this worker process names with a prefix.
+
+    So this run's shared memory can be told from that of other programs.
+    """
     from multiprocessing import shared_memory
 
     shared_memory._SHM_NAME_PREFIX = f"/{prefix}"  # pyright: ignore[reportAttributeAccessIssue]
@@ -86,9 +98,10 @@ def named_packed(feed: grain.sharding.ShardOptions, prefix: str, make: MakeFeed)
 
 
 def started_workers() -> dict[str, float]:
-    """Seconds to the first batch, the processes that run then, and the shared memory left at last.
+    """Runs packed text in 16 feeds with worker processes, and returns three figures by name.
 
-    Of packed text in 16 feeds.
+    "first" is the seconds to the first batch, "children" the number of child processes, and "left"
+    the number of shared memory objects that are left at the end.
     """
     prefix = f"b{os.getpid() % 10**6}_"
     make = functools.partial(feeds.packed, sources=feeds.documents(), length=TOKENS, counted=[])
@@ -102,13 +115,13 @@ def started_workers() -> dict[str, float]:
         for _ in range(WARM_UP):
             next(batches)
         children = len(child_processes() - before)
-    time.sleep(1)  # Grain frees the last of it in a thread
+    time.sleep(1)  # a thread of Grain frees the last shared memory
     left = sum(name.startswith(prefix) for name in os.listdir(SHARED_MEMORY))
     return {"first": first, "children": float(children), "left": float(left)}
 
 
 def child_processes() -> set[int]:
-    """The processes that this one has started, multiprocessing's resource tracker among them."""
+    """Returns the ids of this process's child processes, multiprocessing's tracker included."""
     of_threads = Path("/proc/self/task").glob("*/children")
     return {int(pid) for children in of_threads for pid in children.read_text().split()}
 
@@ -130,7 +143,7 @@ def packed_text(kind: str) -> grain.IterDataset:
 
 
 def tokens_per_second(ds: grain.IterDataset, steps: int) -> float:
-    """Padding not counted."""
+    """Returns the tokens per second over some steps, without the tokens of padding."""
     with iter(ds) as batches:
         for _ in range(WARM_UP):
             next(batches)
@@ -141,7 +154,7 @@ def tokens_per_second(ds: grain.IterDataset, steps: int) -> float:
 
 
 def measure_text(run: Run) -> Iterable[Round]:
-    steps = 40  # of many short rounds, so that both meet whatever else the machine does
+    steps = 40  # few steps and many rounds, so that other work of the machine affects both sides
     sides: Mapping[str, Callable[[], float]] = {
         kind: functools.partial(tokens_per_second, packed_text(kind), steps)
         for kind in ("feeds", "one stream")

@@ -1,9 +1,10 @@
-"""Measuring side by side: every side in turn, round after round, and what to make of the figures.
+"""Measures several sides in turn, round after round, and compares their figures.
 
-A *side* is a function that does its work once, from a fresh start, and returns one figure: records
-per second, say. A round runs every side once, so that whatever else the machine does meets all of
-them. A *comparison* takes two sides: a pair of figures a round, the median of what the pairs give,
-and their quartiles. Nothing here knows JAX.
+A *side* is a function that does its work once, from a fresh start, and returns one figure, such as
+records per second. A *round* runs every side once, so that other work of the machine affects all
+sides. A *comparison* takes the figures of two sides from each round and makes one value of them,
+such as their ratio. Its result is the median of these values, with quartiles. This module does not
+use JAX.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ COMPARED: dict[str, Callable[[float, float], float]] = {
 
 
 class Skip(Exception):
-    """A side that cannot be measured here; the message says why."""
+    """Raised by a side that cannot be measured on this machine. The message has the reason."""
 
 
 Round = Mapping[str, "float | Skip"]
@@ -33,11 +34,11 @@ Round = Mapping[str, "float | Skip"]
 
 @dataclass(frozen=True)
 class Run:
-    """What the command line chose.
+    """The options of a run.
 
     Attributes:
-        quick: Whether to take fewer rounds and less work.
-        folder: Where to put data; it is removed at the end.
+        quick: True to run fewer rounds with less work.
+        folder: Folder for data, which is removed at the end.
     """
 
     quick: bool
@@ -60,18 +61,19 @@ class Goal:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides, how to compare them, and what should come out.
+    """Two sides, the way to compare them, and the goal.
 
     Attributes:
-        number: The goal's, as in P1; "" for a peer that is shown without a goal.
-        what: What sets it apart in its group, whose title says what is measured.
-        against: What it is compared with; "" if it is measured alone.
-        unit: Of the figures of each side.
-        ours: The name of our side.
-        theirs: The name of the other.
-        compared: How a pair becomes one value, a key of `COMPARED`.
-        compared_unit: Of that value: "x" for a ratio.
-        goal: What the median of the values should be.
+        number: Number of the goal, such as P1; "" for a comparison without a goal.
+        what: Words that distinguish the comparison in its group. (The title of the group says what
+            is measured.)
+        against: Words for the other side; "" if our side is measured alone.
+        unit: Unit of the figures of both sides.
+        ours: Name of our side.
+        theirs: Name of the other side.
+        compared: The way in which two figures become one value, a key of `COMPARED`.
+        compared_unit: Unit of this value: "x" for a ratio.
+        goal: Goal for the median of the values; None for no goal.
     """
 
     number: str
@@ -86,19 +88,19 @@ class Comparison:
 
 
 def alone(number: str, what: str, unit: str, side: str, goal: Goal | None) -> Comparison:
-    """One side, whose figures are compared with nothing but their goal."""
+    """Returns a `Comparison` of our side alone, whose figures are only compared with their goal."""
     return Comparison(number, what, "", unit, side, side, "ours", compared_unit=unit, goal=goal)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Comparisons that one series of rounds serves.
+    """Comparisons that are made from the same rounds.
 
     Attributes:
-        name: As on the command line.
-        title: What is measured, as a heading.
-        measure: Yields the figures of each round, by side.
-        comparisons: What to make of them.
+        name: Name of the group on the command line.
+        title: Title of the group in RESULTS.md.
+        measure: Function that yields the figures of each round, by the name of the side.
+        comparisons: The comparisons.
     """
 
     name: str
@@ -109,7 +111,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a comparison; no values, and why, if a side could not be measured."""
+    """The figures of a comparison, one for each round.
+
+    If a side could not be measured, there are no figures, and `skipped` has the reason.
+    """
 
     comparison: Comparison
     ours: Sequence[float]
@@ -123,7 +128,7 @@ class Result:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; None without a goal or a value."""
+        """True if the median of the values meets the goal; None without a goal or a value."""
         if self.comparison.goal is None or not self.values:
             return None
         return self.comparison.goal.met(statistics.median(self.values))
@@ -132,17 +137,21 @@ class Result:
 def interleave(
     sides: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: bool = True
 ) -> Iterator[Round]:
-    """Runs all sides in turn, `rounds` times, after one round that does not count.
+    """Runs all sides in turn, and yields the figures of each round by side.
 
-    A side that raises is not run again. The others go on without it: a peer that is missing or
-    broken leaves its own rows empty.
+    A side that raises is not run again; its figure is a `Skip` from then on. All other sides go on.
+
+    Args:
+        sides: The sides, by name.
+        rounds: Number of rounds to yield.
+        warm_up: True to run one more round first, which is not yielded.
     """
     skipped: dict[str, Skip] = {}
     for number in range(-1 if warm_up else 0, rounds):
         figures: dict[str, float | Skip] = {}
         for name, side in sides.items():
             if name not in skipped:
-                gc.collect()  # what the side before has left behind is not this one's to clear
+                gc.collect()  # otherwise this side might have to collect garbage of the last one
                 try:
                     figures[name] = side()
                 except Skip as skip:
@@ -154,20 +163,23 @@ def interleave(
 
 
 def failed(name: str, error: Exception) -> Skip:
-    """The error of a side, printed, as the word for its rows."""
+    """Prints the error of a side with its traceback, and returns it as a `Skip`."""
     traceback.print_exception(error)
     first = [*str(error).splitlines(), ""][0][:200]
     return Skip(f"{name} failed: {type(error).__name__}: {first}")
 
 
 def largest(figures: Iterable[float | Skip]) -> float | Skip:
-    """The largest of some figures, or the first `Skip` among them."""
+    """Returns the largest of the figures, or the first `Skip` if there is one."""
     found = list(figures)
     return next((f for f in found if isinstance(f, Skip)), None) or max(found)  # pyright: ignore
 
 
 def results(group: Group, run: Run) -> list[Result]:
-    """Measures a group. If it fails, each of its results says so."""
+    """Measures a group, and returns a result for each comparison.
+
+    If the group fails, `skipped` of each result has the error.
+    """
     try:
         rounds = list(group.measure(run))
     except Skip as skip:
@@ -179,7 +191,7 @@ def results(group: Group, run: Run) -> list[Result]:
 
 
 def has_failed(group: Group, result: Result) -> bool:
-    """Whether the group or our side of it failed; a peer's failure is the peer's."""
+    """Returns True if the group or our side failed. A failure of another side does not count."""
     ours = (f"{group.name} failed: ", f"{result.comparison.ours} failed: ")
     return (result.skipped or "").startswith(ours)
 
@@ -194,7 +206,7 @@ def _result(comparison: Comparison, rounds: Sequence[Round]) -> Result:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile."""
+    """Returns the lower quartile, the median and the upper quartile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,7 +1,7 @@
-"""P9: peak memory with a consumer so slow that every buffer fills; batches of 40 MB.
+"""P9: peak memory with batches of 40 MB and a loop that is so slow that every buffer fills.
 
-Each side runs in a process of its own (``python -m benchmarks.memory SIDE MB LIMIT_MB``), which
-prints what its resident memory grew by, in batches.
+Each side runs in a process of its own (``python -m benchmarks.memory SIDE MB LIMIT_MB``). The
+process prints the growth of its resident memory, divided by the size of a batch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interl
 
 ROWS = 16
 CPU_BUFFER_SIZE, DEVICE_BUFFER_SIZE = 4, 2
-# C9: what waits on the devices, what waits on the host and the one in flight between them; and
-# the batch that the consumer holds.
+# Most batches that may be held at a time: those that wait on the devices, those on the host, one on
+# its way between them, and the one that the loop holds.
 BOUND = DEVICE_BUFFER_SIZE + CPU_BUFFER_SIZE + 1 + 1
 STATUS = Path("/proc/self/status")
 
 
 def memory_mb(field: str) -> float:
-    """VmRSS, this process's memory now, or VmHWM, the most that it was."""
+    """Returns the memory of this process in MiB: "VmRSS" for now, "VmHWM" for its peak."""
     for line in STATUS.read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
@@ -33,7 +33,7 @@ def memory_mb(field: str) -> float:
 
 
 def wait_until_full(limit_mb: float) -> bool:
-    """Sleeps until the memory has stopped growing; whether that was before the limit."""
+    """Sleeps until this process's memory stops growing; returns False if it passes the limit."""
     before = 0.0
     while (now := memory_mb("VmRSS")) > before * 1.005 + 1:
         if now > limit_mb:
@@ -69,7 +69,7 @@ def child(side: str, batch_mb: float, limit_mb: float) -> None:
         return peers.device_put(ds.to_iter_dataset(options))
 
     jax.config.update("jax_num_cpu_devices", 8)
-    for batch in pipeline(batches=8, features=8):  # what is loaded on the way stays for good
+    for batch in pipeline(batches=8, features=8):  # code that is loaded here stays in memory
         jax.block_until_ready(batch)
     before_mb = memory_mb("VmRSS")
     placed = pipeline(batches=10_000, features=int(batch_mb * 1e6 / 4 / ROWS))
@@ -78,7 +78,7 @@ def child(side: str, batch_mb: float, limit_mb: float) -> None:
         if not wait_until_full(limit_mb):
             break
     print((memory_mb("VmHWM") - before_mb) * 1.048576 / batch_mb, flush=True)
-    os._exit(0)  # a full pipeline takes its time to close, which is not the question here
+    os._exit(0)  # closing a full pipeline takes long, and is not measured
 
 
 def batches_at_peak(side: str, batch_mb: float, limit_mb: float) -> float:
@@ -98,7 +98,7 @@ def measure(run: Run) -> Iterable[Round]:
     if not STATUS.exists():
         raise Skip("peak memory is read from /proc, which this system lacks")
     batch_mb = 10.0 if run.quick else 40.0
-    # Grain's default would take 520 batches, which are not to take the whole machine's memory.
+    # With its defaults Grain would hold 520 batches, which could fill the machine's memory.
     limit_mb = min(300 * batch_mb, available_mb() / 2)
     sides = {
         side: lambda side=side: batches_at_peak(side, batch_mb, limit_mb)

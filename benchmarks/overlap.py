@@ -1,4 +1,4 @@
-"""P6: a source that sleeps h for a batch and a step that sleeps s take max(h, s) together."""
+"""P6: if a source sleeps h per batch and the step sleeps s, a step takes only max(h, s)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from benchmarks import peers
 from benchmarks.measure import Comparison, Goal, Group, Round, Run, interleave
 
 GLOBAL_BATCH_SIZE = 8
-LONGER_S = 0.040  # of h and s
+LONGER_S = 0.040  # the longer of h and s, in seconds
 RATIOS = (0.25, 0.5, 1.0, 2.0)  # h / s
 
 
 def times(ratio: float) -> tuple[float, float]:
-    """h and s in seconds."""
+    """Returns h and s in seconds, for a ratio h / s."""
     return LONGER_S * min(1.0, ratio), LONGER_S * min(1.0, 1 / ratio)
 
 
 def source(batches: int, h: float) -> grain.MapDataset:
-    """Batches of which the first record takes h and the others nothing."""
+    """Returns a dataset of batches. The read of a batch's first record sleeps `h` seconds."""
 
     def record(index: int) -> dict[str, np.ndarray]:
         if index % GLOBAL_BATCH_SIZE == 0:
@@ -36,7 +36,7 @@ def source(batches: int, h: float) -> grain.MapDataset:
 
 
 def ours(batches: int, h: float) -> Iterator[Any]:
-    # One thread, or two batches would sleep at the same time.
+    # With two threads, the sleeps of two batches would overlap.
     with iter(source(batches, h).shard_to(peers.data_mesh(), num_threads=1)) as placed:
         yield from placed
 
@@ -47,7 +47,10 @@ def grain_tuned(batches: int, h: float) -> Iterator[Any]:
 
 
 def ms_per_step(batches: Iterator[Any], s: float) -> float:
-    """From the first batch, for which the loop has to wait, to the last."""
+    """Returns the milliseconds per step, from the first batch to the last.
+
+    The wait for the first batch is not counted.
+    """
     ready = []
     for batch in batches:
         jax.block_until_ready(batch)

@@ -1,4 +1,4 @@
-"""The results as `benchmarks/RESULTS.md`: a section for each group."""
+"""Writes the results as `benchmarks/RESULTS.md`, with a section for each group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from benchmarks.tables import Table, tables
 
 
 def write_page(measured: Measured, under: Mapping[str, Any], path: Path) -> None:
-    """The page, beside which lies results.png."""
+    """Writes the page. It shows the picture results.png of the same folder.
+
+    Args:
+        measured: The groups and their results.
+        under: The conditions of the run, from `report.conditions`.
+        path: The file to write.
+    """
     path.write_text("\n".join(_lines(measured, under)) + "\n")
 
 

@@ -1,7 +1,7 @@
-"""Other ways to bring the same records to the devices, with the settings of their documents.
+"""Other loaders of the same records, with the settings that their documentation gives.
 
-Each takes ArrayRecord files and yields batches whose leaves are sharded over all devices. They are
-generators, so that closing them closes what they stand on.
+Each function takes ArrayRecord files and yields batches whose leaves are sharded over all devices.
+The functions are generators: to close one ends its threads and files.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ SEED = 42
 
 
 def data_mesh() -> Mesh:
-    """All devices along one axis, "data"."""
+    """Returns a mesh of all devices along one axis, "data"."""
     return jax.make_mesh((jax.device_count(),), ("data",))
 
 
 def data_sharding() -> NamedSharding:
-    """Rows over all devices."""
+    """Returns the sharding of rows over all devices."""
     return NamedSharding(data_mesh(), P("data"))
 
 
 def record_batches(paths: Sequence[str], decode: Decode, size: int) -> grain.MapDataset:
-    """The top of the pipeline as Grain's guide writes it."""
+    """Returns the pipeline of Grain's guide down to ``.batch``: shuffled, decoded full batches."""
     return (
         grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
         .seed(SEED)
@@ -44,7 +44,10 @@ def record_batches(paths: Sequence[str], decode: Decode, size: int) -> grain.Map
 
 
 def device_put(ds: grain.IterDataset) -> Iterator[Any]:
-    """Option C of Grain's guide "Plugging Grain into JAX training", over several devices."""
+    """Yields the batches of a dataset, sharded over all devices.
+
+    This is option C of Grain's guide "Plugging Grain into JAX training".
+    """
     ds = grain.experimental.device_put(
         ds=ds, device=data_sharding(), cpu_buffer_size=4, device_buffer_size=2
     )
@@ -53,18 +56,21 @@ def device_put(ds: grain.IterDataset) -> Iterator[Any]:
 
 
 def guide(paths: Sequence[str], decode: Decode, size: int) -> Iterator[Any]:
-    """Grain's guide as written: the default read options are 16 threads and 500 batches."""
+    """Yields the batches of Grain's guide with its default ReadOptions: 16 threads, 500 batches."""
     return device_put(record_batches(paths, decode, size).to_iter_dataset())
 
 
 def tuned(paths: Sequence[str], decode: Decode, size: int) -> Iterator[Any]:
-    """Grain's guide with the read options that were best on this kind of machine."""
+    """Yields the batches of Grain's guide with the ReadOptions that were fastest on two cores."""
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
     return device_put(record_batches(paths, decode, size).to_iter_dataset(options))
 
 
 def by_hand(paths: Sequence[str], decode: Decode, size: int) -> Iterator[Any]:
-    """What one would write for just this: no state, no tail, no hosts, no errors."""
+    """Yields batches by a loop written for this case only.
+
+    It has no state to save, drops the last short batch, handles no errors, and runs on one host.
+    """
     source: Any = grain.sources.ArrayRecordDataSource(paths)
     order = np.random.default_rng(SEED).permutation(len(source))
     batches, sharding = len(source) // size, data_sharding()
@@ -86,9 +92,9 @@ def by_hand(paths: Sequence[str], decode: Decode, size: int) -> Iterator[Any]:
 
 
 def flax_prefetch(paths: Sequence[str], decode: Decode, size: int) -> Iterator[Any]:
-    """Grain's pipeline, placed by ``flax.jax_utils.prefetch_to_device(batches, 2)``.
+    """Yields Grain's batches, placed by ``flax.jax_utils.prefetch_to_device(batches, 2)``.
 
-    It wants the rows of each device apart: [devices, rows of a device, ...].
+    That function takes leaves of [devices, rows of a device, ...].
     """
     from flax import jax_utils
 
@@ -103,7 +109,7 @@ def flax_prefetch(paths: Sequence[str], decode: Decode, size: int) -> Iterator[A
 
 
 def datarax(paths: Sequence[str], decode: Decode, size: int) -> Iterator[Any]:
-    """datarax's source of ArrayRecords, shuffled, and its ``prefetch_to_device`` (0.1.17)."""
+    """Yields batches of datarax 0.1.17: its ArrayRecord source, and its ``prefetch_to_device``."""
     from datarax import prefetch_to_device
     from datarax.sources.array_record_source import (
         ArrayRecordSourceConfig,
@@ -112,6 +118,6 @@ def datarax(paths: Sequence[str], decode: Decode, size: int) -> Iterator[Any]:
 
     config = ArrayRecordSourceConfig(seed=SEED, num_epochs=1, shuffle_files=True)
     with closing(ArrayRecordSourceModule(config, list(paths), decode=decode)) as source:
-        batches = iter(lambda: source.get_batch(size), {})  # an empty one ends the epoch
+        batches = iter(lambda: source.get_batch(size), {})  # an empty batch ends the epoch
         with closing(prefetch_to_device(batches, size=2, device=data_sharding())) as placed:
             yield from placed

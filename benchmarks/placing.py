@@ -1,4 +1,4 @@
-"""P7, P8: what the chain costs per batch when the batches are there already, as numpy arrays."""
+"""P7, P8: the time that `.shard_to` takes for a batch that is in memory as numpy arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def twenty_leaves() -> Batch:
 
 
 class Again:
-    """A source whose records are whole batches; the same one, which no side writes to."""
+    """A source of whole batches: each record is the same batch, which no side writes to."""
 
     def __init__(self, batch: Batch):
         self._batch = batch
@@ -43,7 +43,10 @@ class Again:
 
 
 def chain_us(batch: Batch, mask_key: str | None) -> float:
-    """Of `.shard_to`, per batch; the first one, which starts the threads, does not count."""
+    """Returns the microseconds per batch of `.shard_to`, without the first batch.
+
+    The first batch starts the threads.
+    """
     ds = grain.MapDataset.source(Again(batch)).shard_to(peers.data_mesh(), mask_key=mask_key)
     with iter(ds) as batches:
         jax.block_until_ready(next(batches))
@@ -54,7 +57,7 @@ def chain_us(batch: Batch, mask_key: str | None) -> float:
 
 
 def bare_us(batch: Batch) -> float:
-    """Of ``jax.device_put(tree, shardings)`` in the training loop, per batch."""
+    """Returns the microseconds per batch of ``jax.device_put(tree, shardings)`` in the loop."""
     shardings = jax.tree.map(lambda _: peers.data_sharding(), batch)
     jax.block_until_ready(jax.device_put(batch, shardings))
     start = time.perf_counter()
@@ -64,7 +67,7 @@ def bare_us(batch: Batch) -> float:
 
 
 def guide_us(batch: Batch) -> float:
-    """Of ``grain.experimental.device_put``, per batch."""
+    """Returns the microseconds per batch of ``grain.experimental.device_put``."""
     ds = grain.MapDataset.source(Again(batch)).to_iter_dataset(grain.ReadOptions(2, 4))
     batches = peers.device_put(ds)
     jax.block_until_ready(next(batches))

@@ -1,10 +1,11 @@
-"""A bucket in small: a server of byte ranges that takes its time, and a source that reads from it.
+"""An HTTP server that imitates a bucket, and a source that reads its records from the server.
 
     python -m benchmarks.range_server FILE LATENCY_MS
 
-serves one file on loopback, prints the port, and ends when its standard input is closed. Any number
-of requests wait side by side, as at a bucket. A request of another process is a real one: a socket,
-a header to be read, bytes to be copied.
+This command serves one file on loopback, prints the port, and ends when its standard input is
+closed. It answers each request after LATENCY_MS. Any number of requests wait at the same time, as
+at a bucket. The server is a process of its own, so requests have real costs: a socket, a header to
+read, and bytes to copy.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from typing import SupportsIndex
 
 
 class RangeSource:
-    """Records of one size in a file behind HTTP, each read by a request for its bytes.
+    """A source of records in a file on an HTTP server, each read by a request for its bytes.
 
     Args:
-        port: Of the server.
-        num_records: How many.
-        record_bytes: The size of each.
+        port: Port of the server.
+        num_records: Number of records in the file.
+        record_bytes: Bytes of each record.
     """
 
     def __init__(self, port: int, num_records: int, record_bytes: int):
         self._port, self._num_records, self._record_bytes = port, num_records, record_bytes
-        self._of_this_thread = threading.local()  # a connection serves one request at a time
+        # Each thread has a connection of its own, because a connection serves one request at a
+        # time.
+        self._of_this_thread = threading.local()
         self._connections: list[http.client.HTTPConnection] = []
 
     def __len__(self) -> int:
@@ -48,7 +51,7 @@ class RangeSource:
         return body
 
     def close(self) -> None:
-        """Closes the connections of all threads; nothing may be read any more."""
+        """Closes the connections of all threads. The source cannot be read afterwards."""
         for connection in self._connections:
             connection.close()
 
@@ -64,14 +67,14 @@ class RangeSource:
 
 @contextmanager
 def serving(path: Path, latency_ms: float) -> Iterator[int]:
-    """Serves a file from a process of its own; gives the port."""
+    """Serves a file from a process of its own, until the block ends, and yields the port."""
     command = [sys.executable, "-m", "benchmarks.range_server", str(path), str(latency_ms)]
     with subprocess.Popen(
         command, cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as server:
         assert server.stdout is not None
         yield int(server.stdout.readline())
-        # leaving the block closes its standard input, and waits for it
+        # At the end of the block, Popen closes the server's standard input and waits for its end.
 
 
 async def _serve(path: Path, latency_s: float) -> None:
@@ -91,7 +94,7 @@ async def _serve(path: Path, latency_s: float) -> None:
                 writer.write(header.encode() + body)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            writer.close()  # the client is gone, or this server is about to
+            writer.close()  # the client has gone, or the server is about to end
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)

@@ -1,4 +1,4 @@
-"""Where and when it was measured, and the results on the terminal."""
+"""Finds the conditions of a run (machine, versions, date), and prints the results as tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from benchmarks.saved import Measured
 from benchmarks.tables import tables
 
 PACKAGES = ("grain-shard", "grain", "jax", "jaxlib", "numpy", "flax", "array-record", "datarax")
-_TABLE_WIDTH = 140  # columns, of which a file or a pipe has none
+_TABLE_WIDTH = 140  # least width of the tables in characters, e.g. in a file
 
 
 def conditions(quick: bool) -> dict[str, Any]:
-    """Where and when the results were measured."""
+    """Returns the conditions of a run, as plain JSON: date, machine, load, versions and mode."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -1,6 +1,7 @@
 """P19: the files that a host reads to restore its feeds, and the time, by the number of hosts.
 
-The hosts are simulated, one after the other in this process; all of them save, and as many restore.
+This process simulates the hosts, one after the other. All hosts save, and 16 of them restore, each
+as one of the same number of hosts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from grain_shard.hosts.state_files import read_state, write_state
 from grain_shard.sharding.layout import BatchLayout
 
 HOSTS, FEEDS_OF_HOST = (16, 256, 1536), 4
-RESTORED = 16  # hosts that are looked at, of all
+RESTORED = 16  # number of hosts whose restore is measured
 
 
 def make_feed(feed: grain.sharding.ShardOptions) -> grain.IterDataset:
@@ -40,14 +41,14 @@ def host_of(ds: Any, layouts: dict[int, BatchLayout], host: int) -> HostFeeds:
 
 
 def state_of(host: HostFeeds) -> dict[str, Any]:
-    """As in the middle of a run."""
+    """Returns a state of the host's feeds as it would be in the middle of a run."""
     entry = {"state": {"next_index": 10**6, "buffer": list(range(20))}}
     feeds = {str(feed): entry for feed in host.own_feeds.run}
     return {"kind": host.kind, "step": 10**5, **host.fingerprint, "feeds": feeds}
 
 
 class CountedReads:
-    """How many files of a folder this process has opened to read them."""
+    """Counts the files of a folder that this process opens for reading, in `count`."""
 
     def __init__(self, folder: Path):
         self._folder, self.count = str(folder), 0
@@ -60,7 +61,10 @@ class CountedReads:
 
 
 def restored(num_hosts: int, folder: Path) -> dict[str, float]:
-    """The files and the milliseconds of the host that needs most of each."""
+    """Saves and restores the feeds of simulated hosts, and returns two figures by name.
+
+    The figures are the most files that a host reads, and the median of the milliseconds of a host.
+    """
     num_feeds = FEEDS_OF_HOST * num_hosts
     ds = grain_shard.feeds(make_feed, num_feeds=num_feeds).batch(num_feeds)
     layouts = {host: BatchLayout(num_hosts, (host,)) for host in range(num_hosts)}

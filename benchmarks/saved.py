@@ -1,4 +1,4 @@
-"""What a run has measured, as a file of JSON: written, and read again."""
+"""Writes the results of a run as a JSON file, and reads such a file."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def write_json(measured: Measured, under: Mapping[str, Any], path: Path) -> None
 
 
 def read_json(path: Path, groups: Sequence[Group]) -> tuple[dict[str, Any], Measured]:
-    """The conditions, and the results of all of these groups.
+    """Returns the conditions of a saved run, and the results of the groups.
 
     Raises:
-        ValueError: The file lacks some of their comparisons, or compared them in another way.
+        ValueError: The file lacks a comparison of the groups, or has it with another unit or
+            another way to compare.
     """
     written = json.loads(path.read_text())
     rows = {(row.get("group"), row["what"], row["against"]): row for row in written["results"]}

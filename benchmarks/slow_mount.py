@@ -1,8 +1,9 @@
-"""A folder mounted a second time, where each opening and each read of a file takes its time.
+"""Mounts a folder at a second place, where opening and reading a file takes some milliseconds.
 
     python -m benchmarks.slow_mount FOLDER MOUNT_POINT LATENCY_MS
 
-It stands for Cloud Storage FUSE without a cache. It needs mfusepy, libfuse, and the right to mount.
+The mount imitates Cloud Storage FUSE without a cache. It needs mfusepy, libfuse, and the right to
+mount.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ _MOUNTED_WITHIN_S = 10
 
 @contextmanager
 def mounted(folder: Path, mount_point: Path, latency_ms: float) -> Iterator[None]:
-    """Mounts a folder, from a process of its own, for as long as the block lasts.
+    """Mounts a folder in a process of its own, until the block ends.
+
+    Args:
+        folder: The folder.
+        mount_point: The second place of the folder; it is made if it does not exist.
+        latency_ms: Milliseconds that each opening and each read of a file takes.
 
     Raises:
-        Skip: It cannot be mounted here.
+        Skip: The folder cannot be mounted on this machine.
     """
     mount_point.mkdir(exist_ok=True)
     arguments = [str(folder), str(mount_point), str(latency_ms)]
@@ -73,7 +79,7 @@ def _mount(folder: str, mount_point: str, latency_s: float) -> None:
             os.close(fh)
             return 0
 
-    # direct_io: no read is answered by the page cache.
+    # With direct_io the page cache answers no read.
     mfusepy.FUSE(Slow(), mount_point, foreground=True, ro=True, direct_io=True)
 
 

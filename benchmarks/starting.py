@@ -1,4 +1,4 @@
-"""P10, P11, P12: restoring far into an epoch, the import, and the layout of a very large job."""
+"""P10, P11, P12: the time of a restore, of the import, and of the layout of a very large job."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, alone, interleave
 
 GLOBAL_BATCH_SIZE = 256
-NEAR, FAR = 10, 1_000_000  # steps
-REPEATS = 10  # restores a figure
+NEAR, FAR = 10, 1_000_000  # steps at which a state is taken
+REPEATS = 10  # restores for one figure
 
-# Prints the milliseconds that the first import took, and both of them.
+# A program that prints the milliseconds of `import grain, jax`, and of this with `grain_shard`.
 IMPORTS = """
 import time
 start = time.perf_counter()
@@ -27,7 +27,7 @@ end = time.perf_counter()
 print([(between - start) * 1e3, (end - start) * 1e3])
 """
 
-# Prints the milliseconds of each of several hosts' layouts.
+# A program that prints the milliseconds to compute a host's layout, for each of 16 hosts.
 LAYOUT = """
 import os, time
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -52,7 +52,10 @@ print(times)
 
 
 def ms_to_restore(step: int) -> float:
-    """From `set_state` on a new iterator to its next batch on the devices, the median of ten."""
+    """Returns the milliseconds of a restore, the median of ten.
+
+    The time is from `set_state` on a new iterator until its next batch is on the devices.
+    """
     import grain
     import jax
 
@@ -90,10 +93,13 @@ def measure_restores(run: Run) -> Iterable[Round]:
 
 
 def measure_imports(run: Run) -> Iterator[Round]:
-    """Both in one process, so that what else the machine does meets both."""
+    """Yields the import times with and without grain_shard.
+
+    One process measures both, so that other work of the machine affects both.
+    """
     for number in range(-1, run.rounds(quick=7, full=15)):
         without, both = _printed_by(IMPORTS)
-        if number >= 0:  # the first one may have had to read the disk
+        if number >= 0:  # the first import may read files from the disk, so it is left out
             yield {"with": both, "without": without}
 
 

@@ -1,12 +1,13 @@
-"""What it costs a training loop that the hosts agree, batch by batch, on the end of their streams.
+"""Measures the time that a training loop loses while hosts agree on the end of their streams.
 
     python benchmarks/stream_agreement.py [--steps 400] [--hosts 2]
 
-The same loop over the same rows, three times: streams with ``rows="local"``, which agree; the same
-streams on a mesh of each host's own devices, which have nobody to agree with; and a random-access
-pipeline, whose length is known. A step takes `--step-ms`; what counts is how long the loop waits
-for its next batch, and how long a step takes together with a collective of its own. The difference
-between the first two is the cost of the agreement.
+The same loop runs three times over the same rows. First, over streams with ``rows="local"``, whose
+hosts agree on each batch. Second, over the same streams on a mesh of each host's own devices, which
+need no agreement. Third, over a random-access pipeline, whose length is known. A step sleeps
+`--step-ms` and runs a collective. The script prints the time that the loop waits for a batch, and
+the time of a step with this wait. The difference between the first two runs is the cost of the
+agreement.
 """
 
 import argparse
@@ -17,7 +18,10 @@ from grain_shard import rehearse
 
 
 def wait_and_step_times(kind, steps, step_s):
-    """The seconds that this host waited for each batch after the first twenty, and of each step."""
+    """Runs the loop, and returns two lists of seconds, without the first twenty steps.
+
+    The first list has the wait for each batch, the second the time of each step with its wait.
+    """
     import grain
     import jax
     import numpy as np
@@ -50,7 +54,7 @@ def wait_and_step_times(kind, steps, step_s):
                 break
             waits.append(time.perf_counter() - start)
             float(step(rows))
-            time.sleep(step_s)  # as long as an accelerator works
+            time.sleep(step_s)  # in place of an accelerator's work
             step_times.append(time.perf_counter() - start)
     assert len(waits) == steps
     return waits[20:], step_times[20:]

@@ -1,4 +1,4 @@
-"""The results of a group as tables of words: one beside peers, one of what is measured alone."""
+"""Makes tables of a group's results: one for comparisons with peers, one for all other results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from benchmarks.measure import Result, quartiles
 
 @dataclass(frozen=True)
 class Table:
-    """Words by column, without the columns that would be empty.
+    """A table of texts. Columns without any text are left out.
 
     Attributes:
         header: The names of the columns.
-        rows: As many words each.
-        met: Of each row, whether its goal is met; None without a goal or a value.
+        rows: The rows, each with a text for every column.
+        met: For each row, True if its goal is met, False if not, and None without goal or value.
     """
 
     header: Sequence[str]
@@ -25,7 +25,7 @@ class Table:
 
 
 def tables(results: Sequence[Result]) -> list[Table]:
-    """At most two, as what is measured alone has no peer to be shown beside."""
+    """Returns at most two tables: one of results beside a peer's, and one of all other results."""
     beside = [result for result in results if result.comparison.against]
     alone = [result for result in results if not result.comparison.against]
     return [_table(some, columns) for some, columns in ((beside, _BESIDE), (alone, _ALONE)) if some]
@@ -49,7 +49,7 @@ def _median(values: Sequence[float], unit: str) -> str:
 
 def _measured(result: Result) -> str:
     unit = result.comparison.compared_unit
-    if len(result.values) < 2:  # of a single round there are no quartiles
+    if len(result.values) < 2:  # a single round has no quartiles
         return result.skipped or _median(result.values, unit)
     return with_quartiles(*quartiles(result.values), unit)
 

@@ -1,11 +1,11 @@
-"""A training loop with a collective in each step, on two hosts: `.shard_to` beside Grain's guide.
+"""Compares `.shard_to` with Grain's guide on two hosts, in a loop with a collective in each step.
 
     python benchmarks/two_hosts.py [--steps 256] [--timeout-s 60]
 
-Grain's guide ends a pipeline with ``grain.experimental.device_put(ds, sharding)``. On two hosts
-that compares every batch across them from a background thread, while the step's own collective runs
-in the main thread: each waits for the other. It is run here under a timeout, to see whether it
-still does.
+Grain's guide ends a pipeline with ``grain.experimental.device_put(ds, sharding)``. On two hosts it
+compares every batch across the hosts, from a background thread. The main thread runs the step's own
+collective at the same time, and each collective waits for the other. The script runs the loop with
+a timeout, to see if it still hangs.
 """
 
 import argparse
@@ -17,7 +17,7 @@ GLOBAL_BATCH_SIZE, FEATURES = 256, 3 * 64 * 64  # 12.6 MB of float32 a batch
 
 
 def train(chain, steps):
-    """Runs the loop on this host; returns the seconds that the steps after the first ten took."""
+    """Runs the loop on this host, and returns the seconds of all steps after the first eleven."""
     import grain
     import jax
     import jax.numpy as jnp
@@ -60,7 +60,9 @@ def train(chain, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=256)
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="for each of the two")
+    parser.add_argument(
+        "--timeout-s", type=float, default=60.0, help="seconds for each of the two loops"
+    )
     args = parser.parse_args()
     for chain in ("grain_shard", "grain.experimental.device_put"):
         try:

@@ -1,4 +1,4 @@
-"""P4: placing a batch of 12.6 MB over two processes."""
+"""P4: the time to place a batch of 12.6 MB on the devices of two processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ BATCHES = 20
 
 
 def rounds_on_host(rounds: int) -> list[Round]:
-    """What each side took on this host, in ms per batch, with the batch in memory."""
+    """Runs all sides on this host, and returns their milliseconds per batch for each round.
+
+    The batch is in memory.
+    """
     import time
 
     import grain
@@ -33,7 +36,7 @@ def rounds_on_host(rounds: int) -> list[Round]:
             return batch
 
     def ms(batches: Iterator[object]) -> float:
-        jax.block_until_ready(next(batches))  # starts the threads, and meets the other host
+        jax.block_until_ready(next(batches))  # starts the threads, and waits for the other host
         start = time.perf_counter()
         for placed in batches:
             jax.block_until_ready(placed)

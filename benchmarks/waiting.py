@@ -1,8 +1,9 @@
-"""P15, P16, P18: sources that wait, and sources that compute, with nothing set.
+"""P15, P16, P18: the speed of sources that wait, and of sources that compute, with default options.
 
-A source sleeps for each read, as a bucket, a database or a network file system does. `.shard_to` is
-compared with Grain's guide, and with itself at the best fixed number of threads. Two sources do not
-sleep but wait for another process: HTTP range requests, and ArrayRecord files on a slow mount.
+A source sleeps for each read, like a bucket, a database or a network file system. `.shard_to` is
+compared with Grain's guide, and with itself at the best fixed number of threads. Two sources wait
+for another process in place of sleeping: HTTP range requests, and ArrayRecord files on a slow
+mount.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from benchmarks.slow_mount import mounted
 
 GLOBAL_BATCH_SIZE = 256
 RECORDS_STORED = 16_384
-# What an object of a bucket takes to answer, and a file of a mounted bucket that caches some.
+# Milliseconds of a read from a bucket, and of a read from a mounted bucket with some cache.
 BUCKET_MS, MOUNT_MS = 50, 20
-# A slow read of P18: how many have one among them, and how many times as long it takes.
+# For P18: one read in ONE_IN is slow, and takes TIMES as long as EVEN_MS, the time of other reads.
 ONE_IN, TIMES, EVEN_MS = 500, 50, 5
 LATENCIES_MS = (0, 1, 5, 20, 100)
 BEST = "best num_threads"
@@ -40,10 +41,10 @@ Pipeline = Callable[[grain.MapDataset], Iterator[Any]]
 
 
 class Source:
-    """Endless 3 KB records, each of which is waited for.
+    """A source of ten million 3 KB records, which sleeps for each read.
 
     Args:
-        latency_ms: For how long a read takes.
+        latency_ms: Milliseconds of a read.
     """
 
     def __init__(self, latency_ms: float):
@@ -62,7 +63,7 @@ class Source:
 
 
 class BatchedSource(Source):
-    """The same, many records in a call, which takes as long as one."""
+    """A `Source` that also reads many records in one call, in the time of one record."""
 
     def _getitems(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         self.wait(indices[0])
@@ -70,17 +71,18 @@ class BatchedSource(Source):
 
 
 class LateSource(Source):
-    """The same, but one read in 500 takes 50 times as long.
+    """A `Source` in which one read in 500 takes 50 times as long.
 
     Args:
-        latency_ms: For how long a read takes.
-        again: Whether a record that was late is late each time that it is read.
+        latency_ms: Milliseconds of all other reads.
+        again: True if a slow record is slow each time that it is read. With False the next read of
+            the record may be fast.
     """
 
     def __init__(self, latency_ms: float, again: bool = False):
         super().__init__(latency_ms)
         self._again = again
-        self._reads: dict[int, int] = {}  # of each record so far
+        self._reads: dict[int, int] = {}  # number of reads so far, by record, less one
 
     def wait(self, index: int) -> None:
         number = self._reads[index] = self._reads.get(index, -1) + 1
@@ -102,12 +104,12 @@ def ours(ds: grain.MapDataset, **options: Any) -> Iterator[Any]:
 
 
 def guide(ds: grain.MapDataset) -> Iterator[Any]:
-    """Grain's guide: 16 threads read elements, which are batched behind them."""
+    """Returns the batches of Grain's guide: 16 threads read records, which are then batched."""
     return peers.device_put(ds.to_iter_dataset().batch(GLOBAL_BATCH_SIZE))
 
 
 def records_per_second(ds: grain.MapDataset, pipeline: Pipeline, seconds: float) -> float:
-    """From the first batch on the devices to the last one before the time is over."""
+    """Returns the records per second after the first batch, over at least `seconds`."""
     with closing(pipeline(ds)) as batches:  # pyright: ignore[reportArgumentType]
         jax.block_until_ready(next(batches))
         start = end = time.perf_counter()
@@ -119,7 +121,10 @@ def records_per_second(ds: grain.MapDataset, pipeline: Pipeline, seconds: float)
 
 
 def ms_to_first_batch(ds: grain.MapDataset, pipeline: Pipeline) -> float:
-    """From building the pipeline to its first batch on the devices."""
+    """Returns the milliseconds from the start of building the pipeline to its first batch.
+
+    The first batch counts when it is on the devices.
+    """
     start = time.perf_counter()
     with closing(pipeline(ds)) as batches:  # pyright: ignore[reportArgumentType]
         jax.block_until_ready(next(batches))
@@ -129,7 +134,11 @@ def ms_to_first_batch(ds: grain.MapDataset, pipeline: Pipeline) -> float:
 def rates(
     datasets: Mapping[str, grain.MapDataset], run: Run, *, with_guide: bool
 ) -> Iterator[Round]:
-    """Of each dataset: ours, ours at the best fixed number of threads, and Grain's guide."""
+    """Yields the records per second of each round, for each dataset and each way to read it.
+
+    The ways are `.shard_to` with default options, `.shard_to` with each fixed number of threads,
+    the best of these numbers, and, with `with_guide`, Grain's guide.
+    """
     grid = (1, 2, 16, 128) if run.quick else (1, 2, 4, 8, 16, 32, 64, 128)
     pipelines: dict[str, Pipeline] = {"ours": ours}
     if with_guide:
@@ -171,7 +180,7 @@ def measure_first(run: Run) -> Iterable[Round]:
 
 
 def in_python(record: dict[str, Any]) -> dict[str, Any]:
-    """50 us of Python, which hold the interpreter's lock."""
+    """Runs Python code for 50 us, with the interpreter's lock held, and returns the record."""
     end, spins = time.thread_time() + 50e-6, 0
     while time.thread_time() < end:
         spins += 1

@@ -1,12 +1,14 @@
-"""A run that changes: its mixture, its batch size, its hosts; every batch in four microbatches.
+"""A training run whose mixture, batch size and number of hosts change, with microbatches.
 
 A small decoder learns to predict the bytes of Python's documentation and of Python's own source.
-From record 200 on it reads as much of one as of the other, and from step 8 on batches are twice as
-large. On one host, eight virtual CPU devices:
+Up to record 200 it reads three times as much documentation as source, and then as much of both.
+From step 8 on batches are twice as large. Each batch is cut into four microbatches. On one host,
+with eight virtual CPU devices:
 
     python examples/changing_run.py --checkpoint-dir /tmp/uninterrupted
 
-The same run, stopped after ten steps on four hosts, continued on two, and drawn over the first:
+The same run again. Now it is stopped after ten steps on four hosts, and continued on two. The last
+command draws its losses over those of the first run:
 
     python -m grain_shard rehearse --hosts 4 --devices-per-host 2 \
         examples/changing_run.py --distributed --checkpoint-dir /tmp/changing --steps 10
@@ -15,8 +17,8 @@ The same run, stopped after ten steps on four hosts, continued on two, and drawn
     python examples/changing_run.py --checkpoint-dir /tmp/changing --picture losses.png \
         --against /tmp/uninterrupted
 
-The losses of both are in losses.json of their folders, and are the same but for rounding. It takes
-no network, no accelerator, and half a minute for each run.
+Each run writes its losses to losses.json in its folder. The losses of both runs are equal up to
+rounding. A run takes half a minute, and needs no network and no accelerator.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import os
 import pydoc_data.topics
 from pathlib import Path
 
-os.environ.setdefault("PJRT_NPROC", "32")  # threads enough for the collectives of 8 devices
+os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for the collectives of 8 devices
 
 import grain
 import jax
@@ -42,13 +44,13 @@ import grain_shard
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 64, 4, 3
-WEIGHTS = {0: [3, 1], 200: [1, 1]}  # of prose and code, from these records on
-GLOBAL_BATCH_SIZES = {0: 32, 8: 64}  # from these steps on
+WEIGHTS = {0: [3, 1], 200: [1, 1]}  # weights of prose and code, by the first record they hold for
+GLOBAL_BATCH_SIZES = {0: 32, 8: 64}  # batch sizes, by the first step they hold for
 MICROBATCHES = 4
 
 
 def pieces(text):
-    """Records of LENGTH + 1 bytes."""
+    """Returns a text cut into records of LENGTH + 1 bytes, int32[records, LENGTH + 1]."""
     data = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     count = len(data) // (LENGTH + 1)
     return data[: count * (LENGTH + 1)].reshape(count, LENGTH + 1)
@@ -102,16 +104,17 @@ class Decoder(nnx.Module):
 
 @nnx.jit
 def create():
-    """The model and its optimizer, on every device of the mesh."""
+    """Returns the model and its optimizer, replicated on the mesh."""
     model = Decoder(nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adam(3e-3, eps=1e-4), wrt=nnx.Param)
 
 
 @nnx.jit
 def train_step(model, optimizer, batch):
-    """One update by the mean loss of a batch, which it returns.
+    """Updates the model by the mean loss of a batch, and returns this loss.
 
-    It is the sum over all microbatches, divided once: not all need have as many records.
+    Microbatches may have different numbers of records. So losses are summed over all microbatches,
+    and the sum is divided once at the end.
     """
     graph, params = nnx.split(model)
 
@@ -131,7 +134,10 @@ def train_step(model, optimizer, batch):
 
 
 def train(directory, stop):
-    """Trains up to a step, from the last checkpoint if there is one: that step, and the losses."""
+    """Trains up to the step `stop`, from the last checkpoint if there is one.
+
+    Returns the step at which training started, and the losses of the steps after it.
+    """
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
     with (
         jax.set_mesh(mesh),
@@ -156,7 +162,7 @@ def train(directory, stop):
 
 
 def losses_of(directory):
-    """The losses that a run has written, by step."""
+    """Returns the losses that a run has written, one for each step; [] if there is no file."""
     file = directory / "losses.json"
     return json.loads(file.read_text()) if file.exists() else []
 
@@ -170,7 +176,7 @@ def draw(directory, against, file):
         axes.plot(losses_of(against), color="0.8", lw=6, label=against.name)
     losses = losses_of(directory)
     axes.plot(losses, color="#D55E00", lw=1.5, label=directory.name)
-    # Not by a CheckpointManager, which would wait for the other hosts.
+    # The folder is listed without a CheckpointManager, which would wait for the other hosts.
     saved = [int(folder.name) for folder in (directory / "checkpoints").iterdir()]
     stops = sorted(step for step in saved if step < len(losses))
     axes.plot(stops, [losses[step] for step in stops], "o", color="black", label="continued here")
@@ -181,11 +187,13 @@ def draw(directory, against, file):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=24, help="of the whole run (default: 24)")
-    parser.add_argument("--checkpoint-dir", type=Path, required=True, help="shared by all hosts")
-    parser.add_argument("--distributed", action="store_true", help="be one host of several")
-    parser.add_argument("--picture", type=Path, help="draw the losses into this file")
-    parser.add_argument("--against", type=Path, help="the folder of a run to draw below them")
+    parser.add_argument("--steps", type=int, default=24, help="last step (default: 24)")
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, required=True, help="folder that all hosts share"
+    )
+    parser.add_argument("--distributed", action="store_true", help="train as one of several hosts")
+    parser.add_argument("--picture", type=Path, help="file to draw the losses into")
+    parser.add_argument("--against", type=Path, help="folder of another run to draw as well")
     args = parser.parse_args()
     if args.distributed:
         jax.distributed.initialize()

@@ -1,19 +1,19 @@
-"""An image classifier: augmentation, evaluation, checkpoints, and leaving when told to stop.
+"""An image classifier, with augmentation, evaluation, checkpoints and preemption.
 
 A small convolutional network learns scikit-learn's 1,797 images of digits. On one host, with eight
 virtual CPU devices, it takes half a minute:
 
     python examples/image_classifier.py --checkpoint-dir /tmp/classifier
 
-Run it a second time and it goes on from its last checkpoint. It saves one after each epoch, and one
-more when it is told to stop (SIGTERM, which is how a cluster takes a machine back). The same script
-on two hosts of four devices each, with the same losses:
+Run it a second time, and it goes on from its last checkpoint. It saves a checkpoint after each
+epoch. It also saves one and stops when it gets SIGTERM, the signal by which a cluster preempts a
+job. The same script runs on two hosts of four devices each, with the same losses:
 
     python -m grain_shard rehearse --hosts 2 --devices-per-host 4 \
         examples/image_classifier.py --distributed --checkpoint-dir /tmp/classifier-2
 
-For images of your own, replace `records` by `grain_shard.ArrayRecordSource("data/train-*")` and a
-`.map(decode)` that makes such a dict of each record.
+For images of your own, replace `records` by `grain_shard.ArrayRecordSource("data/train-*")`, and
+add a `.map(decode)` that turns each record into a dict of image and label.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import signal
 import threading
 from pathlib import Path
 
-os.environ.setdefault("PJRT_NPROC", "32")  # threads enough for the collectives of 8 devices
+os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for the collectives of 8 devices
 
 import grain
 import jax
@@ -38,12 +38,12 @@ from sklearn.datasets import load_digits
 import grain_shard  # noqa: F401, adds .shard_to to Grain's datasets
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 
-GLOBAL_BATCH_SIZE = 128  # of all hosts together
+GLOBAL_BATCH_SIZE = 128  # rows of all hosts together
 TEST_IMAGES = 297
 
 
 def records():
-    """One dict for each image: float32[8, 8, 1] from 0 to 1, and the digit that it shows."""
+    """Returns a dict for each image: float32[8, 8, 1] from 0 to 1, and the digit that it shows."""
     digits = load_digits()
     images = (digits.images / 16).astype(np.float32)[..., None]
     return [
@@ -53,9 +53,9 @@ def records():
 
 
 def augment(record, rng):
-    """Moves the image by up to one pixel each way, and makes it lighter or darker.
+    """Moves the image by at most one pixel in each direction, and makes it lighter or darker.
 
-    Grain gives each record of each epoch a generator of its own, so the result is the same on any
+    Grain gives each record of each epoch its own random generator. So the result is the same on any
     number of hosts, and after a restart.
     """
     image = np.roll(record["image"], rng.integers(-1, 2, size=2), axis=(0, 1))
@@ -63,7 +63,7 @@ def augment(record, rng):
 
 
 def make_datasets(mesh):
-    """Batches to train on, and batches to test with: dicts of image, label and valid_mask."""
+    """Returns the training batches and the test batches: dicts of image, label and valid_mask."""
     everything = records()
     train = (
         grain.MapDataset.source(everything[TEST_IMAGES:])
@@ -91,14 +91,14 @@ class Classifier(nnx.Module):
 
 @nnx.jit
 def create():
-    """The model and its optimizer, a copy on every device of the mesh."""
+    """Returns the model and its optimizer, replicated on the mesh."""
     model = Classifier(nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adam(5e-3, eps=1e-4), wrt=nnx.Param)
 
 
 @nnx.jit
 def train_step(model, optimizer, batch):
-    """One update; the mean loss of the batch's records, without the rows of padding."""
+    """Updates the model by the mean loss of the batch's valid rows, and returns this loss."""
 
     def loss_fn(model):
         logits = model(batch["image"])
@@ -112,7 +112,7 @@ def train_step(model, optimizer, batch):
 
 @nnx.jit
 def count_right(model, batch):
-    """How many records of a batch the model gets right; rows of padding are no records."""
+    """Returns the number of a batch's valid rows that the model classifies correctly."""
     right = jnp.argmax(model(batch["image"]), axis=-1) == batch["label"]
     return jnp.sum(right & batch["valid_mask"])
 
@@ -124,14 +124,23 @@ def save(checkpoints, step, model, optimizer, epochs):
 
 
 def train(directory, num_epochs, told_to_stop):
-    """Trains from the last checkpoint on, if there is one: the step it began at, and the losses."""
+    """Trains from the last checkpoint, or from the start if there is none.
+
+    Args:
+        directory: Folder of the checkpoints.
+        num_epochs: Number of epochs of the whole run.
+        told_to_stop: Function of a step that returns True if the run should save and stop there.
+
+    Returns:
+        The step at which training started, and the losses of the steps after it.
+    """
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     train_ds, test_ds = make_datasets(mesh)
     losses = []
     with (
         jax.set_mesh(mesh),
         ocp.CheckpointManager(directory / "checkpoints") as checkpoints,
-        train_ds.epochs(num_epochs) as epochs,  # each in an order of its own
+        train_ds.epochs(num_epochs) as epochs,  # each epoch has another order
     ):
         model, optimizer = create()
         step = start = checkpoints.latest_step() or 0
@@ -165,12 +174,14 @@ def say(text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=20, help="of the whole run (default: 20)")
-    parser.add_argument("--checkpoint-dir", type=Path, required=True, help="shared by all hosts")
-    parser.add_argument("--distributed", action="store_true", help="be one host of several")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of the run (default: 20)")
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, required=True, help="folder that all hosts share"
+    )
+    parser.add_argument("--distributed", action="store_true", help="train as one of several hosts")
     args = parser.parse_args()
     if args.distributed:
-        # JAX then takes SIGTERM of any host, and tells all of them at the same step.
+        # JAX catches a SIGTERM on any host, and then tells all hosts to stop at the same step.
         jax.distributed.initialize()
         told_to_stop = multihost_utils.reached_preemption_sync_point
     else:

@@ -1,18 +1,19 @@
-"""A language model: packed text as feeds, a mesh with Explicit axes, every batch in microbatches.
+"""A language model, with packed text as feeds, a mesh with Explicit axes, and microbatches.
 
-A small decoder learns to predict the bytes of NumPy's docstrings. Rows are split over the `data`
-axis of the mesh, heads and hidden units over its `tensor` axis. On one host, with eight virtual CPU
-devices, it takes about a minute:
+A small decoder learns to predict the bytes of NumPy's docstrings. Rows are sharded over the `data`
+axis of the mesh, and heads and hidden units over its `tensor` axis. On one host, with eight virtual
+CPU devices, it takes about a minute:
 
     python examples/language_model.py --checkpoint-dir /tmp/language
 
-Run it a second time, with a larger `--steps`, and it goes on from its last checkpoint. The same on
-two hosts of four devices each, with the same losses but for rounding:
+Run it a second time, with a larger `--steps`, and it goes on from its last checkpoint. The same
+script runs on two hosts of four devices each, with losses that are equal up to rounding:
 
     python -m grain_shard rehearse --hosts 2 --devices-per-host 4 \
         examples/language_model.py --distributed --checkpoint-dir /tmp/language-2
 
-For text of your own, replace `documents`, and `np.frombuffer` by your tokenizer.
+For text of your own, replace the function `documents`, and use your tokenizer in place of
+`np.frombuffer`.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import json
 import os
 from pathlib import Path
 
-os.environ.setdefault("PJRT_NPROC", "32")  # threads enough for the collectives of 8 devices
+os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for the collectives of 8 devices
 
 import grain
 import jax
@@ -41,18 +42,21 @@ SAVE_EVERY = 50  # steps
 
 
 def documents():
-    """The docstrings of NumPy's public functions and classes, as bytes."""
+    """Returns the docstrings of NumPy's public functions and classes, as bytes."""
     found = {inspect.getdoc(getattr(np, name)) or "" for name in dir(np) if name[0] != "_"}
     return [text.encode() for text in sorted(found)]
 
 
 def shift(tokens):
-    """What the model sees, and the token after each that it is to predict."""
+    """Returns the tokens that the model sees, and for each the next token, which it predicts."""
     return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
 
 def make_feed(feed):
-    """One of NUM_FEEDS streams: its part of the documents, in rows of LENGTH tokens."""
+    """Returns one of NUM_FEEDS streams: a part of the documents, packed into rows of LENGTH tokens.
+
+    `feed` has the index of the stream and the number of streams.
+    """
     cuts = LENGTH + 1
     pieces = [text[i : i + cuts] for text in documents() for i in range(0, len(text), cuts)]
     stream = (
@@ -70,12 +74,12 @@ def make_feed(feed):
 
 
 def make_batches(mesh):
-    """Leaves of [MICROBATCHES, rows, LENGTH], with the rows split over `data`."""
+    """Returns the batches: leaves [MICROBATCHES, rows, LENGTH], rows sharded over `data`."""
     feeds = grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(GLOBAL_BATCH_SIZE)
     return feeds.shard_to(mesh, P("data"), microbatches=MICROBATCHES)
 
 
-# How each weight is split over the mesh, and its shape.
+# The spec by which each weight is sharded, and its shape.
 OF_A_LAYER = {
     "qkv": (P(None, None, "tensor", None), (WIDTH, 3, HEADS, WIDTH // HEADS)),
     "out": (P("tensor", None, None), (HEADS, WIDTH // HEADS, WIDTH)),
@@ -93,7 +97,7 @@ ADAM = optax.adam(5e-3, eps=1e-4)
 
 @jax.jit
 def create():
-    """The weights and the optimizer's state, split over the mesh from the first moment on."""
+    """Returns new weights and the optimizer's state, which are made sharded over the mesh."""
     described, structure = jax.tree.flatten(WEIGHTS, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(jax.random.key(0), len(described))
     params = jax.tree.unflatten(
@@ -111,7 +115,11 @@ def normalized(x):
 
 
 def logits_of(params, batch):
-    """float32[rows, LENGTH, VOCABULARY]; a sum over a split dim says how its result is to lie."""
+    """Returns the logits, float32[rows, LENGTH, VOCABULARY].
+
+    On Explicit axes, an operation over a sharded dim needs the sharding of its result
+    (`out_sharding`).
+    """
     rows, places = P("data", None, None), jnp.arange(LENGTH)
     segments = batch["inputs_segment_ids"]
     same_document = segments[:, :, None] == segments[:, None, :]
@@ -133,7 +141,10 @@ def logits_of(params, batch):
 
 @jax.jit(donate_argnums=(0, 1))
 def train_step(params, optimizer_state, batch):
-    """One update by the mean loss over all tokens of all microbatches, which it returns."""
+    """Updates the weights by the mean loss over all tokens of all microbatches.
+
+    Returns the new weights, the new state of the optimizer, and the loss.
+    """
     batch["counts"] = (batch["targets_segment_ids"] > 0) & batch["valid_mask"][..., None]
 
     def loss_sum(params, microbatch):
@@ -153,7 +164,10 @@ def train_step(params, optimizer_state, batch):
 
 
 def train(directory, stop):
-    """Trains up to a step, from the last checkpoint if there is one: that step, and the losses."""
+    """Trains up to the step `stop`, from the last checkpoint if there is one.
+
+    Returns the step at which training started, and the losses of the steps after it.
+    """
     mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "tensor"))  # Explicit axes
     options = ocp.CheckpointManagerOptions(save_interval_steps=SAVE_EVERY)
     with (
@@ -177,9 +191,11 @@ def train(directory, stop):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300, help="of the whole run (default: 300)")
-    parser.add_argument("--checkpoint-dir", type=Path, required=True, help="shared by all hosts")
-    parser.add_argument("--distributed", action="store_true", help="be one host of several")
+    parser.add_argument("--steps", type=int, default=300, help="last step (default: 300)")
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, required=True, help="folder that all hosts share"
+    )
+    parser.add_argument("--distributed", action="store_true", help="train as one of several hosts")
     args = parser.parse_args()
     if args.distributed:
         jax.distributed.initialize()

@@ -1,9 +1,9 @@
-"""The model of language_model.py, trained on windows of a file of tokens, as nanoGPT writes it.
+"""Trains the model of language_model.py on windows of a token file in nanoGPT's format.
 
     python examples/token_file.py train.bin --checkpoint-dir /tmp/tokens
 
-The file holds uint16 tokens, each below 256 for this small model. It is mapped into memory, and the
-rows are gathered from there in a shuffled order. All else is as in language_model.py.
+The file holds uint16 tokens, each below 256 for this small model. The file is mapped into memory,
+and rows are read from there in a shuffled order. The rest of the script is language_model.py.
 """
 
 import sys
@@ -19,7 +19,10 @@ import grain_shard
 
 
 def batches_of(file):
-    """Returns `make_batches` for windows of a file, in another order in each of endless epochs."""
+    """Returns a function `make_batches(mesh)` for the windows of a file.
+
+    The batches never end. Each epoch has another order.
+    """
     tokens = np.memmap(file, np.uint16, mode="r")
     windows = sliding_window_view(tokens, model.LENGTH + 1, subok=True)[:: model.LENGTH]
     source = grain_shard.ArraySource({"inputs": windows[:, :-1], "targets": windows[:, 1:]})
@@ -33,7 +36,7 @@ def batches_of(file):
 
 
 def train_step(params, optimizer_state, batch, step=model.train_step):
-    """A step in which each window is one document, from its first token on."""
+    """Runs the training step of language_model.py, with each window as a single document."""
     inputs, targets = (batch[name].astype(jnp.int32) for name in ("inputs", "targets"))
     ones = jnp.ones_like(inputs)
     batch = {

@@ -1,1 +1,1 @@
-"""Random pipelines, kills and faults, for as long as one likes: `python -m benchmarks.soak`."""
+"""The soak: tests random pipelines, kills and faults for any time, `python -m benchmarks.soak`."""

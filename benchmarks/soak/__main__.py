@@ -1,13 +1,14 @@
-"""Random pipelines, kills and faults against plain Grain, for as long as one likes.
+"""Tests random pipelines, kills and faults against plain Grain, for as long as you like.
 
-    python -m benchmarks.soak --minutes 60            # another seed each time, which it prints
+    python -m benchmarks.soak --minutes 60            # with a random seed, which it prints
     python -m benchmarks.soak --minutes 60 --seed 7
-    python -m benchmarks.soak --seed 7 --case 123     # that case alone, again
+    python -m benchmarks.soak --seed 7 --case 123     # runs one case again
 
-Kinds of cases: pipelines of random access, and feeds, in one process; faults, that is sources that
-are slow, fail or hold what cannot be decoded; kill chains over real processes; and hosts that fail
-or are killed while others train. A case that fails is written to a file, with all that there is to
-say of it, and the soak goes on. The exit code is 1 if one failed.
+There are five kinds of cases. Pipelines with random access, and feeds, run in one process. In
+faults, a source is slow, fails, or holds records that cannot be decoded. Kill chains run over real
+processes. In the last kind, a host fails or is killed while others train. A case that fails is
+written to a file with its literal, the difference and its output, and the soak goes on. The exit
+code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -33,20 +34,30 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=10.0, help="begin no case after these (default: 10)")
-    add("--seed", type=int, help="what the cases follow from (default: drawn)")
-    add("--case", type=int, help="run this one alone")
+    add("--minutes", type=float, default=10.0, help="time to start new cases (default: 10)")
+    add("--seed", type=int, help="seed of the cases (default: random)")
+    add("--case", type=int, help="number of a single case to run")
     add("--out", type=Path, default=Path("soak_failures"), help="folder for the cases that fail")
     args = parser.parse_args(argv)
     seed = random.randrange(10**6) if args.seed is None else args.seed
     numbers = itertools.count() if args.case is None else [args.case]
-    # As Ctrl-C does it: whatever was started is ended.
+    # SIGTERM ends the soak like Ctrl-C: it first ends the processes that it has started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return soak(seed, numbers, time.monotonic() + 60 * args.minutes, args.out)
 
 
 def soak(seed: int, numbers: Iterable[int], deadline: float, out: Path) -> int:
-    """Runs cases until the deadline, and tells how they went; the exit code."""
+    """Runs cases until the deadline, prints their outcomes, and returns the exit code.
+
+    Args:
+        seed: The seed from which cases are drawn.
+        numbers: The numbers of the cases, in order.
+        deadline: Time by `time.monotonic` after which no case is started.
+        out: Folder for the cases that fail.
+
+    Returns:
+        1 if a case failed, else 0.
+    """
     from benchmarks.soak import cases
 
     kinds: collections.Counter[str] = collections.Counter()
@@ -80,7 +91,7 @@ def soak(seed: int, numbers: Iterable[int], deadline: float, out: Path) -> int:
 
 
 def write(out: Path, seed: int, number: int, case: object, outcome: Outcome) -> Path:
-    """Writes down a case that failed."""
+    """Writes a failed case to a file of the folder `out`, and returns the path of the file."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"seed-{seed}-case-{number}.txt"
     path.write_text(

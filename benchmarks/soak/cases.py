@@ -1,4 +1,4 @@
-"""A case follows from a seed and its number, in every process alike."""
+"""Draws a case from a seed and a number. Every process draws the same case."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from benchmarks.soak import failing_hosts, faults, feeds, kills, pipelines
 
 
 class Case(Protocol):
-    """What is drawn: a frozen dataclass, whose text is a literal."""
+    """A case: a frozen dataclass whose ``repr`` is a literal, from which it can be built again."""
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which it hangs."""
+        """Seconds that the case may take. A case that takes longer counts as hanging."""
         ...
 
     def run(self, folder: Path) -> Counter[str]:
-        """Checks what it is about, and counts it; raises where something is not as it should be.
+        """Runs the case, and returns counts of the things that it checked, by name.
+
+        An exception means that the case failed.
 
         Args:
-            folder: An empty one.
+            folder: An empty folder for the case's files.
         """
         ...
 
 
-# In a hundred cases, so many of each.
+# The kinds of cases, each with the function that draws a case and its number in a hundred cases.
 KINDS = {
     "pipelines": (pipelines.draw, 52),
     "feeds": (feeds.draw, 22),
@@ -38,7 +40,7 @@ KINDS = {
 
 
 def draw(seed: int, number: int) -> tuple[str, Case]:
-    """The kind of a case, and the case."""
+    """Returns the name of the kind of a case, and the case."""
     rng = random.Random(f"seed {seed}, case {number}")
     weights = [weight for _, weight in KINDS.values()]
     (kind,) = rng.choices(list(KINDS), weights)

@@ -1,4 +1,4 @@
-"""Bit for bit: batches against what they should be."""
+"""Compares batches with the expected ones, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grain_shard import PadToDivisible, ShardBatch, ShardingTree
 
 
 class Difference(AssertionError):
-    """Something is not what it should be."""
+    """A batch, or another result, differs from the expected one."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -26,7 +26,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def same_leaf(where: str, found: np.ndarray, expected: np.ndarray) -> None:
-    """Compares shape, dtype and every bit; text by what it says."""
+    """Compares shape, dtype and every bit of a leaf; of text, the shape and the strings."""
     found = np.asarray(found)
     require(found.shape == expected.shape, f"{where}: {found.shape}, not {expected.shape}")
     if expected.dtype.kind == "U":
@@ -38,7 +38,7 @@ def same_leaf(where: str, found: np.ndarray, expected: np.ndarray) -> None:
 
 
 def named_leaves(batch: Any) -> dict[str, Any]:
-    """The leaves, by their paths."""
+    """Returns the leaves of a batch, by their paths."""
     return {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -46,7 +46,11 @@ def named_leaves(batch: Any) -> dict[str, Any]:
 
 
 def same_trees(where: str, found: Any, expected: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """The leaves of both, by path, if they have the same paths."""
+    """Yields (path, found leaf, expected leaf) for each leaf of two trees with the same paths.
+
+    Raises:
+        Difference: The trees have different paths.
+    """
     found, expected = named_leaves(found), named_leaves(expected)
     require(found.keys() == expected.keys(), f"{where}: {list(found)}, not {list(expected)}")
     for path, leaf in expected.items():
@@ -59,7 +63,7 @@ def same_host_batch(where: str, found: Any, expected: Any) -> None:
 
 
 def same_batch(where: str, found: Any, expected: Any, sharding: Sharding) -> None:
-    """Compares every shard on every device of this host, and how the leaves are sharded."""
+    """Compares every shard on every device of this host, and the sharding of each leaf."""
     for path, leaf, should in same_trees(where, found, expected):
         if should.dtype.kind == "U":
             same_leaf(path, leaf, should)
@@ -85,9 +89,18 @@ def same_batches(
     sharding: Sharding,
     count: int | None = None,
 ) -> Any:
-    """Compares batches with those that should follow a place; returns the place after them.
+    """Compares batches with the batches that a model has after a place.
 
-    With all that follow; or with so many, if a number is given.
+    Args:
+        where: Start of the message if they differ.
+        found: The batches.
+        expected: The model.
+        place: The place in the model before the first batch.
+        sharding: Batch sizes, mesh and options.
+        count: Number of batches that should follow; None for all that the model has.
+
+    Returns:
+        The place after the last batch.
     """
     found = iter(found)
     should = itertools.islice(model.batches(expected, place, sharding.sizes), count)
@@ -110,18 +123,18 @@ def same_rows_of_hosts(
     remainder: Any,
     ends_known: bool,
 ) -> None:
-    """Compares the rows that each of several hosts has, with no host but this one.
+    """Compares the rows that each of several hosts would have. The hosts are simulated.
 
     Args:
-        ds: Whole batches, before `.shard_to`.
-        hosts: How many.
+        ds: The dataset of whole batches, before `.shard_to`.
+        hosts: Number of hosts.
         whole: The rows of every batch.
-        expected: What they come from.
-        sharding: How they are sharded.
-        remainder: As of `.shard_to`.
-        ends_known: Whether each host knows by itself where all end. Of feeds it does not: if its
-            own end before those of others it has no batch where it should have padding, and goes on
-            alone if they end later.
+        expected: The model of the batches.
+        sharding: Batch sizes, mesh and options.
+        remainder: The option of `.shard_to`.
+        ends_known: True if each host knows by itself which batch is the last. With feeds, real
+            hosts agree on it, and simulated ones cannot. So a host may have no batch where it
+            should have padding, or more batches if its own feeds end later.
     """
     mesh, made = sharding.drawn.of_hosts(hosts), sharding.made
     tree = ShardingTree.of(mesh, sharding.drawn.spec, microbatches=made.microbatches)

@@ -1,7 +1,7 @@
-"""A host that raises or is killed while others train: all end, soon, and each says who it was.
+"""Cases in which a host raises or is killed while others train.
 
-Every step has a collective, in which the others would wait for the one that is gone; and nobody but
-the library ends them.
+All hosts must end soon, and name the host that raised. Every step has a collective, in which a host
+would wait for the host that has gone. Only the library ends the hosts.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from grain_shard import rehearse
 KINDS = ("random access", "stream", "feeds")
 WAYS = ("raises", "is killed", "ends in good order")
 DEVICES_PER_HOST = 2
-BATCHES, BATCH_SIZE, NUM_FEEDS = 40, 24, 12  # which 2, 3 and 4 hosts divide
+BATCHES, BATCH_SIZE, NUM_FEEDS = 40, 24, 12  # 2, 3 and 4 hosts divide batches and feeds
 ERROR = "the bucket is gone"
 
 
 @dataclasses.dataclass(frozen=True)
 class FailingHosts:
-    """A case.
+    """A case of a failing host.
 
     Attributes:
-        kind: Of the pipeline.
-        hosts: Processes.
-        victim: The one that fails.
-        way: How it does.
-        batch: In which batch.
+        kind: Kind of the pipeline, one of `KINDS`.
+        hosts: Number of hosts, each a process.
+        victim: Index of the host that fails.
+        way: The way in which it fails, one of `WAYS`.
+        batch: Number of the batch in which it fails.
     """
 
     kind: str
@@ -76,7 +76,11 @@ def draw(rng: random.Random) -> FailingHosts:
 
 
 def check_ends(case: FailingHosts, result: rehearse.RehearsalResult) -> None:
-    """All have failed, and each tells of the host that raised; or none has."""
+    """Checks that all hosts ended.
+
+    If a host raised or was killed, all hosts must have failed, and name the host that raised. Else
+    all must have the exit code 0.
+    """
     codes = result.returncodes
     printed = "\n".join(f"--- host {h}\n{output}" for h, output in enumerate(result.outputs))
     told = f"hosts {result.timed_out_hosts} hang, exit codes {codes}\n{printed}"
@@ -100,8 +104,8 @@ def train(case: FailingHosts) -> None:
     import jax
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # JAX alone notices a host that is killed, and takes 100 seconds for it by default. Where none
-    # is, that stays, as a host of a busy machine may be late.
+    # Only JAX notices a host that is killed, by default after 100 seconds. Here it is 20 seconds.
+    # If no host is killed the default stays, because a host of a busy machine may be late.
     heartbeat = {"heartbeat_timeout_seconds": 20} if case.way == "is killed" else {}
     jax.distributed.initialize(**heartbeat)
     step = jax.jit(lambda batch: batch["x"].sum())

@@ -1,8 +1,8 @@
-"""Sources that are slow, fail or hold what cannot be decoded, under random pipelines.
+"""Cases of sources that are slow, fail, or hold records that cannot be decoded.
 
-What fails ends the loop at the batch that has it and no sooner, with an error that says which
-record it was; and from the state that was taken then, the run goes on when the source is well
-again. Where the dataset may be told to try again, or to mask, it does.
+A bad record must end the loop at the batch that has it, and not before, with an error that names
+the record. The state from that moment must go on with a source that is good again. A record that
+fails once must be tried again, and a corrupt record must be masked if the options say so.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ CAN_RETRY, CAN_MASK = "retries" in OPTIONS, "on_bad_record" in OPTIONS
 
 
 class FaultySource:
-    """A source of which some records have a fault.
+    """A source in which some records have a fault.
 
     Args:
-        inner: The source.
-        fault: One of `FAULTS`; None for none.
-        bad: The records that have it.
+        inner: The source of the records.
+        fault: The fault, one of `FAULTS`; None for no fault.
+        bad: The indices of the records with the fault.
     """
 
     def __init__(self, inner: Any, fault: str | None, bad: frozenset[int]):
@@ -61,14 +61,14 @@ class FaultySource:
 
 
 class Corrupt:
-    """What cannot be decoded."""
+    """A record that cannot be decoded."""
 
     def __int__(self) -> int:
         raise ValueError("cannot decode it")
 
 
 class FaultyBatchedSource(FaultySource):
-    """The same, read many records at a time."""
+    """A `FaultySource` that can read many records in one call."""
 
     def _getitems(self, indices: Any) -> list[Any]:
         return [self[int(index)] for index in indices]
@@ -76,14 +76,14 @@ class FaultyBatchedSource(FaultySource):
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """A case.
+    """A case of a faulty source.
 
     Attributes:
-        records: What stands above `.batch`, or what is cut into feeds.
-        stream: How it is cut into feeds; None for random access.
-        batched: Whether the source is read many records at a time.
-        fault: One of `FAULTS`.
-        bad: The records of the source that have it.
+        records: The dataset before `.batch`, or the dataset that is cut into feeds.
+        stream: The stream of each feed; None for random access.
+        batched: True if the source can read many records in one call.
+        fault: The fault, one of `FAULTS`.
+        bad: The indices of the source's records with the fault.
         sharding: Batch sizes, mesh and options.
     """
 
@@ -109,7 +109,7 @@ class Faults:
 
     @property
     def may_be_masked(self) -> bool:
-        """Whether a bad record has a row of its own, and the batch says which rows are none."""
+        """True if a bad record can be masked: with random access and a mask in the batch."""
         return self.stream is None and self.sharding.made.mask_key is not None
 
     def source(self, folder: Path, fault: str | None) -> Any:
@@ -131,7 +131,10 @@ class Faults:
         return self.sharding.apply(ds, **options)
 
     def good_batches(self, folder: Path) -> int | None:
-        """How many come before the first that plain Grain could not make; None if it makes all."""
+        """Returns the number of batches before the first bad one; None if there is no bad batch.
+
+        A batch is bad if plain Grain cannot make it.
+        """
         source, size = self.source(folder, "failing"), self.sharding.sizes[0]
         if self.stream is None:
             is_bad = bad_records(records.build(self.records, source))
@@ -149,11 +152,11 @@ class Faults:
 
 
 def draw(rng: random.Random) -> Faults:
-    """Random access two times of three."""
+    """Draws a case, with random access in two of three."""
     stream = None if rng.random() < 0.65 else feeds.draw_stream(rng, rng.choice([1, 2, 4]))
     drawn = records.draw(rng, at_least=16)
     bad = rng.sample(range(drawn.num_records), rng.randint(1, 3))
-    while True:  # until it is one that `.shard_to` takes
+    while True:  # until `.shard_to` accepts the case
         sharding = dataclasses.replace(shardings.draw(rng), sizes={0: 4 * rng.randint(1, 4)})
         packs = stream is not None and stream.packed is not None
         if sharding.fits and (sharding.drawn.is_of_all_leaves or not packs):
@@ -163,7 +166,7 @@ def draw(rng: random.Random) -> Faults:
 
 
 def bad_records(ds: grain.MapDataset) -> list[bool]:
-    """Of each record, whether plain Grain cannot have it."""
+    """Returns, for each record of the dataset, True if plain Grain cannot read it."""
 
     def is_bad(index: int) -> bool:
         try:
@@ -176,7 +179,16 @@ def bad_records(ds: grain.MapDataset) -> list[bool]:
 
 
 def check_failing(case: Faults, expected: Any, good: int | None, folder: Path) -> None:
-    """Up to the first bad batch, at it, and from there on when all is well again."""
+    """Compares the batches before the first bad one, and checks the error there.
+
+    Then it restores the state with a source without faults, and compares the batches after that.
+
+    Args:
+        case: The case.
+        expected: The model of the batches.
+        good: Number of batches before the first bad one; None if there is no bad batch.
+        folder: Folder for the case's files.
+    """
     place, error, count = expected.start, None, 0
     with iter(case.sharded(folder, case.fault)) as iterator:
         try:
@@ -189,8 +201,8 @@ def check_failing(case: Faults, expected: Any, good: int | None, folder: Path) -
             check_error(case, error, iterator)
         state = json.loads(json.dumps(iterator.get_state()))
     if case.fault == "failing once":
-        # A record may be in several batches, and it is the first to ask for it that fails: a read
-        # of a later batch, or one that was repeated and then had its answer.
+        # A record may be in several batches, and its first read fails. That may be the read of a
+        # later batch, or a read that is then repeated with success. So there may be no error.
         compare.require(error is None or good is not None, f"it failed with {error!r}")
         compare.require(error is None or count >= good, f"it failed at batch {count}, not {good}")
         compare.require(error is None or not CAN_RETRY, f"it was not tried again: {error!r}")
@@ -203,7 +215,7 @@ def check_failing(case: Faults, expected: Any, good: int | None, folder: Path) -
 
 
 def check_error(case: Faults, error: Exception, iterator: Any) -> None:
-    """It says where it happened, and comes again."""
+    """Checks that an error names the record or the feed, and that `next` raises it again."""
     told = "".join([str(error), *getattr(error, "__notes__", [])])
     what = "record" if case.stream is None else "feed"
     compare.require(what in told, f"the error does not say which {what} it was: {told}")
@@ -216,7 +228,7 @@ def check_error(case: Faults, error: Exception, iterator: Any) -> None:
 
 
 def check_masked(case: Faults, expected: model.RandomAccess, folder: Path) -> None:
-    """A bad record is a row of padding in its place."""
+    """Checks that with ``on_bad_record="mask"`` each bad record becomes a row of padding."""
     is_bad = bad_records(records.build(case.records, case.source(folder, "failing")))
     masked = expected.without(is_bad)
     ds = case.sharded(folder, case.fault, on_bad_record="mask", max_bad_records=10**6)

@@ -1,4 +1,4 @@
-"""Streams cut into feeds: filtered, mixed, packed, against plain Grain's iterator of each."""
+"""Cases of feeds, filtered, mixed and packed, compared with plain Grain's iterator of each feed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import grain_shard
 from benchmarks.soak import compare, model, records, shardings
 from benchmarks.soak.shardings import Sharding
 
-LENGTH = 16  # tokens of a packed row
+LENGTH = 16  # number of tokens of a packed row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,12 @@ class Stream:
     """The stream of one feed, as a literal.
 
     Attributes:
-        num_feeds: Of how many.
-        keep: A record is kept if its id is not divisible by this; None keeps all.
-        mixed: The weights by which the feed's records are mixed with themselves, shuffled.
-        packed: The number of packing bins; None for records as they are.
-        read: Threads and buffer of Grain's `ReadOptions`.
+        num_feeds: Number of feeds of the case.
+        keep: A record is kept if this number does not divide its id; None keeps all records.
+        mixed: Two weights, to mix the feed's records with the same records in shuffled order; None
+            for no mixture.
+        packed: Number of packing bins; None for no packing.
+        read: Grain's `ReadOptions`: threads and buffer.
     """
 
     num_feeds: int
@@ -42,17 +43,17 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Feeds:
-    """A case.
+    """A case of feeds.
 
     Attributes:
-        records: What is cut into feeds.
-        stream: What is made of a part.
-        drops: Whether the first feed that ends also ends the others.
-        first: How it begins.
-        then: How it goes on from a state.
-        stop: The batches before the state is taken.
-        hosts: Those that are simulated.
-        num_workers: Grain's processes that run the feeds.
+        records: The dataset that is cut into feeds.
+        stream: The stream of each feed.
+        drops: True if all feeds end with the first feed that ends.
+        first: Batch size, mesh and options of the first pipeline.
+        then: Batch size, mesh and options of the pipeline that restores the state.
+        stop: Number of batches before the state is taken.
+        hosts: Number of simulated hosts.
+        num_workers: Number of worker processes that run the feeds; 0 for none.
     """
 
     records: records.Records
@@ -99,7 +100,7 @@ def batched(
 
 
 def rows_of_feeds(drawn: records.Records, source: Any, stream: Stream) -> list[model.Rows]:
-    """Every row of each feed, by plain Grain."""
+    """Returns all rows of each feed, made by plain Grain."""
     return [list(stream_of_feed(drawn, source, stream, feed)) for feed in range(stream.num_feeds)]
 
 
@@ -133,7 +134,7 @@ def is_kept(keep: int, record: Any) -> bool:
 
 
 def to_document(record: Any) -> dict[str, np.ndarray]:
-    """As many tokens as the record says."""
+    """Returns the first tokens of a record, from 1 to 7, depending on its id."""
     return {"tokens": record["tokens"][: 1 + record["id"] % 7].astype(np.int32)}
 
 
@@ -150,7 +151,7 @@ def draw_stream(rng: random.Random, num_feeds: int) -> Stream:
 def draw(rng: random.Random) -> Feeds:
     stream = draw_stream(rng, num_feeds=rng.choice([1, 2, 3, 4, 8]))
     drawn = records.draw(rng, at_least=4 * stream.num_feeds)
-    while True:  # until it is one that `.shard_to` takes
+    while True:  # until `.shard_to` accepts the case
         first, then = draw_sharding(rng, stream), draw_sharding(rng, stream)
         case = Feeds(
             drawn,
@@ -172,14 +173,14 @@ def draw_sharding(rng: random.Random, stream: Stream) -> Sharding:
 
 
 def fits(case: Feeds, sharding: Sharding) -> bool:
-    """Whether batch, shards and options go together; what does not is refused by design."""
+    """Returns False for a case that `.shard_to` refuses: size, shards or options do not fit."""
     if case.stream.packed is not None and not sharding.drawn.is_of_all_leaves:
         return False
     return sharding.fits and (sharding.divides or not case.drops)
 
 
 def check_real(case: Feeds, source: Any, expected: model.Feeds, whole: list[Any]) -> None:
-    """All batches, and those after a restore."""
+    """Compares the batches from the start, and after a restore."""
     with iter(case.sharded(source, case.first, case.num_workers)) as iterator:
         compare.same_batches("batch", iterator, expected, expected.start, case.first)
     stop = min(case.stop, len(whole))
@@ -187,7 +188,7 @@ def check_real(case: Feeds, source: Any, expected: model.Feeds, whole: list[Any]
         list(itertools.islice(iterator, stop))
         state = json.loads(json.dumps(iterator.get_state()))
     with iter(case.sharded(source, case.then, case.num_workers)) as iterator:
-        next(iterator, None)  # restored into one that is in use
+        next(iterator, None)  # a state may be restored into an iterator that is in use
         iterator.set_state(state)
         place = model.place_after(expected, whole, stop)
         where = f"restored at {stop}, batch"

@@ -1,7 +1,8 @@
-"""Kill chains: real processes, killed at any step, and others that go on from the last checkpoint.
+"""Cases of kill chains: jobs of real processes that are killed, and jobs that go on after them.
 
-Each job has other hosts, another mesh and other batch sizes. Its hosts write down the rows of every
-batch that they get; put together, the jobs have to be one run.
+Each job goes on from the last checkpoint, with another number of hosts, another mesh and other
+batch sizes. The hosts write every batch that they get to files. All jobs together must have the
+batches of one run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from benchmarks.soak.shardings import Sharding
 from grain_shard import BatchSchedule, rehearse
 from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 
-DEVICES_BY_HOSTS = {1: (1, 2, 8), 2: (1, 2, 4), 3: (1, 2), 4: (1, 2)}  # of each
+# By the number of hosts, the possible numbers of devices of each host.
+DEVICES_BY_HOSTS = {1: (1, 2, 8), 2: (1, 2, 4), 3: (1, 2), 4: (1, 2)}
+# By the number of devices, the possible shapes of the mesh.
 SHAPES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2)], 6: [(6,), (3, 2)]}
 SHAPES[8] = [(8,), (4, 2), (2, 4)]
 JOB_LIMIT_S = 150
@@ -34,14 +37,16 @@ JOB_LIMIT_S = 150
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A part of the run.
+    """A job: a part of the run.
 
     Attributes:
-        hosts: Processes.
+        hosts: Number of hosts, each a process.
         sharding: Batch sizes, mesh and options.
-        save_every: The steps between two checkpoints.
-        kill_after: The batches after which it is killed, if it comes so far; None for never.
-        victim: The host that is killed; the launcher then ends the others. None for all at once.
+        save_every: Number of steps between two checkpoints.
+        kill_after: Number of batches after which the job is killed; None for never. The run may end
+            before.
+        victim: The host that is killed, after which the launcher ends all hosts; None if each host
+            kills itself.
     """
 
     hosts: int
@@ -53,13 +58,13 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Kills:
-    """A case.
+    """A case of a kill chain.
 
     Attributes:
-        records: What stands above `.batch`, or what is cut into feeds.
-        stream: How it is cut into feeds; None for random access.
-        epochs: Of random access.
-        jobs: One after the other. The last is not killed.
+        records: The dataset before `.batch`, or the dataset that is cut into feeds.
+        stream: The stream of each feed; None for random access.
+        epochs: Number of epochs; 1 for feeds.
+        jobs: The jobs, in order. The last job is not killed.
     """
 
     records: records.Records
@@ -73,7 +78,10 @@ class Kills:
 
     def run(self, folder: Path) -> Counter[str]:
         expected = self.model(folder)
-        places, kills = [expected.start], 0  # after so many batches, the place
+        places, kills = (
+            [expected.start],
+            0,
+        )  # the place in the model, by the number of batches before it
         for number, job in enumerate(self.jobs):
             was_killed = run_job(self, number, folder)
             places = check_job(job, written_by(job, number, folder), expected, places, was_killed)
@@ -104,7 +112,7 @@ class Kills:
 
 
 def draw(rng: random.Random) -> Kills:
-    """Random access two times of three."""
+    """Draws a case, with random access in two of three."""
     stream, least = None, 60
     if rng.random() < 0.35:
         stream = feeds.draw_stream(rng, num_feeds=rng.choice([4, 8]))
@@ -118,7 +126,7 @@ def draw(rng: random.Random) -> Kills:
 def draw_job(rng: random.Random, stream: feeds.Stream | None, is_last: bool) -> Job:
     hosts = rng.choice(list(DEVICES_BY_HOSTS))
     devices = hosts * rng.choice(DEVICES_BY_HOSTS[hosts])
-    while True:  # until it is one that `.shard_to` takes
+    while True:  # until `.shard_to` accepts the job
         mesh = meshes.draw_of_shape(rng, rng.choice(SHAPES[devices]))
         sharding = dataclasses.replace(shardings.draw(rng), drawn=mesh)
         most = max(sharding.sizes.values())
@@ -146,7 +154,10 @@ def fits_feeds(stream: feeds.Stream, sharding: Sharding) -> bool:
 
 
 def on_host(case: Kills, number: int, folder: str) -> None:
-    """Trains from the last checkpoint on, writes down what it gets, and may be killed."""
+    """Runs a job on a host: trains from the last checkpoint, and writes each batch to a file.
+
+    The host kills itself where the job says so.
+    """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     job, host = case.jobs[number], jax.process_index()
     step = jax.jit(lambda leaves: sum(leaf.sum() for leaf in leaves))
@@ -178,11 +189,15 @@ def shards(array: jax.Array) -> list[tuple[Any, np.ndarray]]:
     return [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
 
 
-# Here.
+# In the process of the soak.
 
 
 def run_job(case: Kills, number: int, folder: Path) -> bool:
-    """Whether it was killed, and not at its end. What else ends it is raised."""
+    """Runs a job, and returns True if it was killed, False if it ran to its end.
+
+    Raises:
+        RehearsalError: A host failed in another way, or the hosts timed out.
+    """
     job = case.jobs[number]
     try:
         rehearse.run(
@@ -206,12 +221,12 @@ def run_job(case: Kills, number: int, folder: Path) -> bool:
 
 
 def written_by(job: Job, number: int, folder: Path) -> list[list[Any]]:
-    """What each host wrote down: the step at which it began, batches, and "the end"."""
+    """Returns the objects that each host wrote: its first step, batches, and "the end"."""
     return [list(pickles(folder / f"job {number} host {host}")) for host in range(job.hosts)]
 
 
 def pickles(path: Path) -> Iterator[Any]:
-    """All that is whole: a host may have been killed while it wrote."""
+    """Yields the complete objects of a file. The last may be incomplete if its host was killed."""
     with path.open("rb") as file:
         while True:
             try:
@@ -223,7 +238,15 @@ def pickles(path: Path) -> Iterator[Any]:
 def check_job(
     job: Job, of_hosts: list[list[Any]], expected: Any, places: list[Any], was_killed: bool
 ) -> list[Any]:
-    """The places after each batch of the run, now with those of this job."""
+    """Checks the batches of a job, and returns the places in the model that the run now has.
+
+    Args:
+        job: The job.
+        of_hosts: The objects that each host wrote.
+        expected: The model of the run.
+        places: The place after each number of batches, as the jobs before have left them.
+        was_killed: True if the job was killed.
+    """
     begun = {of_host[0] for of_host in of_hosts if of_host}
     compare.require(len(begun) == 1, f"the hosts began at steps {begun}")
     (start,) = begun
@@ -232,12 +255,12 @@ def check_job(
     for number in itertools.count(1):
         batches = [of_host[number] for of_host in of_hosts if len(of_host) > number]
         found = expected.next(places[-1], job.sharding.sizes)
-        if not batches:  # every host was killed before it
+        if not batches:  # every host was killed before this batch
             compare.require(was_killed, f"batch {start + number} is missing")
             return places
         where = f"batch {start + number} on {job.hosts} hosts"
         if found is None:
-            # The others may have come to the end when one was killed in the last batch.
+            # If a host was killed in the last batch, other hosts may have come to the end.
             compare.require(batches == ["the end"] * len(batches), f"{where} is one too many")
             compare.require(was_killed or len(batches) == job.hosts, f"{where}: one did not end")
             return places

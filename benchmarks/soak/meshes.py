@@ -1,4 +1,4 @@
-"""Random meshes, of devices in any order, and specs for the leaves of a batch."""
+"""Draws random meshes, with devices in any order, and random specs for the leaves of a batch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NAMES = ("data", "model", "seq")
 
 @dataclasses.dataclass(frozen=True)
 class DrawnMesh:
-    """A mesh of the first devices, and a spec.
+    """A mesh and specs, as a literal.
 
     Attributes:
-        shape: Of the mesh; its axes are the first of `NAMES`.
-        order: Which device comes where.
-        explicit: Whether its axes are Explicit.
-        spec: A `PartitionSpec`, or one for each leaf.
+        shape: Shape of the mesh. Its axes have the first names of `NAMES`.
+        order: Index of the device at each place of the mesh.
+        explicit: True if the axes are Explicit, False if they are Auto.
+        spec: A `PartitionSpec` for all leaves, or a dict with one for each leaf.
     """
 
     shape: tuple[int, ...]
@@ -50,30 +50,35 @@ class DrawnMesh:
         return Mesh(ordered, self.names, axis_types=(kind,) * len(self.shape))
 
     def of_hosts(self, hosts: int) -> Mesh:
-        """The mesh with the devices of so many hosts, which are not there."""
+        """Returns the mesh with devices of several hosts that do not exist."""
         each = self.size // hosts
         devices = hosts_mesh({"all": self.size}, hosts=hosts, devices_per_host=each).devices
         return self.mesh(devices.flat)
 
     def spec_of(self, leaf: str) -> P:
-        """The spec of a leaf, by the first key of its path."""
+        """Returns the spec of a leaf.
+
+        Args:
+            leaf: The first key of the leaf's path. A leaf without a spec, such as the mask, is
+                sharded like the rows of "id".
+        """
         if isinstance(self.spec, Mapping):
             return self.spec.get(leaf, P(*self.spec["id"][:1]))
         return self.spec
 
     def specs(self) -> list[P]:
-        """What shards the rows of some leaf."""
+        """Returns the distinct specs of the leaves, cut to the dim of the rows."""
         found = self.spec.values() if isinstance(self.spec, Mapping) else [self.spec]
         return list(dict.fromkeys(P(*spec[:1]) for spec in found))
 
     @property
     def is_of_all_leaves(self) -> bool:
-        """Whether there is one spec for all leaves, whatever they are called."""
+        """True if a single spec covers all leaves, so that any leaf names are possible."""
         return not isinstance(self.spec, Mapping)
 
     @property
     def divisor(self) -> int:
-        """Into how many shards the rows are cut, over all leaves."""
+        """Number of shards that the rows are cut into, over all leaves."""
         sizes = dict(zip(self.names, self.shape, strict=True))
         cuts = [
             math.prod(sizes[axis] for axis in axes_of(spec[0] if len(spec) else None))
@@ -83,7 +88,7 @@ class DrawnMesh:
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that one entry of a spec names."""
+    """Returns the mesh axes that one entry of a spec names."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -101,7 +106,10 @@ def draw_of_shape(rng: random.Random, shape: tuple[int, ...]) -> DrawnMesh:
 
 
 def draw_spec(rng: random.Random, sizes: Mapping[str, int]) -> Any:
-    """A spec on a mesh with axes of these sizes; a record has 8 tokens."""
+    """Returns a random spec, or a dict of specs by leaf, for a mesh with axes of these sizes.
+
+    The axis for "tokens" must divide 8, the number of tokens of a record.
+    """
     names = list(sizes)
     rows = rng.choice([*names, tuple(rng.sample(names, len(names))), names[0], None])
     if rng.random() < 0.7:
@@ -117,7 +125,10 @@ def draw_spec(rng: random.Random, sizes: Mapping[str, int]) -> Any:
 
 
 def rows_of_host(mesh: Mesh, specs: Sequence[P], host: int, rows: int, microbatches: int):
-    """The rows of a batch that a host holds, in JAX's own words: int64[n], ascending."""
+    """Returns the rows of a batch that a host holds, ascending: int64[n].
+
+    They come from JAX's `devices_indices_map`, and not from the code that is tested.
+    """
     of_one, held = rows // microbatches, set()
     for spec in specs:
         indices = NamedSharding(mesh, spec).devices_indices_map((of_one,))
@@ -129,5 +140,5 @@ def rows_of_host(mesh: Mesh, specs: Sequence[P], host: int, rows: int, microbatc
 
 
 def here(drawn: DrawnMesh) -> Mesh:
-    """The mesh on the devices that there are."""
+    """Returns the mesh on the devices of this process."""
     return drawn.mesh(jax.devices()[: drawn.size])

@@ -1,7 +1,7 @@
-"""What should come out, in plain Python and NumPy: which record is in which row of which batch.
+"""Models of pipelines in plain Python and NumPy: the record in each row of each batch.
 
-A model hands out the rows of one batch after the other: a list of records, with None for a row of
-padding. `batch_of` makes of it what a training step should get.
+A model gives the rows of one batch after the other: a list of records, with None for a row of
+padding. `batch_of` turns these rows into the batch that a training step should get.
 """
 
 from __future__ import annotations
@@ -14,29 +14,34 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-Rows = list[Any]  # a record each, None for padding
-Sizes = Mapping[int, int]  # from a step to the global batch size from there on
+Rows = list[Any]  # a record for each row; None for a row of padding
+Sizes = Mapping[int, int]  # the global batch size by the first step that it holds for
 
 
 class Model(Protocol):
-    """Where a pipeline begins, and from any place on its next batch."""
+    """A model of a pipeline. A place is a position between two batches, in a form of the model.
+
+    Attributes:
+        start: The place before the first batch.
+        like: Any record, as an example of the structure.
+    """
 
     start: Any
-    like: Any  # some record, for the structure
+    like: Any
 
     def next(self, place: Any, sizes: Sizes) -> tuple[Rows, Any] | None:
-        """The rows of the next batch and the place after it; None at the end."""
+        """Returns the rows of the batch after a place, and the next place; None at the end."""
 
 
 def batches(model: Model, place: Any, sizes: Sizes) -> Iterator[tuple[Rows, Any]]:
-    """All that follows a place: the rows of each batch, and the place after it."""
+    """Yields, for each batch after a place, its rows and the place after it."""
     while (found := model.next(place, sizes)) is not None:
         yield found
         _, place = found
 
 
 def place_after(model: Model, whole: Sequence[tuple[Rows, Any]], count: int) -> Any:
-    """Where one stands after so many of all batches."""
+    """Returns the place after the first `count` batches of `whole`, which has all batches."""
     return whole[count - 1][1] if count else model.start
 
 
@@ -46,7 +51,7 @@ def size_at(sizes: Sizes, step: int) -> int:
 
 
 class Place(NamedTuple):
-    """The batches that were handed out, and the next record."""
+    """A place of random access: the number of batches so far, and the epoch and record to come."""
 
     step: int
     epoch: int
@@ -54,12 +59,12 @@ class Place(NamedTuple):
 
 
 class RandomAccess:
-    """Records in order, epoch by epoch, cut into batches.
+    """The model of random access: records in order, epoch by epoch, cut into batches.
 
     Args:
-        ds: The records, of plain Grain.
-        epochs: How many there are.
-        drops: Whether a batch that is short is left out.
+        ds: The records, a plain Grain dataset.
+        epochs: Number of epochs.
+        drops: True to leave out short batches.
     """
 
     start = Place(0, 0, 0)
@@ -82,7 +87,11 @@ class RandomAccess:
         return None
 
     def without(self, is_bad: Sequence[bool]) -> RandomAccess:
-        """The same with padding in the places of some records of an epoch."""
+        """Returns the same model with padding in place of bad records.
+
+        Args:
+            is_bad: For each record of an epoch, True if it is bad.
+        """
         model = copy.copy(self)
         model._records = [
             None if is_bad[i % self._num_records] else record
@@ -91,7 +100,12 @@ class RandomAccess:
         return model
 
     def place_of(self, record: int, sizes: Sizes) -> Place | None:
-        """Where a run is sent to that is to begin with a record, counted over all epochs."""
+        """Returns the place to which ``seek(record=...)`` leads; None if no batch has the record.
+
+        Args:
+            record: Index of the record, counted over all epochs.
+            sizes: The batch sizes.
+        """
         before = self.start
         for _, after in batches(self, before, sizes):
             first = after.epoch * self._num_records
@@ -101,7 +115,12 @@ class RandomAccess:
 
 
 class Whole:
-    """Batches that are known by their number alone: whatever plain Grain makes."""
+    """The model of batches that plain Grain has made. A place is the number of a batch.
+
+    Args:
+        whole: All batches.
+        size: Rows of a full batch, to which short ones are padded.
+    """
 
     start = 0
 
@@ -117,11 +136,13 @@ class Whole:
 
 
 class Feeds:
-    """As many rows from each feed for every batch, and padding for a feed that has ended.
+    """The model of feeds: each feed gives the same number of rows to every batch.
+
+    A feed that has ended gives padding. A place has the number of rows taken from each feed.
 
     Args:
-        rows: Of each feed, by plain Grain.
-        drops: Whether the first feed that lacks a row ends all.
+        rows: The rows of each feed, made by plain Grain.
+        drops: True if all feeds end as soon as one feed lacks a row.
     """
 
     def __init__(self, rows: Sequence[Rows], drops: bool):
@@ -147,16 +168,22 @@ def rows_of(batch: Any) -> Rows:
 
 
 class Made(NamedTuple):
-    """How rows become a batch: the options of `.shard_to` of which its values depend."""
+    """The options of `.shard_to` on which the values of a batch depend."""
 
-    multiple: int  # of the padded rows
+    multiple: int  # divides the number of padded rows
     mask_key: str | None = "valid_mask"
     pad_value: Any = 0
     microbatches: int | None = None
 
 
 def host_batch_of(rows: Rows, like: Any, made: Made) -> dict[str, Any]:
-    """The whole padded batch, in NumPy's dtypes, ``[rows, ...]``."""
+    """Returns the whole padded batch as numpy arrays ``[rows, ...]``, in the records' dtypes.
+
+    Args:
+        rows: The records; None for a row of padding.
+        like: Any record, as an example of the structure.
+        made: The options.
+    """
     rows = rows + [None] * (-len(rows) % made.multiple)
     batch = {name: stacked(rows, like, name, made.pad_value) for name in like}
     if made.mask_key is not None:
@@ -178,7 +205,10 @@ def stacked(rows: Rows, like: Any, name: str, pad_value: Any) -> Any:
 
 
 def batch_of(rows: Rows, like: Any, made: Made) -> dict[str, Any]:
-    """The global batch as it is on devices: their dtypes, and microbatches in front."""
+    """Returns the global batch as it should be on devices, as numpy arrays.
+
+    Its dtypes are those of JAX. With microbatches its leaves are ``[microbatches, rows, ...]``.
+    """
 
     def of_leaf(leaf: np.ndarray) -> np.ndarray:
         if leaf.dtype.kind not in "US":

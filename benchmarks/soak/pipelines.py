@@ -1,7 +1,7 @@
-"""Random access in one process: on eight devices, and on hosts that are simulated.
+"""Cases of random access in one process, on eight devices and on simulated hosts.
 
-Everything is compared with plain Grain: all batches, those after a restore (into another pipeline
-over the same records, on another mesh, in batches of another size), after `seek`, and by epochs.
+The batches are compared with those of plain Grain: from the start, after a restore, after `seek`,
+and by epochs. The restore may be into other batch sizes and onto another mesh.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from grain_shard import BatchSchedule
 
 @dataclasses.dataclass(frozen=True)
 class Pipelines:
-    """A case.
+    """A case of random access.
 
     Attributes:
-        records: What stands above `.batch`.
-        above: What stands between `.batch` and `.shard_to`: name and arguments.
-        remainder: As of `.shard_to`, or "drop by Grain".
-        first: How it begins.
-        then: How it goes on from a state.
-        stop: The batches before the state is taken.
-        hosts: Those that are simulated.
-        seek: The step, and the record, at which it begins as well.
-        num_workers: Grain's processes that make the batches until the state is taken.
+        records: The dataset before `.batch`.
+        above: Name and arguments of the transformation between `.batch` and `.shard_to`.
+        remainder: The option of `.shard_to`, or "drop by Grain".
+        first: Batch sizes, mesh and options of the first pipeline.
+        then: Batch sizes, mesh and options of the pipeline that restores the state.
+        stop: Number of batches before the state is taken.
+        hosts: Number of simulated hosts.
+        seek: A step and a record, to which iterators seek.
+        num_workers: Number of worker processes that make the batches before the state is taken.
     """
 
     records: records.Records
@@ -51,7 +51,7 @@ class Pipelines:
 
     @property
     def counts_records(self) -> bool:
-        """Whether it is known which records are in a batch, so that they may be cut otherwise."""
+        """True if the records of each batch are known, so a state fits other batch sizes, too."""
         return self.above[0] not in ("map", "slice")
 
     @property
@@ -84,7 +84,13 @@ class Pipelines:
         return model.RandomAccess(plain, epochs, drops="drop" in self.remainder)
 
     def batched(self, plain: grain.MapDataset, sharding: Sharding, above: bool = True) -> Any:
-        """The batches, with what stands above them."""
+        """Returns the batches of plain Grain.
+
+        Args:
+            plain: The dataset before `.batch`.
+            sharding: Batch sizes, mesh and options.
+            above: True to apply the case's transformation after `.batch`.
+        """
         if len(sharding.sizes) > 1:
             ds = plain.pipe(BatchSchedule(sharding.sizes))
         else:
@@ -95,7 +101,7 @@ class Pipelines:
 
     @property
     def option_remainder(self) -> Any:
-        """What `.shard_to` is told."""
+        """The option `remainder` of `.shard_to`."""
         return "pad" if self.remainder == "drop by Grain" else self.remainder
 
     def sharded(
@@ -126,7 +132,7 @@ ABOVE = {
 def draw(rng: random.Random) -> Pipelines:
     drawn = records.draw(rng)
     num_records = len(records.build(drawn, range(drawn.num_records)))
-    while True:  # until it is one that `.shard_to` takes
+    while True:  # until `.shard_to` accepts the case
         first = shardings.draw(rng)
         case = Pipelines(
             drawn,
@@ -158,7 +164,7 @@ def draw_above(rng: random.Random) -> tuple[Any, ...]:
 
 
 def fits(case: Pipelines, num_records: int) -> bool:
-    """Whether batches, shards and options go together; what does not is refused by design."""
+    """Returns False for a case that `.shard_to` refuses: sizes, shards or options do not fit."""
     for sharding in (case.first, case.then):
         sizes = sharding.sizes
         if not sharding.fits or (case.option_remainder != "pad" and not sharding.divides):
@@ -170,7 +176,7 @@ def fits(case: Pipelines, num_records: int) -> bool:
         if len(sizes) > 1 and not case.may_have_schedule:
             return False
     if case.remainder == "error" and case.first.sizes != case.then.sizes:
-        return False  # at a record where the other size does not fill the last batch
+        return False  # the other batch size may leave a short last batch, which is an error
     first_of_slice = case.above[1] if case.above[0] == "slice" else 0
     return num_records > first_of_slice * case.first.sizes[0]
 
@@ -179,7 +185,7 @@ def fits(case: Pipelines, num_records: int) -> bool:
 
 
 def check_model(case: Pipelines, expected: Any, plain: grain.MapDataset) -> None:
-    """The model against the batches that plain Grain makes, where it has such."""
+    """Compares the model with the batches of plain Grain, if plain Grain can make such batches."""
     if len(case.first.sizes) > 1 or case.remainder == "drop" or not case.counts_records:
         return
     of_model = list(model.batches(expected, expected.start, case.first.sizes))
@@ -192,7 +198,7 @@ def check_model(case: Pipelines, expected: Any, plain: grain.MapDataset) -> None
 
 
 def check_real(case: Pipelines, expected: Any, whole: list[Any], plain: grain.MapDataset) -> None:
-    """All batches, those after a restore, those after `seek`, and epochs."""
+    """Compares the batches from the start, after a restore, after `seek`, and by epochs."""
     first, sizes = case.first, case.first.sizes
     ds = case.sharded(plain, first)
     compare.require(len(ds) == len(whole), f"its length is {len(ds)}, not {len(whole)}")
@@ -204,7 +210,7 @@ def check_real(case: Pipelines, expected: Any, whole: list[Any], plain: grain.Ma
         state = json.loads(json.dumps(iterator.get_state()))
     compare.require(len(json.dumps(state)) < 200, f"the state is large: {state}")
     with iter(case.sharded(plain, case.then)) as iterator:
-        next(iterator, None)  # restored into one that is in use
+        next(iterator, None)  # a state may be restored into an iterator that is in use
         iterator.set_state(state)
         place = model.place_after(expected, whole, stop)
         where = f"restored at {stop}, batch"

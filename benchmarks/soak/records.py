@@ -1,4 +1,4 @@
-"""Random datasets of records: what stands above `.batch`, as a literal from which it is built."""
+"""Draws random datasets of records, as they are before `.batch`, and builds them from literals."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import grain_shard
 
 SOURCES = ("range", "batched", "array_record")
-FILES = 3  # of an ArrayRecord source
+FILES = 3  # number of files of an ArrayRecord source
 MOST_RECORDS = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Where records come from, and what is done to them, one step after the other.
+    """A dataset of records as a literal: a source, and the transformations applied to it in order.
 
     Attributes:
-        source: One of `SOURCES`.
-        num_records: Of the source.
-        steps: Name and arguments of each; see `STEPS`.
-        seed: Of the random numbers in each record.
+        source: Kind of the source, one of `SOURCES`.
+        num_records: Number of records of the source.
+        steps: The transformations, each as a name of `STEPS` and its arguments.
+        seed: Seed of the random numbers in each record.
     """
 
     source: str
@@ -37,7 +37,7 @@ class Records:
     seed: int
 
 
-# The steps. What they are given and what they return are datasets of integers.
+# The transformations. Each takes a dataset of integers, and returns another.
 
 
 def window_shuffle(ds, size, seed):
@@ -45,7 +45,7 @@ def window_shuffle(ds, size, seed):
 
 
 def others(ds):
-    """Something to mix with: as many other integers."""
+    """Returns a dataset of as many other integers, to mix with."""
     return grain.MapDataset.range(10_000, 10_000 + len(ds)).shuffle(seed=9)
 
 
@@ -116,7 +116,10 @@ def draw_step(rng: random.Random) -> tuple[Any, ...]:
 
 
 def build(records: Records, source: Any) -> grain.MapDataset:
-    """The dataset, of integers up to the last step, and then of what a training step would get."""
+    """Returns the dataset of records, built from an opened source.
+
+    All transformations work on integers. The last map makes each integer a record for training.
+    """
     ds = grain.MapDataset.source(source).map(to_integer)
     for name, *arguments in records.steps:
         ds = STEPS[name](ds, *arguments)
@@ -138,7 +141,7 @@ def to_record(i: int, rng: np.random.Generator) -> dict[str, Any]:
 
 
 class BatchedSource:
-    """Integers, read many at a time."""
+    """A source of integers that can read many in one call."""
 
     def __init__(self, num_records: int):
         self._num_records = num_records
@@ -157,7 +160,7 @@ class BatchedSource:
 
 
 def open_source(records: Records, folder: Path) -> Any:
-    """What the records are read from; its files are written if they are not there."""
+    """Returns the source of the records. Its files are written if they do not exist."""
     if records.source == "array_record":
         return grain_shard.ArrayRecordSource(write_files(folder, records.num_records))
     return {"range": range, "batched": BatchedSource}[records.source](records.num_records)

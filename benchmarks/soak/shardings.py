@@ -1,4 +1,4 @@
-"""Random arguments of `.shard_to`, and the batch sizes that go with them."""
+"""Draws random arguments of `.shard_to`, with batch sizes that fit them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from grain_shard.sharding.layout import round_up
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """What may be another when a run is restored: batch sizes, mesh and options.
+    """Batch sizes, mesh and options: the settings that may change when a run is restored.
 
     Attributes:
-        sizes: Of the batches, from each step on.
-        drawn: The mesh and the spec.
-        options: Of `.shard_to`.
+        sizes: The global batch size, by the first step that it holds for.
+        drawn: The mesh and the specs.
+        options: The options of `.shard_to`, by name.
     """
 
     sizes: Mapping[int, int]
@@ -27,7 +27,7 @@ class Sharding:
 
     @property
     def made(self) -> model.Made:
-        """How rows become a batch."""
+        """The options on which the values of a batch depend."""
         microbatches = self.options.get("microbatches")
         return model.Made(
             self.drawn.divisor * (microbatches or 1),
@@ -38,25 +38,25 @@ class Sharding:
 
     @property
     def fits(self) -> bool:
-        """Whether `read` is possible: "once" takes batches that all devices divide."""
+        """True if the option `read` is possible. "once" needs batches that all devices divide."""
         whole = self.drawn.size * (self.options.get("microbatches") or 1)
         padded = [round_up(size, self.made.multiple) for size in self.sizes.values()]
         return self.options.get("read") != "once" or all(size % whole == 0 for size in padded)
 
     @property
     def divides(self) -> bool:
-        """Whether full batches need no padding."""
+        """True if full batches need no padding."""
         return all(size % self.made.multiple == 0 for size in self.sizes.values())
 
     @property
     def leaves_no_shard_empty(self) -> bool:
-        """Whether each shard has a row that is no padding, as feeds on several hosts need it."""
+        """True if each shard has at least one real row, as feeds on several hosts require."""
         multiple = self.made.multiple
         padded = [(size, round_up(size, multiple)) for size in self.sizes.values()]
         return all(whole - size < whole // multiple for size, whole in padded)
 
     def apply(self, ds: Any, **options: Any) -> Any:
-        """The end of the pipeline, on the devices that there are."""
+        """Returns the dataset after `.shard_to`, on the devices of this process."""
         mesh = meshes.here(self.drawn)
         return ds.shard_to(mesh, self.drawn.spec, **{**self.options, **options})
 

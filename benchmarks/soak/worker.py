@@ -1,7 +1,7 @@
-"""The process that runs cases, one after the other.
+"""`Worker`: runs cases in a process of its own, one after the other.
 
-It is ended and started anew where a case takes longer than it may. What it and the processes that
-it started print goes to a file.
+If a case takes too long, its process is ended, and the next case gets a new one. All output of the
+process and its children goes to a file.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-GRACE_S = 20.0  # in which a case that is interrupted ends the hosts that it has started
+GRACE_S = 20.0  # seconds in which an interrupted case can end the hosts that it has started
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PJRT_NPROC": "32"}
 
 
 class Outcome(NamedTuple):
-    """How a case ended.
+    """The outcome of a case.
 
     Attributes:
-        counted: What it counted.
-        failure: What went wrong; None if nothing did.
-        printed: What was printed meanwhile.
-        seconds: How long it took.
+        counted: Counts of the things that the case checked, by name.
+        failure: The error as text; None if the case passed.
+        printed: The output of the case.
+        seconds: Seconds that the case took.
     """
 
     counted: Counter[str]
@@ -41,10 +41,10 @@ class Outcome(NamedTuple):
 
 
 class Worker:
-    """Runs cases in a process of their own; to be ended in every case.
+    """Runs cases in another process. The caller must call `end` at last, also after an error.
 
     Args:
-        log: The file to which it prints.
+        log: The file for the output of the process.
     """
 
     def __init__(self, log: Path):
@@ -80,16 +80,19 @@ class Worker:
         return self._connection
 
     def end(self) -> None:
-        """Ends the process: with time to end its own ones, and all that is left by force."""
+        """Ends the process and its children.
+
+        The process first gets a signal and time to end its children. Then the rest is killed.
+        """
         process, self._process = self._process, None
         if process is None or process.pid is None:
             return
         try:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)  # it prints where it stands
+                os.kill(process.pid, signal.SIGUSR1)  # prints the stacks of its threads
                 os.kill(process.pid, signal.SIGINT)
             process.join(GRACE_S)
-        finally:  # a second Ctrl-C cuts the wait short
+        finally:  # also if a second Ctrl-C ends the wait early
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.join()
@@ -98,8 +101,13 @@ class Worker:
 
 
 def work(connection: Connection, log: str) -> None:
-    """Runs the cases that are asked for, until nobody asks any more."""
-    os.setsid()  # so that Ctrl-C reaches the soak alone, and a signal to the group all of this
+    """Runs the cases whose seed and number arrive, until the connection is closed.
+
+    It answers each case with its counts and its error.
+    """
+    # In a session of its own this process gets no Ctrl-C, and a signal to its group also reaches
+    # its children.
+    os.setsid()
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -120,7 +128,7 @@ def work(connection: Connection, log: str) -> None:
 
 
 def told(error: Exception) -> str:
-    """The error with its traceback; of hosts, all that each of them printed."""
+    """Returns the error with its traceback as text, and the output of each host if it has any."""
     text = "".join(traceback.format_exception(error))
     result = getattr(error, "result", None)
     outputs = [] if result is None else result.outputs

@@ -1,4 +1,4 @@
-"""The demo: the digits, trained through the whole chain."""
+"""The demo: trains a classifier of handwritten digits with a `shard_to` pipeline."""
 
-VIRTUAL_DEVICES = 8  # where there is no accelerator
+VIRTUAL_DEVICES = 8  # number of CPU devices on a machine without an accelerator
 MIN_ACCURACY = 0.97

@@ -1,4 +1,4 @@
-"""Counts and prints for the demo, to check the promises of the library."""
+"""Counts reads and compilations of the demo, and prints if the library's promises were kept."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grain_shard.trees import Batch
 
 
 class CountingSource:
-    """A source that notes the records that this host reads, in whatever thread.
+    """A source that notes the indices of the records that this host reads, in any thread.
 
     Attributes:
-        read: The indices of these records; a list takes more of them without a lock.
+        read: The indices. Several threads extend this list without a lock, which is safe.
     """
 
     def __init__(self, source: ArrayRecordSource):
@@ -37,7 +37,10 @@ class CountingSource:
 
 
 def count_compilations() -> Counter[str]:
-    """Counts, from now on, how often XLA compiles each function, e.g. ``jit(train_step)``."""
+    """Starts to count XLA's compilations, and returns the counter.
+
+    The counter is updated while the program runs. Its keys are names like ``jit(train_step)``.
+    """
     counts: Counter[str] = Counter()
 
     def listen(event: str, duration_secs: float, **fields: object) -> None:
@@ -49,7 +52,7 @@ def count_compilations() -> Counter[str]:
 
 
 def digests(ds: Iterable[Batch]) -> list[str]:
-    """Returns a digest for each batch: of the shards on this host's devices."""
+    """Returns a digest of each batch, made from the shards on this host's devices."""
 
     def digest(batch: Batch) -> str:
         shards = [shard for leaf in jax.tree.leaves(batch) for shard in leaf.addressable_shards]
@@ -59,12 +62,15 @@ def digests(ds: Iterable[Batch]) -> list[str]:
 
 
 def check(kept: bool, promise: str) -> bool:
-    """Prints a kept promise on the first host, and a broken one on every host that sees it."""
+    """Prints if a promise was kept, and returns `kept`.
+
+    A kept promise is printed on the first host only, and a broken one on each host that calls this.
+    """
     say(f"  ok: {promise}" if kept else f"  FAILED: {promise}", on_each_host=not kept)
     return kept
 
 
 def say(text: str, on_each_host: bool = False) -> None:
-    """Prints on the first host, or on each, in lines that fit the terminal."""
+    """Prints a text in lines that fit the terminal, on the first host or on each host."""
     if on_each_host or jax.process_index() == 0:
         print(broken(text, screen_width()), flush=True)

@@ -1,4 +1,4 @@
-"""``python -m grain_shard demo``: its options, and the settings that JAX needs before it starts."""
+"""``python -m grain_shard demo``: its options, and the settings that JAX needs at its start."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from grain_shard.tools.libtpu import keep_libtpu_quiet
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of ``demo``, for `main`."""
+    """Adds the options of ``demo`` to its parser."""
     parser.description = (
         "Train a classifier on 1,797 images of handwritten digits: ArrayRecord files (in the cache"
         " folder, XDG_CACHE_HOME), .shard_to(mesh), nnx.jit, Orbax. No network and no accelerator"
-        f" is needed: without one, the mesh is of {VIRTUAL_DEVICES} virtual CPU devices. Exits with"
-        " 1 unless"
-        f" {MIN_ACCURACY:.0%} of held-out images are told right, each step compiles once, and"
-        " the batches after an interruption are, bit for bit, those that would have come."
+        f" is needed: the mesh has {VIRTUAL_DEVICES} virtual CPU devices. The exit code is 0 if"
+        f" {MIN_ACCURACY:.0%} of held-out images are classified correctly, if each step compiles"
+        " once, and if the batches after an interruption are, bit for bit, those of a run without"
+        " one. Otherwise it is 1."
     )
     parser.add_argument(
         "--epochs", type=positive_integer, default=10, metavar="N", help="default: %(default)s"
     )
     either = parser.add_mutually_exclusive_group()
-    hosts = "train on one host, then on this many (processes on this machine), and compare"
+    hosts = "number of hosts: train on one, then on this many processes, and compare; default: 1"
     either.add_argument("--hosts", type=int, choices=(1, 2, 4, 8), default=1, help=hosts)
     distributed = (
-        "be one host of several, as jax.distributed.initialize() finds them on a TPU slice,"
-        " under SLURM or in a rehearsal; checkpoints go to this new folder, which all share"
+        "train as one of several hosts, which jax.distributed.initialize() finds on a TPU slice,"
+        " under SLURM or in a rehearsal; DIR is a new folder for checkpoints that all hosts share"
     )
     either.add_argument("--distributed", metavar="DIR", help=distributed)
 
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     if args.distributed and any(Path(args.distributed).glob("*")):
         raise UsageError(f"{args.distributed} is not empty.\n  remedy: name a new folder.")
     if not args.distributed:
-        # The imports take seconds, in which the user would otherwise see nothing.
+        # The imports take seconds, and the user would see nothing until they are done.
         print("starting JAX ...", flush=True)
     keep_libtpu_quiet()
     import jax
@@ -66,11 +66,11 @@ def main(args: argparse.Namespace) -> int:
             ) from None
     else:
         jax.config.update("jax_num_cpu_devices", VIRTUAL_DEVICES)
-        # By default a machine with few cores has one thread a device, and the collectives of one
-        # step can wait for threads that wait in another's.
+        # By default XLA has few threads on a machine with few cores. The collectives of one step
+        # may then wait for threads that are blocked in the collectives of another step.
         os.environ.setdefault("PJRT_NPROC", str(4 * VIRTUAL_DEVICES))
     if args.hosts > 1:
-        jax.config.update("jax_platforms", "cpu")  # which is what the hosts will have
+        jax.config.update("jax_platforms", "cpu")  # like the rehearsed hosts
 
     from etils import epath
 

@@ -15,30 +15,34 @@ from grain_shard.tools.demo.checks import say
 from grain_shard.trees import Batch
 
 _FILES = {"train": 4, "test": 2}
-_TEST_IMAGES = 297  # of 1,797; both parts end with a batch that has to be padded
+# Number of test images, of 1,797. In training and test the last batch is short, so it is padded.
+_TEST_IMAGES = 297
 
 
 def digits_folder() -> Path:
-    """Returns the folder of the images, in the user's cache."""
+    """Returns the path of the folder for the images, in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "grain_shard" / "digits"
 
 
 def decode(record: bytes) -> Batch:
-    """One record: 64 pixels from 0 to 16, and the digit that they show."""
+    """Returns the image, float32[8, 8, 1] from 0 to 1, and the label of a record, int32.
+
+    A record has 65 bytes: 64 pixels from 0 to 16, and the digit that the image shows.
+    """
     *pixels, label = np.frombuffer(record, np.uint8)
     image = np.array(pixels, np.float32).reshape(8, 8, 1) / 16
     return {"image": image, "label": np.int32(label)}
 
 
 def write_digits(directory: Path) -> None:
-    """Writes scikit-learn's digits as ArrayRecord files, unless they are there.
+    """Writes scikit-learn's digits as ArrayRecord files to a folder, unless it has them.
 
-    The folder gets its name when all files are in it, so that a run that is killed leaves no folder
-    that looks complete and is not.
+    The folder gets its name only when it has all files. So a run that is killed leaves no
+    incomplete folder of this name.
 
     Raises:
-        GrainShardError: The folder holds something else, or cannot be made.
+        GrainShardError: The folder has other files, or cannot be written.
     """
     if any(directory.glob("train-*")):
         say(f"digits found in {directory}")
@@ -63,7 +67,7 @@ def write_digits(directory: Path) -> None:
                     writer.close()
             complete.rename(directory)
     except OSError as error:
-        if not any(directory.glob("train-*")):  # else another process has written them meanwhile
+        if not any(directory.glob("train-*")):  # otherwise another process has written them
             raise GrainShardError(
                 f"cannot write the digits to {directory}: {error}\n"
                 "  remedy: set XDG_CACHE_HOME to a folder that can be written."

@@ -1,4 +1,4 @@
-"""The demo's model and its training: the part that a project would copy."""
+"""The demo's model and its training: code to copy into a project of your own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from grain_shard.trees import Batch
 class Classifier(nnx.Module):
     """Two convolutions and a linear layer: float32[B, 8, 8, 1] to the logits float32[B, 10].
 
-    It is smooth, so that rounding errors stay small: with relu, max_pool and Adam's usual eps they
-    grow to differences of 1e-2 in some parameters, on another number of devices already.
+    All layers are smooth functions, so that rounding errors stay small. With relu, max_pool and
+    Adam's usual eps, another number of devices changes some parameters by 1e-2.
     """
 
     def __init__(self, rngs: nnx.Rngs):
@@ -36,16 +36,16 @@ class Classifier(nnx.Module):
         return self.linear(x.reshape(x.shape[0], -1))
 
 
-@nnx.jit  # so that every device of the mesh has a copy
+@nnx.jit  # under jit the parameters are made on every device of the mesh
 def create() -> tuple[Classifier, nnx.Optimizer]:
-    """A new model and its optimizer, on the mesh that is set."""
+    """Returns a new model and its optimizer, replicated on the mesh of `jax.set_mesh`."""
     model = Classifier(nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adamw(2e-2, eps=1e-3), wrt=nnx.Param)
 
 
 @nnx.jit
 def train_step(model: Classifier, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
-    """One update by the mean loss of the valid rows, which it returns."""
+    """Updates the model and the optimizer, and returns the mean loss of the valid rows."""
 
     def mean_loss(model: Classifier, batch: Batch) -> jax.Array:
         logits, mask = model(batch["image"]), batch["valid_mask"]
@@ -57,7 +57,7 @@ def train_step(model: Classifier, optimizer: nnx.Optimizer, batch: Batch) -> jax
 
 @nnx.jit
 def eval_step(model: Classifier, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Counts the valid rows that the model gets right, and the valid rows."""
+    """Returns the number of valid rows that are classified correctly, and of all valid rows."""
     right = jnp.argmax(model(batch["image"]), axis=-1) == batch["label"]
     return jnp.sum(right & batch["valid_mask"]), jnp.sum(batch["valid_mask"])
 
@@ -69,13 +69,14 @@ def train(
 
     Args:
         ds: The global batches of all epochs.
-        directory: Where the checkpoints are; on several hosts, a folder that they share.
-        stop_at: Save and give up after this step, as a job does that is preempted.
+        directory: Folder of the checkpoints, which all hosts share.
+        stop_at: The step after which to save and stop, like a preempted job; None for the end of
+            the dataset.
 
     Returns:
         The model, and the seconds that the loop took.
     """
-    from tqdm import tqdm  # here, since --help has to work without the extra
+    from tqdm import tqdm  # imported only here: --help must work without the optional packages
 
     model, optimizer = create()
     with ocp.CheckpointManager(directory) as checkpoints, iter(ds) as batches:
@@ -85,7 +86,7 @@ def train(
             items = ocp.args.Composite(state=state, data=CheckpointRestore(batches))
             nnx.update((model, optimizer), checkpoints.restore(step, args=items).state)
 
-        off = jax.process_index() > 0 or None  # None: off unless there is a terminal
+        off = jax.process_index() > 0 or None  # None shows the progress bar on a terminal only
         began = time.perf_counter()
         for batch in tqdm(batches, "train", len(ds), unit="batch", initial=step, disable=off):
             train_step(model, optimizer, batch)
@@ -102,7 +103,7 @@ def train(
 
 
 def evaluate(model: Classifier, ds: Iterable[Batch]) -> tuple[int, int]:
-    """Counts the records of the dataset that the model gets right, and all records."""
+    """Returns the number of records that the model classifies correctly, and of all records."""
     counts = [eval_step(model, batch) for batch in ds]
     right, records = (int(sum(column)) for column in zip(*counts, strict=True))
     return right, records

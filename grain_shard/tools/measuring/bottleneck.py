@@ -1,14 +1,16 @@
-"""The stage that a training loop waits for, and the changes that help.
+"""Finds the stage that a training loop waits for, and the changes that help.
 
 A stage holds the loop up if the stage takes more time than the loop needs for its own work. Batches
-are in the making unless all threads that make them rest because the buffer is full. The number of
-these threads plays no part: threads come and go, and a thread that waits for the interpreter's lock
-stands still whether it has work or not. If the loop waits although no stage holds it up, there are
-two possible reasons. Either some batches take much longer than others, and the buffers are too
-small to even that out. Or the time is spent where nothing measures it.
+count as being made at all times, except when all threads that make them rest because the buffer is
+full. The number of these threads plays no part. Threads are started and ended while the loop runs,
+and a thread may stand still because it waits for the interpreter's lock.
 
-The processor time of working threads tells whether they compute or wait. Python code in one process
-can keep at most one processor busy.
+If the loop waits although no stage holds it up, there are two possible reasons. Either some batches
+take much longer than most, and the buffers are too small to even that out. Or the time is spent in
+code that is not measured.
+
+The processor time of working threads shows if they compute or wait. Python code in one process can
+keep at most one processor busy.
 """
 
 from __future__ import annotations
@@ -35,20 +37,24 @@ from grain_shard.stats.counts import BUSY, MAKING, busiest
 from grain_shard.tools.measuring.loop import covered_s
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
 
-_LITTLE_WAIT = 0.1  # of the loop's time: no change to the pipeline could gain more than that
+# If the loop waits for less than this share of its time, the pipeline keeps up. No change to the
+# pipeline could gain more than this share.
+_LITTLE_WAIT = 0.1
 # From this share of the waiting, or of a stage's time, a text says "most".
 _MOST = 0.5
-_LITTLE_REST = 0.1  # of the time: if the buffer is full for no longer, a larger one is no use
-_FEW = 0.25  # of the batches: if so few make up most of the waiting, batches come unevenly
-# With more processors busy than this, the threads compute. With fewer they wait.
+# If the buffer is full for less than this share of the time, a larger buffer does not help.
+_LITTLE_REST = 0.1
+# If at most this share of the batches makes up half of the waiting, batches arrive unevenly.
+_FEW = 0.25
+# If the threads keep this many processors busy on average, they compute. With fewer they wait.
 _COMPUTES = 0.5
 # If threads compute for less than this share of their time, they do not wait for a processor.
 _SURELY_WAITS = 0.05
-# With more processors busy than this, the work leaves the interpreter's lock: threads compute side
-# by side.
+# If threads keep more processors busy than this, their work releases the interpreter's lock, and
+# several threads compute at the same time.
 _ONE_AT_A_TIME = 1.2
-# Batches that are enough for a verdict. If the dataset ended before that, and before half of the
-# batches asked for, only the beginning and the end of the pipeline were seen.
+# Number of batches that is enough for a verdict. If the dataset ended earlier, with fewer than half
+# of the batches asked for, the loop saw little more than the start and the end of the pipeline.
 _ENOUGH = 10
 _FUNCTIONS = "your functions"
 _DOING = {READ: "reading and decoding records", BATCH: "stacking records", PAD: "padding"}
@@ -57,7 +63,7 @@ _SEND_LESS = "send less to the devices: uint8 images, made floats inside the ste
 
 
 class Bottleneck(NamedTuple):
-    """The stage that holds the loop up, the evidence, and the changes to make."""
+    """The stage that holds the loop up (`name`), the evidence for it, and the changes to make."""
 
     name: str
     reason: str
@@ -151,7 +157,13 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
 
 
 def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck:
-    """Returns the verdict if the threads that make batches hold the loop up, mostly in a stage."""
+    """Returns the verdict for a loop that the threads that make batches hold up.
+
+    Args:
+        stage: The stage in which these threads spend most of their time.
+        measured: The measured loop.
+        pipeline: The facts of the pipeline.
+    """
     cores = _making_cores(measured)
     who = _who(stage, measured)
     does = f"{who} {{}}" if _FUNCTIONS in who else f"{who} {{}}s"
@@ -179,7 +191,7 @@ def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck
 
 
 def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
-    """Returns the verdict if the tasks of an executor hold the loop up."""
+    """Returns the verdict for a loop that the tasks of an executor hold up."""
     tasks = [s for s in measured.spans if s.part == TASK]
     works = [s for s in measured.spans if s.stage == WORK]
     task_s, work_s = (sum(s.end - s.start for s in spans) for spans in (tasks, works))
@@ -191,7 +203,7 @@ def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
         f" {task_ms:,.1f} ms: {work_ms:,.1f} ms at a worker, and {max(0, task_ms - work_ms):,.1f}"
         f" ms on the way and in a queue. The workers ({workers} seen) are {busy:.0%} busy."
     )
-    # With this many tasks under way, each worker has the next one when it has done one.
+    # With this many tasks submitted at a time, each worker finds a next task when it has done one.
     enough = math.ceil(workers * task_ms / (work_ms or 1))
     advice = [f"raise cpu_buffer_size ({size} now) to {enough} or more: workers wait for tasks."]
     if busy >= _MOST:
@@ -207,7 +219,11 @@ def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
 
 
 def _who(stage: str, measured: Measurement) -> str:
-    """Returns the part of a stage that takes its time, as far as parts can be told apart."""
+    """Returns the code that takes most of a stage's time, as the subject of a sentence.
+
+    For the read stage that is the source or the user's functions, or both if they are not measured
+    separately. For any other stage it is "this".
+    """
     reads = [s for s in measured.spans if s.stage == READ]
     if stage != READ:
         return "this"
@@ -220,7 +236,14 @@ def _who(stage: str, measured: Measurement) -> str:
 
 
 def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> Iterator[str]:
-    """Yields advice for the threads that make batches."""
+    """Yields advice for a loop that the threads that make batches hold up.
+
+    Args:
+        stage: The stage in which these threads spend most of their time.
+        who: The code that takes most of the stage's time, in words.
+        measured: The measured loop.
+        pipeline: The facts of the pipeline.
+    """
     in_threads = not pipeline.is_stream and not pipeline.num_workers
     computes = _making_cores(measured) >= _COMPUTES
     if stage == READ and pipeline.reads_other_rows:
@@ -273,9 +296,10 @@ def _more_side_by_side(who: str, measured: Measurement, pipeline: Pipeline) -> s
 
 
 def _making_share(measured: Measurement) -> float:
-    """Returns the part of the time, 0 to 1, during which batches were in the making.
+    """Returns the share of the time, 0 to 1, during which batches were being made.
 
-    At other times none could be begun for want of room, and none was still being worked on.
+    In the rest of the time the buffer was full, and no thread worked on a batch. Without a thread
+    that makes batches, it returns 0.
     """
     made = [s for s in measured.spans if s.stage in MAKING]
     if not made:
@@ -285,7 +309,7 @@ def _making_share(measured: Measurement) -> float:
 
 
 def _rests(measured: Measurement) -> list[Span]:
-    """Returns the times in which a thread that makes batches could begin none, for want of room."""
+    """Returns the spans in which a thread that makes batches waited because the buffer was full."""
     threads = {s.thread for s in measured.spans if s.stage in MAKING}
     return [s for s in measured.rests if s.thread in threads]
 
@@ -296,15 +320,16 @@ def _surely_waits(measured: Measurement) -> bool:
 
 
 def _making_cores(measured: Measurement) -> float:
-    """Returns how many processors the threads that make batches kept busy, on average."""
+    """Returns the average number of processors that the threads that make batches kept busy."""
     return measured.processor_s(*MAKING) / measured.seconds
 
 
 def _busiest(measured: Measurement) -> str | None:
     """Returns the stage that takes longer for a batch than the loop's own work; None if none does.
 
-    Stages that share their threads are compared by processor time if they compute: threads that
-    wait for the interpreter's lock may do so in any stage.
+    Reading, stacking and padding share their threads. If these threads compute, the three stages
+    are compared by processor time, because a thread may wait for the interpreter's lock in any of
+    them. Otherwise they are compared by elapsed time.
     """
     placing, making = measured.busy(PLACE), _making_share(measured)
     stage_s = (
@@ -314,7 +339,7 @@ def _busiest(measured: Measurement) -> str | None:
 
 
 def _idle_share(measured: Measurement) -> float:
-    """Returns the part of the waiting, 0 to 1, during which no stage was seen at work."""
+    """Returns the share of the loop's waiting, 0 to 1, during which no stage was at work."""
     waits = [s for s in measured.spans if s.stage == WAIT]
     works = [s for s in measured.spans if s.stage in STAGES]
     idle_s = covered_s([*waits, *works]) - covered_s(works)
@@ -322,7 +347,10 @@ def _idle_share(measured: Measurement) -> float:
 
 
 def _longest_waits(measured: Measurement) -> tuple[int, float]:
-    """Returns the fewest batches that make up half of the waiting, and the least wait of these."""
+    """Returns how few batches make up half of the waiting, and the shortest wait among them.
+
+    The first value is a number of batches. The second is in seconds.
+    """
     waits_s = sorted((s.end - s.start for s in measured.spans if s.stage == WAIT), reverse=True)
     sums = itertools.accumulate(waits_s)
     few = next(count for count, s in enumerate(sums, 1) if s >= _MOST * sum(waits_s))

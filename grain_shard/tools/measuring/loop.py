@@ -1,4 +1,4 @@
-"""A loop over batches that records its spans, and arithmetic with spans."""
+"""Runs a loop over batches and records its spans (timed pieces of work); arithmetic with spans."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from grain_shard.trees import MASK_KEY
 
 
 class Loop(NamedTuple):
-    """The record of a loop that took batches and did a step with each.
+    """The record of a loop that took batches and ran a training step with each.
 
     Attributes:
-        spans: All spans meanwhile, by the time of their start.
-        sizes: Rows and bytes of each batch, by name.
-        read_threads: The threads that read in the end, in words; "" if not known.
+        spans: All spans that any thread recorded during the loop, in the order of their start.
+        sizes: For each batch, a dict with its numbers of "records" and "bytes".
+        read_threads: The number of reading threads at the end of the loop and the reason for it,
+            as text; "" if not known.
     """
 
     spans: list[Span]
@@ -30,12 +31,15 @@ class Loop(NamedTuple):
 
 
 def run_loop(ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | None) -> Loop:
-    """Runs a loop.
+    """Runs a loop over batches, and returns its record.
 
     Args:
-        ds: The dataset, or an iterator, which is not closed.
-        num_batches: Number of batches to take; fewer if the dataset ends.
-        step: Called with each batch; None for no step.
+        ds: The dataset or an iterator. A given iterator is not closed.
+        num_batches: Number of batches to take. The loop takes fewer if the dataset ends.
+        step: The training step, called with each batch; None for no step.
+
+    Raises:
+        ValueError: The step returned nothing.
     """
     sizes: list[dict[str, int]] = []
     masks: list[Any] = []
@@ -51,15 +55,17 @@ def run_loop(ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | N
             except StopIteration:
                 break
             sizes.append(size_of(batch, row_dims))
-            # A mask is summed after the loop: the pipeline would get ahead meanwhile.
+            # Masks are summed after the loop. The sum takes time, in which the pipeline would make
+            # more batches than in a real loop.
             masks.append(mask_of(batch, MASK_KEY))
             if step is not None:
                 _take(step, batch)
-            del batch  # or the devices would hold one batch more than the pipeline plans
+            # Without this the devices would hold one batch more than the pipeline allows.
+            del batch
         is_ours = isinstance(iterator, ShardedIterator)
         read_threads = str(iterator.stats().reads) if is_ours else ""
     for size, mask in zip(sizes, masks, strict=True):
-        # A step that donates its batch deletes the mask, so its records cannot be counted.
+        # A step that donates its batch deletes the mask. Then all rows count as records.
         if mask is not None and not (isinstance(mask, jax.Array) and mask.is_deleted()):
             size["records"] = int(mask.sum())
     return Loop(sorted(spans, key=lambda s: s.start), sizes, read_threads)
@@ -76,7 +82,7 @@ def _take(step: Callable[[Any], Any], batch: Any) -> None:
 
 
 def covered_s(spans: Sequence[Span]) -> float:
-    """Returns the seconds during which at least one of the spans was going on."""
+    """Returns the seconds that the spans cover together. Times that overlap count once."""
     seconds, reached = 0.0, float("-inf")
     for one in sorted(spans, key=lambda s: s.start):
         seconds += max(0.0, one.end - max(one.start, reached))
@@ -85,7 +91,7 @@ def covered_s(spans: Sequence[Span]) -> float:
 
 
 def cut(whole: Span, start: float, end: float) -> Span:
-    """Returns the part of a span between two times, with the same part of its processor time."""
+    """Returns the part of a span between two times, with an equal share of its processor time."""
     start, end = max(whole.start, start), min(whole.end, end)
     length = whole.end - whole.start
     part = (end - start) / length if length else 1.0

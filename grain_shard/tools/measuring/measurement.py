@@ -1,4 +1,4 @@
-"""A measured loop: `Measurement`, the figures of `stats()` over recorded spans."""
+"""`Measurement`: a measured loop, with the figures of `stats()` computed from recorded spans."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _LANES = *STAGES, WORK, *LOOP
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The facts of a pipeline that decide on the advice for it.
+    """The facts of a pipeline on which the advice for it depends.
 
     Attributes:
         cpu_buffer_size: Most batches on the host, including unfinished ones.
-        num_workers: Worker processes that make the batches; 0 if threads do.
+        num_workers: Number of worker processes that make the batches; 0 if threads make them.
         has_executor: True if an executor makes the batches.
-        is_stream: True if batches come in order only.
-        reads_once: True if every row is read on one host and moved by the devices.
-        reads_other_rows: True if whole batches are read, of which this host keeps some rows.
-        amplification: Rows that all hosts read together, over the rows of the batch.
+        is_stream: True if batches can only be read in order, as those of a stream or of feeds.
+        reads_once: True if every row is read on one host, and the devices then exchange rows.
+        reads_other_rows: True if this host reads whole batches, and keeps only some of their rows.
+        amplification: Rows that all hosts read together, divided by the rows of the batch.
     """
 
     cpu_buffer_size: int = 4
@@ -53,27 +53,29 @@ class Pipeline:
 
 @dataclass(frozen=True, repr=False)
 class Measurement:
-    """A loop that took batches, waited for each until it was on the devices, and did its step.
+    """A measured loop, which waited until each batch was on the devices and then ran a step.
 
-    Its figures are named as in `stats()`, and computed from its own spans.
+    Its figures have the same names as in `stats()`. They are computed from its spans.
 
     Attributes:
-        num_batches: Batches that were measured.
-        num_batches_asked: Batches that were to be measured; more if the dataset ended early.
-        warmup: Batches that were taken before these and left out.
-        seconds: Time of the loop for the measured batches.
-        recorded_spans: `Span`s from the start of the warm-up on, in seconds after the start of the
-            measured loop. The pipeline's lanes are "read" (read and decode the records of a batch,
-            or take the batch from its stream), "batch" (stack them), "pad", "place" (hand the batch
-            to the devices) and "work" (a task of an executor; its thread is the worker). The loop's
-            lanes are "wait" (until a batch is on the devices) and "step" (until the step's result
-            is there). In a span of "room" a thread rests, because a buffer is full.
+        num_batches: Number of measured batches.
+        num_batches_asked: Number of batches that should have been measured. It is larger than
+            `num_batches` if the dataset ended early.
+        warmup: Number of batches that were taken first and not measured.
+        seconds: Seconds that the loop took for the measured batches.
+        recorded_spans: `Span`s (timed pieces of work) since the start of the warm-up. Times are in
+            seconds after the start of the measured loop, so they are negative in the warm-up. The
+            stages of the pipeline are "read" (read and decode the records of a batch, or take the
+            batch from its stream), "batch" (stack them), "pad", "place" (place the batch on the
+            devices) and "work" (a task of an executor; its thread is the worker). The loop has
+            "wait" (until a batch is on the devices) and "step" (until the step's result is
+            computed). In a span of "room" a thread rests, because a buffer is full.
         pipeline: The facts of the pipeline; None if `shard_to` did not make it.
-        num_examples: Rows of the measured global batches; where these have a "valid_mask", only
-            those for which it is True, unless the step donated it.
+        num_examples: Number of rows of the measured global batches. If a batch has a "valid_mask"
+            that the step did not donate, only the rows for which the mask is True are counted.
         num_bytes: Bytes of the measured global batches, padding included.
-        read_threads: Number of threads that read side by side in the end, and the reason; "" if
-            not known.
+        read_threads: The number of reading threads at the end and the reason for it, as text; ""
+            if not known.
     """
 
     num_batches: int
@@ -88,12 +90,12 @@ class Measurement:
 
     @functools.cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The spans of the lanes within the measured loop, cut off at its start and its end."""
+        """Spans of work, waiting and steps in the measured loop, cut off at its start and end."""
         return self._within(*_LANES)
 
     @functools.cached_property
     def rests(self) -> tuple[Span, ...]:
-        """Times within the measured loop in which a thread rested, because a buffer was full."""
+        """Spans in the measured loop in which a thread rested because a buffer was full."""
         return self._within(ROOM)
 
     def _within(self, *stages: str) -> tuple[Span, ...]:
@@ -115,65 +117,70 @@ class Measurement:
 
     @property
     def examples_per_second(self) -> float:
-        """Valid rows of the global batches, by the wall clock over the whole loop."""
+        """Valid rows of the global batches per second, by the wall clock over the whole loop."""
         return self.figures.records_per_s
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of the global batches, padding included, by the wall clock."""
+        """Bytes of the global batches per second, padding included, by the wall clock."""
         return self.figures.bytes_per_s
 
     @property
     def wait_share(self) -> float:
-        """The part of waiting and step together that was waiting, 0 to 1; 1 without a step."""
+        """Time of waiting divided by the time of waiting and steps, 0 to 1; 1 without a step."""
         return self.figures.wait_share
 
     @property
     def wait_s(self) -> float:
-        """Seconds per batch from the request until the batch was on the devices."""
+        """Seconds per batch from the call of ``next`` until the batch was on the devices."""
         return self.figures.wait_s
 
     @property
     def step_s(self) -> float:
-        """Seconds a batch from its arrival on the devices to the step's result; without one 0."""
+        """Seconds per batch from its arrival on the devices to the step's result; 0 for no step."""
         return self.figures.step_s
 
     @property
     def lanes_s(self) -> Mapping[str, float]:
-        """Seconds of work in each lane that was seen, of all its threads together."""
+        """Seconds that all threads together spent in each stage, in waiting and in steps, by name.
+
+        A name without any time is left out.
+        """
         return {lane: s for lane in _LANES if (s := self.figures.stage_s(lane))}
 
     @property
     def stages_s(self) -> Mapping[str, float]:
-        """Seconds that the pipeline's threads spent on a batch, by stage.
+        """Seconds per batch that the pipeline's threads spent in each stage, by name.
 
-        Batches that were made during the warm-up count, too. A stage is left out if it does not
-        exist or runs in worker processes.
+        Batches that were made during the warm-up count, too. A stage is left out if the pipeline
+        does not have it, or if it runs in worker processes.
         """
         seconds = {
             stage: [s.end - s.start for s in self.recorded_spans if s.stage == stage]
             for stage in STAGES
         }
-        # A batch may be read and stacked in parts, and several may be read at once. Each batch is
-        # padded once, so that the number of paddings is the number of batches.
+        # A batch may be read and stacked in parts, so one batch may have several spans of these
+        # stages. Each batch is padded once, so the number of paddings is the number of batches.
         made = len(seconds[PAD])
         batches = {stage: made or len(times) for stage, times in seconds.items()}
         batches[PLACE] = len(seconds[PLACE])
         return {stage: sum(times) / batches[stage] for stage, times in seconds.items() if times}
 
     def busy(self, *lanes: str) -> float:
-        """Returns the part of the time, 0 to 1, in which any thread was at work in these lanes.
+        """Returns the share of the time, 0 to 1, in which at least one thread was in these stages.
 
-        It is not taken over the threads that were seen. Threads come and go as `pace.py` finds
-        their number, and if the interpreter's lock lets one of them work at a time, the others
-        rest, however much there is to do.
+        It is not divided by the number of threads. `pace.py` changes that number while the loop
+        runs, and most threads may stand still because one holds the interpreter's lock.
+
+        Args:
+            *lanes: Names of stages, "wait" or "step".
         """
         return covered_s([s for s in self.spans if s.stage in lanes]) / self.seconds
 
     def side_by_side(self, *lanes: str) -> float:
-        """Returns the number of threads that were at work in these lanes at a time, on average."""
+        """Returns the average number of threads that were in these stages at the same time."""
         return self.figures.stage_s(*lanes) / self.seconds
 
     def processor_s(self, *lanes: str) -> float:
-        """Returns the seconds for which these lanes kept processors busy, of all threads."""
+        """Returns the seconds of processor time that all threads together spent in these stages."""
         return sum((s.processor_s for s in self.spans if s.stage in lanes), 0.0)

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_WIDTH = 80  # a notebook does not break long lines
+# Width of the text in characters. A notebook does not break long lines by itself.
+_WIDTH = 80
 
 
 class Profile(Measurement):
-    """A measured loop. Its text says what to change; in Jupyter it is a picture, too.
+    """A measured loop, with the stage that holds it up and the changes to make.
 
-    Its figures come from `Measurement`.
+    Printed, it is a text. Jupyter also shows it as a picture. `Measurement` has its figures.
 
     Example:
         >>> from grain_shard.spans import Span
@@ -45,21 +46,22 @@ class Profile(Measurement):
     def bottleneck(self) -> str:
         """The name of the stage that holds the loop up.
 
-        A stage ("read", "batch", "pad", "place"), the "step" itself, the "buffer" (too small for
-        a few batches that take much longer than the others), the "workers" (processes, which are
-        not seen), the "executor" (its tasks), the "handover" (anything between the devices and
-        the loop), or "unseen" (a dataset without stages that are seen, time outside of them, or
-        too few batches to tell).
+        "read", "batch", "pad" and "place" are stages of the pipeline, and "step" is the training
+        step. "buffer": the buffers are too small, because a few batches take much longer than
+        most. "workers": worker processes, which cannot be measured from here. "executor": the
+        tasks of an executor. "handover": work between the last stage and the loop. "unseen": no
+        stage explains the waiting, the dataset has no measured stages, or there were too few
+        batches.
         """
         return self.found.name
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """The changes to make, in sentences."""
+        """The changes that would make the loop faster, one text each."""
         return self.found.advice
 
     def plot(self) -> Figure:
-        """Draws the lanes over time, as a matplotlib figure.
+        """Returns a matplotlib figure that shows the stages and the loop over time.
 
         Raises:
             GrainShardError: matplotlib is not installed.
@@ -119,20 +121,20 @@ def profile(
     *,
     warmup: int = 10,
 ) -> Profile:
-    """Runs a training loop for some batches, and measures the loop and every stage.
+    """Runs a training loop for some batches, and measures the loop and every stage of the pipeline.
 
-    A loop takes batches from the dataset. *Wait* ends when all of the batch is on the devices, not
-    when ``next`` returns; *step* ends when the step's result is there. A training loop that lets
-    the devices run behind its Python code is a little faster. Examples and bytes per second are by
-    the wall clock over the whole loop.
+    For each batch the loop waits, and then runs the step. The *wait* ends when the whole batch is
+    on the devices, which may be after ``next`` returns. The *step* ends when its result is
+    computed. (A training loop that does not wait for the result is a little faster.) Examples and
+    bytes per second are by the wall clock over the whole loop.
 
     The stages of a `shard_to` pipeline measure their own times. These times overlap with the step
-    and with each other: several threads read, stack and pad side by side, and each takes longer
-    than alone if they have to share processors. Work in worker processes (`num_workers`) is not
-    seen. On several hosts each host measures itself.
+    and with each other: several threads read, stack and pad at the same time, and a thread takes
+    longer if it has to share a processor. Work in worker processes (`num_workers`) is not measured.
+    On several hosts each host measures itself.
 
-    The same lanes are in JAX's profiler as ``grain_shard.read`` and so on: call this inside
-    ``with jax.profiler.trace(folder)`` to see them above what the devices do.
+    JAX's profiler shows the same stages as ``grain_shard.read`` and so on, above the work of the
+    devices. For that, call this function inside ``with jax.profiler.trace(folder)``.
 
     Example:
         >>> import time
@@ -147,23 +149,24 @@ def profile(
         ('step', ['read', 'batch', 'pad', 'place'])
 
     Args:
-        ds: The dataset: what `shard_to` returns, or any iterable of batches, whose stages are
-            unknown. One pass is taken: a short one should `.repeat()`. An iterator is the caller's
-            own and is not closed.
-        step: Called with each batch, e.g. a closure around the train step that keeps the state; it
-            has to return something that the step computes, such as the loss, to be waited for.
-            None measures the pipeline alone, and the loop does nothing but wait.
-        num_batches: Batches to measure.
-        warmup: Batches to leave out before the measured ones. The step compiles in the first, and
-            the next ones come from buffers that filled meanwhile. If the dataset ends early, fewer
-            batches are left out, so that one is measured.
+        ds: The dataset that `shard_to` returned, or any other iterable of batches, of which only
+            the loop can be measured. It is read once, so a short dataset should `.repeat()`. A
+            given iterator is not closed.
+        step: The training step, called with each batch, e.g. a closure that keeps the model's
+            state. It must return a result of the step, such as the loss, to be waited for. With
+            None the loop only waits, and the pipeline alone is measured.
+        num_batches: Number of batches to measure.
+        warmup: Number of batches before the measured ones. The step compiles in the first batch,
+            and the buffers fill meanwhile, so the next batches arrive too fast. If the dataset ends
+            early, fewer batches are left out, so that at least one is measured.
 
     Returns:
         The measurement, to print or to plot. Jupyter displays it by itself.
 
     Raises:
         ValueError: The dataset has no batch, or the step returns nothing.
-        ShardingError: A number of batches is no whole number, or too small.
+        ShardingError: `num_batches` is not a positive integer, or `warmup` is negative or no
+            integer.
     """
     require_int("num_batches", num_batches, 1)
     require_int("warmup", warmup, 0)
@@ -179,7 +182,7 @@ def profile(
         num_batches=len(sizes),
         num_batches_asked=num_batches,
         warmup=warmup,
-        # Clocks have a smallest step, and no figure may be one over nothing.
+        # A clock has a smallest unit, so a short loop may take 0 s. The rates divide by `seconds`.
         seconds=max(end - start, time.get_clock_info("perf_counter").resolution),
         recorded_spans=tuple(
             s._replace(start=s.start - start, end=s.end - start) for s in loop.spans
@@ -197,5 +200,5 @@ def measure_throughput(
     warmup: int = 5,
     step: Callable[[Any], Any] | None = None,
 ) -> Profile:
-    """`profile`, with its arguments in the order of other libraries' functions of this name."""
+    """Calls `profile`, with its arguments in the order that other libraries use for this name."""
     return profile(ds, step, num_batches, warmup=warmup)

@@ -1,4 +1,4 @@
-"""The picture of a measured loop: one lane below the other, over time."""
+"""Draws a measured loop over time, with a lane for each stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _LANE_HEIGHT = 0.8
 
 
 class _Picture(Figure):
-    """A figure that is shown once: Jupyter shows all that pyplot has open, which this is not."""
+    """A matplotlib figure that Jupyter shows only once.
+
+    Jupyter also shows every figure that pyplot has open. This figure is made without pyplot.
+    """
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -32,7 +35,12 @@ class _Picture(Figure):
 
 
 def draw(measured: Measurement, bottleneck: str) -> Figure:
-    """Draws the lanes over time; a lane of several threads is divided among them."""
+    """Draws a lane for each stage over time. A stage with several threads has a strip for each.
+
+    Args:
+        measured: The measured loop.
+        bottleneck: Name of the stage that holds the loop up; its lane is marked.
+    """
     lanes = measured.lanes_s
     figure = _Picture(figsize=(11, 1.6 + 0.5 * len(lanes)), layout="constrained", facecolor="white")
     axes = figure.add_subplot()

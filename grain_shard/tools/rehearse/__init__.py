@@ -1,1 +1,1 @@
-"""Many hosts on one machine; the public names are in `grain_shard.rehearse`."""
+"""Runs many hosts on one machine. The public names are in `grain_shard.rehearse`."""

@@ -1,4 +1,4 @@
-"""``python -m grain_shard rehearse``: its options, its end by a signal, its exit code."""
+"""``python -m grain_shard rehearse``: its options, its signals and its exit code."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from grain_shard.tools.rehearse.rehearsal import run_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command line that `main` takes."""
+    """Adds the options of ``rehearse`` to its parser."""
     parser.description = (
-        "Rehearse a multi-host JAX script on this machine, one process a host: in it "
-        "jax.distributed.initialize() needs no arguments, and collectives cross the processes."
+        "Rehearse a multi-host JAX script on this machine, with a process for each host. The script"
+        " calls jax.distributed.initialize() without arguments, and collectives cross the"
+        " processes."
     )
     add = parser.add_argument
     number = partial(add, type=positive_integer, metavar="N")
     number("--hosts", required=True, help="number of hosts")
-    number("--devices-per-host", default=1, help="CPU devices of each (default: 1)")
-    timeout = "seconds until all are ended (default: 600)"
+    number("--devices-per-host", default=1, help="CPU devices of each host (default: 1)")
+    timeout = "seconds after which all hosts are ended (default: 600)"
     add("--timeout", type=positive_seconds, metavar="SECONDS", default=600.0, help=timeout)
-    add("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
+    add("-m", dest="module", action="store_true", help="run SCRIPT as a module, like python -m")
     add("script", help="the training script")
-    add("args", nargs=argparse.REMAINDER, help="all that follows is the script's")
+    add("args", nargs=argparse.REMAINDER, help="the arguments of the script")
 
 
 def main(args: argparse.Namespace) -> int:
     """Rehearses a script from the command line, and returns the exit code.
 
-    The code is 0; or the code of the first host to fail (128 + n if signal n killed it); 124 at a
-    timeout; 1 if no host joined the others; or 128 + n if signal n ended the rehearsal.
+    If a host failed, the code is that of the first host to fail (128 + n if signal n killed it).
+    It is 124 after a timeout, 1 if no host joined the others, and 128 + n if signal n ended the
+    rehearsal. Otherwise it is 0.
 
     Raises:
         UsageError: There is no such script.
@@ -47,10 +49,10 @@ def main(args: argparse.Namespace) -> int:
 
     previous = {
         number: signal.signal(number, stop)
-        # With SIGHUP: a closing terminal sends it to this process, but not to the hosts, which run
-        # in sessions of their own.
+        # SIGHUP is handled, too. A closing terminal sends it to this process, but not to the hosts,
+        # because these run in sessions of their own.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN  # nohup(1) asks for that
+        if signal.getsignal(number) != signal.SIG_IGN  # nohup(1) sets SIG_IGN
     }
     try:
         result = run_script(
@@ -74,4 +76,4 @@ def main(args: argparse.Namespace) -> int:
 
 
 class _Stopped(BaseException):
-    """A signal that ends the rehearsal; its argument is the number of the signal."""
+    """Raised by a signal that ends the rehearsal. Its argument is the number of the signal."""

@@ -1,4 +1,4 @@
-"""The process of one host: its program, its variables, and its end."""
+"""`HostProcess`: the process of one host, with its program, its environment and its end."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
-# Seconds that a host has between SIGTERM and SIGKILL. A host that is blocked uses all of them:
-# after jax.distributed.initialize() JAX's preemption service catches SIGTERM, notes it for the
-# program to ask for, and does not end the process.
+# Seconds that a host has between SIGTERM and SIGKILL. A blocked host does not end on SIGTERM: after
+# jax.distributed.initialize() JAX's preemption service catches the signal, and only notes it for
+# the program to ask for.
 _GRACE_S = 2.0
 
-# Each process runs this: the script or module, as `python` would run it. It differs in five ways.
+# The program of each process. It runs the script or module as `python` would, with five changes:
 #
-# * A signal makes it print the stack of its main thread.
-# * A line is written in one piece, when it is complete. PYTHONUNBUFFERED alone makes
-#   `print("step", 3)` write four pieces, with room between them for a line of C++ or of a worker.
-# * As soon as the script has imported JAX, each computation is told to end before the next begins.
-#   Otherwise a process with a single CPU device could begin its computations in any order, and mix
-#   up collectives that an accelerator keeps in order.
-# * A script that fails does not end as usual: in an ordinary exit JAX's atexit handler waits up to
-#   5 minutes for the other hosts, which in turn wait for this one; so the process leaves by _exit.
-#   It leaves half a second late. The reason: the other hosts fail as soon as its connections
-#   break, which was measured to be up to 15 ms before the end of its process can be seen. A host
-#   that only says that another one has failed leaves later still. With these delays the first
-#   process to end is the one that failed first.
-# * A script that has compiled something ends when its devices have finished. A process that ends
-#   while collectives of its devices are under way may hang. The devices of a process run their
-#   common computations in order, so this program runs one more and waits for it.
+# * SIGQUIT makes the process print the stack of its main thread.
+# * A line of output is written in one piece, when it is complete. With PYTHONUNBUFFERED alone,
+#   `print("step", 3)` would write four pieces, and a line of C++ or of a worker could come between
+#   them.
+# * From the import of JAX on, each computation ends before the next one begins. Otherwise a process
+#   with a single CPU device could start its computations in any order, and mix up collectives. An
+#   accelerator keeps their order.
+# * A script that fails ends the process by _exit. In an ordinary exit JAX's atexit handler would
+#   wait up to 5 minutes for the other hosts, which in turn wait for this one. The process exits
+#   half a second late. The reason: the other hosts fail as soon as its connections break, up to
+#   15 ms (measured) before the end of its process can be seen. A host that only reports the failure
+#   of another host (AgreementError) exits 3 seconds late. With these delays the first process to
+#   end is the process that failed first.
+# * After a script that has compiled something, the process ends only when its devices have
+#   finished. A process that ends during a collective of its devices may hang. The devices of a
+#   process run their common computations in order. So this program runs one more computation on all
+#   devices, and waits for it.
 #
-# This program imports neither JAX nor this package, since the script may set variables that have to
-# be there before JAX is imported. A script that used JAX and ran to its end, or failed, without
-# having joined the other hosts leaves an empty file as a note.
+# This program itself imports neither JAX nor this package, because the script may set variables
+# that must be set before the import of JAX. If the script used JAX but never joined the other
+# hosts, the program leaves an empty file as a note for the rehearsal.
 _HOST_PROGRAM = """
 import faulthandler, importlib.util, os, runpy, signal, sys, time
 
@@ -116,9 +118,17 @@ _SAY_S = 0.5
 
 
 class HostProcess:
-    """One host's process, a thread that reads its lines and one that waits for its end.
+    """The process of one host, with a thread that reads its lines and a thread that waits for it.
 
-    Into `events` they put ``(index, line)`` for each line and, at the end, ``(index, None)``.
+    The threads put ``(index, line)`` into `events` for each line, and ``(index, None)`` when the
+    process has ended.
+
+    Args:
+        index: Index of the host.
+        argv: The path of the note for a host that stays alone, and then the script with its
+            arguments, or "-m", a module and its arguments.
+        environment: All environment variables of the process.
+        events: The queue for lines and ends.
     """
 
     def __init__(
@@ -152,14 +162,19 @@ class HostProcess:
                 self._events.put((self._index, line))
 
     def _wait(self) -> None:
-        # With WNOWAIT the process stays a zombie until `reap`. Until then the system gives its
-        # number, which is its group's number too, to no other process, and signals reach the
-        # right one.
+        # With WNOWAIT the process stays a zombie until `reap`. Until then the system does not give
+        # its number, which is also its group's number, to another process. So a signal cannot
+        # reach a wrong process.
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self._events.put((self._index, None))
 
     def send_signal(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
-        """Sends a signal to the process if it runs; by `os.killpg` also to its children."""
+        """Sends a signal to the process, unless it was reaped.
+
+        Args:
+            number: Number of the signal.
+            send: `os.kill` for the process alone, `os.killpg` for its children, too.
+        """
         if self._process.returncode is None:
             send(self._process.pid, number)
 
@@ -167,44 +182,51 @@ class HostProcess:
         self._waiter.join(timeout_s)
 
     def reap(self) -> int:
-        """Ends the process and its children, if they still run; returns its return code."""
+        """Kills the process and its children if they still run, and returns the return code.
+
+        The code is that of `subprocess.Popen`: -n if signal n ended the process.
+        """
         if self._process.returncode is None:
             os.kill(self._process.pid, signal.SIGKILL)
             self._waiter.join()
-            # The children get SIGTERM first, and time: when they have ended, multiprocessing's
-            # resource tracker frees their shared memory. Until then they keep the pipe open, so the
-            # thread that reads from it ends when they have.
+            # The children first get SIGTERM and some time. When they have ended, multiprocessing's
+            # resource tracker frees their shared memory. They keep the pipe of stdout open, so the
+            # thread that reads from the pipe ends when all children have ended.
             os.killpg(self._process.pid, signal.SIGTERM)
             self._reader.join(_GRACE_S)
             os.killpg(self._process.pid, signal.SIGKILL)
-            # A daemon that has left the group may keep the pipe open for ever, hence the timeout.
+            # There is a timeout, because a daemon that left the group may keep the pipe open for
+            # ever.
             self._reader.join(_GRACE_S)
         return self._process.wait()
 
 
 def say_where(processes: Sequence[HostProcess]) -> None:
-    """Has the hosts that still run print the stack of their main thread."""
+    """Makes the hosts that still run print the stack of their main thread, and waits for it."""
     for process in processes:
         process.send_signal(signal.SIGQUIT)
     time.sleep(_SAY_S)
 
 
 def end(processes: Sequence[HostProcess]) -> None:
-    """Ends the hosts that still run: by SIGTERM and, after `_GRACE_S`, by SIGKILL."""
+    """Ends the hosts that still run: by SIGTERM and, 2 seconds later, by SIGKILL."""
     try:
         for process in processes:
             process.send_signal(signal.SIGTERM, os.killpg)
         deadline = time.monotonic() + _GRACE_S
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-    finally:  # a second Ctrl-C cuts the wait short, and all are killed even so
+    finally:  # even if a second Ctrl-C ends the wait early
         for process in processes:
             process.reap()
 
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Reserves a port on which JAX's coordinator can listen, and no other program."""
+    """Reserves and yields the number of a port on which JAX's coordinator can listen.
+
+    No other program gets the port until the block ends.
+    """
     with socket.socket() as reservation:
         # JAX's coordinator sets this option, too, so both sockets can bind the port at once.
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -213,14 +235,24 @@ def reserved_port() -> Iterator[int]:
 
 
 def host_environment(host: int, hosts: int, devices_per_host: int, port: int) -> dict[str, str]:
-    """This process's variables, and the variables that make a process one host of a SLURM job."""
-    # A real cluster may have set these variables, to values that contradict the rehearsal's.
+    """Returns the environment of one host: this process's variables, and those of a SLURM job.
+
+    JAX reads the SLURM variables in ``jax.distributed.initialize()``.
+
+    Args:
+        host: Index of the host.
+        hosts: Number of hosts.
+        devices_per_host: Number of CPU devices of each host.
+        port: Port of JAX's coordinator.
+    """
+    # A real cluster may have set variables like these, with values that contradict the rehearsal.
     foreign = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_LOCAL_DEVICE_IDS")
     variables = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     if any(name.lower().endswith("_proxy") for name in variables):
-        variables["no_grpc_proxy"] = "127.0.0.1"  # else gRPC goes through the proxy, and hangs
-    # Collectives of several devices block threads while they wait for each other. XLA starts a
-    # thread for each core, and JAX 0.10.2 hung on 2 cores with 2 devices a host, so ask for more.
+        variables["no_grpc_proxy"] = "127.0.0.1"  # otherwise gRPC uses the proxy, and hangs
+    # A collective blocks a thread per device while the devices wait for each other. XLA starts only
+    # one thread per core, and JAX 0.10.2 hung on 2 cores with 2 devices per host. So XLA is told to
+    # start at least four threads per device.
     threads = max(os.cpu_count() or 1, 4 * devices_per_host)
     return variables | {
         "SLURM_JOB_ID": "1",

@@ -1,4 +1,4 @@
-"""All hosts of a rehearsal, from their start to the end of the last."""
+"""`run` and `run_script`: run a function or a script on several hosts of this machine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from grain_shard.tools.rehearse.host_process import (
 )
 from grain_shard.tools.rehearse.result import RehearsalError, RehearsalResult
 
-# A line of Gloo, the library by which CPUs of several hosts compute together, on stdout.
+# A line that Gloo prints on stdout. Gloo is the library for collectives of CPUs on several hosts.
 _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
-# JAX prints this when a host ends because another one has gone, and these lines after it: the error
-# of the connection, and a stack of C++ functions. Other lines of the host may stand between them.
+# JAX prints the first text when a host ends because another host has ended. Then it prints the
+# error of the connection and a stack of C++ functions, whose lines match the second pattern. Other
+# lines of the host may be between them.
 _LOST_ANOTHER = "Terminating process because the JAX distributed service detected fatal errors"
 _STACK_OF_LOSS = re.compile(
     r"\*\*\* Check failure stack trace: \*\*\*"
@@ -35,8 +36,8 @@ _STACK_OF_LOSS = re.compile(
     r"|:UNKNOWN:Error received from peer "
 )
 
-# The script of each host of `run`. It checks for __main__, because multiprocessing imports the
-# script again in a host's worker processes.
+# The script that each host of `run` runs. It checks for __main__, because multiprocessing imports
+# the script again in the worker processes of a host.
 _CALL_SCRIPT = """
 import os, pickle, sys
 if __name__ == "__main__":
@@ -63,22 +64,22 @@ def run(
     """Calls ``function(*args)`` on every host, after ``jax.distributed.initialize()``.
 
     Args:
-        function: Any function, closures and functions of a test module too: cloudpickle sends
-            it. Its result should be NumPy or plain Python: a `jax.Array` would start a JAX
+        function: Any function, also a closure or a function of a test module, because cloudpickle
+            sends it. It should return NumPy or plain Python: a `jax.Array` would start a JAX
             backend in this process.
-        *args: Its arguments, the same on every host.
-        hosts: The number of processes.
-        devices_per_host: The number of CPU devices of each host.
+        *args: The arguments of the function, the same on every host.
+        hosts: Number of hosts, each a process.
+        devices_per_host: Number of CPU devices of each host.
         timeout_s: Seconds after which all hosts are ended.
-        env: Variables to set on every host, on top of this process's own.
-        end_others: Whether the first host to fail ends the others. If not, the others go on until
-            they end by themselves or time out; a test can then see how they take the failure.
+        env: Environment variables for every host, in addition to those of this process.
+        end_others: True if the first host to fail ends all hosts. With False the hosts run until
+            they end by themselves or time out, so a test can see how they react to the failure.
 
     Returns:
-        The results of the function, in host order.
+        The results of the function, in the order of the hosts.
 
     Raises:
-        RehearsalError: A host failed, or the time was over.
+        RehearsalError: A host failed, or the hosts timed out.
 
     Example:
         >>> def scaled_index(scale):
@@ -114,12 +115,25 @@ def run_script(
     end_others: bool = True,
     echo: TextIO | None = None,
 ) -> RehearsalResult:
-    """Runs a script on every host. A host's failure is in the result; it raises nothing.
+    """Runs a script on every host, and returns the outputs and return codes of the hosts.
 
-    `argv` holds Python's arguments: ``["train.py", "--steps", "20"]`` or ``["-m", "train"]``. Each
-    line that a host writes goes to `echo` as it arrives, prefixed with its host. Lines of Gloo are
-    left out everywhere. If a host loses another, JAX ends it with a stack of C++ functions, which
-    is left out of `echo`. All other arguments are as for `run`.
+    The failure of a host raises no error; it is in the result.
+
+    Args:
+        argv: The arguments of Python: ``["train.py", "--steps", "20"]`` or ``["-m", "train"]``.
+        hosts: Number of hosts, each a process.
+        devices_per_host: Number of CPU devices of each host.
+        timeout_s: Seconds after which all hosts are ended.
+        env: Environment variables for every host, in addition to those of this process.
+        end_others: True if the first host to fail ends all hosts. With False the hosts run until
+            they end by themselves or time out.
+        echo: The file to which each line of a host is written as it arrives, after the words
+            "[host 0]" and so on; None for no output. If a host ends because another host has ended,
+            JAX prints a stack of C++ functions, which is left out here. Lines of Gloo are left out
+            here and in the result.
+
+    Raises:
+        ValueError: `hosts` or `devices_per_host` is less than 1.
     """
     if hosts < 1 or devices_per_host < 1:
         raise ValueError(f"{hosts=}, {devices_per_host=}: each must be at least 1")
@@ -172,11 +186,11 @@ def run_script(
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    import cloudpickle  # here, since the command line does without
+    import cloudpickle  # imported only here: the command line does not need it
 
     with contextlib.ExitStack() as cleanup:
-        # A test module is in no package, and the hosts may not find it: its functions are sent as
-        # code. A function of a package is sent as its name, and the hosts import its module.
+        # A test module is not in a package, and the hosts may not find it. So its functions are
+        # sent as code. A function of a package is sent as a name, and the hosts import its module.
         if isinstance(function, types.FunctionType) and "." not in function.__module__:
             module = sys.modules[function.__module__]
             cloudpickle.register_pickle_by_value(module)

@@ -1,4 +1,4 @@
-"""The result of a rehearsal, in figures and in words."""
+"""`RehearsalResult`: the outputs and return codes of the hosts, and a summary in words."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import signal
 from grain_shard.errors import GrainShardError
 
 _TAIL_LINES = 40
-_STACK = "Stack (most recent call first)"  # how Python begins it
+_STACK = "Stack (most recent call first)"  # the first line of a stack that faulthandler prints
 
 
 @dataclasses.dataclass(frozen=True)
 class RehearsalResult:
-    """The result of a rehearsal; lists have an entry a host.
+    """The result of a rehearsal: the outputs and return codes of the hosts.
 
     Attributes:
-        returncodes: As in `subprocess.Popen.returncode`: -9 if signal 9 killed the host.
-        outputs: What each host wrote to stdout and stderr.
-        failed_host: The host that failed first, if any did.
-        timed_out_hosts: The hosts that still ran when the time was over.
-        not_joined: True if several hosts used JAX, each as if it were the only one, since they had
-            not called ``jax.distributed.initialize()``: all of them, which ran to their ends, or
-            the one that failed first.
+        returncodes: The return code of each host, as in `subprocess.Popen.returncode`: -9 if
+            signal 9 killed the host.
+        outputs: The text that each host wrote to stdout and stderr.
+        failed_host: Index of the host that failed first; None if no host failed.
+        timed_out_hosts: Indices of the hosts that still ran at the timeout.
+        not_joined: True if hosts used JAX without ``jax.distributed.initialize()``, so that each
+            ran alone. These hosts are all hosts, if all ended, or the host that failed first.
     """
 
     returncodes: list[int]
@@ -33,9 +33,9 @@ class RehearsalResult:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the first host to fail (128 + n if signal n killed it), or 0.
+        """The exit code of the first host to fail; 128 + n if signal n killed the host.
 
-        It is 124 at a timeout, and 1 if the hosts did not join.
+        If no host failed, it is 124 after a timeout, 1 if the hosts did not join, and else 0.
         """
         if self.failed_host is not None:
             code = self.returncodes[self.failed_host]
@@ -45,7 +45,10 @@ class RehearsalResult:
         return 1 if self.not_joined else 0
 
     def summary(self) -> str:
-        """Names the host that failed, or the hosts that hung, with their last lines."""
+        """Returns a text that names the host that failed, or the hosts that timed out.
+
+        It includes the last lines of these hosts.
+        """
         hosts = self.timed_out_hosts if self.failed_host is None else [self.failed_host]
         tails = [
             f"[host {host}] {line}" for host in hosts for line in _last_lines(self.outputs[host])
@@ -54,7 +57,7 @@ class RehearsalResult:
         return "\n".join([*head, *tails, *remedy])
 
     def verdict(self) -> list[str]:
-        """The lines of `summary` without the hosts' own lines, for a reader who has seen those."""
+        """Returns the lines of `summary` without the hosts' own lines, which `echo` has printed."""
         ends = []
         if self.failed_host is not None:
             end = f"host {self.failed_host} failed first, with exit code {self.exit_code}"
@@ -86,7 +89,11 @@ class RehearsalResult:
 
 
 def _last_lines(output: str) -> list[str]:
-    """The last lines, or the stack at their end from its top on, which is where the host stood."""
+    """Returns the last 40 lines of a host's output.
+
+    If the output ends with a longer stack, the lines start at the top of the stack, which names the
+    place where the host was.
+    """
     lines = output.splitlines()
     first = max(0, len(lines) - _TAIL_LINES)
     stacks = [i for i, line in enumerate(lines) if line.startswith(_STACK)]
@@ -96,7 +103,7 @@ def _last_lines(output: str) -> list[str]:
 
 
 class RehearsalError(GrainShardError, RuntimeError):
-    """A host failed, or the time was over: `result` has the codes and the outputs."""
+    """A host failed, or the hosts timed out. `result` has their return codes and outputs."""
 
     def __init__(self, result: RehearsalResult):
         super().__init__(result)
