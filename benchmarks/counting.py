@@ -51,7 +51,7 @@ def stages_of_loop(steps: int, read_ms: float) -> list[str]:
     records = grain.MapDataset.source(Source(steps, read_ms / 1e3)).map(decode)
     with recorded() as spans:
         for _ in records.batch(GLOBAL_BATCH_SIZE).shard_to(peers.data_mesh()):
-            time.sleep(STEP_S)  # the step
+            time.sleep(STEP_S)  # in place of a training step
     return [s.stage for s in spans]
 
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from grain_shard import rehearse
 
-_PIECE = 400  # bytes
-_WARM_UP = 8  # batches
+_PIECE = 400  # most bytes of a piece of text
+_WARM_UP = 8  # number of batches before the measured ones
 
 
 def documents():

@@ -51,7 +51,8 @@ def on_dask(paths: Sequence[str]) -> Iterator[Any]:
 def guide(paths: Sequence[str]) -> Iterator[Any]:
     """Returns the batches of Grain's guide with worker processes and default ReadOptions."""
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # or mp_prefetch fails in a plain script (grain#1355)
+        # Without parsed flags mp_prefetch fails in a plain script (grain#1355).
+        flags.FLAGS.mark_as_parsed()
     ds = (
         grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
         .seed(peers.SEED)

@@ -26,7 +26,7 @@ OPTIONS = ((0, 0), (1, 2), (1, 8), (4, 16))
 TEXT_FEEDS, TEXT_BATCH_SIZE, TOKENS = 16, 32, 512
 NUM_WORKERS, SHARED_MEMORY = 2, Path("/dev/shm")
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
-WARM_UP = 8  # batches
+WARM_UP = 8  # number of batches before the measured ones
 
 
 class ReadByGrain(grain.IterDataset):

@@ -55,7 +55,7 @@ def ms_per_step(batches: Iterator[Any], s: float) -> float:
     for batch in batches:
         jax.block_until_ready(batch)
         ready.append(time.perf_counter())
-        time.sleep(s)  # the step
+        time.sleep(s)  # in place of a training step
     return (ready[-1] - ready[0]) / (len(ready) - 1) * 1e3
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.measure import Comparison, Group, Result, quartiles
 
-# The groups that were measured, each with the results of its comparisons.
+# Pairs of a measured group and the results of its comparisons.
 Measured = Sequence[tuple[Group, Sequence[Result]]]
 
 

@@ -50,7 +50,7 @@ def mounted(folder: Path, mount_point: Path, latency_ms: float) -> Iterator[None
                 time.sleep(0.01)
             yield
         finally:
-            process.terminate()  # libfuse unmounts
+            process.terminate()  # libfuse then unmounts the folder
 
 
 def _mount(folder: str, mount_point: str, latency_s: float) -> None:

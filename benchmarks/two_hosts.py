@@ -13,7 +13,7 @@ import time
 
 from grain_shard import rehearse
 
-GLOBAL_BATCH_SIZE, FEATURES = 256, 3 * 64 * 64  # 12.6 MB of float32 a batch
+GLOBAL_BATCH_SIZE, FEATURES = 256, 3 * 64 * 64  # 12.6 MB of float32 per batch
 
 
 def train(chain, steps):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from benchmarks.measure import Comparison, Goal, Group, Round, Run, interleave, largest
 from grain_shard import rehearse
 
-GLOBAL_BATCH_SIZE, FEATURES = 256, 3 * 64 * 64  # float32: 12.6 MB
+GLOBAL_BATCH_SIZE, FEATURES = 256, 3 * 64 * 64  # 12.6 MB of float32 per batch
 BATCHES = 20
 
 

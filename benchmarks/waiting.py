@@ -35,7 +35,7 @@ BUCKET_MS, MOUNT_MS = 50, 20
 ONE_IN, TIMES, EVEN_MS = 500, 50, 5
 LATENCIES_MS = (0, 1, 5, 20, 100)
 BEST = "best num_threads"
-RECORD = np.arange(768, dtype=np.float32)  # 3 KB
+RECORD = np.arange(768, dtype=np.float32)  # a record of 3 KB
 
 Pipeline = Callable[[grain.MapDataset], Iterator[Any]]
 

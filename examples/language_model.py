@@ -38,7 +38,7 @@ from grain_shard.checkpoint import CheckpointRestore, CheckpointSave
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 256, 128, 64, 4, 2
 GLOBAL_BATCH_SIZE, MICROBATCHES, NUM_FEEDS = 32, 2, 8
-SAVE_EVERY = 50  # steps
+SAVE_EVERY = 50  # steps between two checkpoints
 
 
 def documents():
@@ -168,7 +168,8 @@ def train(directory, stop):
 
     Returns the step at which training started, and the losses of the steps after it.
     """
-    mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "tensor"))  # Explicit axes
+    # The axes of `make_mesh` are Explicit by default.
+    mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "tensor"))
     options = ocp.CheckpointManagerOptions(save_interval_steps=SAVE_EVERY)
     with (
         jax.set_mesh(mesh),

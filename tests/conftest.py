@@ -1,4 +1,4 @@
-"""What the tests share; and no background thread outlives its test."""
+"""Fixtures and helpers of all tests. One fixture checks that no thread outlives its test."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ from grain_shard.errors import ShardingError
 from grain_shard.grain_inside import nodes, read_ahead, routes
 from grain_shard.reading import faults
 
-HANG_S = 60  # what takes so long will never end
+HANG_S = 60  # seconds after which a wait counts as a hang
 
 
 def background_threads():
@@ -28,7 +28,7 @@ def wait(event):
 
 
 def eventually(condition):
-    """Polls for what must come true; how soon does not matter."""
+    """Waits until a condition is true. It fails only after `HANG_S` seconds."""
     deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "hangs"
@@ -36,7 +36,7 @@ def eventually(condition):
 
 
 def assert_ended(threads):
-    """Waits for their end."""
+    """Waits until all threads have ended, and fails if one lives on."""
     for thread in threads:
         thread.join(HANG_S)
         assert not thread.is_alive(), f"{thread.name} lives on"
@@ -44,7 +44,7 @@ def assert_ended(threads):
 
 @contextlib.contextmanager
 def refused(message):
-    """What is inside is refused by a ShardingError with these words, and a remedy."""
+    """Checks that the block raises a `ShardingError` with these words and a remedy."""
     with pytest.raises(ShardingError) as refusal:
         yield
     assert message in str(refusal.value)
@@ -62,15 +62,17 @@ def no_thread_outlives_its_test(request):
     others = background_threads()
     yield
     if request.session.testsfailed > failed_before:
-        return  # the traceback keeps the test's iterators alive
+        return  # the traceback of a failed test keeps its iterators, and their threads, alive
     if background_threads() - others:
-        gc.collect()  # an iterator in a reference cycle; not after each test, as it is slow
+        # An iterator may be in a reference cycle. The collection is slow, so it does not run after
+        # each test.
+        gc.collect()
     assert_ended(background_threads() - others)
 
 
 @pytest.fixture(autouse=True)
 def no_pause_before_another_try(monkeypatch):
-    """A source that fails is asked again at once."""
+    """Removes the pauses before a failed read is tried again, so that tests do not wait."""
     monkeypatch.setattr(faults, "_FIRST_PAUSE_S", 0.0)
 
 
@@ -86,7 +88,7 @@ def axis_type(request):
 
 @pytest.fixture(params=["with Grain's hints", "public path only"])
 def hints(request, monkeypatch):
-    """Runs a test twice: with what `grain_inside` learns of Grain's private parts, and without."""
+    """Runs a test twice: with the fast paths through Grain's private parts, and without them."""
     if request.param == "public path only":
         monkeypatch.setattr(nodes, "batch_node", lambda ds: None)
         monkeypatch.setattr(nodes, "iter_batch_size", lambda ds: None)
@@ -101,12 +103,12 @@ def hints(request, monkeypatch):
 
 
 def data_mesh(num_devices, name="data"):
-    """A 1-D mesh of the first devices."""
+    """Returns a mesh of the first devices with one axis."""
     return jax.sharding.Mesh(np.array(jax.devices()[:num_devices]), (name,))
 
 
 def numbered(num_records, global_batch_size, **batch_options):
-    """Records that carry their own index, in global batches."""
+    """Returns global batches of records with their own index as "id", and an "image"."""
     return (
         grain.MapDataset.range(num_records)
         .map(lambda i: {"id": np.int32(i), "image": np.full((2, 3), i, np.float32)})
@@ -115,7 +117,7 @@ def numbered(num_records, global_batch_size, **batch_options):
 
 
 def ids(batches, key="id", mask_key="valid_mask"):
-    """The ids of the valid rows of each batch."""
+    """Returns, for each batch, the list of ids of its valid rows."""
     return [np.asarray(b[key])[np.asarray(b[mask_key])].tolist() for b in batches]
 
 
@@ -124,16 +126,22 @@ def to_numpy(batch):
 
 
 def read_for_batches(read, num_records):
-    """What a host reads for its batches: without the two records by which contents are compared."""
+    """Returns the reads that a host makes for its batches, without those for the comparison.
+
+    To compare contents, a host reads the first and the middle record once more.
+
+    Args:
+        read: All reads, each an index or a tuple that begins with the index.
+        num_records: Number of records of the source.
+    """
     left = list(read)
     for index in sorted({0, num_records // 2}):
-        # An item is an index, or begins with one.
         left.remove(next(one for one in left if index in (one, np.ravel(one)[0])))
     return left
 
 
 class CountingSource:
-    """Records that are their own indices; each index that is read is appended to `read`."""
+    """A source whose records are their own indices. Each index that is read goes into `read`."""
 
     def __init__(self, num_records):
         self._num_records, self.read = num_records, []
@@ -150,7 +158,10 @@ class CountingSource:
 
 
 class Restorable:
-    """A user's own iterator over batches, with a state; it counts how often it is closed."""
+    """Stands for a user's own iterator over batches, with a state.
+
+    `closed` counts how often it was closed.
+    """
 
     def __init__(self, batches):
         self.batches, self.next, self.closed = batches, 0, 0
@@ -175,12 +186,13 @@ class Restorable:
 
 
 class Made(grain.IterDataset):
-    """A user's own stream of ``make(0)``, ``make(1)``, ...; its state counts them.
+    """Stands for a user's own stream of ``make(0)``, ``make(1)``, ..., with a state.
 
     Args:
-        make: Makes an element.
-        count: The number of elements.
-        on_close: Called with an iterator that is closed; Grain closes it again when it collects it.
+        make: Function that makes an element from its number.
+        count: Number of elements.
+        on_close: Function that is called with an iterator when it is closed. Grain closes an
+            iterator once more when it is garbage-collected.
     """
 
     def __init__(self, make, count=math.inf, on_close=lambda iterator: None):

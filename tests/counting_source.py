@@ -1,15 +1,24 @@
-"""A source that counts how often each record was asked for, and fails or waits as a test says."""
+"""Sources that count the reads of each record, and fail or wait in a read if a test says so."""
 
 import collections
 import threading
 
 
 def nothing(index, number):
-    """Lets a read succeed."""
+    """Does nothing, so that the read succeeds: an `on_read` for `Source`."""
 
 
 class Source:
-    """Records that are their own indices; `on_read` gets an index, and which request it is."""
+    """A source whose records are their own indices.
+
+    Args:
+        num_records: Number of records.
+        on_read: Function that each read calls. It gets the index of the record and the number of
+            the read (1 for the first read of this record). It may raise or wait.
+
+    Attributes:
+        requests: Number of reads so far, by index.
+    """
 
     def __init__(self, num_records, on_read):
         self._num_records, self._on_read = num_records, on_read
@@ -34,7 +43,11 @@ class Source:
 
 
 class BatchedSource(Source):
-    """Reads many records in one call, which fails if one of them does; `calls` has the indices."""
+    """A `Source` that can read many records in one call, which fails if one of them fails.
+
+    Attributes:
+        calls: The list of indices of each such call.
+    """
 
     def __init__(self, num_records, on_read):
         super().__init__(num_records, on_read)
@@ -49,7 +62,7 @@ SOURCES = {"one by one": Source, "many in a call": BatchedSource}
 
 
 class InFiles(Source):
-    """Ten records a file."""
+    """A `Source` whose records are in two files of ten records each."""
 
     paths = ("file-0", "file-1")
 

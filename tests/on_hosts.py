@@ -1,6 +1,7 @@
-"""What tests on several hosts share: cases in one set of processes, and jobs that are killed.
+"""Helpers for tests on several hosts: cases that share the processes, and jobs that are killed.
 
-And hosts that are threads of one process, with the key-value store that they share.
+`KeyValues` is for hosts that are threads of one process: the key-value store that they share.
+"On a host" in a docstring means that the function is called in the process of a rehearsed host.
 """
 
 import json
@@ -24,7 +25,7 @@ from grain_shard.hosts import rounds
 
 
 def refuse_collective_device_put():
-    """On a host: from now on `jax.device_put` fails where it would compare data across hosts."""
+    """On a host: makes each later `jax.device_put` fail that would compare data across hosts."""
     device_put = jax.device_put
 
     def checked(x, device=None, **kwargs):
@@ -37,12 +38,16 @@ def refuse_collective_device_put():
 
 
 def cases_of(module):
-    """The functions of a test module's ``globals()`` that are named ``case_...``."""
+    """Returns the functions named ``case_...`` of a test module.
+
+    Args:
+        module: The ``globals()`` of the module.
+    """
     return [case for name, case in module.items() if name.startswith("case_")]
 
 
 def or_traceback(call, *args):
-    """On a host: what it returned, or the traceback."""
+    """On a host: calls a function, and returns its result, or the traceback as text if it fails."""
     try:
         return call(*args)
     except Exception:
@@ -50,25 +55,38 @@ def or_traceback(call, *args):
 
 
 def run_cases(cases, *args):
-    """On a host: what it returned in each case, by name; the traceback of one that failed."""
+    """On a host: calls each case, and returns the results by the name of the case.
+
+    The result of a case that failed is its traceback as text.
+    """
     return {case.__name__: or_traceback(case, *args) for case in cases}
 
 
 def data_mesh():
-    """On a host: all devices of all hosts, in a row."""
+    """On a host: returns a mesh of all devices of all hosts, with the axis "data"."""
     return Mesh(np.array(jax.devices()), ("data",))
 
 
 def model_over_hosts():
-    """On several hosts: hosts 0 and 2 of 4 hold the same rows, and so do 1 and 3."""
+    """On a host: returns a mesh whose axis "model" spans hosts, so that hosts hold the same rows.
+
+    With four hosts, hosts 0 and 2 hold the same rows, and so do hosts 1 and 3.
+    """
     return Mesh(np.array(jax.devices()).reshape(2, -1), ("model", "data"))
 
 
-APIS = ("manager", "v1")  # of Orbax
+APIS = ("manager", "v1")  # Orbax's CheckpointManager, and its newer functions
 
 
 def save(api, directory, step, batches):
-    """On a host: saves by one of Orbax's interfaces."""
+    """On a host: saves the state of an iterator by one of Orbax's interfaces.
+
+    Args:
+        api: One of `APIS`.
+        directory: Folder of the checkpoints, which all hosts share.
+        step: Number of the checkpoint.
+        batches: The iterator.
+    """
     if api == "v1":
         ocp_v1.save_checkpointables(Path(directory, str(step)), {"data": batches})
         return
@@ -78,7 +96,7 @@ def save(api, directory, step, batches):
 
 
 def restore(api, directory, step, batches):
-    """On a host: the reverse of `save`."""
+    """On a host: restores the state of an iterator that `save` has saved, with equal arguments."""
     if api == "v1":
         ocp_v1.load_checkpointables(Path(directory, str(step)), {"data": batches})
         return
@@ -87,7 +105,16 @@ def restore(api, directory, step, batches):
 
 
 def end_job(job, jobs, directory, report):
-    """On a host, at the end of a job of `run_jobs`: it is killed, unless it is the last."""
+    """On a host: ends a job of `run_jobs`. Writes the report, and kills the host.
+
+    The hosts of the last job are not killed.
+
+    Args:
+        job: Number of the job.
+        jobs: All jobs, as in `run_jobs`.
+        directory: The folder that all hosts share.
+        report: The report, as plain JSON.
+    """
     _report_file(directory, job, jax.process_index()).write_text(json.dumps(report))
     if job < len(jobs) - 1:
         multihost_utils.sync_global_devices("every host has written its report")
@@ -95,15 +122,17 @@ def end_job(job, jobs, directory, report):
 
 
 def run_jobs(run_job, jobs, directory):
-    """Runs one job after the other, in processes of their own.
+    """Runs jobs one after the other, each with new processes, and returns their reports.
 
     Args:
-        run_job: Called on every host with the number of the job and the folder; calls `end_job`.
-        jobs: Of each the hosts, the devices of each host, and whatever else `run_job` knows.
-        directory: A folder that all of them share.
+        run_job: Function that every host calls with the number of the job and the folder. It must
+            call `end_job` at its end.
+        jobs: For each job, a tuple that begins with the number of hosts and the number of devices
+            of each host. Further items are for `run_job`.
+        directory: A folder that all hosts of all jobs share.
 
     Returns:
-        The report of each host of each job.
+        A list for each job, with the report of each host.
     """
     for job, (hosts, devices_per_host, *_) in enumerate(jobs):
         is_last = job == len(jobs) - 1
@@ -132,7 +161,10 @@ def _report_file(directory, job, host):
 
 
 def own_parts(batch):
-    """On a host: of each leaf its shape, and what each of its devices holds, with its place."""
+    """On a host: returns the parts of a global batch that this host's devices hold, by leaf name.
+
+    A value is the global shape of the leaf, and a list of (index in the leaf, array of the part).
+    """
     return {
         name: (
             leaf.shape,
@@ -143,7 +175,7 @@ def own_parts(batch):
 
 
 def own_rows(batch):
-    """On a host: the ids of the valid rows that its devices hold, by row."""
+    """On a host: returns the "id" of each valid row that its devices hold, by row number."""
     rows = {}
     pairs = zip(batch["id"].addressable_shards, batch["valid_mask"].addressable_shards, strict=True)
     for ids, mask in pairs:
@@ -155,9 +187,13 @@ def own_rows(batch):
 
 
 def assembled(of_hosts):
-    """The global batch, from the parts of all hosts: none is missing, and copies are equal.
+    """Returns a global batch made of the parts of all hosts, as numpy arrays by leaf name.
 
-    To gather so many batches on every host, by collectives, would take most of the time.
+    It checks that no part is missing, and that copies of a part are equal. (To gather the batches
+    on the hosts, by collectives, would take much longer.)
+
+    Args:
+        of_hosts: The results of `own_parts` on all hosts.
     """
     batch = {}
     for name, (shape, own) in of_hosts[0].items():
@@ -175,11 +211,11 @@ def assembled(of_hosts):
 
 
 class KeyValues:
-    """The client of the runtime's key-value store, of hosts that are threads of this process.
+    """Stands in for the client of JAX's key-value store, for hosts that are threads of a process.
 
     Attributes:
-        entries: The values, by key.
-        calls: How many calls there were.
+        entries: The values in the store, by key.
+        calls: Number of calls that set a value or read a folder.
     """
 
     def __init__(self, entries=()):
@@ -210,7 +246,12 @@ class KeyValues:
         raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
 
     def of_host(self, host, make=rounds.Store):
-        """What a function makes that asks for the store and for the host."""
+        """Returns the result of `make`, which runs as a host with this store.
+
+        Args:
+            host: Process index that `jax.process_index` returns meanwhile.
+            make: Function without arguments that asks for the store and for the process index.
+        """
         with (
             mock.patch.object(rounds, "runtime_client", return_value=self),
             mock.patch.object(jax, "process_index", return_value=host),
@@ -218,7 +259,7 @@ class KeyValues:
             return make()
 
     def rounds(self, host, num_hosts, timeout_s=60.0):
-        """The rounds of one of the hosts, in a series called "series"."""
+        """Returns the `Rounds` of one of the hosts, in a series called "series"."""
         begun = self.of_host(host, lambda: rounds.Rounds(range(num_hosts), timeout_s, None))
         begun.name, begun.folder = "series", "series"
         return begun

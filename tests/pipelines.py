@@ -1,4 +1,4 @@
-"""Feeds made of a function, and the batches and states of a run that stops and goes on."""
+"""Helpers that make feeds of a function or of records, and collect batches with their states."""
 
 import contextlib
 import itertools
@@ -11,15 +11,23 @@ import numpy as np
 import grain_shard
 from tests.conftest import ids, to_numpy
 
-IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # no read ahead
+IN_TURN = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # Grain does not read ahead
 
 
 class Odd(BaseException):
-    """Neither an Exception nor one of Python's own."""
+    """An error that is neither an `Exception` nor one of Python's own `BaseException`s."""
 
 
 def feeds_of(row, num_feeds, global_batch_size, *, length=1000, options=IN_TURN):
-    """Batches of feeds, each of which gives ``row(feed, 0)``, ``row(feed, 1)``, ..."""
+    """Returns batches of feeds. Each feed gives the rows ``row(feed, 0)``, ``row(feed, 1)``, ...
+
+    Args:
+        row: Function that takes the index of the feed and the number of the row.
+        num_feeds: Number of feeds.
+        global_batch_size: Rows of a batch, of all feeds together.
+        length: Number of rows of each feed.
+        options: Grain's read options for each feed.
+    """
 
     def make_feed(feed):
         records = grain.MapDataset.range(length).map(lambda i: row(feed.shard_index, i))
@@ -29,7 +37,7 @@ def feeds_of(row, num_feeds, global_batch_size, *, length=1000, options=IN_TURN)
 
 
 def shared_out(records, num_feeds, global_batch_size, options=IN_TURN):
-    """Batches of feeds, among which records are shared out in turn."""
+    """Returns batches of feeds. Record r belongs to feed r modulo `num_feeds`."""
 
     def make_feed(feed):
         return records[feed.shard_index :: feed.shard_count].to_iter_dataset(options)
@@ -38,7 +46,13 @@ def shared_out(records, num_feeds, global_batch_size, options=IN_TURN):
 
 
 def with_states(ds, state=None, count=None):
-    """The next batches, each with the state after it."""
+    """Returns pairs of a batch, as numpy arrays, and the state after it.
+
+    Args:
+        ds: The dataset after `.shard_to`.
+        state: A state to restore first; None to begin at the start.
+        count: Number of batches; None for all.
+    """
     found = []
     with contextlib.closing(iter(ds)) as batches:
         if state is not None:
@@ -49,7 +63,7 @@ def with_states(ds, state=None, count=None):
 
 
 def assert_same(found, expected):
-    """Batches with states are equal: leaf by leaf, dtypes and the order of feeds included."""
+    """Checks that two results of `with_states` are equal, with dtypes and the order of feeds."""
     for (batch, state), (expected_batch, expected_state) in zip(found, expected, strict=True):
         assert jax.tree.structure(batch) == jax.tree.structure(expected_batch)
         for leaf, expected_leaf in zip(
@@ -62,7 +76,13 @@ def assert_same(found, expected):
 
 
 def after(ds, num_batches, state=None):
-    """The ids of the next batches, and the state after them, as JSON gives it back."""
+    """Returns the ids of the next batches, and the state after them, read back from JSON.
+
+    Args:
+        ds: The dataset after `.shard_to`.
+        num_batches: Number of batches.
+        state: A state to restore first; None to begin at the start.
+    """
     with iter(ds) as iterator:
         if state is not None:
             iterator.set_state(state)
@@ -71,14 +91,14 @@ def after(ds, num_batches, state=None):
 
 
 def going_on(ds, state):
-    """The ids of all batches after a state."""
+    """Returns the ids of each batch after a state."""
     with iter(ds) as iterator:
         iterator.set_state(state)
         return ids(iterator)
 
 
 def flat(batches):
-    """The ids of all batches in one list."""
+    """Returns the ids of all batches as one list."""
     return list(itertools.chain.from_iterable(batches))
 
 
@@ -86,7 +106,8 @@ def six(make, start):
     return grain.MapDataset.range(start, start + 6).map(make)
 
 
-# Batches of 4 of the records ``make(start)``, ``make(start + 1)``, ...: six of them.
+# For each kind of pipeline, a function that returns batches of 4. They have the six records
+# ``make(start)`` to ``make(start + 5)``.
 KINDS = {
     "random access": lambda make, start=0: six(make, start).batch(4),
     "custom batch": lambda make, start=0: six(make, start).batch(4).map(lambda batch: batch),

@@ -1,6 +1,6 @@
-"""Real text to pack: what Python's documentation and the packages' licenses say, cut into pieces.
+"""Real text for tests of packing: Python's documentation and licenses of packages, in pieces.
 
-A piece is a document: its number, and its text as bytes, of which there are at most 96.
+A piece of at most 96 bytes is called a document here. Documents are numbered.
 """
 
 import functools
@@ -10,13 +10,16 @@ import pydoc_data.topics
 import grain
 import numpy as np
 
-LENGTH = 128  # tokens in a row
-_PIECE = 96
+LENGTH = 128  # number of tokens of a row
+_PIECE = 96  # most bytes of a document
 
 
 @functools.cache
 def documents():
-    """Every piece of text there is, by source; a document's number is its place in `all_of`."""
+    """Returns the documents as bytes, in a list for each source.
+
+    The number of a document is its index in the list that `all_of` makes of the result.
+    """
     return {
         "documentation": _pieces(pydoc_data.topics.topics.values())[:700],
         "licenses": _pieces(_licenses())[:350],
@@ -37,7 +40,7 @@ def _pieces(texts):
 
 
 def _licenses():
-    """The license texts of the packages that Grain cannot do without."""
+    """Yields the texts of the licenses of packages that Grain needs, and of Grain."""
     for package in ("absl-py", "array-record", "grain", "jax", "numpy"):
         for file in importlib.metadata.files(package) or ():
             if "LICENSE" in file.name.upper() and file.name.upper().endswith((".TXT", "LICENSE")):
@@ -45,7 +48,7 @@ def _licenses():
 
 
 def stream(name, feed):
-    """The documents of one source that belong to a feed, shuffled, the short ones left out."""
+    """Returns the stream of one source's documents for a feed, shuffled and without short ones."""
     sources = documents()
     first = 0 if name == "documentation" else len(sources["documentation"])
     return (
@@ -66,7 +69,10 @@ def tokenize(document):
 
 
 def mixed(feed):
-    """Two documents of Python's documentation for one of a license, until one source is over."""
+    """Returns a stream with two documents of Python's documentation for each one of a license.
+
+    It ends when one of the sources ends.
+    """
     streams = [stream(name, feed) for name in ("documentation", "licenses")]
     return grain.IterDataset.mix(streams, weights=[2, 1])
 
@@ -78,7 +84,11 @@ def packed(feed):
 
 
 def tokens_of(rows):
-    """From the rows of batches, every token as (document, position, token)."""
+    """Returns every token of packed rows as (document, position, token), without padding.
+
+    Args:
+        rows: The leaves of a batch: arrays ``[rows, LENGTH]``.
+    """
     real = rows["tokens_segment_ids"] > 0
     columns = (rows["document"], rows["tokens_positions"], rows["tokens"])
     return list(zip(*(column[real].tolist() for column in columns), strict=True))

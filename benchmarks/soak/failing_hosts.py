@@ -97,7 +97,7 @@ def check_ends(case: FailingHosts, result: rehearse.RehearsalResult) -> None:
         compare.require(named and ERROR in output, f"host {host} does not say it\n{told}")
 
 
-# On the hosts.
+# Functions that run on the hosts.
 
 
 def train(case: FailingHosts) -> None:

@@ -78,10 +78,7 @@ class Kills:
 
     def run(self, folder: Path) -> Counter[str]:
         expected = self.model(folder)
-        places, kills = (
-            [expected.start],
-            0,
-        )  # the place in the model, by the number of batches before it
+        places, kills = [expected.start], 0  # places by the number of batches before
         for number, job in enumerate(self.jobs):
             was_killed = run_job(self, number, folder)
             places = check_job(job, written_by(job, number, folder), expected, places, was_killed)
@@ -108,7 +105,7 @@ class Kills:
         return job.sharding.apply(ds, timeout_s=60)
 
 
-# Drawing.
+# Functions that draw a case.
 
 
 def draw(rng: random.Random) -> Kills:
@@ -150,7 +147,7 @@ def fits_feeds(stream: feeds.Stream, sharding: Sharding) -> bool:
     return knows_leaves and sharding.leaves_no_shard_empty
 
 
-# On the hosts.
+# Functions that run on the hosts.
 
 
 def on_host(case: Kills, number: int, folder: str) -> None:
@@ -189,7 +186,7 @@ def shards(array: jax.Array) -> list[tuple[Any, np.ndarray]]:
     return [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
 
 
-# In the process of the soak.
+# Functions that run in the process of the soak.
 
 
 def run_job(case: Kills, number: int, folder: Path) -> bool:

@@ -126,7 +126,7 @@ ABOVE = {
 }
 
 
-# Drawing.
+# Functions that draw a case.
 
 
 def draw(rng: random.Random) -> Pipelines:
@@ -181,7 +181,7 @@ def fits(case: Pipelines, num_records: int) -> bool:
     return num_records > first_of_slice * case.first.sizes[0]
 
 
-# Checking.
+# Functions that check a case.
 
 
 def check_model(case: Pipelines, expected: Any, plain: grain.MapDataset) -> None:

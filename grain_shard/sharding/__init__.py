@@ -1,1 +1,1 @@
-"""Layouts, specs and shardings: the rows of each host, and the global arrays made of them."""
+"""Finds the rows that each host holds, from meshes and specs, and makes global arrays of them."""

@@ -51,7 +51,7 @@ class BatchLayout:
     microbatches: int = 1
 
     def __repr__(self) -> str:
-        # A host of a large mesh may hold thousands of shards.
+        # A host of a large mesh may hold thousands of shards, so only their number is shown.
         shards = repr(self.shards) if len(self.shards) <= 8 else f"<{len(self.shards)}>"
         microbatches = f", microbatches={self.microbatches}" if self.microbatches > 1 else ""
         return (

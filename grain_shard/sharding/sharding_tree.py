@@ -151,7 +151,7 @@ class ShardingTree:
         return BatchLayout.of_hosts(self.shardings(), self.microbatches or 1)
 
     def devices(self) -> list[Any]:
-        """Returns the devices of all hosts that hold data, in the same order on each host."""
+        """Returns all devices in the shardings, sorted by host and id: equal on every host."""
         devices = set().union(*(sharding.device_set for sharding in self.shardings()))
         return sorted(devices, key=lambda device: (device.process_index, device.id))
 

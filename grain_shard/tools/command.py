@@ -66,7 +66,7 @@ _INTERRUPTED, _UNREAD = 130, 141
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the list of all options above it."""
+    """A parser whose errors are a single line, without the usage that argparse prints before it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}. Run it with --help to see what it takes.\n")

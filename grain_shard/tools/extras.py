@@ -13,7 +13,7 @@ EXTRAS = {
     "plan": (("libtpu",), "plan --topology: the topologies of TPUs"),
     "notebooks": (("jupyterlab", "ipywidgets", "nbclient"), "the notebooks"),
 }
-_PACKAGES = {"sklearn": "scikit-learn"}  # packages whose modules have another name
+_PACKAGES = {"sklearn": "scikit-learn"}  # the package of a module, if their names differ
 
 
 def missing(modules: tuple[str, ...]) -> list[str]:

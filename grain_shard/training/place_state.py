@@ -167,7 +167,11 @@ def _names(state: Any) -> list[str]:
 
 
 def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
-    """Places each leaf by the sharding that a function returns for the leaf's name and value."""
+    """Places each leaf of a state by the sharding that `sharding_of(name, leaf)` returns.
+
+    Raises:
+        ShardingError: A leaf cannot be placed, with a remedy for states.
+    """
 
     def place(path: KeyPath, leaf: Any) -> jax.Array | np.ndarray:
         name = _name(path)

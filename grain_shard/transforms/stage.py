@@ -16,10 +16,10 @@ from grain_shard.reading.stream_dataset import StreamDataset
 
 
 class Stage(ABC):
-    """A stage of the chain, to be called on a dataset: ``ds.pipe(stage)``.
+    """The base class of a stage of the chain, to be called on a dataset: ``ds.pipe(stage)``.
 
-    There are three kinds of pipelines, and only this class finds out the kind of a dataset. A stage
-    implements a method for each kind.
+    There are three kinds of pipelines: random access, streams and feeds. A stage implements a
+    method for each kind. Only this class finds out the kind of a dataset.
     """
 
     def __call__(self, ds: Any) -> Any:

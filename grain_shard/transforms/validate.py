@@ -1,4 +1,4 @@
-"""`ValidateBatchSize`: refuses, before the first read, a batch size that cannot work."""
+"""`ValidateBatchSize`: checks the global batch size, if possible before the first read."""
 
 from __future__ import annotations
 

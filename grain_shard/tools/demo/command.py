@@ -44,7 +44,8 @@ def main(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: The folder for the checkpoints is not empty.
-        GrainShardError: The demo cannot run here; the message says why.
+        GrainShardError: A package is missing, no other hosts are found, or the images cannot be
+            written.
     """
     if lacking := missing(EXTRAS["demo"][0]):
         raise not_installed("the demo", "demo", lacking)

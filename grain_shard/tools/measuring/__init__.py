@@ -1,1 +1,1 @@
-"""Measured loops, and the advice that follows; the public names are in `grain_shard.measuring`."""
+"""Measures training loops, and gives advice. The public names are in `grain_shard.measuring`."""

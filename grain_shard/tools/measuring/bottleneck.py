@@ -315,7 +315,10 @@ def _rests(measured: Measurement) -> list[Span]:
 
 
 def _surely_waits(measured: Measurement) -> bool:
-    """Returns True if the threads that make batches wait, but certainly not for a processor."""
+    """Returns True if the threads that make batches wait for something that is not a processor.
+
+    They compute for so little of their time that a busy processor cannot be the reason.
+    """
     return measured.processor_s(*MAKING) < _SURELY_WAITS * measured.figures.stage_s(*MAKING)
 
 

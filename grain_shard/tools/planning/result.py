@@ -170,20 +170,21 @@ class Plan(InNotebooks):
 
     @property
     def reads(self) -> Reads:
-        """The reads that `shard_to` chooses: `needed` or `once`."""
+        """The reads that `shard_to` chooses: the attribute `needed` or the attribute `once`."""
         reads = self.needed if self.read == "needed" else self.once
         assert reads is not None
         return reads
 
     def records(self, host: int, step: int) -> np.ndarray:
-        """The records above ``.batch`` that a host reads for a batch, ascending: int64[n].
+        """Returns the indices of the records that a host reads for a batch, ascending: int64[n].
 
-        A host that has nothing but padding reads one record all the same, once, to learn what
-        records look like. It is not counted here.
+        An index is the place of a record in the dataset before ``.batch``. A host whose rows are
+        all padding still reads one record, once, to find the structure of records. That record is
+        not counted here.
 
         Args:
-            host: The host.
-            step: The batch, from 0; past `steps_per_epoch` it is of a later epoch.
+            host: JAX process index of the host.
+            step: Number of the batch, from 0. From `steps_per_epoch` on it is in a later epoch.
 
         Raises:
             ShardingError: The host has no device in the mesh.
@@ -201,7 +202,7 @@ class Plan(InNotebooks):
         return first + rows[rows < held]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON."""
+        """Returns all figures of the plan as plain JSON."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=lambda chip: chip.value))
 
     def __repr__(self) -> str:

@@ -147,7 +147,7 @@ class HostProcess:
             stderr=subprocess.STDOUT,
             encoding="utf-8",
             errors="replace",
-            start_new_session=True,  # so that a signal to its group reaches its children too
+            start_new_session=True,  # a signal to the process's group then reaches its children too
         )
         assert self._process.stdout is not None
         stdout = self._process.stdout
@@ -228,7 +228,8 @@ def reserved_port() -> Iterator[int]:
     No other program gets the port until the block ends.
     """
     with socket.socket() as reservation:
-        # JAX's coordinator sets this option, too, so both sockets can bind the port at once.
+        # JAX's coordinator sets this option, too. So its socket can bind the port while this socket
+        # holds it.
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reservation.bind(("127.0.0.1", 0))
         yield reservation.getsockname()[1]

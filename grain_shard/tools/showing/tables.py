@@ -114,7 +114,7 @@ class InNotebooks:
 
 
 class _Page(InNotebooks, Group):
-    """A group of tables and texts, printed one below the other."""
+    """A group of tables and texts that a notebook shows as HTML, one below the other."""
 
 
 def to_screen(renderable: Any) -> None:
