@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
-    # Imported here, because worker processes import this module, too, and do not need these.
+    # Imported here, because worker processes import this module, too, and need none of the others.
     from benchmarks import chart, groups, measure, page, report, saved
 
     def write(measured: saved.Measured, conditions: dict[str, Any]) -> None:

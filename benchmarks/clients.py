@@ -60,7 +60,8 @@ def ms_a_batch(batches: Iterator[Any]) -> Figures:
 def maxtext_sides(folder: Path) -> Sides:
     """Returns the sides for MaxText: its own loader, without and with a worker, and ours.
 
-    Each tokenizes texts and packs them by first fit, with as many bins as a batch has rows.
+    Each side tokenizes texts and packs them by first fit. The number of bins is the number of rows
+    of a batch.
     """
     from maxtext.configs import pyconfig
 

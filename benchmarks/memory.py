@@ -18,8 +18,8 @@ from benchmarks.measure import Comparison, Goal, Group, Round, Run, Skip, interl
 
 ROWS = 16
 CPU_BUFFER_SIZE, DEVICE_BUFFER_SIZE = 4, 2
-# Most batches that may be held at a time: those that wait on the devices, those on the host, one on
-# its way between them, and the one that the loop holds.
+# Most batches that a process may hold: batches that wait on the devices, batches on the host, one
+# batch on its way from the host to the devices, and the batch that the loop holds.
 BOUND = DEVICE_BUFFER_SIZE + CPU_BUFFER_SIZE + 1 + 1
 STATUS = Path("/proc/self/status")
 

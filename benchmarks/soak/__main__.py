@@ -6,9 +6,10 @@
 
 There are five kinds of cases. Pipelines with random access, and feeds, run in one process. In
 faults, a source is slow, fails, or holds records that cannot be decoded. Kill chains run over real
-processes. In the last kind, a host fails or is killed while others train. A case that fails is
-written to a file with its literal, the difference and its output, and the soak goes on. The exit
-code is 1 if a case failed.
+processes. In the last kind, one host fails or is killed while all other hosts train.
+
+A case that fails is written to a file with its literal, the difference and its output, and the soak
+goes on. The exit code is 1 if a case failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases in which a host raises or is killed while others train.
+"""Cases in which one host raises or is killed while all other hosts train.
 
 All hosts must end soon, and name the host that raised. Every step has a collective, in which a host
 would wait for the host that has gone. Only the library ends the hosts.

@@ -45,7 +45,7 @@ def window_shuffle(ds, size, seed):
 
 
 def others(ds):
-    """Returns a dataset of as many other integers, to mix with."""
+    """Returns a dataset of other integers, of the same length, to be mixed with `ds`."""
     return grain.MapDataset.range(10_000, 10_000 + len(ds)).shuffle(seed=9)
 
 

@@ -82,7 +82,8 @@ class Worker:
     def end(self) -> None:
         """Ends the process and its children.
 
-        The process first gets a signal and time to end its children. Then the rest is killed.
+        The process first gets a signal, and time to end its children. Then every process that still
+        runs is killed.
         """
         process, self._process = self._process, None
         if process is None or process.pid is None:

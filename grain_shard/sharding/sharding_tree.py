@@ -123,7 +123,7 @@ class ShardingTree:
         return list(dict.fromkeys(jax.tree.leaves(self.prefix)))
 
     def named(self) -> list[NamedSharding]:
-        """Returns the distinct `NamedSharding`s, which are those over a mesh, in order."""
+        """Returns the distinct `NamedSharding`s of the tree; all other shardings have no mesh."""
         return [s for s in self.shardings() if isinstance(s, NamedSharding)]
 
     @property

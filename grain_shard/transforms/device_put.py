@@ -1,4 +1,4 @@
-"""`DevicePut`: the last stage of the chain, which places global arrays on the devices ahead."""
+"""`DevicePut`: the last stage of the chain, which places batches on the devices ahead of use."""
 
 from __future__ import annotations
 

@@ -298,8 +298,8 @@ def _more_side_by_side(who: str, measured: Measurement, pipeline: Pipeline) -> s
 def _making_share(measured: Measurement) -> float:
     """Returns the share of the time, 0 to 1, during which batches were being made.
 
-    In the rest of the time the buffer was full, and no thread worked on a batch. Without a thread
-    that makes batches, it returns 0.
+    At all other times the buffer was full, and no thread worked on a batch. The result is 0 if no
+    thread of this process makes batches.
     """
     made = [s for s in measured.spans if s.stage in MAKING]
     if not made:

@@ -20,7 +20,7 @@ def draw_mesh(
 ) -> None:
     """Writes an SVG with a line for each shard of the rows: its rows, and the devices that hold it.
 
-    The lines are those that `show` prints. Several hosts in a line hold the same rows.
+    `show` prints the same lines. If a line has several hosts, these hosts hold the same rows.
 
     Args:
         mesh: The mesh.

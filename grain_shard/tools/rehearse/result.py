@@ -21,8 +21,9 @@ class RehearsalResult:
         outputs: The text that each host wrote to stdout and stderr.
         failed_host: Index of the host that failed first; None if no host failed.
         timed_out_hosts: Indices of the hosts that still ran at the timeout.
-        not_joined: True if hosts used JAX without ``jax.distributed.initialize()``, so that each
-            ran alone. These hosts are all hosts, if all ended, or the host that failed first.
+        not_joined: True if hosts used JAX without ``jax.distributed.initialize()``, so that each of
+            them ran alone. That is true of all hosts if no host failed, else at least of the host
+            that failed first.
     """
 
     returncodes: list[int]
