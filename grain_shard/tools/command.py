@@ -145,7 +145,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
     examples = "\n  ".join(["examples:", *(each.example for each in _SUBCOMMANDS.values())])
     parser = _Parser(
         prog="python -m grain_shard",
-        description="Commands of grain_shard, which ends Grain pipelines for sharded training.",
+        description="Commands of grain_shard, the end of a Grain pipeline.",
         epilog=f"{examples}\n\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
