@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " their remedies. Nothing is changed or sent. The exit code is always 0."
         " A part of the report that fails shows its error."
     )
-    wait = "time to wait for the devices (default: 60)"
+    wait = "seconds to wait for the devices (default: 60)"
     timeout = {"type": positive_seconds, "metavar": "SECONDS", "default": 60.0, "help": wait}
     parser.add_argument("--timeout", **timeout)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--compile", type=_script_and_name, metavar="SCRIPT.PY:NAME", help=compiled)
     add("--json", action="store_true", help="print JSON, with every host")
-    picture = "draw the rows that each device holds, as mesh.svg"
+    picture = "SVG to write, such as mesh.svg, with the rows that each device holds"
     add("--picture", type=_picture, metavar="FILE", help=picture)
 
 
