@@ -21,11 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a classifier on 1,797 images of handwritten digits: ArrayRecord files (in the cache"
         " folder, XDG_CACHE_HOME), .shard_to(mesh), nnx.jit, Orbax. No network and no accelerator"
-        f" is needed: without one, the mesh has {VIRTUAL_DEVICES} virtual CPU devices. The exit code"
-        " is 0 if"
-        f" {MIN_ACCURACY:.0%} of held-out images are classified correctly, if each step compiles"
-        " once, and if the batches after an interruption are, bit for bit, those of a run without"
-        " one. Otherwise it is 1."
+        f" is needed: without one, the mesh has {VIRTUAL_DEVICES} virtual CPU devices. The exit"
+        f" code is 0 if {MIN_ACCURACY:.0%} of held-out images are classified correctly, if each"
+        " step compiles once, and if the batches after an interruption are, bit for bit, those of"
+        " an uninterrupted run. Otherwise it is 1."
     )
     parser.add_argument(
         "--epochs",
