@@ -86,8 +86,9 @@ class Raised(NamedTuple):
         """Wraps the error that the work has just raised."""
         if isinstance(error, StopIteration):  # only the end of the tasks may end the stage
             wrapped = RuntimeError(
-                "the pipeline raised StopIteration\n"
-                "  remedy: look for a bare next() in the source, in a .map or in make_feed."
+                "the pipeline raised StopIteration, which looks like the end of the data\n"
+                "  remedy: give each next(...) in the source, in a .map or in make_feed a default,"
+                " such as next(items, None)."
             )
             wrapped.__cause__ = error
             for note in getattr(error, "__notes__", ()):  # notes that name the record
@@ -181,4 +182,4 @@ def naming_closed(what: str) -> Iterator[None]:
 
 def log_unclosed(error: BaseException) -> None:
     """Logs an error of closing that cannot be raised to the user."""
-    logging.error("grain_shard: something could not be closed", exc_info=error)
+    logging.error("grain_shard: closing a part of the pipeline failed", exc_info=error)

@@ -93,8 +93,8 @@ class Feeds(FeedStreams):
     def shard_to(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuses feeds that are not batched yet."""
         raise ShardingError(
-            ".shard_to follows feeds, whose rows are not batched.",
-            remedy="call .batch(global_batch_size) on the feeds first:"
+            "the feeds have no .batch, and .shard_to(mesh) places batches.",
+            remedy="call .batch(global_batch_size) on the feeds before .shard_to:"
             " feeds(...).batch(B).shard_to(mesh).",
         )
 
@@ -173,8 +173,8 @@ class FeedBatches(grain.IterDataset):
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
         """Refused; Grain calls it to divide a dataset among its workers."""
         raise ShardingError(
-            "batches of feeds cannot be divided among worker processes.",
-            remedy="pass num_workers to .shard_to: each worker then runs some of the feeds.",
+            "batches of feeds cannot be divided among the worker processes of .mp_prefetch.",
+            remedy="pass num_workers to .shard_to instead: each worker then runs some feeds.",
         )
 
 
@@ -188,9 +188,10 @@ def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
                 continue
             if element_digest(same.rows, MANY_DIGITS) == element_digest(turn.rows, MANY_DIGITS):
                 logging.warning(
-                    "grain_shard: feeds %d and %d begin with the same rows, so records are most"
-                    " likely read twice. make_feed must return another part of the source for each"
-                    " shard_index, as records[feed.shard_index :: feed.shard_count] does.",
+                    "grain_shard: feeds %d and %d begin with the same rows, so both feeds most"
+                    " likely read the same records. remedy: return a different part of the source"
+                    " from make_feed for each shard_index, such as"
+                    " records[feed.shard_index :: feed.shard_count].",
                     same.feed,
                     turn.feed,
                 )
@@ -211,7 +212,7 @@ class FeedIterator(BatchIterator):
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()
         # Made here, because the names of this module may be gone at the interpreter's exit.
-        closed = "this is a closed iterator; make another by iter(ds)."
+        closed = "this iterator is closed: call iter(ds) for a new one."
         self._closed = self._end = Raised(ValueError(closed), None)
         self._ds, self._run = ds, run
         self._stacker: RowStacker | None = None
