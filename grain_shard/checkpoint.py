@@ -65,7 +65,8 @@ class _OfIterator(ocp.args.CheckpointArgs):
             raise ShardingError(
                 f"{type(self).__name__} got a {type(self.iterator).__name__}, not an iterator of a"
                 " dataset that ends with .shard_to(mesh).",
-                remedy="call batches = iter(ds) once, loop over batches, and pass batches here.",
+                remedy="call batches = iter(ds) once, loop over batches, and pass batches to"
+                f" {type(self).__name__}.",
             )
 
 

@@ -233,8 +233,8 @@ BAD_ARRAYS = {
     "masked": ({"a": np.ma.masked_array(np.zeros(2), [0, 1])}, "arrays['a']", "masked array"),
     "lists": ({"a": [1, 2]}, "arrays['a'][0]", "no array"),
     "None alone": ({"a": None}, "there is no array", "remedy"),
-    "a table": ({"a": Table()}, "arrays['a']", "indices of its own"),
-    "no leaf": ({}, "", "no array"),
+    "a table": ({"a": Table()}, "arrays['a']", "whose indices differ from those of an array"),
+    "no leaf": ({}, "", "the tree of arrays is empty"),
 }
 
 

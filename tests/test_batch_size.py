@@ -132,11 +132,11 @@ def without_the_batch(weights, batch):
             weighted_rows,
             make_batch,
             KB,
-            "A batch of 8 takes 69,632 bytes on a device that holds",
+            "With a batch of 8 rows the step takes 69,632 bytes on a device, which has",
         ),
         (weighted_rows, lambda batch_size: make_batch(4), MB, "of the same size"),
-        (without_the_batch, make_batch, MB, "it does not use the batch"),
-        (without_the_batch, make_batch, 2**30, "it does not use the batch"),
+        (without_the_batch, make_batch, MB, "the step does not use the batch"),
+        (without_the_batch, make_batch, 2**30, "the step does not use the batch"),
     ],
 )
 def test_refusals(step, make, limit, problem):

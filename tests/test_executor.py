@@ -281,12 +281,16 @@ def test_an_executor_that_was_shut_down_is_an_error(mesh):
 
 
 REFUSED = {
-    "workers, too": (lambda: records().batch(16), {"num_workers": 1}, "num_workers are given"),
-    "a stream": (lambda: records().to_iter_dataset().filter(bool).batch(16), {}, "in order only"),
+    "workers, too": (lambda: records().batch(16), {"num_workers": 1}, "num_workers are both given"),
+    "a stream": (
+        lambda: records().to_iter_dataset().filter(bool).batch(16),
+        {},
+        "needs random access",
+    ),
     "feeds": (
         lambda: grain_shard.feeds(lambda f: records().to_iter_dataset(), num_feeds=2).batch(16),
         {},
-        "in order only",
+        "needs random access",
     ),
     "no executor": (lambda: records().batch(16), {"executor": "dask"}, "no concurrent.futures"),
     "a class": (
@@ -316,4 +320,4 @@ def test_a_task_is_small_and_knows_no_device(threads, mesh, caplog):
         assert max(sizes) < 8000
         source = [{"x": row} for row in np.zeros((20, 10_000))]
         list(grain.MapDataset.source(source).batch(4).shard_to(data_mesh(2), executor=executor))
-    assert "each task for the executor carries the pipeline, of 1.6 MB" in caplog.text
+    assert "each task for the executor carries the whole pipeline, 1.6 MB" in caplog.text

@@ -161,9 +161,9 @@ def test_a_long_list_of_paths_is_cut(mesh):
     [
         (
             "fspd",
-            "param_sharding='fspd' is not known.\n"
+            "param_sharding='fspd' is not a known choice.\n"
             "  mesh:   data=8\n"
-            "  remedy: use None, 'replicate', 'fsdp' or a dict from paths to PartitionSpec.",
+            "  remedy: pass None, 'replicate', 'fsdp', or a dict from paths to PartitionSpecs.",
         ),
         (
             {"kernel": P("modle")},
@@ -243,7 +243,7 @@ def test_nnx_variable_without_a_filter(mesh):
     assert str(error.value) == (
         "dropout/rngs/count: no filter matches this RngCount.\n"
         "  leaf:   uint32[]   mesh: data=8\n"
-        "  remedy: add a filter for it, or `...: PartitionSpec()` for all that remain."
+        "  remedy: add a filter for this variable, or `...: PartitionSpec()` for all others."
     )
 
 

@@ -393,7 +393,7 @@ class TestFigures:
                 {"microbatches": 2, "remainder": "drop"},
                 "8 rows does not split into 2 microbatches of 8 shards each",
             ),
-            ({"num_records": 5, "remainder": "drop"}, "no batch is left"),
+            ({"num_records": 5, "remainder": "drop"}, "leaves no batch"),
             ({"num_records": 9, "remainder": "error"}, "do not fill the last batch"),
         ],
     )

@@ -315,7 +315,7 @@ def test_what_the_advice_knows_of_a_pipeline(ds, expected):
 
 def test_a_host_that_makes_whole_batches_for_some_of_their_rows():
     one_of_four = ShardBatch(BatchLayout(divisor=4, shards=(1,)))
-    with pytest.warns(UserWarning, match="has to evaluate every row"):
+    with pytest.warns(UserWarning, match="but reads every row"):
         mapped = numbered(16, 8).map(dict).pipe(one_of_four)
     assert mapped.batching.reads_other_rows
     assert not numbered(16, 8).pipe(one_of_four).batching.reads_other_rows

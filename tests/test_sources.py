@@ -261,14 +261,14 @@ def test_a_file_instruction_of_tensorflow_datasets(paths):
 no file matches 'data/pic-*.array_record'.
   exists: '{tree}/data', which holds dataset_info.json, img-10.array_record, img-2.array_record, \
 more, train-0 (5 in all)
-  remedy: correct the path; of a bucket, see whether it is mounted on this host.""",
+  remedy: correct the path. If it is in a bucket, check that this host has the bucket mounted.""",
         ),
         (
             "gs-mount/images/*",
             """\
 no file matches 'gs-mount/images/*'.
   exists: '{tree}', which holds data, empty, what[1] (3 in all)
-  remedy: correct the path; of a bucket, see whether it is mounted on this host.""",
+  remedy: correct the path. If it is in a bucket, check that this host has the bucket mounted.""",
         ),
         (
             ["data/train-0", "data/missing"],
@@ -276,14 +276,14 @@ no file matches 'gs-mount/images/*'.
 there is no file 'data/missing'.
   exists: '{tree}/data', which holds dataset_info.json, img-10.array_record, img-2.array_record, \
 more, train-0 (5 in all)
-  remedy: correct the path; of a bucket, see whether it is mounted on this host.""",
+  remedy: correct the path. If it is in a bucket, check that this host has the bucket mounted.""",
         ),
         (
             "empty",
             """\
 no file in the folder 'empty' has "array_record" in its name.
   exists: '{tree}/empty', which holds nothing (0 in all)
-  remedy: give a pattern for the files that you mean, such as 'folder/train-*'.""",
+  remedy: pass a pattern that matches the files, such as 'folder/train-*'.""",
         ),
     ],
 )

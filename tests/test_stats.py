@@ -329,7 +329,7 @@ HOSTS = [
 def test_the_slowest_host_is_the_one_that_waits_longest_for_its_data(shares, host, holds_up):
     found = slowest({i: Waits(share, share / 100, "read") for i, share in enumerate(shares)})
     assert (found.host, found.holds_others_up) == (host, holds_up)
-    assert ("none holds the others up" in str(found)) != holds_up
+    assert ("no host holds the others up" in str(found)) != holds_up
 
 
 def test_one_host_is_not_compared():

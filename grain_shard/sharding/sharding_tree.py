@@ -246,12 +246,12 @@ class ShardingTree:
                 rank, named = self._rank(leaf), spec_rank(prefix[head])
                 cut = "" if self.microbatches is None else " without the dim of the microbatches"
                 raise ShardingError(
-                    f"the spec has entries for {named} dims, but the leaf has only {rank}{cut}.",
+                    f"the spec has entries for {named} dims, but the leaf has rank {rank}{cut}.",
                     path=path_of(keys),
                     leaf=describe_leaf(leaf),
                     spec=cast(NamedSharding, prefix[head]).spec,
                     mesh_axes=self.mesh_axes,
-                    remedy=f"shorten the spec to {rank} entries. The first entry is for the rows.",
+                    remedy=f"shorten the spec to length {rank}. The first entry is for the rows.",
                 )
         # A None is a tree without leaves, which its spec covers.
         with_nones = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_none)[0]

@@ -104,7 +104,7 @@ def default_spec(mesh: Mesh) -> PartitionSpec:
         f"no spec is given, and none of the mesh axes {', '.join(map(repr, names))} is called"
         f" {DATA_AXIS!r}.",
         mesh_axes=mesh.shape.items(),
-        remedy=f"pass a spec with the axis of the rows, e.g. PartitionSpec({names[0]!r}).",
+        remedy=f"pass a spec that names the axis of the rows, e.g. PartitionSpec({names[0]!r}).",
     )
 
 
