@@ -199,5 +199,5 @@ def test_help_of_a_subcommand_ends_with_an_example(subcommand, capsys, monkeypat
 def test_checkpoints_of_another_run_are_refused(tmp_path, capsys):
     (tmp_path / "66").mkdir()
     assert main(["demo", "--distributed", str(tmp_path)]) == 2
-    text = f"grain_shard demo: {tmp_path} is not empty. Remedy: name a new folder.\n"
+    text = f"grain_shard demo: {tmp_path} is not empty. Remedy: pass a new folder.\n"
     assert capsys.readouterr().err == text

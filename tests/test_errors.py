@@ -455,7 +455,7 @@ def test_a_record_that_raises_is_named_and_keeps_its_traceback(num_workers):
         next(iterator)
     if num_workers == 0:  # Grain's worker sends the traceback as text, without notes
         assert caught.value.__notes__[0] == (
-            "grain_shard: while evaluating record 13 of the dataset above .batch, for batch 1"
+            "grain_shard: while evaluating record 13 of the dataset before .batch, for batch 1"
         )
     frames = [entry.name for entry in caught.traceback]
     assert "decode" in frames

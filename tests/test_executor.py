@@ -142,7 +142,7 @@ def test_an_error_names_the_record_and_the_worker(executor, mesh):
         found.extend(ds.shard_to(mesh, executor=executor))
     assert len(found) == 1
     notes = "\n".join(caught.value.__notes__)
-    assert "record 17 of the dataset above .batch" in notes
+    assert "record 17 of the dataset before .batch" in notes
     assert "grain_shard: in process" in notes
 
 

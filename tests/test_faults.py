@@ -189,7 +189,7 @@ class TestRetries:
         tried = [f"grain_shard: the read was tried {times + 1} times"] if times else []
         place = (
             "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset"
-            " above .batch, for batch 0"
+            " before .batch, for batch 0"
         )
         assert notes == [*tried, place]
 
@@ -546,7 +546,7 @@ class TestTooMany:
                 return
             with pytest.raises(BadRecordsError, match=rf"max_bad_records={most} allows") as caught:
                 list(iterator)
-        assert "record 1 of the dataset above .batch: ValueError: record 1 is" in str(caught.value)
+        assert "record 1 of the dataset before .batch: ValueError: record 1 is" in str(caught.value)
 
     @pytest.mark.parametrize(
         ("num_records", "global_batch_size", "indices", "most", "valid_rows"),
@@ -661,7 +661,7 @@ class TestOrigins:
             list(ds.shard_to(data_mesh(2), max_bad_records=0, **options))
         assert (
             "    record 17 of the source InFiles (record 7 of file-1), "
-            f"record {above} of the dataset above .batch: ValueError: record 17 is corrupt\n"
+            f"record {above} of the dataset before .batch: ValueError: record 17 is corrupt\n"
         ) in str(caught.value)
 
     def test_an_error_that_ends_the_run_names_the_file(self):
@@ -671,7 +671,7 @@ class TestOrigins:
         above = list(shuffled(np.arange(40))).index(17)
         assert caught.value.__notes__[0] == (
             "grain_shard: while evaluating record 17 of the source InFiles (record 7 of file-1), "
-            f"record {above} of the dataset above .batch, for batch 0"
+            f"record {above} of the dataset before .batch, for batch 0"
         )
 
     def test_a_feed_names_the_file(self):
@@ -688,11 +688,11 @@ class TestOrigins:
 
 
 ONE = (
-    "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset above"
+    "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset before"
     " .batch, for batch 5. The read failed, but a second read succeeded. "
 )
 ONE_OF_SEVERAL = (
-    "grain_shard: while evaluating one of the records 4 to 7 of the dataset above .batch, for"
+    "grain_shard: while evaluating one of the records 4 to 7 of the dataset before .batch, for"
     " batch 1. The read failed, but a second read succeeded. "
 )
 NOT_AGAIN = (

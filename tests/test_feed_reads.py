@@ -255,7 +255,7 @@ def test_a_call_that_fails_names_the_record_and_the_records_before_it_come(optio
     assert [note for note in raised.value.__notes__ if note.startswith("grain_shard: ")] == [
         "grain_shard: the read was tried 5 times",
         "grain_shard: while evaluating record 301 of the source BatchedSource, record 301 of the"
-        " dataset above .to_iter_dataset",
+        " dataset before .to_iter_dataset",
         "grain_shard: in feed 0 of 1",
     ]
 

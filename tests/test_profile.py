@@ -185,8 +185,8 @@ def test_a_verdict_of_buffer_says_on_what_it_rests():
     found = find_bottleneck(measured(**lanes))
     assert found.reason == (
         "the loop waits 60% of the time, and batches are in the making only 49% of it: half of the"
-        " waiting is for 1 of 5 batches, 4,000.0 ms or more for each, and too few others wait in"
-        " the buffers."
+        " waiting is for 1 of 5 batches, 4,000.0 ms or more for each, and the buffers hold too few"
+        " ready batches."
     )
     assert found.advice[0].startswith("raise cpu_buffer_size (4 now)")
 
@@ -225,7 +225,8 @@ HELD_UP = "or would compute if other processes did not use the processors"
             SOURCE_READS,
             [("t", 1, 3)],
             "the source waits.",
-            "raise cpu_buffer_size (4 now), so that more is read side by side: for 20% of the time",
+            "raise cpu_buffer_size (4 now) if this waits for files or a network, so that more is"
+            " read side by side: for 20% of the time",
             "num_workers",
         ),
         ([("t", 0, 10, 0.1, "map")], [], "your functions wait.", "num_threads", "num_workers"),
@@ -237,7 +238,7 @@ HELD_UP = "or would compute if other processes did not use the processors"
             [("t", 0, 9, 3), ("t", 9, 9.1, 0, "map")],
             [],
             f"the source waits, {HELD_UP}.",
-            "if it computes, pass",
+            "pass num_workers if this computes",
             "raise",
         ),
     ],
@@ -259,7 +260,11 @@ def test_whether_reads_compute_or_wait_is_told_by_their_processor_time(
     [
         (Pipeline(), "if this waits for files or a network", "read="),
         (Pipeline(amplification=4), "every row 4 times", ".mp_prefetch"),
-        (Pipeline(reads_other_rows=True), "at or after .batch before it", "read="),
+        (
+            Pipeline(reads_other_rows=True),
+            "after .batch (or the work of its batch_fn) before .batch",
+            "read=",
+        ),
         (Pipeline(is_stream=True, amplification=4), ".mp_prefetch", "read="),
         (Pipeline(is_stream=True), ".mp_prefetch", "num_threads"),
     ],
@@ -380,10 +385,12 @@ class TestProfile:
         assert profiled.processor_s("read") == 1.5
 
     def test_it_says_how_many_reads_went_side_by_side_and_why(self):
-        for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(as asked for\)")]:
+        for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(set by num_threads\)")]:
             profiled = profile(sharded(num_threads=fixed), step, 5)
             assert re.fullmatch(words, profiled.read_threads)
-            assert f"as found while it ran: {profiled.read_threads}\n(threads come" in str(profiled)
+            assert f"adapted while the loop ran: {profiled.read_threads}\n(threads come" in str(
+                profiled
+            )
         assert profile([np.ones(4)] * 3, num_batches=2).read_threads == ""
 
     def test_it_says_that_worker_processes_are_not_seen(self):

@@ -208,7 +208,7 @@ class TestInATerminal:
             grain_shard.show(iterator)
         added = [line for line in lines(capsys) if line not in of_dataset and len(line) > 1]
         assert [" ".join(line) for line in added] == [
-            "reads side by side 1 (the first read comes alone)"
+            "reads side by side 1 (the first read runs alone)"
         ]
 
     @pytest.mark.parametrize("kind", ["unsharded", "mapped", "iterator"])

@@ -224,7 +224,7 @@ class BatchBuilder:
 
     def _name(self, record: int, among: int) -> str:
         """Returns a name for messages: of one record, or of `among` consecutive records."""
-        above = "the dataset above .batch"
+        above = "the dataset before .batch"
         if among > 1:
             return f"one of the records {record} to {record + among - 1} of {above}"
         return record_name(record, above, Origin.of(self._template.records, record))

@@ -144,7 +144,7 @@ class BadRecord(NamedTuple):
     @property
     def name(self) -> str:
         """The record's name in messages."""
-        where = "the dataset above .batch" if self.feed is None else f"feed {self.feed}"
+        where = "the dataset before .batch" if self.feed is None else f"feed {self.feed}"
         return record_name(self.record, where, self.origin)
 
 

@@ -49,14 +49,14 @@ _SUBCOMMANDS = {
 }
 
 _EXIT_CODES = """exit codes:
-  0    it is done, and all is well
-  1    it ran, and failed
-  2    these words are no command, or name what is missing
+  0    success
+  1    the command ran, and failed
+  2    the command line is wrong, or names a missing file
   130  Ctrl-C
-  141  whatever read the output stopped reading (| head)
+  141  the reader of the output stopped reading (| head)
 rehearse ends with the code of the first host that failed
-(128 + n if signal n ended it), and with 124 when the time
-was over."""
+(128 + n if signal n ended that host), and with 124 after
+a timeout."""
 
 _INTERRUPTED, _UNREAD = 130, 141  # as a shell says it: 128 + SIGINT, 128 + SIGPIPE
 
@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the list of all options above it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}. Run it with --help to see what it takes.\n")
+        self.exit(2, f"{self.prog}: {message}. Run it with --help to see its arguments.\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -140,8 +140,8 @@ def devices(timeout_s: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise TimeoutError(
             f"no answer within {timeout_s:g} s: JAX was still starting its devices. Another"
-            " process may hold the TPU or the GPU (end it, or ask on another machine), or the"
-            " other hosts of the slice were not started."
+            " process may hold the TPU or GPU (end that process, or ask on another machine). Or"
+            " the other hosts of the slice were not started."
         ) from None
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
