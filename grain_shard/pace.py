@@ -241,7 +241,7 @@ class ReadPace(Pace):
         last = self.seconds_per_record
         self.seconds_per_record = each if last is None else (last + each) / 2
         if self._fixed is not None:
-            self.count.threads, self.count.why = min(self._fixed, self.count.most), "set by num_threads"
+            self.count.threads, self.count.why = min(self._fixed, self.count.most), "num_threads"
             return
         if start < self._changed:
             return  # begun while there were more threads, or fewer

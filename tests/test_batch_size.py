@@ -127,7 +127,7 @@ def without_the_batch(weights, batch):
     ("step", "make", "limit", "problem"),
     [
         # The CPU tells no limit.
-        (weighted_rows, make_batch, None, r"kind 'cpu' does not tell.*memory_limit_bytes="),
+        (weighted_rows, make_batch, None, r"kind 'cpu' does not report.*memory_limit_bytes="),
         (
             weighted_rows,
             make_batch,

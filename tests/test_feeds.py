@@ -512,11 +512,11 @@ def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
     [
         (
             {"id": np.int64(0)},
-            r"batch\['id'\]: a row of feed 1 holds int64\[\], others hold int32\[\]",
+            r"batch\['id'\]: a row of feed 1 holds int64\[\], but other rows hold int32\[\]",
         ),
         (
             {"id": np.zeros(2, np.int32)},
-            r"batch\['id'\]: a row of feed 1 holds int32\[2\], others hold int32\[\]",
+            r"batch\['id'\]: a row of feed 1 holds int32\[2\], but other rows hold int32\[\]",
         ),
         ({"other": np.int32(0)}, "a row of feed 1 has another structure than a row of feed 0"),
         (
@@ -555,7 +555,7 @@ REFUSED = {
     ),
     "shards": (
         lambda: numbers([9] * 3).batch(6).shard_to(data_mesh(4), remainder="drop"),
-        'use a batch size of 8, or remainder="pad"',
+        'use a batch size of 8, or pass remainder="pad"',
     ),
     "no dataset": (
         lambda: grain_shard.feeds(lambda feed: [feed], num_feeds=4).batch(8).shard_to(data_mesh(4)),
@@ -637,7 +637,7 @@ def test_microbatches_make_hosts_share_feeds_if_there_are_too_few(recwarn):
 
     warn_of_shared_feeds(of_host_1(8), layouts)
     assert not recwarn
-    with pytest.warns(UserWarning, match="keeps 8 of the 16 rows") as warned:
+    with pytest.warns(UserWarning, match="keeps only 8 of the 16 rows") as warned:
         warn_of_shared_feeds(of_host_1(4), layouts)
     assert str(warned[0].message) == (
         "this host runs 4 of 4 feeds, but keeps only 8 of the 16 rows that its feeds read for a"
@@ -688,7 +688,7 @@ def test_after_an_error_the_batches_alone_raise_it_again_and_lose_no_row():
     batches.set_state(state)
     assert [batch["id"].tolist() for batch in batches] == [[1, 11], [2, 12], [3, 13]]
     batches.close()
-    with pytest.raises(ValueError, match="iterator is closed"):
+    with pytest.raises(ValueError, match="closed iterator"):
         next(batches)
 
 

@@ -74,8 +74,8 @@ def test_records_are_counted_so_the_run_goes_on_and_the_log_says_what_is_assumed
         restore(iterator, tmp_path, by)
         assert iterator.get_state()["record"] == 12
         assert ids(iterator) == expected
-    (line,) = [line for line in caplog.messages if "Grain iterator" in line]
-    assert "taken for 12 records of this" in line
+    (line,) = [line for line in caplog.messages if "iterator of Grain" in line]
+    assert "goes on after the first 12 records" in line
     assert caplog.records[0].levelno == logging.WARNING
 
 

@@ -320,7 +320,7 @@ def batches_in(results):
 
 def test_a_stream_that_does_not_say_its_rows_is_refused_at_build_time(result_of):
     for text in result_of(case_unsaid):
-        assert "rows= does not say which rows it yields on each of 2 hosts" in text
+        assert "rows= does not say what the stream yields on each of 2 hosts" in text
         assert "cut the stream into grain_shard.feeds" in text
         assert 'rows="local"' in text
         assert 'rows="global"' in text

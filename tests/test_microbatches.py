@@ -358,7 +358,9 @@ def test_a_spec_is_counted_from_the_rows_on(mesh):
 
 
 def test_a_dim_that_its_axis_does_not_divide(mesh):
-    with pytest.raises(ShardingError, match="dim 3 has size 3, which mesh axis 'data'") as refusal:
+    with pytest.raises(
+        ShardingError, match="dim 3 has size 3, which is not divisible by mesh axis 'data'"
+    ) as refusal:
         list(
             numbered(8, 8).shard_to(
                 mesh, {"id": P(), "image": P(None, None, "data")}, microbatches=2

@@ -146,7 +146,7 @@ def test_optimizer_moments_follow_their_parameter(mesh):
 def test_defect_in_peer_mistyped_path_is_ignored(mesh, path):
     with pytest.raises(ShardingError, match=f"the path '{path}' matches no leaf") as error:
         place_model_state_on_shards(PARAMS, mesh, {path: P("data")})
-    assert error.value.remedy == "use one of down/bias, down/kernel, up/bias, up/kernel."
+    assert error.value.remedy == "match one of down/bias, down/kernel, up/bias, up/kernel."
 
 
 def test_a_long_list_of_paths_is_cut(mesh):
@@ -173,7 +173,7 @@ def test_a_long_list_of_paths_is_cut(mesh):
         ),
         (
             {"down/kernel": P(None, "data")},
-            "down/kernel: dim 1 has size 3, which mesh axis 'data' (size 8) does not divide.\n"
+            "down/kernel: dim 1 has size 3, which is not divisible by mesh axis 'data' (size 8).\n"
             "  leaf:   float32[16, 3]   spec: P(None, 'data')   mesh: data=8\n"
             "  remedy: shard another dim of this leaf, or replicate it with PartitionSpec().",
         ),
@@ -251,7 +251,7 @@ def test_nnx_filter_that_matches_nothing(mesh):
     state = nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     with pytest.raises(ShardingError, match=r"'kernle'.* matches no leaf") as error:
         place_nnx_state_on_shards(state, mesh, {nnx.PathContains("kernle"): P("data"), ...: P()})
-    assert error.value.remedy == "use one of bias, kernel."
+    assert error.value.remedy == "match one of bias, kernel."
 
 
 def test_nnx_variable_type_that_the_model_lacks(mesh):

@@ -316,7 +316,11 @@ class TestShardBatchDim:
         ("rows", "options", "words"),
         [
             (8, {"mesh_axis": "batch"}, "the mesh axis 'batch', which does not exist"),
-            (9, {}, "batch['x']: dim 0 has size 9, which mesh axis 'data' (size 8)"),
+            (
+                9,
+                {},
+                "batch['x']: dim 0 has size 9, which is not divisible by mesh axis 'data' (size 8)",
+            ),
             (8, {"batch_axis": 1}, "the spec has entries for 2 dims, but the leaf has rank 1"),
             (8, {"batch_axis": -1}, "batch_axis=-1"),
         ],
@@ -384,7 +388,7 @@ class TestPrefetch:
             with pytest.raises(StopIteration):
                 next(iterator)
         iterator.close()
-        with pytest.raises(ValueError, match="iterator is closed"):
+        with pytest.raises(ValueError, match="closed iterator"):
             next(iterator)
 
     def test_batches_may_differ_in_shape_and_structure(self):

@@ -385,7 +385,7 @@ class TestProfile:
         assert profiled.processor_s("read") == 1.5
 
     def test_it_says_how_many_reads_went_side_by_side_and_why(self):
-        for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(set by num_threads\)")]:
+        for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(num_threads\)")]:
             profiled = profile(sharded(num_threads=fixed), step, 5)
             assert re.fullmatch(words, profiled.read_threads)
             assert f"adapted while the loop ran: {profiled.read_threads}\n(threads come" in str(

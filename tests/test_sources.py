@@ -90,7 +90,7 @@ def test_it_says_which_file_holds_a_record_and_where(paths):
         path, position = source.where(index)
         assert ArrayRecordSource(path)[position] == source[index]
     assert source.where(np.int64(4)) == (paths[2], 5)
-    with pytest.raises(IndexError, match="record 15 of 15 does not exist"):
+    with pytest.raises(IndexError, match="there is no record 15: the source has 15 records"):
         source.where(15)
 
 
@@ -303,7 +303,7 @@ def test_only_a_few_of_many_names_are_shown(tmp_path):
 def test_a_link_that_leads_nowhere_is_never_passed_over(tree):
     Path("data/train-1").symlink_to("mount/train-1")
     for given in ["data/train-1", "data/train-*", "data/**/train-*"]:
-        with pytest.raises(FileNotFoundError, match="'data/train-1' is a link that leads nowhere"):
+        with pytest.raises(FileNotFoundError, match=r"'data/train-1' is a link to .+ not exist"):
             ArrayRecordSource(given)
 
 
@@ -320,7 +320,7 @@ REFUSED = [
     (5, NO_PATH, None),
     ([5], NO_PATH, None),
     (b"data/train-0", TypeError, "a path is text, not b.data"),
-    ("data/train-0[5:2]", ValueError, r"5 to 2 of 'data/train-0' end before"),
+    ("data/train-0[5:2]", ValueError, r"range \[5:2\] of 'data/train-0' ends before"),
     (["data/train-0", "data/train-*"], ValueError, f"'data/train-0' {TWICE}"),
     (["data/train-0[0:2]", "data/train-0[0:2]"], ValueError, f"'data/train-0.*' {TWICE}"),
     (["data/img-2.array_record", "data"], ValueError, f"'data/img-2.array_record' {TWICE}"),
@@ -434,7 +434,10 @@ def test_an_object_of_a_google_bucket_is_read_by_its_url(bucket):
     source = ArrayRecordSource(["gs://bucket/train-0", "gs://bucket/train-0[3:5]"])
     assert len(source) == SIZES[2] + 2
     assert list(source._getitems([0, 21])) == [record(8), record(12)]
-    with pytest.raises(RuntimeError, match=r"gs://bucket/missing.*404(.|\n)*may read the object"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"gs://bucket/missing.*404(.|\n)*can reach the bucket and read the object",
+    ):
         ArrayRecordSource("gs://bucket/missing")
 
 

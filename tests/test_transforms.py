@@ -181,8 +181,8 @@ class TestValidateBatchSize:
             build(24, batch).pipe(ValidateBatchSize(divisor, must_divide=True))
         build(24, batch).pipe(ValidateBatchSize(divisor))
         assert caplog.messages == [
-            f"grain_shard: a batch of {batch} rows does not split into {divisor} shards: each batch"
-            f" gets {padding} rows of padding."
+            f"grain_shard: a batch of {batch} rows does not split into {divisor} shards, so each"
+            f" batch gets {padding} rows of padding."
         ]
 
     @BOTH
@@ -216,7 +216,7 @@ class TestDevicePut:
 
     def test_len_is_the_number_of_batches_where_it_is_known(self):
         assert len(as_map(9, 4).pipe(self.put())) == 3
-        with pytest.raises(TypeError, match="not known"):
+        with pytest.raises(TypeError, match="is unknown in advance"):
             len(as_iter(9, 4).pipe(self.put()))
         assert bool(as_iter(9, 4).pipe(self.put()))
 

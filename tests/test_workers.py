@@ -180,7 +180,7 @@ class TestErrors:
         with pytest.raises(ShardingError) as caught:
             list(ds.shard_to(data_mesh(2), num_workers=1))
         assert str(caught.value).splitlines()[:2] == [
-            "batch['x']: record 1 holds float64[4], others hold float64[3].",
+            "batch['x']: record 1 holds float64[4], but other rows hold float64[3].",
             "  leaf:   float64[4]   mesh: data=2",
         ]
 

@@ -212,7 +212,7 @@ class FeedIterator(BatchIterator):
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()
         # Made here, because the names of this module may be gone at the interpreter's exit.
-        closed = "this iterator is closed: call iter(ds) for a new one."
+        closed = "this is a closed iterator: call iter(ds) for a new one."
         self._closed = self._end = Raised(ValueError(closed), None)
         self._ds, self._run = ds, run
         self._stacker: RowStacker | None = None

@@ -48,7 +48,8 @@ class FeedsPosition(NamedTuple):
         )
         step = state[_STEP]
         if type(step) is not int or not 0 <= step <= sys.maxsize:
-            raise StateError(f"the state's number of batches is {step!r}.\n{_UNCHANGED}")
+            problem = f"the state's number of batches is {step!r}, not a whole number from 0 on."
+            raise StateError(f"{problem}\n{_UNCHANGED}")
         saved = state[FEED_ENTRIES]
         if not isinstance(saved, Mapping):
             raise StateError(f"the state's feeds are {saved!r}, not a dict.\n{_UNCHANGED}")

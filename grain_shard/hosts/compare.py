@@ -14,7 +14,7 @@ FIRST_BATCH = 'first batch of rows="global"'
 _OF_THE_PIPELINE = "source", "transforms"
 _DIVIDED = (
     " If all of that is the same, the pipeline most likely depends on jax.process_index(), by a"
-    " slice or by files for each host. Remove that slice: .shard_to gives each host its rows."
+    " slice or by files for each host. Remove that slice, as .shard_to gives each host its rows."
 )
 # The rows that a host's pipeline yields: the same whole batches on all hosts, rows of its own, or
 # the rows of feeds. In the last two cases the hosts compare a field with their shards and a digest

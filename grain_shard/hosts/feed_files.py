@@ -137,7 +137,9 @@ def _of_file(directory: epath.Path, file: FeedFile) -> dict[str, Any]:
     state = read_object(path)
     entries = state.get(FEED_ENTRIES)
     if not isinstance(entries, dict) or set(entries) != set(map(str, file.feeds)):
-        raise damaged(path, f"it lacks feeds {_described(file.feeds)}, which its name promises")
+        raise damaged(
+            path, f"it does not hold exactly feeds {_described(file.feeds)}, as in its name"
+        )
     return state
 
 

@@ -80,7 +80,7 @@ class GrainState(NamedTuple):
                 f" every {processes}th record of one shuffled order, in batches of b records. Call"
                 f" batches.seek(record={count} * b) if each process had all records. Begin with the"
                 " next epoch if each process shuffled a part of its own: then no position in the"
-                " order of this pipeline has exactly the records that were read behind it."
+                " order of this pipeline separates the records that were read from the rest."
             )
         try:
             position = position_at(step=None, record=count)

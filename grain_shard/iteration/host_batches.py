@@ -177,7 +177,7 @@ class HostBatches(ABC):
         """
         raise ShardingError(
             "ds.epochs(n) needs random access, and this pipeline is a stream, whose length is"
-            " unknown ahead.",
+            " unknown in advance.",
             remedy="call iter(ds) once per epoch, and shuffle in the source with a seed that"
             " depends on the epoch. Or keep the pipeline a grain.MapDataset down to .batch.",
         )

@@ -438,7 +438,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise ValueError("this iterator is closed: call iter(ds) for a new one.")
+            raise ValueError("this is a closed iterator: call iter(ds) for a new one.")
 
     def __reduce__(self) -> NoReturn:
         """Refused, for `copy`, too: two iterators cannot share threads."""

@@ -115,7 +115,7 @@ class RandomAccess(HostBatches):
             raise ShardingError(
                 "seek(record=...) needs batches that are read record by record, and this pipeline"
                 " makes each batch as a whole.",
-                remedy=f"call seek(step). To seek records: {HOW_TO_COUNT_RECORDS}",
+                remedy=f"call seek(step); or, to seek a record, {HOW_TO_COUNT_RECORDS}",
             )
         records = cuts.records * self._batching.num_epochs
         if record is None or not 0 <= record <= records:
@@ -235,7 +235,7 @@ class RandomAccess(HostBatches):
             raise StateError(
                 f"the state is at {stands}, and this dataset of"
                 f" {self._batching.num_batches():,} batches has no such position.\n  remedy: pass"
-                " set_state() the unchanged get_state() of a pipeline with no more epochs."
+                " set_state() an unchanged get_state(), on a pipeline of no fewer epochs."
             )
         return progress
 
@@ -268,7 +268,7 @@ def _whole_number(name: str, value: Any) -> int | None:
             return operator.index(value)
     except TypeError:
         pass
-    raise ShardingError(f"the {name} {value!r} is not an int.", remedy=f"pass seek int({name}).")
+    raise ShardingError(f"the {name} {value!r} is not an int.", remedy=f"pass int({name}).")
 
 
 def _batches_of_worker(

@@ -87,7 +87,7 @@ class ShardedDataset(grain.IterDataset):
         """
         batches = self.num_batches()
         if batches is None:
-            raise TypeError("a stream has no len(): its number of batches is unknown ahead")
+            raise TypeError("a stream has no len(): its number of batches is unknown in advance")
         return batches
 
     def num_batches(self) -> int | None:

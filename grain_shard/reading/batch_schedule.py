@@ -73,6 +73,6 @@ class BatchSchedule:
                 remedy="leave .batch out: the BatchSchedule makes batches of records.",
             )
         if len(ds) == 0:
-            raise ShardingError("the dataset has no records.", remedy="check its source.")
+            raise ShardingError("the dataset has no records.", remedy="check the source.")
         batching = RecordBatching(cuts=Cuts(len(ds), dict(self.sizes)), template=RowTemplate(ds))
         return RowMapDataset(ds, batching, self)

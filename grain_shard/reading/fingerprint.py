@@ -26,7 +26,7 @@ Fingerprint = dict[str, Any]
 WEIGHTS = "weights"  # the field with a mixture's weights: (record, the weights from it on)
 
 HOW_TO_COUNT_RECORDS = (
-    "Move every .map and slice before .batch, where they change records, and pass .batch no"
+    "move every .map and slice before .batch, where they change records, and pass .batch no"
     " batch_fn."
 )
 
@@ -158,7 +158,7 @@ def check_fingerprint(
         if "global_batch_size" in changed:
             remedy = (
                 "restore with the batch size of the saved run. A pipeline that makes each batch as"
-                f" a whole cannot change its batch size. For the next run: {HOW_TO_COUNT_RECORDS}"
+                f" a whole cannot change its batch size. In a new run, {HOW_TO_COUNT_RECORDS}"
             )
         elif "transforms" in changed:
             remedy += " All stages and their options must be the same. Another number of stages"

@@ -136,7 +136,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
     examples = "\n  ".join(["examples:", *(each.example for each in _SUBCOMMANDS.values())])
     parser = _Parser(
         prog="python -m grain_shard",
-        description="What comes with grain_shard, the end of a Grain pipeline.",
+        description="The commands of grain_shard, which shards Grain pipelines over a mesh.",
         epilog=f"{examples}\n\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

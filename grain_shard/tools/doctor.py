@@ -89,7 +89,7 @@ def hints() -> dict[str, str]:
         "seeds": any(map(nodes.seeds, nodes.walk(records))) or None,
         "read options": (nodes.read_ahead(stream) or (None, None))[1],
     }
-    lost = "not found in this version of Grain: reads are slower. Install one that is tested."
+    lost = "not found in this version of Grain: reads are slower. Install a tested version."
     return {hint: lost if value is None else "found" for hint, value in found.items()}
 
 
@@ -112,8 +112,8 @@ def checks() -> dict[str, str]:
         found["TPU"] = 'no libtpu: pip install "jax[tpu]"'
     elif libtpu is not None and not has_tpu:
         found["TPU"] = (
-            f"none, and libtpu {libtpu} has every JAX program print errors, which mean nothing;"
-            " JAX_PLATFORMS=cpu stops them"
+            f"none, but libtpu {libtpu} is installed, and makes every JAX program print harmless"
+            " errors. Set JAX_PLATFORMS=cpu to stop these errors"
         )
     found["NVIDIA GPU"] = "none"
     if Path("/dev/nvidiactl").exists():

@@ -131,7 +131,7 @@ def estimate_max_batch_size(
     if small_bytes > limit:
         raise ValueError(
             f"With a batch of {small} rows the step takes {small_bytes:,} bytes on a device, which"
-            f" has {limit:,}: "
+            f" has {limit:,} bytes: "
             "use a smaller multiple_of, shard the state, or rematerialize activations."
         )
     # A batch with more elements than all devices have bytes cannot be held. If the step still fits,

@@ -206,8 +206,8 @@ class _Chain(Stage):
         rows = agreed_rows(ds, self.put.rows)
         if rows is None and layout.num_hosts > 1:
             raise ShardingError(
-                f"the dataset is a stream, and rows= does not say which rows it yields on each of"
-                f" {layout.num_hosts} hosts.",
+                f"the dataset is a stream, and rows= does not say what the stream yields on each"
+                f" of {layout.num_hosts} hosts.",
                 remedy="cut the stream into grain_shard.feeds, whose batches are the same on any"
                 ' number of hosts. Or pass rows="local" if each host yields the rows of its own'
                 ' devices (shard the source by grain_shard.ShardByMesh), or rows="global" if every'

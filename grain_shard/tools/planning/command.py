@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line that `main` takes."""
     parser.description = (
         "Say what every host of a job would read, without the job: rows and bytes a step, steps an"
-        " epoch, padding, hosts that hold the same rows, and what to mind."
+        " epoch, padding, hosts that hold the same rows, and warnings."
     )
     add = parser.add_argument
     number = partial(add, type=positive_integer, metavar="N")
