@@ -116,7 +116,8 @@ def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(first_run):
         r"\[host 0\]   ok: test accuracy 9[789]\.\d\d% \(>= 97%\)",
         r"\[host 0\]   ok: 54 batches after the restore are those of one run, bit for bit",
         r"\[host 0\]   ok: 10 epochs read each of 1,500 images once \(7,680 reads on host 0, 7,3.*",
-        r"  ok: parameters and optimizer of 2 hosts differ from those of 1 host by at most \S+ \(<= 1e-05\)",
+        r"  ok: parameters and optimizer of 2 hosts differ from those of 1 host by at most"
+        r" \S+ \(<= 1e-05\)",
     ):
         assert re.search(f"^{line}$", result.stdout, re.MULTILINE), f"{line}\n{result.stdout}"
 

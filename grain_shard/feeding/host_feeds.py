@@ -91,7 +91,7 @@ class HostFeeds(HostBatches):
 
     def repeated(self, times: int) -> NoReturn:
         raise ShardingError(
-            "ds.epochs(n) needs random access: an epoch of feeds has no length that is known in advance.",
+            "ds.epochs(n) needs random access: the length of an epoch of feeds is not known.",
             remedy="let make_feed return all epochs of a feed, each in an order of its own. Call"
             " .shuffle().repeat(n) on the MapDataset at its beginning, or put the streams of the"
             " epochs into an InterleaveIterDataset with cycle_length=1."

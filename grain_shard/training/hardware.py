@@ -212,9 +212,7 @@ def get_batch_size_recommendation(
         f" ({spec.source}): a critical batch of {critical}."
     )
     if spec.sizes_of_datarax is not None:
-        return BatchSizeRecommendation(
-            *spec.sizes_of_datarax, notes=f"{notes} The sizes are those of datarax."
-        )
+        return BatchSizeRecommendation(*spec.sizes_of_datarax, notes=f"{notes} As in datarax.")
     smallest, optimal = 8 * math.ceil(critical / 4 / 8), 64 * math.ceil(critical / 64)
     return BatchSizeRecommendation(smallest, optimal, critical, notes=notes)
 

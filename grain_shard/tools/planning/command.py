@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number = partial(add, type=positive_integer, metavar="N")
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--topology", metavar="KIND:SHAPE", help="a TPU slice: v5e:16x16")
-    hosts = "or this many hosts"
+    hosts = "number of hosts, in place of --topology"
     either.add_argument("--hosts", type=positive_integer, metavar="N", help=hosts)
-    number("--slices", default=1, help="number of such slices; default: 1")
-    number("--devices-per-host", help="devices of each")
+    number("--slices", default=1, help="number of TPU slices; default: 1")
+    number("--devices-per-host", help="devices of each host")
     add("--mesh", type=_axes, required=True, metavar="AXES", help="name=size,...: data=32,model=8")
     spec = (
         "a mesh axis for each dim of the batch: data; data,seq; data+fsdp for two on one dim;"
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--spec", type=_spec, metavar="SPEC", help=spec)
     number("--batch", dest="global_batch_size", required=True, help="rows of a global batch")
     number("--records", dest="num_records", required=True, help="records of an epoch")
-    number("--record-bytes", help="bytes of one in the batch")
+    number("--record-bytes", help="bytes of one record in the batch")
     add("--remainder", choices=("pad", "drop", "error"), default="pad", help="default: pad")
     number("--microbatches", help="microbatches of each batch; default: none")
     add("--read", choices=("auto", "needed", "once"), default="auto", help="default: auto")

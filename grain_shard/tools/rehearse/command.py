@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     number = partial(add, type=positive_integer, metavar="N")
     number("--hosts", required=True, help="number of hosts")
-    number("--devices-per-host", default=1, help="CPU devices of each (default: 1)")
-    timeout = "seconds until all are ended (default: 600)"
+    number("--devices-per-host", default=1, help="CPU devices of each host (default: 1)")
+    timeout = "seconds after which all hosts are ended (default: 600)"
     add("--timeout", type=positive_seconds, metavar="SECONDS", default=600.0, help=timeout)
     add("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     add("script", help="the training script")
-    add("args", nargs=argparse.REMAINDER, help="all that follows is the script's")
+    add("args", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def main(args: argparse.Namespace) -> int:
