@@ -279,9 +279,30 @@ def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
     ("size", "task_s", "workers", "work_s", "reason", "advice"),
     [
         (8, 10, 2, 10, "8.0 tasks.* 10,000.0 ms: 10,000.0 ms at.* 100% busy", "add workers, and"),
-        (2, 10, 2, 10, "2.0 tasks.* 0.0 ms on the way.* 100% busy", "raise cpu.*no more workers"),
-        (2, 10, 2, 2, r"8,000.0 ms on the way.*\(2 seen\) are 20% busy", "raise .* to 10 or more"),
-        (8, 10, 1, 4, r"6,000.0 ms on the way.*\(1 seen\) are 40% busy", "network.*uint8 images"),
+        (
+            2,
+            10,
+            2,
+            10,
+            "2.0 tasks.* 0.0 ms on the network.* 100% busy",
+            "raise cpu.*more workers would have no task",
+        ),
+        (
+            2,
+            10,
+            2,
+            2,
+            r"8,000.0 ms on the network.*\(2 seen\) are 20% busy",
+            "raise .* to 10 or more",
+        ),
+        (
+            8,
+            10,
+            1,
+            4,
+            r"6,000.0 ms on the network.*\(1 seen\) are 40% busy",
+            "network.*uint8 images",
+        ),
     ],
 )
 def test_tasks_of_an_executor_are_told_from_their_way(
@@ -364,7 +385,7 @@ class TestProfile:
             "  average, mostly reading and decoding records, which keeps 0 processors busy:",
             "  the source, or your functions, wait.",
         ]
-        assert advice.startswith("  - if this waits for files or a network")
+        assert advice.startswith("  - leave num_threads out if this waits for files or a network")
 
     def test_busy_is_when_any_thread_is_at_work_however_many_were_seen(self):
         spans = [Span("read", f"t{i}", i, i + 1.0) for i in range(5)]
