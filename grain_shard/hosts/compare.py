@@ -72,18 +72,18 @@ def compare_places(answers: Answers) -> dict[str, Any]:
 
     Example:
         >>> print(compare_places({0: {"next batch": 8}, 1: {"next batch": 7}})["error"])
-        the hosts are not at the same batch, so their global batches were mixed of two.
+        the hosts are not at the same batch, so a global batch had rows of two batches.
           next batch: 8 on host 0; 7 on host 1
-          remedy: call next equally often on every host. To look at a batch on one host alone, iterate
-          over what stands before .shard_to.
+          remedy: call next equally often on every host. To look at a batch on one host alone,
+          iterate over the dataset before .shard_to.
     """
     lines = [line for name in _fields(answers) if (line := difference(name, answers))]
     if not lines:
         return {}
-    problem = "the hosts are not at the same batch, so their global batches were mixed of two."
+    problem = "the hosts are not at the same batch, so a global batch had rows of two batches."
     remedy = (
-        "call next equally often on every host. To look at a batch on one host alone, iterate over what"
-        " stands before .shard_to."
+        "call next equally often on every host. To look at a batch on one host alone, iterate"
+        " over the dataset before .shard_to."
     )
     return {"error": "\n".join([problem, *lines, f"  remedy: {remedy}"])}
 
