@@ -248,7 +248,9 @@ def test_what_is_no_array_of_records_is_refused(tree, path, problem):
 
 @pytest.mark.parametrize("index", [-1, RECORDS])
 def test_a_record_that_does_not_exist(index):
-    with pytest.raises(IndexError, match=f"record {index} of {RECORDS}"):
+    with pytest.raises(
+        IndexError, match=f"there is no record {index}: the source has {RECORDS} records"
+    ):
         ArraySource(arrays())[index]
 
 
