@@ -1,8 +1,8 @@
-"""End a Grain pipeline with ``.shard_to(mesh)``: sharded, padded, prefetched global batches.
+"""Ends a Grain pipeline with ``.shard_to(mesh)``: sharded, padded, prefetched global batches.
 
 Importing this package installs ``.shard_to`` on `grain.MapDataset` and `grain.IterDataset`.
 
-What does not belong to every pipeline is in modules of its own: `grain_shard.checkpoint` (Orbax),
+Parts that not every pipeline needs are in separate modules: `grain_shard.checkpoint` (Orbax),
 `grain_shard.rehearse` (many hosts on one machine), `grain_shard.placement` (batches on devices
 without a pipeline), `grain_shard.training` (meshes, model states, data-parallel steps) and
 `grain_shard.measuring` (throughput).

@@ -1,4 +1,4 @@
-"""``python -m grain_shard``: the commands are in `grain_shard.tools.command`."""
+"""Runs the commands of ``python -m grain_shard``, which are in `grain_shard.tools.command`."""
 
 from grain_shard.tools.command import command
 

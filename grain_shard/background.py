@@ -1,20 +1,21 @@
-"""The background stage: threads that work ahead, a bounded buffer, and a clean life.
+"""`TaskStage`: background threads that work ahead of the training loop, with a bounded buffer.
 
 Grain's own background stage can hang on a BaseException, blocks in ``close`` for as long as its
 source blocks, and can abort the interpreter at exit. This stage replaces it and promises:
 
-* Results come in order, whichever thread is first.
+* Results come in order, even if a later result is ready first.
 * At most `buffer_size` results exist at a time, including unfinished ones.
 * An exception of any class that the work raises reaches the consumer; from then on ``next`` keeps
   raising it.
 * No thread outlives its consumer: ``close``, garbage collection and the end of the interpreter stop
   the threads. A thread that is inside the user's code ends when that code returns.
-* An interrupt (Ctrl-C) of the consumer changes nothing: it takes no lock, and may ask again.
-* Errors in closing are reported: ``close`` raises the first one, once, after everything else has
-  been closed. If no one calls ``close``, or ``close`` has stopped waiting, the error is logged.
+* An interrupt (Ctrl-C) of the consumer loses no result and leaves no lock held. The consumer can
+  ask again.
+* Errors of closing are reported. ``close`` raises the first one, after everything else has been
+  closed. If ``close`` is never called, or has stopped waiting, the error is logged.
 
-`TaskStage` implements all of this: its threads draw tasks from a producer and run them
-(`tasks.py`). `Background` is the simple case: a function mapped over another producer's items.
+`TaskStage` implements all of this: its threads draw tasks (`tasks.py`) and run them. `Background`
+is the simple case: it applies a function to the items of a producer.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from grain_shard.tasks import Items, Producer, Raised, Task, Tasks, log_unclosed
 S = TypeVar("S")
 T = TypeVar("T")
 
-# The time that close() and the interpreter's exit wait for a thread that is inside the user's code.
+# Most seconds that close(), or the interpreter's exit, waits for a thread inside the user's code.
 _JOIN_TIMEOUT_S = 5.0
-# The longest time that a waiting consumer sleeps before it checks again.
+# Most seconds that a waiting consumer sleeps before it checks if the threads are alive.
 _WAKE_S = 1.0
 
-_stages: weakref.WeakSet[TaskStage[Any]] = weakref.WeakSet()  # those whose threads were started
+_stages: weakref.WeakSet[TaskStage[Any]] = weakref.WeakSet()  # the stages with started threads
 
 
 def _end_all() -> None:
@@ -57,8 +58,9 @@ class TaskStage(OrderedResults[T]):
     """Runs tasks in background threads and hands out their results in order.
 
     The threads start with the first ``next``, in the JAX context (mesh, x64) of the thread that
-    made this object. They refer to this object. So the object that hands out its results to the
-    user is another one, which stops this one when it is collected.
+    made this stage. They refer to the stage, so it is not garbage-collected while they run.
+    Therefore the user gets another object. When that object is garbage-collected, it stops the
+    stage.
 
     Args:
         tasks: The work. The last thread to end closes the tasks, because only that thread can be
@@ -79,21 +81,22 @@ class TaskStage(OrderedResults[T]):
         # Rung when more threads should work, and when no work is left for any thread.
         self._more_wanted = Bell()
         self._one_draws = threading.Lock()  # held while a task is drawn, which may take long
-        self._running = 0  # threads that have not ended
-        self._is_over = False  # no task will be drawn any more
-        self._to_close = [tasks]  # until they are closed
+        self._running = 0  # number of threads that have not ended
+        self._is_over = False  # True once no more tasks will be drawn
+        self._to_close = [tasks]  # empty once the tasks are closed
         self._close_errors: list[BaseException] = []
-        self._nobody_closes = False  # close() will not be called again: log errors in closing
+        # True once close() will not raise any more, so that errors of closing are logged.
+        self._nobody_closes = False
 
     def start(self) -> None:
-        """Starts working ahead; a second call does nothing."""
+        """Starts the background threads; a second call does nothing."""
         if not self.threads and not self._is_over:
             self._start_more()
 
     def _start_more(self) -> None:
-        """Starts one more thread, if more should work.
+        """Starts one more thread, if the pace asks for more threads than were started.
 
-        Each new thread calls this, so the first ones already work while the last ones start.
+        Each new thread calls this again. So the first threads already work while others start.
         """
         with self._lock:
             rank = len(self.threads)
@@ -103,7 +106,7 @@ class TaskStage(OrderedResults[T]):
             thread = threading.Thread(target=self._run, args=(rank,), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system allows no more threads: continue with these
+            except RuntimeError:  # the system allows no more threads
                 if not rank:
                     raise
                 self._pace.limit(rank)
@@ -112,13 +115,13 @@ class TaskStage(OrderedResults[T]):
             self._running += 1
         if not rank:
             _stages.add(self)
-            # At exit the threads must end before JAX, and the user's own hooks, take apart the
-            # objects that the threads use. Hooks run last in, first out.
+            # At exit, hooks of JAX and of the user destroy objects that the threads use. Exit hooks
+            # run in reverse order. So this one is registered again, to run before these hooks.
             atexit.unregister(_end_all)
             atexit.register(_end_all)
 
     def wait_for(self, has_come: Callable[[], bool], wait_s: float = math.inf) -> bool | None:
-        """Waits for something other than the next result; by any thread.
+        """Waits for an event that is not the next result. Any thread may call this.
 
         Args:
             has_come: Returns True once the event has happened. It is called again whenever a task
@@ -127,12 +130,14 @@ class TaskStage(OrderedResults[T]):
             wait_s: The longest wait, in seconds.
 
         Returns:
-            True once `has_come` does; False if the stage was stopped; None after `wait_s`.
+            True if the event has happened; False if the stage was stopped; None after `wait_s`.
 
         Raises:
+            BaseException: The error of a task, or StopIteration at the end, once all threads have
+                ended without the event.
             RuntimeError: This is a forked process, in which the threads do not run.
         """
-        # A task behind the last result may still make `has_come` true.
+        # An error does not end the wait at once: an unfinished task may still cause the event.
         has_come_now = self._wait(
             self._something_came, lambda: has_come() or self._ended() is not None, wait_s
         )
@@ -141,13 +146,21 @@ class TaskStage(OrderedResults[T]):
         return has_come_now
 
     def _ended(self) -> Raised | None:
-        """Returns the error, or the end, after the results, once no thread runs a task any more."""
+        """Returns the error or the end that follows the results; None while a thread runs."""
         return None if self._running else self._final
 
     def _wait(
         self, bell: Bell, has_come: Callable[[], bool], wait_s: float = math.inf
     ) -> bool | None:
-        """Waits until `has_come`; returns False if the stage is stopped first, None after `wait_s`.
+        """Waits for an event, and starts the threads first.
+
+        Args:
+            bell: Rung when the event may have happened.
+            has_come: Returns True once the event has happened.
+            wait_s: The longest wait, in seconds.
+
+        Returns:
+            True if the event has happened; False if the stage was stopped; None after `wait_s`.
 
         Raises:
             RuntimeError: This is a forked process, in which the threads do not run.
@@ -171,7 +184,7 @@ class TaskStage(OrderedResults[T]):
         return True
 
     def stop(self) -> None:
-        """Tells the threads to end, without waiting. From then on ``next`` ends at once."""
+        """Tells the threads to end, without waiting. From then on ``next`` raises StopIteration."""
         self._is_over = True
         super().stop()
         self._tasks.stop()
@@ -179,15 +192,17 @@ class TaskStage(OrderedResults[T]):
             self._close_tasks()
 
     def close(self) -> None:
-        """Stops the threads and waits for them; for user code they are in, only some seconds.
+        """Stops the threads and waits for them.
+
+        A thread inside the user's code is waited for 5 seconds at most.
 
         Raises:
-            BaseException: A producer above this stage failed to close. A second call raises
-                nothing.
+            BaseException: An error of closing the tasks or a producer above this stage. A second
+                call raises nothing.
         """
         self.stop()
-        # A stage whose threads have ended may be closed at the interpreter's exit, when the modules
-        # that this file imports are gone; so nothing else is called for it.
+        # At the interpreter's exit the modules that this file imports may be gone. By then the
+        # threads have ended. So without a living thread, no imported function is called.
         alive = [t for t in self.threads if t.is_alive() and t.ident != threading.get_ident()]
         if alive:
             deadline = time.monotonic() + _JOIN_TIMEOUT_S
@@ -200,7 +215,7 @@ class TaskStage(OrderedResults[T]):
     def _close_tasks(self) -> None:
         try:
             tasks = self._to_close.pop()
-        except IndexError:  # they are closed
+        except IndexError:  # another call has closed them
             return
         try:
             tasks.close()
@@ -210,7 +225,7 @@ class TaskStage(OrderedResults[T]):
                 self.log_close_error()
 
     def log_close_error(self) -> None:
-        """Logs the error of closing, past or future, because close() will not be called."""
+        """Logs the error of closing, now or when it happens, because close() will not be called."""
         self._nobody_closes = True
         if self._close_errors:
             log_unclosed(self._close_errors.pop())
@@ -222,22 +237,27 @@ class TaskStage(OrderedResults[T]):
                 while self._step(rank):
                     pass
         except BaseException as error:
-            # An error of the stage itself: errors of tasks are results. The consumer must not hang.
+            # This is an error of the stage itself, because errors of tasks are results. It is kept
+            # as the end of the results, so that the consumer does not wait for ever.
             with self._lock:
                 self._final, self._is_over = self._final or Raised.of(error), True
             self._wake_all()
-            self._tasks.stop()  # another thread may be waiting for something to draw
+            self._tasks.stop()  # another thread may wait inside `draw`
         finally:
             self._thread_ended()
 
     def _step(self, rank: int) -> bool:
-        """Runs one task; False when no task is left.
+        """Draws one task and runs it, or rests.
 
-        A function of its own, so that no variable keeps a batch alive while the thread waits.
+        This is a separate function, so that its variables do not keep a batch in memory while the
+        thread waits for the next task.
 
         Args:
-            rank: Rank of the calling thread. A thread with a rank of at least the wanted number of
-                threads rests.
+            rank: Number of the calling thread, from 0. The thread rests while its rank is not below
+                the number of threads that should work.
+
+        Returns:
+            False if no task is left, so that the thread ends.
         """
         if rank >= self._pace.threads:
             self._more_wanted.wait_for(lambda: rank < self._pace.threads or self._is_over)
@@ -252,7 +272,8 @@ class TaskStage(OrderedResults[T]):
             try:
                 task = self._tasks.draw(self.room)
             except StopIteration:
-                # A new StopIteration: the traceback of the caught one keeps the source's frames.
+                # A new StopIteration, because the traceback of the caught one would keep the frames
+                # of the source in memory.
                 return self._end(Raised(StopIteration(), None))
             except BaseException as error:
                 return self._end(Raised(error, error.__traceback__))
@@ -279,14 +300,18 @@ class TaskStage(OrderedResults[T]):
 
     def _deliver(self, number: int, result: T | Raised) -> None:
         if isinstance(result, Raised):
-            # Earlier results may still be unfinished, so the threads continue.
+            # No more results begin. The threads go on, because earlier results may be unfinished.
             with self._lock:
                 self._tasks.end()
             self._room_came.ring()
         self._put(number, result)
 
     def _end(self, final: Raised) -> bool:
-        """Lets an error, or the end, follow the results begun; returns False, as `_step` does."""
+        """Puts an error or the end after the last result that was begun.
+
+        Returns:
+            False, so that the calling thread ends.
+        """
         self._is_over = True
         self._deliver(self._begun, final)
         self._wake_all()
@@ -310,15 +335,15 @@ class TaskStage(OrderedResults[T]):
 
 
 class Background(TaskStage[T], Generic[S, T]):
-    """Maps `work` over what another producer makes, in background threads, in order.
+    """Applies a function to the items of a producer, in background threads. Results keep the order.
 
     Args:
-        work: Called with each item; by several threads at once if `num_threads` is above 1.
-        source: The producer of the items. One thread at a time asks it, once there is room for a
-            result. It is stopped with this stage. The last thread to end closes it, because only
-            that thread can be sure that no other thread uses it.
+        work: The function. If `num_threads` is above 1, several threads call it at the same time.
+        source: The producer of the items. One thread at a time asks it for an item, once there is
+            room for a result. The producer is stopped with this stage. The last thread to end
+            closes it, because only that thread can be sure that no other thread uses it.
         buffer_size: Most results that wait or are unfinished.
-        num_threads: Threads that work side by side.
+        num_threads: Number of threads that work side by side.
         name: Thread name prefix.
     """
 
@@ -336,7 +361,7 @@ class Background(TaskStage[T], Generic[S, T]):
 
 
 class _Mapped(Tasks[T], Generic[S, T]):
-    """Tasks that each make one result from one item."""
+    """The tasks of `Background`: each one makes one result from one item."""
 
     # A class attribute, because the names of this module may be gone at the interpreter's exit.
     _no_source = Items(iter(()))
@@ -362,8 +387,8 @@ class _Mapped(Tasks[T], Generic[S, T]):
         self._source.stop()
 
     def close(self) -> None:
-        # Drop the reference, too: an object that is still alive when the interpreter clears its
-        # modules (e.g. a Grain iterator that a global variable reaches) fails in its __del__.
+        # This also drops the reference to the source. A Grain iterator that is still alive when the
+        # interpreter clears its modules (if a global variable refers to it) fails in its __del__.
         source, self._source = self._source, self._no_source
         source.close()
 

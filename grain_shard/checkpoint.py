@@ -1,12 +1,12 @@
-"""Orbax: save on N hosts, restore on M.
+"""Checkpoints with Orbax: save the state of an iterator on N hosts, restore it on M hosts.
 
-A random-access pipeline has one state, the same on every host: the first host writes it, all hosts
-read it. A stream has one state per host, in one file per host, and must be restored on the same
-number of hosts. Feeds have one state per feed, which one of the hosts that run the feed writes. Any
-number of hosts can restore feeds; each host reads the files with its own feeds.
+A random-access pipeline has one state, the same on every host. The first host writes it, and all
+hosts read it. A stream has one state and one file per host. It must be restored on the same number
+of hosts. Feeds have one state per feed, which one of the hosts that run the feed writes. Any number
+of hosts can restore feeds. Each host reads the files with the feeds that it runs.
 
-The iterators also work with Orbax's v1 API directly, by their ``save`` and ``load``, which write
-and read the same files.
+Orbax's v1 API uses the iterators directly, by their methods ``save`` and ``load``. These write and
+read the same files.
 
 Example:
     >>> import tempfile
@@ -39,14 +39,14 @@ from grain_shard.iteration.iterator import ShardedIterator
 
 
 class CheckpointHandler(ocp.CheckpointHandler):
-    """Writes and reads the state of an iterator that `shard_to` made."""
+    """Orbax's handler for the state of an iterator that `shard_to` made."""
 
     def save(self, directory: Any, args: CheckpointSave) -> None:
-        """Writes the state of the last batch that was handed out."""
+        """Writes the iterator's state after the last batch that was handed out."""
         args.iterator.write_state(directory)
 
     def restore(self, directory: Any, args: CheckpointRestore) -> ShardedIterator:
-        """Sets the iterator to the saved state, and returns it.
+        """Sets the iterator to the saved state, and returns the iterator.
 
         Raises:
             StateError: The state was saved by another pipeline, or by a stream on another number
@@ -73,7 +73,7 @@ class _OfIterator(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(CheckpointHandler, for_save=True)
 @dataclass
 class CheckpointSave(_OfIterator):
-    """Saves the state of an iterator.
+    """An argument for Orbax's ``save``: saves the state of an iterator.
 
     Attributes:
         iterator: An iterator over a dataset that `shard_to` made, or over its epochs.
@@ -83,19 +83,19 @@ class CheckpointSave(_OfIterator):
 @ocp.args.register_with_handler(CheckpointHandler, for_restore=True)
 @dataclass
 class CheckpointRestore(_OfIterator):
-    """Restores the state into an iterator, new or in use.
+    """An argument for Orbax's ``restore``: restores the state of an iterator.
 
     Attributes:
-        iterator: An iterator over the same pipeline, or over its epochs. Batch size, hosts and mesh
-            may differ.
+        iterator: An iterator over the same pipeline, or over its epochs. It may be new or in use.
+            The batch size, the number of hosts and the mesh may differ from the saved ones.
     """
 
 
 class CheckpointItem:
-    """Kauldron's protocol of a checkpoint item, for a class whose attribute `iter` is an iterator.
+    """A mixin that lets Kauldron save and restore an iterator of `shard_to` in its checkpoints.
 
-    Mixed into an iterator of Kauldron, it saves and restores the iterator of `shard_to`, on any
-    number of hosts::
+    The class has to keep the iterator as its attribute `iter`, as Kauldron's iterators do. A
+    checkpoint can be restored on another number of hosts::
 
         from kauldron.data.iterators import PyGrainIterator
 
@@ -117,4 +117,4 @@ class CheckpointItem:
         return CheckpointRestore(self.iter)
 
     def __kd_ocp_restore_post__(self, value: ShardedIterator) -> Any:
-        return self  # whose iterator was restored in place
+        return self  # the handler has restored `self.iter` in place

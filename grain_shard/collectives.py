@@ -1,9 +1,11 @@
-"""The order of the loop's collectives and this package's only collective, of ``read="once"``.
+"""Checks that all hosts run their collectives in the same order.
 
-Every host must run all collectives in the same order. An accelerator runs computations in the order
-in which the loop's thread dispatched them. A process's only CPU device may start the latest one
-first, unless JAX is told to let each computation end before the next. Then Gloo, the CPU's library
-of collectives, receives a message of another step, and the process hangs or aborts.
+The only collective of this package is the one of ``read="once"``. It runs between the collectives
+of the training step, and every host must run all of them in the same order. An accelerator runs
+computations in the order in which the training loop dispatched them. If a process has a single CPU
+device, the device may start a later computation first. Then Gloo, the library of collectives on
+CPUs, receives a message of another computation, and the process hangs or aborts. JAX has an option
+that lets each computation end before the next one starts.
 """
 
 from __future__ import annotations
@@ -15,17 +17,19 @@ import jax
 
 from grain_shard.errors import ShardingError
 
+# JAX's option that lets a CPU device start computations in any order.
 _IN_ANY_ORDER = "jax_cpu_enable_async_dispatch"
 
 
 def require_order(devices: Iterable[Any]) -> None:
-    """Refuses devices of several hosts that would mix up the order of collectives.
+    """Raises an error if this process may run collectives in another order than other processes.
 
     Args:
-        devices: The devices of all hosts that take part.
+        devices: The devices of all processes that take part in the collectives.
 
     Raises:
-        ShardingError: This host takes part with a single CPU device, which keeps no order.
+        ShardingError: Several processes take part, and this one has a single CPU device, which may
+            change the order.
     """
     devices = list(devices)
     own = [device for device in devices if device.process_index == jax.process_index()]

@@ -1,4 +1,4 @@
-"""A few hex digits in the place of a long value, for states and for what hosts compare."""
+"""Digests: a few hex digits that stand for a long value, in states and in comparisons of hosts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-DIGITS = 4  # of an element's digest, if nothing else is said
-MANY_DIGITS = 16  # of a digest that tells batches of many hosts or feeds apart
-_MOST_BYTES = 2**20  # of an array; a longer one is sampled at even distances
+DIGITS = 4  # default length of an element's digest
+MANY_DIGITS = 16  # length of a digest that has to differ between many hosts or feeds
+# Arrays up to this size are digested as a whole. A larger one is sampled at even distances.
+_MOST_BYTES = 2**20
 
 
 def digest(value: Any) -> str:
-    """Eight hex digits of a value's repr.
+    """Returns eight hex digits that stand for the repr of a value.
 
     Example:
         >>> digest([0, 1]) == digest([0, 1]), digest([0, 1]) == digest([1, 0])
@@ -27,7 +28,7 @@ def digest(value: Any) -> str:
 
 
 def element_digest(element: Any, digits: int = DIGITS) -> str:
-    """Returns a few hex digits of an element's values, the same in every process.
+    """Returns a few hex digits that stand for the values of an element, the same in every process.
 
     Example:
         >>> element_digest({"x": np.zeros(2), "y": [b"a"]})
@@ -38,7 +39,7 @@ def element_digest(element: Any, digits: int = DIGITS) -> str:
         digits: The number of hex digits.
 
     Raises:
-        TypeError: A part of the element is any other object.
+        TypeError: The element has an object of another type.
     """
     found = hashlib.sha256()
     for part in _parts(element):
@@ -53,7 +54,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif value is None or isinstance(value, bool | int | float | complex):
         yield repr(value).encode()
     elif isinstance(value, str | os.PathLike):
-        # Hosts and runs may keep the same files in other folders.
+        # Only the name of a file counts: hosts and runs may keep the same files in other folders.
         text = os.fspath(value)
         yield (os.path.basename(text) if os.path.isabs(text) else text).encode()
     elif isinstance(value, bytes | bytearray | memoryview):

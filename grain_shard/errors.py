@@ -4,14 +4,14 @@
 
     GrainShardError
     ├── ShardingError (ValueError)         data, mesh, spec or batch size do not fit together
-    ├── StateError (ValueError)            a saved state belongs to something else
+    ├── StateError (ValueError)            a saved state belongs to another pipeline
     ├── BadRecordsError (RuntimeError)     too many records cannot be read
     └── AgreementError (RuntimeError)      the hosts do not run the same program
         └── HostTimeoutError (TimeoutError)    a host did not answer in time
 
-The message of a `ShardingError` has up to four parts, always in the same order, so that a reader
-of a log finds them: the leaf's path and the problem; the leaf's shape and dtype; the mesh axes and
-sizes; the remedy. A part that is unknown, or has nothing to do with the error, is left out.
+The message of a `ShardingError` has up to four parts, always in the same order: the leaf's path and
+the problem; the leaf's shape and dtype; the mesh axes and sizes; the remedy. A part is left out if
+it is unknown, or if it has nothing to do with the error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GrainShardError(Exception):
     """
 
     def add_note(self, note: str) -> None:
-        """Adds a note, but leaves out Grain's note on the frames that Grain removes."""
+        """Adds a note, except Grain's note about the stack frames that Grain removes."""
         if "Grain has removed its internal frames" not in note:
             super().add_note(note)
 
@@ -45,7 +45,7 @@ class ShardingError(GrainShardError, ValueError):
         problem: The problem, in one sentence.
         path: The leaf's path in the batch, e.g. ``batch['tokens']``; None if all leaves are meant.
         leaf: The leaf's dtype and shape, e.g. ``int32[256, 1000]``; None if not known yet.
-        spec: The leaf's `PartitionSpec`, if it plays a part.
+        spec: The leaf's `PartitionSpec`; None if the error has nothing to do with it.
         mesh_axes: (name, size) of every mesh axis.
         remedy: The change that the user can make.
 
@@ -76,7 +76,11 @@ class ShardingError(GrainShardError, ValueError):
         super().__init__(problem)
 
     def with_mesh(self, mesh_axes: Iterable[tuple[str, int]]) -> ShardingError:
-        """Returns this error with the mesh filled in, if the raiser did not know the mesh."""
+        """Returns this same error, and adds the mesh axes if it has none yet.
+
+        Args:
+            mesh_axes: (name, size) of every mesh axis.
+        """
         self.mesh_axes = self.mesh_axes or tuple(mesh_axes)
         return self
 
@@ -90,12 +94,13 @@ class ShardingError(GrainShardError, ValueError):
         return "\n".join([head, *known, f"  remedy: {self.remedy}"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A Grain worker pickles its exception, and BaseException would call __init__(*args).
+        # A Grain worker pickles its errors. Unpickling a BaseException calls __init__(*args), which
+        # lacks the keyword argument `remedy`.
         return functools.partial(type(self), remedy=self.remedy), self.args, self.__dict__
 
 
 class StateError(GrainShardError, ValueError):
-    """A saved state belongs to another pipeline or data set.
+    """A saved state belongs to another pipeline or dataset, or cannot be read.
 
     Example:
         >>> import grain, jax
@@ -113,7 +118,7 @@ class StateError(GrainShardError, ValueError):
 
 
 class BadRecordsError(GrainShardError, RuntimeError):
-    """More records failed to be read than may be left out; the message lists some of them.
+    """More records cannot be read than the user allows. The message lists some of them.
 
     Example:
         >>> issubclass(BadRecordsError, RuntimeError)
@@ -122,7 +127,9 @@ class BadRecordsError(GrainShardError, RuntimeError):
 
 
 class AgreementError(GrainShardError, RuntimeError):
-    """The hosts do not run the same program; the message names the host and the field.
+    """The hosts do not run the same program, or another host has failed.
+
+    The message names the host, and the field that differs or the host's error.
 
     Example:
         >>> issubclass(AgreementError, RuntimeError)
@@ -131,7 +138,7 @@ class AgreementError(GrainShardError, RuntimeError):
 
 
 class HostTimeoutError(AgreementError, TimeoutError):
-    """A host did not answer in time; the message names it.
+    """A host did not answer in time. The message names the host.
 
     Example:
         >>> issubclass(HostTimeoutError, TimeoutError), issubclass(HostTimeoutError, AgreementError)
@@ -140,36 +147,44 @@ class HostTimeoutError(AgreementError, TimeoutError):
 
 
 def describe_mesh(mesh_axes: Iterable[tuple[str, int]]) -> str:
-    """Formats the axes of a mesh: ``data=4, model=2``."""
+    """Returns the axes of a mesh as text, such as ``data=4, model=2``; "" without axes."""
     return ", ".join(f"{name}={size}" for name, size in mesh_axes)
 
 
 def describe_spec(spec: Any) -> str:
-    """Formats a `PartitionSpec`: ``P('data', None)``."""
+    """Returns a `PartitionSpec` as text, such as ``P('data', None)``."""
     return f"P({', '.join(repr(entry) for entry in spec)})"
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Formats an array as ``int32[256, 1000]``, and any other object by its type's name."""
+    """Returns an array as text, such as ``int32[256, 1000]``, or the type's name of an object."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
     return type(leaf).__name__
 
 
 def describe_error(error: BaseException) -> str:
-    """Formats an error in one line for other hosts, with this package's notes on its place."""
+    """Returns the text of an error for other hosts: its class, its message and its place.
+
+    The place is taken from the notes that this package added to the error.
+    """
     ours = "grain_shard: "
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(ours)]
     places = "; ".join(note.removeprefix(ours) for note in notes)
     try:
         text = str(error)
-    except Exception:  # a bug in the user's exception class; other hosts must still get the error
+    except Exception:  # the user's exception class is faulty; other hosts must get an error anyway
         text = "(the text of this error cannot be read)"
     return f"{type(error).__name__}: {text}" + (f" ({places})" if places else "")
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:
-    """Refuses an option that is not an integer, or is too small.
+    """Raises an error if an option is not an integer, or is too small.
+
+    Args:
+        name: Name of the option.
+        value: Value of the option.
+        minimum: Smallest allowed value.
 
     Raises:
         ShardingError: `value` is not an int of at least `minimum`.
@@ -182,7 +197,12 @@ def require_int(name: str, value: Any, minimum: int) -> None:
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuses an option that is not one of the allowed words.
+    """Raises an error if an option is not one of the allowed words.
+
+    Args:
+        name: Name of the option.
+        value: Value of the option.
+        choices: The allowed words.
 
     Raises:
         ShardingError: `value` is not in `choices`.
@@ -195,10 +215,17 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def require_steps(name: str, given: Any, remedy: str) -> None:
-    """Refuses what does not map whole numbers, ascending from 0, to the values from there on.
+    """Raises an error if a schedule is not a dict from steps to values.
+
+    The steps have to be integers, the first one 0, in ascending order.
+
+    Args:
+        name: Name of the values in the message, such as "batch sizes".
+        given: The schedule.
+        remedy: The remedy in the message.
 
     Raises:
-        ShardingError: `given` is not such a mapping.
+        ShardingError: `given` is not such a dict.
     """
     steps = list(given) if isinstance(given, Mapping) else []
     if not all(type(step) is int for step in steps) or steps[:1] != [0] or steps != sorted(steps):

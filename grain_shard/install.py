@@ -1,4 +1,4 @@
-"""Installation and removal of ``.shard_to`` as a method of Grain's datasets."""
+"""Adds ``.shard_to`` as a method to Grain's datasets, and removes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLASSES = (grain.MapDataset, grain.IterDataset)
 
 
 class _OnUse:
-    """Imports the chain when a dataset is asked for the method, not with the package."""
+    """The method `shard_to`, whose code is imported at its first use, and not with the package."""
 
     def __get__(self, ds: Any, cls: type) -> Any:
         from grain_shard.transforms.chain import shard_to
@@ -23,9 +23,9 @@ class _OnUse:
 
 
 def install() -> None:
-    """Makes `shard_to` a method of Grain's datasets; importing `grain_shard` does it.
+    """Makes `shard_to` a method of Grain's datasets. ``import grain_shard`` calls this.
 
-    A ``shard_to`` that another package put on a class is left alone, with a warning.
+    If a class already has a ``shard_to`` of another package, it stays, and a warning is given.
 
     Example:
         >>> install()  # a second time does nothing
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Removes the method from Grain's datasets.
+    """Removes the method `shard_to` from Grain's datasets. A method of another package stays.
 
     Example:
         >>> uninstall()

@@ -1,9 +1,10 @@
-"""Waits and work that an interrupt cannot leave half done.
+"""`Bell` and `Uninterrupted`: waits and work that an interrupt (Ctrl-C) cannot leave half done.
 
-Python raises KeyboardInterrupt in the main thread between any two instructions: also after a lock
-is taken and before the ``with`` block begins, and inside `threading.Condition`, which then fails
-itself. So the main thread, in which most training loops run, takes no lock of this package. It
-waits by a `Bell`, and leaves work of several steps to another thread, by `Uninterrupted`.
+Python raises KeyboardInterrupt in the main thread between any two instructions. For example, it may
+come after a lock is taken and before its ``with`` block begins, or inside `threading.Condition`,
+which then fails itself. Most training loops run in the main thread. So the main thread takes no
+lock of this package. It waits by a `Bell`, and leaves work of several steps to another thread, by
+`Uninterrupted`.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ S = TypeVar("S")
 
 
 class Bell:
-    """Wakes the threads that wait for something that other threads bring about.
+    """Lets threads wait for a condition that other threads make true.
 
-    It has no lock. So any thread may ring it at any point of its work: after an interrupt, in a
-    forked process, and where the garbage collector runs a ``__del__``.
+    A bell has no lock of its own that a thread could hold for ever. So any thread may ring it at
+    any point: after an interrupt, in a forked process, or in a ``__del__`` that the garbage
+    collector runs.
     """
 
     def __init__(self):
-        # A lock for each thread that waits; `ring` releases it. Not a queue: before Python 3.13
-        # `SimpleQueue.get(timeout=...)` may wait for ever.
+        # A lock for each waiting thread, which `ring` releases. A queue would not do: before Python
+        # 3.13 `SimpleQueue.get(timeout=...)` may wait for ever.
         self._waiting: dict[int, threading.Lock] = {}
 
     def wait_for(self, has_come: Callable[[], S], wait_s: float = math.inf) -> S:
-        """Waits until something has come.
+        """Waits until a condition is true.
 
         Args:
-            has_come: Returns a true value once it has; called again after each `ring`.
+            has_come: Returns the condition. It is called at once, and again after each `ring`.
             wait_s: The longest wait, in seconds.
 
         Returns:
-            What `has_come` returned last.
+            The last value of `has_come`. It is false if the condition did not become true in time.
         """
         if come := has_come():
             return come
@@ -53,26 +55,27 @@ class Bell:
         return come
 
     def ring(self) -> None:
-        """Makes the threads that wait look again. Call it after the change that they wait for."""
+        """Makes all waiting threads check their conditions again. Call it after the change."""
         for rung in list(self._waiting.values()):
             try:
                 rung.release()
             except RuntimeError:
-                continue  # another thread has just rung, too
+                continue  # another call of `ring` has released the lock already
 
 
 class Uninterrupted:
-    """Work that is done once and as a whole, also if the caller is interrupted.
+    """A function that runs only once and to its end, even if its caller is interrupted.
 
-    Only the main thread is interrupted, so another thread works for it. An interrupted caller
-    leaves that thread to its work; the next call waits for it, and raises its error.
+    Python interrupts only the main thread. So if the main thread calls this, another thread runs
+    the function. If the main thread is interrupted while it waits, the other thread goes on. The
+    next call waits for the function to end, and raises its error.
 
     Args:
-        work: The work.
+        work: The function.
 
     Attributes:
-        is_begun: True once the work was asked for.
-        is_over: True once the work is done, or has failed.
+        is_begun: True once this was called.
+        is_over: True once the function has returned or raised.
     """
 
     def __init__(self, work: Callable[[], None]):
@@ -82,21 +85,21 @@ class Uninterrupted:
         self.is_over: bool = False
 
     def __call__(self) -> None:
-        """Does the work and waits for it; a further call does nothing.
+        """Runs the function and waits until it ends. A further call does not run it again.
 
         Raises:
-            BaseException: The error of the work, once.
+            BaseException: The error of the function. Only one call raises it.
         """
         self.is_begun = True
         if not threading:  # the interpreter has ended, and cleared this module
             return
         is_main = threading.get_ident() == threading.main_thread().ident
-        # No other thread runs any more where the interpreter ends.
+        # While the interpreter ends, no other thread runs, so this thread runs the function.
         if not self.is_over and is_main and not sys.is_finalizing():
             running = threading.Lock()
             running.acquire()
             with contextlib.suppress(RuntimeError):  # the system allows no more threads
-                # Not `Thread.start`, inside which an interrupt may come, too.
+                # Not `Thread.start`, which an interrupt may leave half done.
                 _thread.start_new_thread(self._run, (running.release,))
                 running.acquire()
         if not self.is_over:

@@ -1,4 +1,4 @@
-"""`jax_context`: the JAX context of one thread, for the threads that work for it."""
+"""`jax_context`: passes the JAX context of one thread to the background threads that it starts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from grain_shard.spans import counted_by, counter
 
 
 def jax_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns the calling thread's JAX context (mesh, x64), for another thread to enter.
+    """Returns a function that gives another thread the JAX context of the calling thread.
 
-    The counter of the calling thread's spans then counts the other thread's spans, too.
+    The context is the mesh and the x64 setting. The counter of the calling thread's spans then also
+    counts the spans of the other thread.
+
+    Returns:
+        A function without arguments, which returns a context manager for the other thread.
     """
     mesh, x64 = jax.sharding.get_mesh(), jax.config.jax_enable_x64  # pyright: ignore
     counting = counter()

@@ -1,10 +1,11 @@
-"""The speed of batches, and the stage that a training loop waits for.
+"""Measures the speed of batches, and finds the stage that a training loop waits for.
 
-`profile` measures a loop: examples per second, when each stage was at work, which one holds the
-loop up, and what to change. `measure_throughput` is the same under the name that peers use.
+`profile` measures a loop: the records per second, the times at which each stage worked, the stage
+that delays the loop, and the change that would help. `measure_throughput` does the same, with the
+name and the order of arguments that other libraries use.
 
-`ShardedIterator.stats` returns `Stats` at any time: the `Figures` of the run since the beginning
-and of late, the reads that failed, and the `SlowestHost`.
+`ShardedIterator.stats` returns `Stats` at any time: the `Figures` of the whole run and of the last
+30 seconds, the counts of failed reads, and the `SlowestHost`.
 """
 
 from grain_shard.hosts.slowest import SlowestHost

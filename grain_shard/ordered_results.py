@@ -17,8 +17,9 @@ T = TypeVar("T")
 class OrderedResults(Results[T]):
     """Results that several threads make in any order, and that one consumer takes in order.
 
-    The lock is the threads' own. The consumer, and the thread that stops the results, do without
-    it: each of their steps is a single one, or may be done twice, in the order of the code.
+    Only the threads that make results take the lock. The consumer takes no lock, because an
+    interrupt (Ctrl-C) could leave it locked. The thread that stops the results takes none, either.
+    Without the lock, each of their steps is atomic or may be repeated.
 
     Args:
         size: Most results that wait or are unfinished.
@@ -27,18 +28,19 @@ class OrderedResults(Results[T]):
     def __init__(self, size: int):
         self._size = size
         self._lock = threading.Lock()
-        # Several bells, so that an event wakes only the threads that wait for it.
+        # There are several bells, so that an event wakes only the threads that wait for it.
         # Rung when the next result or its error is ready, and when the results are stopped.
         self._result_came = Bell()
-        # Rung when any result or its error is ready, when a task is done, and when stopped.
+        # Rung when any result or its error is ready, when a task is done, and when the results are
+        # stopped.
         self._something_came = Bell()
         # Rung when there is room for one more result, and when no more results will begin.
         self._room_came = Bell()
-        self._results: dict[int, T | Raised] = {}
-        self._begun = 0  # results that tasks have begun
-        self._ready = 0  # results before the first missing one, taken ones included
-        self._taken = 0  # only the consumer changes it
-        self._final: Raised | None = None  # follows the results that are ready
+        self._results: dict[int, T | Raised] = {}  # by number
+        self._begun = 0  # number of results that tasks have begun
+        self._ready = 0  # number of results before the first missing one, taken ones included
+        self._taken = 0  # number of results taken; only the consumer changes it
+        self._final: Raised | None = None  # the error or the end after the ready results
         self._is_stopped = False
 
     @property
@@ -52,7 +54,15 @@ class OrderedResults(Results[T]):
 
     @abstractmethod
     def _wait(self, bell: Bell, has_come: Callable[[], bool]) -> bool | None:
-        """Waits by a bell until `has_come` is true; returns a false value if stopped first."""
+        """Waits until an event has happened.
+
+        Args:
+            bell: Rung when the event may have happened.
+            has_come: Returns True once the event has happened.
+
+        Returns:
+            True if the event has happened; False or None if the wait ended before.
+        """
 
     def _next_has_come(self) -> bool:
         return self._taken < self._ready or self._final is not None
@@ -63,12 +73,12 @@ class OrderedResults(Results[T]):
         if self._taken < self._ready:
             try:
                 return cast(T, self._results[self._taken])
-            except KeyError:  # the results were stopped
+            except KeyError:  # `stop` has cleared the results
                 raise StopIteration from None
         return cast(Raised, self._final).throw()
 
     def release(self, taken: int) -> None:
-        # In this order: if an interrupt comes in between, the next call does the rest.
+        # The order matters: if an interrupt comes in between, the next call does the rest.
         self._taken = max(self._taken, taken)
         for number in list(self._results):
             if number < taken:
@@ -77,15 +87,16 @@ class OrderedResults(Results[T]):
 
     def known(self) -> Known:
         """Returns the number of results that are ready, and the error or end that follows them."""
-        final, ready = self._final, self._ready  # in this order: none is ready after the end
+        # The end is read first. Once there is an end, the number of ready results is final.
+        final, ready = self._final, self._ready
         return Known(ready, final.error if final is not None else None)
 
     def wake(self) -> None:
-        """Makes the threads that wait for something other than the next result look again."""
+        """Makes the threads that wait for an event, and not for the next result, check it again."""
         self._something_came.ring()
 
     def stop(self) -> None:
-        """Ends the results, without waiting. From then on ``next`` ends at once."""
+        """Ends the results, without waiting. From then on ``next`` raises StopIteration."""
         self._is_stopped = True
         self._results.clear()
         self._wake_all()
@@ -95,19 +106,24 @@ class OrderedResults(Results[T]):
             bell.ring()
 
     def _put(self, number: int, result: T | Raised) -> None:
-        """Adds a result; if a result has several errors, the first one counts."""
+        """Adds a result or its error. If a result gets several errors, the first one counts.
+
+        Args:
+            number: The number of the result, from 0.
+            result: The result, or its error.
+        """
         with self._lock:
             if self._final is None:
                 self._results.setdefault(number, result)
             before = self._ready
-            with contextlib.suppress(KeyError):  # cleared by `stop`, or not there yet
+            with contextlib.suppress(KeyError):  # the next result is missing, or `stop` cleared it
                 while self._final is None:
                     after = self._results[self._ready]
                     if isinstance(after, Raised):
                         self._final = after
                     else:
                         self._ready += 1
-            if self._is_stopped:  # the results may have been stopped while this ran
+            if self._is_stopped:  # `stop` may have cleared the results before this one was added
                 self._results.clear()
         if self._ready > before or self._final is not None:
             self._result_came.ring()

@@ -1,8 +1,9 @@
-"""The number of threads of a stage that work side by side, found while they work.
+"""`Pace` and `ThreadCount`: the number of threads of a stage, adapted while the threads work.
 
-Threads that wait for a read cost nothing, and threads that compute in Python get in each other's
-way. The user need not say which of the two it is: `Pace` measures, window after window, how many
-records a second come out and how many processors that takes, and `ThreadCount` decides by it.
+Threads that wait for a read cost nothing. Threads that compute in Python slow each other down. The
+user need not say which of the two they do. `ReadPace` measures one period, called a window, after
+the other: how many records per second the threads complete, and how many processors they keep busy.
+`ThreadCount` decides the number of threads by these measurements.
 """
 
 from __future__ import annotations
@@ -13,39 +14,42 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-# More threads never helped, and the system may limit the threads of a process.
+# Most threads of a stage. More never helped, and the system may limit the threads of a process.
 MOST_THREADS = 128
 
-# A window lasts at least this many seconds and tasks: fewer say little on a busy machine. The first
-# window is short, because a wrong attempt costs less than a wrong start. Each of the next lasts
-# twice as long as the one before.
+# Least seconds and tasks of a window. A shorter window shows little on a busy machine. The first
+# windows are shorter: each lasts twice as long as the one before. The reason is that a loop that
+# starts with a bad number of threads loses more than a wrong attempt does.
 _WINDOW_S, _WINDOW_TASKS = 0.1, 8
 _FIRST_WINDOW_S = _WINDOW_S / 8
-# The loop is fed well enough if it waits for less than this share of the time.
+# If the loop waits for less than this share of the time, the number of threads is good enough.
 _FED = 0.1
 # If fewer processors than this are busy, no thread computes: all threads wait.
 _IDLE_CORES = 0.25
-# If reads use less of a processor than this, they surely wait for the source. Up to half a
-# processor, they may also wait for processors that other processes use.
+# If reads use less of a processor than this, they surely wait for the source. If they use more, but
+# less than half a processor, they may also wait for processors that other processes use.
 _SURELY_WAITS = 0.1
-# The largest factor by which threads are added: facts about few reads may not hold for many.
+# The largest factor by which threads are added at once. Measurements of few reads may not hold for
+# many reads.
 _LARGEST_STEP = 16
-# Factors of the rate: more threads are kept from _GAIN on, fewer threads from _LOSS on.
+# More threads are kept if they multiply the rate by at least _GAIN. Fewer threads are kept if they
+# multiply it by at least _LOSS.
 _GAIN, _LOSS = 1.05, 0.98
-# If the rate changes by this factor with the same threads, the source has changed.
+# If the rate changes by this factor with the same number of threads, the source has changed.
 _CHANGED = 2.0
-# How many windows to rest after the first attempt that did not help, and after many.
+# Number of windows without an attempt after the first attempt that did not help, and the largest
+# such number after many attempts.
 _REST, _LONGEST_REST = 3, 64
 
 
 class Window(NamedTuple):
-    """A measurement that was taken for a while.
+    """The measurements of one period.
 
     Attributes:
-        rate: Records per second that the threads got through.
-        thread_cores: Processors that they kept busy.
-        process_cores: Processors that all of this process kept busy.
-        starved: The share of the time for which the consumer waited for a result.
+        rate: Records per second that the threads completed.
+        thread_cores: Number of processors that these threads kept busy.
+        process_cores: Number of processors that the whole process kept busy.
+        starved: Share of the time, 0 to 1, in which the consumer waited for a result.
     """
 
     rate: float
@@ -57,20 +61,20 @@ class Window(NamedTuple):
 class ThreadCount:
     """Decides how many threads work side by side, from one window to the next.
 
-    The count begins with one thread. If the reads wait, the count goes at once to as many threads
-    as would keep a processor busy. Otherwise twice as many threads are tried, or half as many. A
-    change that helped is kept. A change that did not help is taken back, and after a rest the other
-    direction is tried. The rest is longer the more often nothing helped. If the source becomes
-    slow, more threads are tried first; if the source becomes fast, fewer. Nothing is tried while
-    the consumer has what it needs.
+    The count begins with one thread. If the reads wait, the count changes at once to the number of
+    threads that would keep one processor busy. Otherwise twice as many threads are tried, or half
+    as many. A change that helps is kept. A change that does not help is taken back, and the other
+    direction is tried after a rest of some windows. The rest grows with the number of attempts that
+    did not help. If the source becomes slow, more threads are tried first. If it becomes fast,
+    fewer threads are tried first. No change is tried while the consumer hardly waits.
 
     Args:
-        most: Number of threads there can be.
+        most: Largest number of threads.
         cores: Number of processors.
 
     Attributes:
-        threads: The decision.
-        why: The reason for the decision, in words.
+        threads: The number of threads that should work.
+        why: The reason for this number, in words.
     """
 
     def __init__(self, most: int, cores: int):
@@ -78,22 +82,28 @@ class ThreadCount:
         self.most: int = most
         self._cores = cores
         self._is_first = True
-        self._rate = self._spread = 0.0  # with these threads; mean distance of windows from it
-        self._before: tuple[int, float, float] | None = None  # threads, rate, spread: of an attempt
-        self._up = True
+        # The mean rate of windows with the present threads, and their mean distance from it.
+        self._rate = self._spread = 0.0
+        # (threads, rate, spread) before the present attempt; None without an attempt.
+        self._before: tuple[int, float, float] | None = None
+        self._up = True  # True if the next attempt is with more threads
         self._rest, self._next_rest = 0, _REST
-        self._is_other = False  # whether the last window was far from the rate
+        self._is_other = False  # True if the last window was far from the mean rate
 
     def decide(self, window: Window) -> None:
-        """Decides the next number of threads, from a window measured with the present number."""
+        """Decides the next number of threads.
+
+        Args:
+            window: The measurements with the present number of threads.
+        """
         first, self._is_first = self._is_first, False
         if first and window.process_cores >= 0.5:
-            self._rest = _REST  # a cold start's rate says little: no hurry
+            self._rest = _REST  # the rate of the first read says little, so the next windows rest
             self.why = "the first read mostly computed"
         elif window.starved < _FED:
-            self._before, self._rate = None, 0.0  # the consumer set the rate, not the threads
+            self._before, self._rate = None, 0.0  # the consumer was slower than the threads
         elif self._before is not None and not self._helped(*self._before, window.rate):
-            pass  # `_helped` has taken the attempt back
+            pass  # `_helped` has already taken the attempt back
         else:
             self._settle(window.rate)
             if self._rest:
@@ -102,7 +112,14 @@ class ThreadCount:
                 self._try(window)
 
     def _helped(self, threads: int, rate: float, spread: float, now: float) -> bool:
-        """Judges the last attempt, and takes it back if it did not help."""
+        """Returns True if the last attempt helped. Otherwise takes it back.
+
+        Args:
+            threads: Number of threads before the attempt.
+            rate: Mean rate before the attempt.
+            spread: Mean distance of windows from that rate.
+            now: Rate of the window with the attempt.
+        """
         self._before, self._rate = None, 0.0
         enough = _GAIN * rate + spread if self.threads > threads else _LOSS * rate
         if now >= enough:
@@ -114,13 +131,20 @@ class ThreadCount:
         return False
 
     def _settle(self, rate: float) -> None:
-        """Learns the rate of this number of threads. If it has changed, the source has."""
+        """Updates the mean rate of the present number of threads.
+
+        If two windows in a row are far from the mean, the source has changed. The mean then starts
+        again, and the next attempt need not wait.
+
+        Args:
+            rate: Rate of the last window.
+        """
         was_other, self._is_other = self._is_other, False
         if not self._rate:
             self._rate, self._spread = rate, 0.0
         elif not 1 / _CHANGED < rate / self._rate < _CHANGED:
             if not was_other:
-                self._is_other = True  # once may be chance
+                self._is_other = True  # one such window may be chance
                 return
             self._up = rate < self._rate
             self._rate, self._spread = rate, 0.0
@@ -129,16 +153,20 @@ class ThreadCount:
         self._rate = (3 * self._rate + rate) / 4
 
     def _try(self, window: Window) -> None:
-        """Tries another number of threads, if there is one to be tried."""
+        """Begins an attempt with another number of threads, if one is possible.
+
+        Args:
+            window: The last window.
+        """
         waits, surely = window.process_cores < 0.5, window.process_cores < _SURELY_WAITS
         if surely:
             self._up = True
         elif window.thread_cores > 0.9 * self._cores:
-            self._up = False  # no processor is left
+            self._up = False  # all processors are busy
         if self._up and self.threads == self.most:
             self._up = surely
             if waits:
-                self._rest = _LONGEST_REST  # fewer are hardly better, so there is no hurry
+                self._rest = _LONGEST_REST  # the threads wait, so fewer would hardly help
                 return
         elif not self._up and self.threads == 1:
             self._up = True
@@ -153,12 +181,13 @@ class ThreadCount:
 
 
 class Pace:
-    """Says how many threads of a stage work side by side: always the same number.
+    """The number of threads of a stage that work side by side. Here it is fixed.
 
-    Called under the stage's lock, except `consumer_waits` and `consumer_goes_on`.
+    The stage also reports its tasks, by which a subclass may adapt the number. The stage holds its
+    lock in all calls, except in those of `consumer_waits` and `consumer_goes_on`.
 
     Args:
-        threads: The number.
+        threads: The number of threads.
     """
 
     def __init__(self, threads: int):
@@ -166,37 +195,58 @@ class Pace:
 
     @property
     def threads(self) -> int:
-        """The number of threads that are to work."""
+        """The number of threads that should work now."""
         return self._threads
 
     def limit(self, most: int) -> None:
-        """Sets the most threads that there can be."""
+        """Sets the largest number of threads, because the system allows no more."""
         self._threads = most
 
     def begun(self, now: float) -> None:
-        """Notes that a thread has begun a task; times are in seconds, by `time.perf_counter`."""
+        """Notes that a thread begins a task.
+
+        Args:
+            now: The time in seconds, by `time.perf_counter`.
+        """
 
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
-        """Notes that a thread has done a task of `size` records that it began at `start`."""
+        """Notes that a thread has finished a task.
+
+        Args:
+            start: Time at which the task began, in seconds, by `time.perf_counter`.
+            now: Time at which the task ended.
+            processor_s: Seconds of processor time that the thread used for the task.
+            size: Number of records of the task.
+        """
 
     def consumer_waits(self, now: float) -> None:
-        """Notes that the consumer begins to wait for a result."""
+        """Notes that a consumer begins to wait for a result.
+
+        Args:
+            now: The time in seconds, by `time.perf_counter`.
+        """
 
     def consumer_goes_on(self, now: float) -> None:
-        """Notes that the consumer no longer waits."""
+        """Notes that a consumer ends its wait for a result.
+
+        Args:
+            now: The time in seconds, by `time.perf_counter`.
+        """
 
 
 class ReadPace(Pace):
-    """The pace of reads: the first comes alone, then as many go side by side as help, or `fixed`.
+    """The number of threads that read side by side, adapted while they read.
 
-    By Little's law, the rate of a window is the average number of reads under way, divided by the
-    time that one record takes. A count of the records that end within the window would be far off
-    where many long reads end at once.
+    The first read runs alone. After it the number is `fixed`, or `ThreadCount` decides it.
+
+    The rate of a window is computed by Little's law: the average number of unfinished reads,
+    divided by the time that one record takes. A count of the records that end within the window
+    would be far off if many long reads end at the same time.
 
     Args:
-        fixed: The number of threads after the first read; None to find it.
-        most: The most threads.
-        process_time: Processor time of this process, in seconds.
+        fixed: The number of threads after the first read; None to adapt the number.
+        most: The largest number of threads.
+        process_time: Returns the processor time of this process, in seconds.
     """
 
     def __init__(
@@ -208,13 +258,14 @@ class ReadPace(Pace):
     ):
         self._fixed, self._process_time = fixed, process_time
         self.count: ThreadCount = ThreadCount(min(most, fixed or most), os.cpu_count() or 1)
-        self.seconds_per_record: float | None = None  # wall time of recent reads
-        self._active = 0
-        self._waiting = 0  # consumers that wait
-        self._waits: deque[tuple[float, int]] = deque()  # (time, +1 or -1): one more or fewer
-        self._changed = 0.0  # when the number of threads last changed
+        self.seconds_per_record: float | None = None  # wall-clock time, in recent reads
+        self._active = 0  # number of unfinished reads
+        self._waiting = 0  # number of consumers that wait
+        # (time, +1) when a consumer begins to wait, (time, -1) when it ends its wait.
+        self._waits: deque[tuple[float, int]] = deque()
+        self._changed = 0.0  # time of the last change of the number of threads
         self._window: _Sums | None = None
-        self._window_s = 0.0  # 0: the first window is the first read
+        self._window_s = 0.0  # least length of the window; 0 for the first, which is one read
 
     @property
     def threads(self) -> int:
@@ -233,7 +284,7 @@ class ReadPace(Pace):
     def done(self, start: float, now: float, processor_s: float, size: int) -> None:
         self._pass(now)
         self._active -= 1
-        if not size:  # a read without records of its own: its time is left out
+        if not size:  # the task read no record of a batch, so its time does not count
             if self._window is not None:
                 self._window.active_s -= now - max(start, self._window.start)
             return
@@ -244,7 +295,7 @@ class ReadPace(Pace):
             self.count.threads, self.count.why = min(self._fixed, self.count.most), "num_threads"
             return
         if start < self._changed:
-            return  # begun while there were more threads, or fewer
+            return  # the task began with another number of threads
         if self._window is None:
             self._window = self._new_window(now)
             return
@@ -259,7 +310,7 @@ class ReadPace(Pace):
         threads = self.threads
         self._window_s = min(max(_FIRST_WINDOW_S, 2 * self._window_s), _WINDOW_S)
         self.count.decide(self._measured(window, seconds))
-        # If there are fewer now, threads that should rest may still be inside a read.
+        # With fewer threads, some that should rest may still read. So the next window begins later.
         self._window = None if self.threads < threads else self._new_window(now)
         if self.threads != threads:
             self._changed = now
@@ -274,7 +325,7 @@ class ReadPace(Pace):
         return _Sums(now, self._process_time())
 
     def _pass(self, now: float) -> None:
-        """Adds up the time until now."""
+        """Adds the time since the last call to the sums of the window."""
         waits = [self._waits.popleft() for _ in range(len(self._waits))]
         for until, more in (*waits, (now, 0)):
             if self._window is not None:
@@ -283,10 +334,10 @@ class ReadPace(Pace):
 
     def _is_over(self, window: _Sums, seconds: float) -> bool:
         if window.tasks < self.threads or not (seconds and window.wall_s):
-            return False  # a clock with large steps may not have moved at all
+            return False  # too few tasks, or a coarse clock that has not moved
         is_idle = self._process_time() - window.process_start < _IDLE_CORES * seconds
         if not self._window_s or is_idle:
-            return True  # all threads wait, so there is nothing to weigh
+            return True  # the first read, or all threads wait: more time would show nothing new
         return seconds >= self._window_s and window.tasks >= _WINDOW_TASKS
 
     def _measured(self, window: _Sums, seconds: float) -> Window:
@@ -300,7 +351,7 @@ class ReadPace(Pace):
 
 
 class _Sums:
-    """Sums of a window."""
+    """Sums over the tasks and the time of one window."""
 
     def __init__(self, start: float, process_start: float):
         self.start, self.process_start = start, process_start
@@ -309,6 +360,13 @@ class _Sums:
         self._now = start
 
     def until(self, now: float, active: int, starved: bool) -> None:
+        """Adds the time since the last call.
+
+        Args:
+            now: The time in seconds.
+            active: Number of reads that were unfinished in this time.
+            starved: True if a consumer waited in this time.
+        """
         passed, self._now = now - self._now, now
         self.active_s += passed * active
         self.starved_s += passed * starved

@@ -1,15 +1,15 @@
-"""Arrays onto devices without a pipeline, under the names of ``datarax.distributed``.
+"""Puts arrays on devices without a pipeline, under the names of ``datarax.distributed``.
 
-`place_on_device` and `distribute_batch` place a tree of arrays; `prefetch_to_device` does so for
-batch after batch, ahead of the loop; `DevicePlacement` has these and a few more as the methods of
-one object, with a device and its chip. For training, end the pipeline with `.shard_to`, which
-reads only this host's rows: everything here takes whole batches.
+`place_on_device` and `distribute_batch` place one tree of arrays. `prefetch_to_device` places the
+batches of an iterable, ahead of the loop. `DevicePlacement` has these functions, and a few more, as
+methods of one object with a default device. All of them take whole batches. For training, end the
+pipeline with `.shard_to`, which reads only this host's rows.
 
-The trees hold numpy arrays, `jax.Array`s (typed PRNG keys too) and Python scalars, and come back
-with `jax.Array`s; text stays on the host. What no device can hold is refused, with its path: Python
-objects, masked arrays, dates. On the CPU backend the result shares no memory with numpy input. On
-several processes, each process passes the same whole data and keeps what its own devices hold. Host
-data is placed without a collective.
+A tree has numpy arrays, `jax.Array`s (typed PRNG keys too) and Python scalars. The result has
+`jax.Array`s in their place. Text stays on the host. A leaf that no device can hold is an error with
+the path of the leaf: Python objects, masked arrays, dates. On the CPU backend the result shares no
+memory with numpy input. With several processes, each process passes the same whole data and keeps
+the parts that its own devices hold. Host data is placed without a collective.
 """
 
 from grain_shard.public_names import public_names

@@ -1,4 +1,7 @@
-"""Public names, listed once: in a stub, which type checkers read as well."""
+"""Reads the public names of a module from its stub, the only list of them.
+
+Type checkers read the same stub.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from typing import Any
 def public_names(
     package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns ``__getattr__``, ``__dir__`` and ``__all__`` for a module that has such a stub.
+    """Returns ``__getattr__``, ``__dir__`` and ``__all__`` for a module that has a stub.
 
-    Each name is imported when it is used: the package alone takes some milliseconds, and flax or
-    Orbax take a second.
+    Each name is imported when it is first used. So importing the package takes some milliseconds,
+    while flax or Orbax take a second.
 
     Args:
         package: The package to which the imports of the stub are relative.
-        file: The ``__file__`` of the module; the stub is beside it.
+        file: The ``__file__`` of the module. The stub (``.pyi``) is beside this file.
     """
     module_of = {
         alias.name: node.module
@@ -33,7 +36,7 @@ def public_names(
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = module_of[name]
-        if module is None:  # the name is the name of a module
+        if module is None:  # ``from . import name`` in the stub: the name is a module
             return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(f"{package}.{module}"), name)
 

@@ -1,9 +1,9 @@
-"""Spans: the only events from which times are counted, marked by each stage itself.
+"""`span`: measures the time of a piece of work. All times of a pipeline's stages come from spans.
 
-A stage wraps its work in ``with span("read")``. The span names the work in JAX's profiler, adds its
-time to the counter of the stage's iterator, and is recorded if a recording is active. A span costs
-some microseconds. A measured training loop marks its own time, too: the wait for a batch, then the
-step.
+A stage runs its work inside ``with span("read")``. The span names the work in JAX's profiler, and
+adds its time to the counter of the iterator. While a recording is active, the span is recorded,
+too. A span costs some microseconds. If a training loop is profiled, its own time is recorded as
+spans, too: "wait" for a batch, and then "step".
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ import jax
 
 STAGES = READ, BATCH, PAD, PLACE = "read", "batch", "pad", "place"
 LOOP = WAIT, STEP = "wait", "step"
-# Reported by `ShardedIterator.stats` only. MAP is the part of "read" that the user's functions
-# take, if it can be measured apart. AGREE is a stage's wait for the votes of other hosts.
+# Only `ShardedIterator.stats` reports these two. MAP is the part of "read" that the user's
+# functions take, if it can be measured separately. AGREE is the wait for votes of other hosts.
 MAP, AGREE = "map", "agree"
-# The wait of a stage's threads for room in a full buffer.
+# The wait of a stage's threads while the buffer of the stage is full.
 ROOM = "room"
-# The part of "read" that is the wait for a task of an executor, and the task's time at a worker.
+# TASK is the part of "read" in which a thread waits for a task of an executor. WORK is the time
+# that a worker of the executor spends on the task.
 TASK, WORK = "task", "work"
 
 
 class Span(NamedTuple):
-    """The work of one stage, or of the loop, for one batch; times by `time.perf_counter`, seconds.
+    """One piece of work of a stage or of the training loop.
 
     Attributes:
-        stage: The stage's name.
-        thread: Name of the thread that did the work.
-        start: Start of the work.
-        end: End of the work.
-        processor_s: Seconds of that time in which a processor was busy with the work. The rest is
-            waiting: for a source, for the interpreter's lock, or for a processor.
-        part: The part of the stage's work, if it is counted separately.
+        stage: Name of the stage, or "wait" or "step" for the loop.
+        thread: Name of the thread that did the work, or of the worker of an executor.
+        start: Start of the work, in seconds, by `time.perf_counter`.
+        end: End of the work, in seconds, by `time.perf_counter`.
+        processor_s: Seconds of the work in which a processor was busy. In the other seconds the
+            thread waited for a source, for the interpreter's lock or for a processor.
+        part: Name of the part of the stage, if this part is also counted separately.
     """
 
     stage: str
@@ -50,14 +51,14 @@ class Span(NamedTuple):
 
 
 class Counter(Protocol):
-    """A sum, by stage, of the time that the stages of one iterator spend."""
+    """Adds up the time of each stage of one iterator; `Meter` is one."""
 
     def tally(self) -> dict[str, float]:
-        """Returns seconds by stage, to which only the calling thread adds."""
+        """Returns the calling thread's seconds by stage. Only this thread may add to them."""
         ...
 
 
-_listeners: list[list[Span]] = []
+_listeners: list[list[Span]] = []  # the active recordings
 # The calling thread's counter, and the thread's own tally in that counter.
 _counting: ContextVar[tuple[Counter, dict[str, float]] | None] = ContextVar(
     "grain_shard_counting", default=None
@@ -65,16 +66,19 @@ _counting: ContextVar[tuple[Counter, dict[str, float]] | None] = ContextVar(
 
 
 def counter() -> Counter | None:
-    """Returns the counter of the calling thread's spans."""
+    """Returns the counter of the calling thread's spans; None if they are not counted."""
     counting = _counting.get()
     return None if counting is None else counting[0]
 
 
 @contextmanager
 def counted_by(counter: Counter | None) -> Iterator[None]:
-    """Makes a counter count the spans of the calling thread.
+    """Counts the spans of the calling thread inside the ``with`` block.
 
-    The counter also counts the background threads of stages that are made inside the context.
+    The spans of background threads count, too, if their stage is made inside the block.
+
+    Args:
+        counter: The counter; None counts no spans.
     """
     token = _counting.set(None if counter is None else (counter, counter.tally()))
     try:
@@ -83,12 +87,14 @@ def counted_by(counter: Counter | None) -> Iterator[None]:
         _counting.reset(token)
 
 
-class span:  # used as a function; written as a generator it would take half as long again
-    """Marks the work of a stage. Spans inside a worker process do not reach this process.
+class span:  # a context manager; @contextmanager on a generator takes 1.5 times as long
+    """Measures the work inside a ``with`` block as work of a stage.
+
+    A span inside a worker process is not counted in the main process.
 
     Args:
-        stage: The stage's name.
-        part: The part of the stage's work, if it is also counted separately.
+        stage: Name of the stage.
+        part: Name of the part of the stage, if this part is also counted separately.
     """
 
     __slots__ = ("_annotation", "_part", "_processor_start", "_stage", "_start")
@@ -119,14 +125,22 @@ class span:  # used as a function; written as a generator it would take half as 
 
 
 def record(done: Span) -> None:
-    """Adds a span to the active recordings: one of this process, or one that a worker measured."""
+    """Adds a finished span to the active recordings.
+
+    Args:
+        done: The span, of this process or of a worker of an executor.
+    """
     for listener in _listeners:
         listener.append(done)
 
 
 @contextmanager
 def recorded() -> Iterator[list[Span]]:
-    """Records the spans of all this process's pipelines that begin and end within the context."""
+    """Records the spans of all pipelines of this process.
+
+    Yields:
+        The list of spans that began and ended inside the ``with`` block so far.
+    """
     spans: list[Span] = []
     _listeners.append(spans)
     try:

@@ -1,9 +1,9 @@
-"""Tasks of a pipeline stage, and their results.
+"""The producers of a pipeline, and the tasks that background threads run.
 
-Batches pass a chain of producers, from the source at the top to the training loop at the bottom.
-Each `Producer` is asked for its next item, and told to end, by the producer below it. The threads
-of a stage that works ahead (`background.py`) draw `Task`s and run them. A task makes one result, or
-contributes to several.
+Batches pass a chain of producers, from the source at the top to the training loop at the bottom. A
+`Producer` is asked for its next item, and told to end, by the producer below it. The threads of a
+background stage (`background.py`) draw `Task`s and run them. A task makes one result, or a part of
+one or several results.
 """
 
 from __future__ import annotations
@@ -20,43 +20,48 @@ T = TypeVar("T")
 
 
 class Producer(Iterator[T]):
-    """An object that makes items one after the other, and that its consumer can end."""
+    """An iterator over items that its consumer can stop and close."""
 
     @abstractmethod
     def __next__(self) -> T:
         """Returns the next item. Only one thread calls this at a time."""
 
     def stop(self) -> None:
-        """Asks this producer and those above it to end, from any thread, without waiting.
+        """Tells this producer, and the producers above it, to end. It does not wait for them.
 
-        A ``next`` that is waiting returns, or raises, soon afterwards.
+        Any thread may call this. A ``next`` that waits in another thread soon returns or raises.
         """
 
     def close(self) -> None:
-        """Ends the threads and processes above this producer, and waits for them."""
+        """Ends the threads and processes of this producer, and of the producers above it.
+
+        This waits until they have ended.
+        """
 
 
 class Results(Producer[T]):
-    """A producer that keeps its next item until it is told that the consumer has it.
+    """A producer that keeps its next item until the consumer confirms that it has the item.
 
-    So a consumer that is interrupted on the way gets the same item again.
+    So a consumer that is interrupted in between gets the same item again.
     """
 
     @property
     @abstractmethod
     def taken(self) -> int:
-        """Number of items that the consumer has got."""
+        """Number of items that the consumer has confirmed."""
 
     @abstractmethod
     def peek(self) -> T:
-        """Waits for the next item and returns it, but does not take it as ``next`` does."""
+        """Waits for the next item and returns it. A further call returns the same item again."""
 
     @abstractmethod
     def release(self, taken: int) -> None:
-        """Forgets the items that the consumer has got; a second call does no harm.
+        """Confirms that the consumer has some items, which are then forgotten.
+
+        A second call with the same number does nothing.
 
         Args:
-            taken: Their number, from the first one on.
+            taken: Number of items that the consumer has, counted from the first item.
         """
 
     def __next__(self) -> T:
@@ -76,15 +81,23 @@ class Items(Producer[T]):
 
 
 class Raised(NamedTuple):
-    """An error, or the end, delivered in place of a result."""
+    """An error, or StopIteration for the end, in place of a result.
+
+    Attributes:
+        error: The error.
+        traceback: The traceback with which the error is raised each time.
+    """
 
     error: BaseException
     traceback: TracebackType | None
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
-        """Wraps the error that the work has just raised."""
-        if isinstance(error, StopIteration):  # only the end of the tasks may end the stage
+        """Wraps an error that was just caught. A StopIteration becomes a RuntimeError.
+
+        A StopIteration of the user's code would otherwise end the batches without an error.
+        """
+        if isinstance(error, StopIteration):
             wrapped = RuntimeError(
                 "the pipeline raised StopIteration, which looks like the end of the data\n"
                 "  remedy: give each next(...) in the source, in a .map or in make_feed a default,"
@@ -97,19 +110,20 @@ class Raised(NamedTuple):
         return cls(error, error.__traceback__)
 
     def throw(self) -> NoReturn:
-        """Raises the same exception object every time."""
+        """Raises the error: the same object every time, except for StopIteration."""
         if isinstance(self.error, StopIteration):
             raise StopIteration
-        # Otherwise the traceback would grow with each raise.
+        # With the first traceback, because Python would make it longer with each raise.
         raise self.error.with_traceback(self.traceback)
 
 
 class Known(NamedTuple):
-    """Results of a stage that are known by now.
+    """The results that a stage has ready by now.
 
     Attributes:
-        results: Number of results that are ready or were taken already.
-        end: The error that follows these results, or StopIteration if they end; None if unknown.
+        results: Number of results that are ready or were taken, without a gap from the first one.
+        end: The error that follows these results, or StopIteration if no more results follow. None
+            if it is not known yet.
     """
 
     results: int
@@ -122,7 +136,7 @@ class Task(ABC, Generic[T]):
     Attributes:
         begins: Number of results that this task is the first to work on. Results are numbered in
             this order.
-        size: Size of the work, in the unit in which the stage's pace is measured.
+        size: Number of records, or of other units, by which the speed of the stage is measured.
     """
 
     begins: int = 1
@@ -130,49 +144,67 @@ class Task(ABC, Generic[T]):
 
     @abstractmethod
     def run(self) -> Iterable[tuple[int, T | Raised]]:
-        """Runs the task; yields the number and value of each result that it completes."""
+        """Runs the task; yields (number, value) of each result that it completes.
+
+        A result is complete once all tasks that work on it are done. An error is a `Raised` value.
+        """
 
 
 class Tasks(ABC, Generic[T]):
-    """The work of a stage's threads. One thread at a time calls the methods, except `stop`."""
+    """The tasks of a stage, which the threads of the stage draw and run.
+
+    One thread at a time calls `draw`. Other threads may call the other methods during a `draw`.
+    """
 
     @property
     def room_wanted(self) -> int:
-        """Room, in new results, that should be free before the next task is drawn.
+        """Number of new results for which the buffer must have room before the next `draw`.
 
-        Larger than the buffer if no task can be drawn before another one is done.
+        If no task can be drawn before another one is done, the number is larger than the buffer, so
+        that no thread calls `draw`.
         """
         return 1
 
     @abstractmethod
     def draw(self, room: int) -> Task[T]:
-        """Returns the next task, which begins at most `room` results.
+        """Returns the next task.
+
+        Args:
+            room: Number of new results that the task may begin at most.
 
         Raises:
-            StopIteration: No task is left, and all results have been begun.
+            StopIteration: No task is left. Unfinished tasks may still complete results.
         """
 
     def done(self, task: Any) -> bool:
-        """Records that a task is done; True if a task may now be drawn that could not be before.
+        """Notes that a task is done. Any thread may call this.
 
-        Called by any thread.
+        Args:
+            task: The task.
+
+        Returns:
+            True if another task can be drawn now that could not be drawn before.
         """
         return False
 
     @abstractmethod
     def end(self) -> None:
-        """Records that a task failed, so that no more results begin. Called by any thread."""
+        """Notes that a task failed, so that no more results begin. Any thread may call this."""
 
     def stop(self) -> None:
-        """Ends any wait inside ``draw``, from any thread, without waiting itself."""
+        """Ends any wait inside `draw`, and does not wait for it. Any thread may call this."""
 
     def close(self) -> None:
-        """Releases the tasks. Called once, when no thread draws any more."""
+        """Closes the producer of the tasks. Called once, after the last `draw`."""
 
 
 @contextlib.contextmanager
 def naming_closed(what: str) -> Iterator[None]:
-    """Adds a note to an error that names the object that was being closed."""
+    """Adds a note to any error raised in the ``with`` block.
+
+    Args:
+        what: The object that the block closes, in words. The note names it.
+    """
     try:
         yield
     except BaseException as error:
@@ -181,5 +213,5 @@ def naming_closed(what: str) -> Iterator[None]:
 
 
 def log_unclosed(error: BaseException) -> None:
-    """Logs an error of closing that cannot be raised to the user."""
+    """Logs an error of closing that cannot be raised, because no caller would receive it."""
     logging.error("grain_shard: closing a part of the pipeline failed", exc_info=error)

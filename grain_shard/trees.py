@@ -1,4 +1,4 @@
-"""Batches as trees: the path of each leaf, and the checks that every stage shares."""
+"""Batches as trees: the paths of leaves, and the checks of batches that several stages use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from grain_shard.errors import ShardingError, describe_leaf
 
 Batch = Any  # a tree of numpy arrays that share their leading axis
 ROOT = "batch"
-MASK_KEY = "valid_mask"  # default key at which `shard_to` puts the mask of real rows
+MASK_KEY = "valid_mask"  # default key of the mask, which is True for rows that are not padding
 
 
 def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
-    """Returns paths, leaves and structure of a tree. As for JAX, None is a tree without leaves.
+    """Returns the paths, the leaves and the structure of a tree.
+
+    As in JAX, None is a tree without leaves.
+
+    Args:
+        tree: The tree.
+        root: The first part of each path.
 
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
@@ -28,12 +34,17 @@ def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
 
 
 def path_of(keys: Iterable[Any], root: str = ROOT) -> str:
-    """Formats the keys that lead to a leaf of a batch: ``batch['image']``."""
+    """Returns the path of a leaf as text, such as ``batch['image']``.
+
+    Args:
+        keys: The keys of JAX that lead to the leaf.
+        root: The first part of the path.
+    """
     return root + jax.tree_util.keystr(tuple(keys))
 
 
 def leaves_of(tree: Any) -> tuple[list[Any], Any]:
-    """Returns leaves and structure of a tree, in less time than `flatten`.
+    """Returns the leaves and the structure of a tree. This is faster than `flatten`.
 
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
@@ -63,31 +74,36 @@ def _has_mixed_keys(node: Any) -> bool:
 
 
 def is_none(leaf: Any) -> bool:
-    """Returns True for None, which JAX takes for a tree without leaves."""
+    """Returns True for None, which JAX treats as a tree without leaves."""
     return leaf is None
 
 
 def is_text(leaf: Any) -> bool:
-    """Returns True if a leaf holds strings, which stay on the host."""
+    """Returns True if a leaf is an array of strings, which stays on the host."""
     if not isinstance(leaf, np.ndarray):
         return False
-    # In an array of objects strings keep the NULs at their ends.
+    # NumPy's string dtypes drop NULs at the end of a string. So an array of Python strings, which
+    # keeps them, is also text.
     as_objects = leaf.dtype.kind == "O" and all(isinstance(text, str | bytes) for text in leaf.flat)
     return leaf.dtype.kind in "US" or as_objects
 
 
 def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
-    """Returns the leaves as numpy arrays of a dtype that JAX or, for text, the host can hold.
+    """Returns the leaves as NumPy arrays, of numbers that JAX can hold or of text.
+
+    Args:
+        paths: The paths of the leaves, for messages.
+        leaves: The leaves.
 
     Raises:
-        ShardingError: A leaf is ragged, of object dtype, or of another dtype that no device can
-            hold.
+        ShardingError: A leaf is ragged, a masked array, of Python objects or PRNG keys, or of
+            another dtype that no device can hold.
     """
     arrays = []
     for path, leaf in zip(paths, leaves, strict=True):
         try:
             array = np.asarray(leaf)
-        except (ValueError, TypeError):  # numpy: "inhomogeneous shape"; JAX: a typed PRNG key
+        except (ValueError, TypeError):  # a ragged list (NumPy), or typed PRNG keys (JAX)
             array = np.empty((), object)
         problem = remedy = ""
         if isinstance(leaf, np.ma.MaskedArray):
@@ -118,23 +134,23 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
 def is_numeric(dtype: np.dtype) -> bool:
     """Returns True if JAX can hold the dtype: booleans and numbers, including ml_dtypes.
 
-    Other byte orders than the machine's, and NumPy's long doubles, return False.
+    The result is False for a byte order that is not the machine's, and for NumPy's long doubles.
     """
     try:
         jax.eval_shape(lambda x: x, np.empty((), dtype))
     except TypeError:
         return False
-    return dtype != jax.dtypes.float0  # JAX takes float0, but puts it on no device
+    return dtype != jax.dtypes.float0  # `eval_shape` accepts float0, but no device can hold it
 
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """A flattened batch: its leaves, and the number of rows that they share.
+    """A flattened batch: its leaves, and their common number of rows.
 
     Attributes:
         arrays: The leaves.
-        structure: The tree that holds them.
-        rows: The leading size of every leaf of rank >= 1.
+        structure: The structure of the tree, for `unflatten`.
+        rows: Size of the leading axis of every leaf that is not a scalar.
     """
 
     arrays: list[np.ndarray]
@@ -146,7 +162,8 @@ class FlatBatch:
         """Flattens a batch.
 
         Raises:
-            ShardingError: A leaf cannot be a batch of rows, or two leaves differ in their rows.
+            ShardingError: A leaf is of a dtype that no device can hold, two leaves differ in their
+                number of rows, or all leaves are scalars.
         """
         leaves, structure = leaves_of(batch)
         if not all(type(leaf) is np.ndarray and is_numeric(leaf.dtype) for leaf in leaves):
@@ -158,11 +175,16 @@ class FlatBatch:
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the leaves, e.g. ``batch['image']``. For messages: they are slow to make."""
+        """Paths of the leaves, such as ``batch['image']``. Slow, so only messages use them."""
         return _paths(self.structure)
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
-        """Raises a `ShardingError` that shows the first leaf."""
+        """Raises a `ShardingError` that shows the first leaf.
+
+        Args:
+            problem: The problem, in one sentence.
+            remedy: The change that the user can make.
+        """
         raise ShardingError(
             problem, path=self.paths[0], leaf=describe_leaf(self.arrays[0]), remedy=remedy
         )

@@ -1,14 +1,15 @@
-"""Grain's worker processes, with an end, an interrupt and errors that arrive.
+"""`WorkerProcesses`: Grain's worker processes, which always end, and whose errors reach the loop.
 
-Grain's ``.mp_prefetch`` starts the processes, hands their arrays over in shared memory, and frees
-both. Three things are added here:
+Grain's ``.mp_prefetch`` starts the processes, passes their arrays in shared memory, and frees both.
+This module adds three things:
 
-* An error reaches the loop whatever its class. One that cannot be pickled (its class stands in the
-  program itself, say, or it holds a lock) would be lost on the way, and the loop would hang. An
-  error that is no Exception would end the worker, and only its log would have it.
-* Ctrl-C is the loop's alone. A terminal sends it to the workers, too, each of which would die with
-  a traceback of its own, although the loop may catch it and go on.
-* A worker ends with the process that started it, also if that is killed.
+* An error of any class reaches the training loop. Some errors cannot be pickled, for example if
+  their class is defined in the main script, or if they hold a lock. With Grain alone such an error
+  is lost, and the loop hangs. An error that is not an `Exception` ends the worker, and only the
+  log of the worker has it.
+* Workers ignore Ctrl-C, which a terminal sends to every process. Otherwise each worker would die
+  with a traceback, although the loop may catch the interrupt and go on.
+* A worker ends with the process that started it, even if that process is killed.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _GUARD = (
     'put the loop of the main script under if __name__ == "__main__": because each worker imports'
     " that script."
 )
-# Makes the elements of one worker, from its number and the number of workers.
+# A function from the number of a worker, and the number of workers, to the worker's elements.
 MakeElements = Callable[[int, int], Iterator[Any]]
-# An array that travels begins at a multiple of this many bytes.
+# In shared memory, each array of an element begins at a multiple of this many bytes.
 _ALIGNMENT = 64
 
 
@@ -64,8 +65,8 @@ class WorkerProcesses(Producer[Any]):
                 "a worker process imported the main script, whose loop would start more workers.",
                 remedy=_GUARD,
             )
-        # Grain keeps 2 * per_worker + 2 elements for each worker: in its queue and in another one
-        # of this process, one that the worker makes and one that is on its way.
+        # Grain keeps 2 * per_worker + 2 elements for each worker: `per_worker` in the worker's
+        # queue, `per_worker` in a queue of this process, one unfinished, and one on its way.
         per_worker = max(1, buffer_size // (2 * num_workers) - 1)
         self._make, self._is_closed = make, False
         self._options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=per_worker)
@@ -73,7 +74,9 @@ class WorkerProcesses(Producer[Any]):
         self._begun, self._failure = False, cast(TracebackType | None, None)
 
     def __next__(self) -> Any:
-        """Returns the next element. Its arrays may lie in shared memory, which is freed with them.
+        """Returns the next element.
+
+        Its arrays may be views of shared memory, which is freed when the arrays are.
 
         Raises:
             ShardingError: `make` cannot be pickled.
@@ -97,25 +100,27 @@ class WorkerProcesses(Producer[Any]):
         return _unpacked(packed, sizes)
 
     def close(self) -> None:
-        """Ends the processes once the user's code returns; after 25 seconds in any case."""
+        """Ends the processes. The user's code in them has 25 seconds to return."""
         self._is_closed, elements, self._elements = True, self._elements, None
         if elements is not None:
             with naming_closed("the worker processes"):
                 elements.close()
-            # The frames of an error refer to those of Grain's threads, whose variables may hold the
-            # arrays of an element. Shared memory that lives as long as the error would leak.
+            # The frames of an error refer to frames of Grain's threads, whose variables may hold
+            # arrays in shared memory. This memory would not be freed while the error lives. So the
+            # variables of these frames are cleared.
             for frame, _ in traceback.walk_tb(self._failure):
                 for caller, _ in traceback.walk_stack(frame):
-                    with contextlib.suppress(RuntimeError):  # it still runs
+                    with contextlib.suppress(RuntimeError):  # a running frame cannot be cleared
                         caller.clear()
-            # Grain's iterators are in reference cycles, with the semaphores of their processes. If
-            # the collector finds those while others are being made, they leak.
+            # Grain's iterators are in reference cycles with the semaphores of their processes. If
+            # the garbage collector finds the cycles while new semaphores are made, the old ones
+            # leak. So the cycles are collected now.
             del elements
             gc.collect()
 
 
 def _begin_worker(index: int, count: int) -> None:
-    """Called by Grain in each worker, before anything else."""
+    """Prepares a worker process. Grain calls it in each worker, before anything else."""
     mark_flags_as_parsed()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="grain-shard-parent", daemon=True).start()
@@ -124,14 +129,14 @@ def _begin_worker(index: int, count: int) -> None:
 def _end_with_parent() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)  # no loop is left to end the worker
+        os.kill(os.getpid(), signal.SIGKILL)  # the process that would end this worker is gone
 
 
 def pickled(pipeline: Any) -> bytes:
     """Pickles a pipeline for another process.
 
     Raises:
-        ShardingError: It cannot be pickled.
+        ShardingError: The pipeline cannot be pickled.
     """
     try:
         return cloudpickle.dumps(pipeline)
@@ -144,11 +149,13 @@ def pickled(pipeline: Any) -> bytes:
 
 
 class _Share(grain.IterDataset):
-    """The elements of one worker. Grain passes its number and the number of workers as a slice.
+    """A dataset of the elements of one worker.
+
+    Grain calls `set_slice` to pass the number of the worker and the number of workers.
 
     Args:
-        make: The function that makes the elements, pickled because Grain would otherwise copy it
-            for each worker.
+        make: The pickled function that makes the elements. Grain would copy the function itself for
+            each worker.
     """
 
     def __init__(self, make: bytes):
@@ -163,13 +170,13 @@ class _Share(grain.IterDataset):
 
 
 class _ShareIterator(grain.DatasetIterator):
-    """Makes the elements, and errors that can be sent to another process.
+    """Yields the elements of one worker as bytes. Its errors can be sent to another process.
 
-    It has no state, because `make` knows where the elements begin.
+    It has no state, because `make` returns elements that begin at the right position.
 
     Args:
-        make: Makes the elements. It is called only when the first element is asked for, because
-            Grain makes an iterator in the loop's process, too.
+        make: Returns the elements. It is called for the first element and not before, because
+            Grain also makes an iterator in the main process, and takes no element from it.
     """
 
     def __init__(self, make: Callable[[], Iterator[Any]]):
@@ -193,10 +200,14 @@ class _ShareIterator(grain.DatasetIterator):
 
 
 def _packed(element: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes of an element, its arrays last, and how many bytes each of these has.
+    """Returns an element as bytes, to be sent in shared memory.
 
-    Both are arrays: a worker that is to end waits until its pipe has been read, and shared memory
-    needs no such wait.
+    Grain sends only arrays in shared memory, and anything else through a pipe. A worker could not
+    end before the main process has read its pipe. So both results are arrays.
+
+    Returns:
+        The bytes of the element (its pickle, then its arrays) as uint8[n], and the number of bytes
+        of each of these parts as an integer array.
     """
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(element, protocol=5, buffer_callback=buffers.append)
@@ -210,20 +221,27 @@ def _packed(element: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _unpacked(packed: np.ndarray, sizes: np.ndarray) -> Any:
+    """Returns the element of which `_packed` made bytes. Its arrays are views of these bytes."""
     ranges = zip(_starts(sizes), sizes, strict=False)
     pickled, *buffers = (packed[start : start + size].data for start, size in ranges)
     return pickle.loads(pickled, buffers=buffers)
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
-    """Returns the start of each part, and the end of the last one, for parts of these sizes."""
+    """Returns the start of each part in bytes, and the end of the last part, as integers.
+
+    Args:
+        sizes: Bytes of each part. Starts are multiples of `_ALIGNMENT`.
+    """
     return np.cumsum([0, *(-(-sizes // _ALIGNMENT) * _ALIGNMENT)])
 
 
 def sendable(error: BaseException) -> BaseException:
-    """Returns the error with its cause as a note, or a RuntimeError with its text if it cannot go.
+    """Returns an error that can be sent to another process.
 
-    The cause of an error is not sent along.
+    It is the same error if the error can be pickled. Otherwise it is a RuntimeError with the class
+    name, the text and the notes of the error. The cause of an error cannot be sent, so its
+    traceback is added as a note.
     """
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:

@@ -1,1 +1,1 @@
-"""Feeds: streams whose batches do not depend on the number of hosts."""
+"""Feeds: the parts of a stream, whose global batches are the same on any number of hosts."""

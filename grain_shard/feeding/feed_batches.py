@@ -1,8 +1,8 @@
-"""Feeds: a stream cut into parts, so that its batches do not depend on how many hosts there are.
+"""Feeds: a stream cut into parts, so that its batches do not depend on the number of hosts.
 
-A feed yields the same rows on whichever host it runs, and has fixed rows of every batch. So the
-global batch follows from the pipeline, the number of feeds and the step alone, although a stream
-cannot be read by index.
+A stream cannot be read by index. But a feed yields the same rows on every host, and each feed fills
+fixed rows of every batch. So the global batch depends only on the pipeline, the number of feeds and
+the step.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from grain_shard.trees import Batch
 
 
 def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
-    """Cuts a stream into feeds, to be run by whichever hosts there are.
+    """Cuts a stream into feeds, which any number of hosts can run.
 
     Example:
         >>> import grain
-        >>> def numbers(feed):  # its part of the records, without the multiples of 3
+        >>> def numbers(feed):  # the records of one feed, without the multiples of 3
         ...     records = grain.MapDataset.range(20)[feed.shard_index :: feed.shard_count]
         ...     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         ...     ds = records.map(lambda i: {"x": i}).to_iter_dataset(options)
@@ -49,25 +49,26 @@ def feeds(make_feed: MakeFeed, *, num_feeds: int) -> Feeds:
         [16 13 17 14 19]
 
     Args:
-        make_feed: Makes the stream of rows of one feed, from ``shard_index`` (which feed) and
-            ``shard_count`` (of how many): an ordinary Grain pipeline over that part of the source.
-            Its rows must depend on these two alone, not on the host that calls it. The feeds of a
-            host share the threads that read ahead for them, whatever `grain.ReadOptions` they begin
-            with; with no thread or no buffer in these, nothing is read ahead.
-        num_feeds: The number of feeds, for the life of the run: at least as many as the most hosts
-            that it will ever see.
+        make_feed: Returns the stream of rows of one feed: an ordinary Grain pipeline over one part
+            of the source. Its argument has ``shard_index``, the number of the feed, and
+            ``shard_count``, the number of feeds. The rows must depend on these two numbers only,
+            not on the host. The feeds of a host share the threads that read ahead, so the numbers
+            in `grain.ReadOptions` are not used. Only 0 threads or a buffer of 0 matter: then no
+            record of the feed is read ahead.
+        num_feeds: Number of feeds. It cannot change during a run, so it must be at least the
+            largest number of hosts that the run will ever have.
 
     Returns:
-        The feeds, to be batched.
+        The feeds. Their method ``batch`` makes batches of them.
 
     Raises:
-        ShardingError: `num_feeds` is no positive integer, or `make_feed` cannot be called.
+        ShardingError: `num_feeds` is not a positive integer, or `make_feed` cannot be called.
     """
     return Feeds(make_feed, num_feeds)
 
 
 class Feeds(FeedStreams):
-    """A stream cut into parts; `feeds` makes it.
+    """A stream cut into parts, called feeds. The function `feeds` makes it.
 
     Example:
         >>> import grain
@@ -75,23 +76,25 @@ class Feeds(FeedStreams):
         FeedBatches(4 feeds, 8 rows)
 
     Attributes:
-        make_feed: Makes the stream of one feed.
-        num_feeds: The number of feeds, on all hosts together.
+        make_feed: Returns the stream of one feed.
+        num_feeds: Number of feeds, on all hosts together.
     """
 
     def batch(self, global_batch_size: int) -> FeedBatches:
-        """Returns batches with equally many rows of each feed: rows of feed 0, then of feed 1, ...
+        """Returns global batches with the same number of rows of each feed.
+
+        The rows of feed 0 come first, then the rows of feed 1, and so on.
 
         Args:
             global_batch_size: Rows of a batch, of all hosts together.
 
         Raises:
-            ShardingError: The feeds do not divide the batch.
+            ShardingError: The batch size is not a multiple of the number of feeds.
         """
         return FeedBatches(self, FeedRows(self.num_feeds, global_batch_size))
 
     def shard_to(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses feeds that are not batched yet."""
+        """Raises a `ShardingError`: ``.batch`` must come before ``.shard_to``."""
         raise ShardingError(
             "the feeds have no .batch, and .shard_to(mesh) places batches.",
             remedy="call .batch(global_batch_size) on the feeds before .shard_to:"
@@ -101,14 +104,14 @@ class Feeds(FeedStreams):
 
 @dataclass(frozen=True)
 class FeedRun:
-    """The way in which a host runs its feeds.
+    """The options with which a host runs its feeds.
 
     Attributes:
-        num_threads: Threads that read ahead for the feeds, in each worker if there are some; None
-            finds their number.
-        num_workers: Worker processes that run the feeds; 0 for none.
-        buffer_size: Batches that the workers make ahead. Grain lets them make four at least,
-            however many workers there are.
+        num_threads: Number of threads that read ahead for the feeds, in this process or in each
+            worker process. None adapts the number while the feeds run.
+        num_workers: Number of worker processes that run the feeds. 0 runs them in this process.
+        buffer_size: Number of batches that are made ahead. With workers it is at least four,
+            because Grain makes no smaller buffer.
         fault_rules: The rules for failed reads.
     """
 
@@ -119,14 +122,14 @@ class FeedRun:
 
 
 class FeedBatches(grain.IterDataset):
-    """Global batches of feeds, to be ended with ``.shard_to(mesh)``.
+    """Global batches of feeds. ``.shard_to(mesh)`` puts them on the devices of a mesh.
 
-    A host then runs only the feeds whose rows its devices hold. Iterated by itself, as in a test,
-    it runs all of them, one after the other, without padding: a feed that has ended gives no more
-    rows, so that batches shrink, down to the one in which the last feed ends.
+    After ``.shard_to`` each host runs only the feeds whose rows its devices hold. Without
+    ``.shard_to``, as in a test, one process runs all feeds, and nothing is padded. A feed that has
+    ended then gives no more rows, so the last batches are smaller.
 
-    No transformation may stand between the two, on one host as on many: put row transformations
-    into `make_feed`.
+    No transformation may stand between ``.batch`` and ``.shard_to``, not even on a single host.
+    Transformations of rows belong into `make_feed`.
 
     Example:
         >>> import grain, jax
@@ -152,14 +155,19 @@ class FeedBatches(grain.IterDataset):
         self.has_compared_rows = False  # True once the first rows of all feeds were compared
 
     def padded(self, padding: Padding) -> FeedBatches:
-        """Returns batches of one size: padding in place of rows that feeds lack, and the mask."""
+        """Returns batches of a fixed size, with padding for missing rows, and with a mask.
+
+        Args:
+            padding: The content of rows of padding, and the key of the mask.
+        """
         return FeedBatches(self.feeds, replace(self.rows, padding=padding))
 
     def of_host(self, layout: BatchLayout) -> FeedBatches:
-        """Returns the rows of one host, from the feeds that they belong to and no others.
+        """Returns the host batches of one host, for which only the feeds of its rows run.
 
         Args:
-            layout: The rows that the host holds. The padded batch has to be its `multiple`.
+            layout: The rows that the host holds. The size of a padded batch has to be a multiple of
+                `layout.multiple`.
         """
         padding = self.rows.padding or Padding(divisor=layout.multiple)
         return FeedBatches(self.feeds, replace(self.rows, padding=padding, layout=layout))
@@ -171,7 +179,7 @@ class FeedBatches(grain.IterDataset):
         return f"FeedBatches({self.rows.num_feeds} feeds, {self.rows.global_batch_size} rows)"
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
-        """Refused; Grain calls it to divide a dataset among its workers."""
+        """Raises a `ShardingError`. Grain calls this to divide a dataset among worker processes."""
         raise ShardingError(
             "batches of feeds cannot be divided among the worker processes of .mp_prefetch.",
             remedy="pass num_workers to .shard_to instead: each worker then runs some feeds.",
@@ -179,7 +187,11 @@ class FeedBatches(grain.IterDataset):
 
 
 def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
-    """Warns if two feeds give the same rows, as they do if `make_feed` ignores its argument."""
+    """Logs a warning if two feeds give the same rows, as when `make_feed` ignores its argument.
+
+    Args:
+        turns: The rows of each feed in the first batch.
+    """
     turn_of: dict[str, FeedTurn] = {}
     with contextlib.suppress(TypeError):  # an object in a row has no digest
         for turn in turns:
@@ -199,19 +211,20 @@ def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
 
 
 class FeedIterator(BatchIterator):
-    """The batches of feeds.
+    """An iterator over the batches of feeds.
 
     Args:
-        ds: The dataset.
-        run: The way to run the feeds.
-        position: The feeds' position at the start; None for the beginning.
+        ds: The batches of feeds, for one host or for all.
+        run: The options with which the feeds run.
+        position: The position at which the feeds start; None for the beginning.
     """
 
-    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # closed by Grain even if __init__ failed
+    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # Grain calls close() if __init__ failed
 
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()
-        # Made here, because the names of this module may be gone at the interpreter's exit.
+        # `close` may run at the interpreter's exit, when the names of this module are gone. So the
+        # error is made here.
         closed = "this is a closed iterator: call iter(ds) for a new one."
         self._closed = self._end = Raised(ValueError(closed), None)
         self._ds, self._run = ds, run
@@ -248,7 +261,8 @@ class FeedIterator(BatchIterator):
                     self._stacker = row_stacker(*next(rows))
                 batch = self._ds.rows.join(turns, self._stacker)
         except Exception as error:
-            # The feeds have handed over this batch's rows, so a further ``next`` would skip them.
+            # The feeds have already given the rows of this batch. A further ``next`` would skip
+            # these rows, so it raises the error again.
             self._end = Raised(error, error.__traceback__)
             raise
         states = {turn.feed: turn.feed_state for turn in turns}
@@ -256,7 +270,7 @@ class FeedIterator(BatchIterator):
         return batch
 
     def faults(self) -> FaultCounts:
-        """Returns the counts of reads that failed."""
+        """Returns the counts of failed reads since the last change of position."""
         return self._faults.counts()
 
     def position(self) -> FeedsPosition:
@@ -267,8 +281,8 @@ class FeedIterator(BatchIterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         before, (state, _) = self._turns, without_digest(state)
-        # The position moves before the old feeds are closed. Closing may fail, and a closed feed
-        # would begin anew.
+        # The new feeds replace the old ones before the old ones are closed. If closing raises an
+        # error, the iterator is at the new position already, and uses no closed feed.
         self._go_to(
             FeedsPosition.of_state(state, self._ds.feeds.fingerprint, self._ds.rows.by_feed)
         )

@@ -1,4 +1,4 @@
-"""The position of the feeds of a host, and its state."""
+"""`FeedsPosition`: the position of a host's feeds, which is saved as a state."""
 
 from __future__ import annotations
 
@@ -14,37 +14,47 @@ from grain_shard.hosts.state_files import FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
 from grain_shard.reading.state_json import from_json, to_json
 
-# The state's keys for the number of batches that were handed out, and for the treatment of the end.
+# Keys of a state: the number of batches handed out, and the treatment of a feed that has ended.
 _STEP, REMAINDER = "step", "remainder"
 _UNCHANGED = "  remedy: pass set_state() the value that get_state() returned, unchanged."
 
 
 class FeedsPosition(NamedTuple):
-    """The number of batches that were handed out, and each feed's state after them, pickled."""
+    """The position of feeds between two batches.
+
+    Attributes:
+        step: Number of batches that were handed out.
+        pickled_states: The pickled state of each feed after these batches, by the feed's number.
+    """
 
     step: int
     pickled_states: Mapping[int, bytes]
 
     @classmethod
     def at_start(cls, feeds: Iterable[int]) -> FeedsPosition:
-        """Returns the position of these feeds before the first batch."""
+        """Returns the position of the given feeds before the first batch."""
         return cls(0, dict.fromkeys(feeds, pickle.dumps({})))
 
     @classmethod
     def of_state(
         cls, state: Mapping[str, Any], fingerprint: Fingerprint, feeds: Iterable[int]
     ) -> FeedsPosition:
-        """Returns the position of these feeds in a state, which may hold other feeds, too.
+        """Returns the position of some feeds in a saved state.
+
+        Args:
+            state: The saved state. It may have more feeds.
+            fingerprint: The fields that must be the same as when the state was saved.
+            feeds: The numbers of the feeds to take from the state.
 
         Raises:
-            StateError: The state was saved by other feeds, or lacks one of these.
+            StateError: The state was saved by another pipeline, or does not have one of the feeds.
         """
         check_fingerprint(
             state,
             {KIND: FEEDS, **fingerprint},
             kind="feeds",
             keys=(_STEP, FEED_ENTRIES),
-            optional=(REMAINDER,),  # a state of plain iteration, which pads nothing, has none
+            optional=(REMAINDER,),  # not in a state that was saved without .shard_to
         )
         step = state[_STEP]
         if type(step) is not int or not 0 <= step <= sys.maxsize:
@@ -63,23 +73,31 @@ class FeedsPosition(NamedTuple):
         states = {feed: from_json(saved[str(feed)]) for feed in feeds}
         for feed, feed_state in states.items():
             is_begun = isinstance(feed_state, Mapping) and set(feed_state) == {"state"}
-            # Any other state would start the feed anew, so it is refused.
+            # A feed with any other state would start from its beginning, so this is an error.
             if not (is_begun or feed_state == ENDED or (feed_state == {} and not step)):
                 entry = f"the state has an invalid entry for feed {feed}: {feed_state!r}."
                 raise StateError(f"{entry}\n{_UNCHANGED}")
         return cls(step, {feed: pickle.dumps(states[feed]) for feed in states})
 
     def to_state(self, fingerprint: Fingerprint) -> dict[str, Any]:
-        """Returns the state of these feeds as plain JSON."""
+        """Returns the position as a state in plain JSON.
+
+        Args:
+            fingerprint: The fields that must be the same when the state is restored.
+        """
         states = {str(feed): to_json(state) for feed, state in self.feed_states().items()}
         return {KIND: FEEDS, _STEP: self.step, **fingerprint, FEED_ENTRIES: states}
 
     def feed_states(self) -> dict[int, FeedState]:
-        """Returns the state of each feed, as a copy of its own."""
+        """Returns the state of each feed, by the feed's number. Each call returns new copies."""
         return {feed: pickle.loads(state) for feed, state in self.pickled_states.items()}
 
     def past_end(self, batches: int) -> FeedsPosition:
-        """Returns the position after more batches, in which these feeds had no row any more."""
+        """Returns the position after batches of padding, which follow the end of all the feeds.
+
+        Args:
+            batches: Number of batches of padding.
+        """
         return FeedsPosition(
             self.step + batches, dict.fromkeys(self.pickled_states, pickle.dumps(ENDED))
         )

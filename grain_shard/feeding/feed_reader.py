@@ -1,4 +1,4 @@
-"""The streams of a run's feeds, made by the user's function, and the rows of each, in order."""
+"""`FeedStreams`, which makes the stream of each feed, and `FeedReader`, which reads its rows."""
 
 from __future__ import annotations
 
@@ -24,14 +24,20 @@ from grain_shard.tasks import Raised
 
 MakeFeed = Callable[[grain.sharding.ShardOptions], grain.IterDataset]
 
-# The state of one feed, as plain JSON: {} at its beginning, {"state": the state of Grain's
-# iterator} later, and `ENDED` once it has no row left.
+# The state of one feed, as plain JSON: {} before its first row, then {"state": the state of Grain's
+# iterator}, and `ENDED` after its last row.
 FeedState = Mapping[str, Any]
 ENDED: FeedState = {"ended": True}
 
 
 class FeedTurn(NamedTuple):
-    """The part of one feed in one batch: its rows, and its state after them, pickled."""
+    """The rows that one feed gives to one batch.
+
+    Attributes:
+        feed: Number of the feed.
+        rows: The rows, before stacking. At the end of the feed it has fewer rows, or none.
+        feed_state: The pickled state of the feed after these rows.
+    """
 
     feed: int
     rows: list[Any]
@@ -43,11 +49,11 @@ class FeedStreams:
     """A stream cut into feeds.
 
     Attributes:
-        make_feed: Makes the stream of one feed.
-        num_feeds: The number of feeds, on all hosts together.
+        make_feed: Returns the stream of one feed.
+        num_feeds: Number of feeds, on all hosts together.
 
     Raises:
-        ShardingError: `num_feeds` is no positive integer, or `make_feed` cannot be called.
+        ShardingError: `num_feeds` is not a positive integer, or `make_feed` cannot be called.
     """
 
     make_feed: MakeFeed
@@ -64,26 +70,29 @@ class FeedStreams:
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """The fields that a state must agree with; feed 0 stands for the pipeline.
+        """The fields that must be the same when a state is saved and when it is restored.
 
-        The batch size is not among them: each feed goes on at its own next row, however many rows
-        a batch takes.
+        They are the number of feeds and digests of the pipeline of feed 0. The batch size is not a
+        field: it may change, because each feed goes on at its own next row.
         """
         with naming_feed(0, self.num_feeds):
             feed_0 = self.make(0)
         return {NUM_FEEDS: self.num_feeds, **pipeline_digests(feed_0)}
 
     def make(self, feed: int) -> grain.IterDataset:
-        """Makes the stream of one feed.
+        """Returns the stream of one feed, which the user's function makes.
+
+        Args:
+            feed: Number of the feed.
 
         Raises:
-            ShardingError: The user's function returned something else, or a stream that loses
-                epochs.
+            ShardingError: The function did not return a `grain.IterDataset`, or it returned a
+                repeated interleave, of which Grain would lose epochs after a restore.
         """
         part = grain.sharding.ShardOptions(shard_index=feed, shard_count=self.num_feeds)
         try:
             ds: Any = self.make_feed(part)
-        except StopIteration as error:  # which would pass for the end of the caller's iterator
+        except StopIteration as error:  # it would end the caller's iterator without an error
             Raised.of(error).throw()
         if not isinstance(ds, grain.IterDataset):
             raise ShardingError(
@@ -97,7 +106,7 @@ class FeedStreams:
 
 @contextlib.contextmanager
 def naming_feed(feed: int, num_feeds: int) -> Iterator[None]:
-    """Adds the number of a feed to its errors, which other hosts show, too."""
+    """Adds a note with the number of a feed to any error raised in the ``with`` block."""
     try:
         yield
     except BaseException as error:
@@ -106,13 +115,13 @@ def naming_feed(feed: int, num_feeds: int) -> Iterator[None]:
 
 
 class FeedReader:
-    """Takes the turns of one feed, which its first row opens.
+    """Reads the rows of one feed, batch by batch. The first read opens the feed's stream.
 
     Args:
         feeds: The feeds of all hosts.
-        feed: The feed's number.
-        feed_state: The state from which it starts.
-        reads: Reads ahead for the feed.
+        feed: Number of the feed.
+        feed_state: The state from which the feed starts.
+        reads: The threads that read ahead for all feeds of the host.
     """
 
     def __init__(self, feeds: FeedStreams, feed: int, feed_state: FeedState, reads: SharedReads):
@@ -120,17 +129,22 @@ class FeedReader:
         self._iterator: grain.DatasetIterator | None = None
 
     def turn(self, num_rows: int) -> FeedTurn:
-        """Returns the next rows; fewer, or none, once the feed has ended.
+        """Returns the rows of the feed for the next batch.
+
+        Args:
+            num_rows: Number of rows to return. Once the feed has ended, fewer rows or none come.
 
         Raises:
             StateError: The feed cannot start from its state.
-            IndexError: There are fewer files than feeds, most likely.
+            IndexError: The feed failed before its first row. Most likely there are fewer files than
+                feeds.
         """
         rows: list[Any] = []
         with span(READ), naming_feed(self._feed, self._feeds.num_feeds):
             if self._feed_state != ENDED:
                 self._take(rows, num_rows)
-            return FeedTurn(self._feed, rows, pickle.dumps(self._feed_state))  # Grain may change it
+            # Pickled, because Grain may change the state that its iterator returned.
+            return FeedTurn(self._feed, rows, pickle.dumps(self._feed_state))
 
     def _take(self, rows: list[Any], num_rows: int) -> None:
         try:
@@ -145,14 +159,14 @@ class FeedReader:
         except IndexError as error:
             if self._feed_state or rows:
                 raise
-            raise IndexError(  # instead of a note, which Grain's own would hide
+            raise IndexError(  # not a note, which would be hard to see among Grain's own notes
                 f"the feed failed before its first row ({error}). There may be fewer files than"
                 " feeds.\n  remedy: pass a num_feeds that is at most the number of files, or divide"
                 " the rows of the files among the feeds."
             ) from error
 
     def close(self) -> None:
-        """Ends the threads and processes of the feed's own pipeline."""
+        """Ends the threads and processes of this feed's stream."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             try:
@@ -167,6 +181,6 @@ class FeedReader:
             iterator = iter(replace_read_ahead(self._feeds.make(self._feed), read))
             if self._feed_state:
                 restore(iterator, self._feed_state["state"], "the feed")
-        except StopIteration as error:  # which would pass for the feed's end
+        except StopIteration as error:  # it would look like the end of the feed
             Raised.of(error).throw()
         return iterator

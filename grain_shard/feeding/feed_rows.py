@@ -1,4 +1,4 @@
-"""The rows of the feeds in a batch.
+"""`FeedRows`: which rows of a batch come from which feed, and how they become a batch.
 
 All feeds give the same number of rows to a batch. The rows of feed 0 come first, then the rows of
 feed 1, and so on. A host runs only the feeds whose rows it holds.
@@ -20,26 +20,31 @@ from grain_shard.trees import Batch
 
 
 def row_stacker(row: Any, feed: int) -> RowStacker:
-    """Returns a stacker of rows that look like this row of a feed.
+    """Returns a stacker for rows with the tree, shapes and dtypes of a given row.
+
+    Args:
+        row: The row.
+        feed: Number of the feed that gave the row, for messages.
 
     Raises:
-        ShardingError: It cannot be a row.
+        ShardingError: The row cannot be stacked.
     """
     return RowStacker(row, "a row of feed {}", feed)
 
 
 @dataclass(frozen=True)
 class FeedRows:
-    """The rows of a batch, by feed.
+    """The rows of a batch, divided among feeds.
 
     Attributes:
-        num_feeds: The number of feeds.
+        num_feeds: Number of feeds.
         global_batch_size: Rows of a batch, of all hosts together.
-        padding: The treatment of rows that feeds lack; None makes the batch shorter by them.
-        layout: The rows to keep; None for all.
+        padding: The padding in place of the missing rows of feeds that have ended. None leaves the
+            missing rows out, so that the batch is shorter.
+        layout: The rows that this host keeps; None to keep all rows.
 
     Raises:
-        ShardingError: The feeds do not divide the batch.
+        ShardingError: The batch size is not a multiple of the number of feeds.
     """
 
     num_feeds: int
@@ -60,12 +65,14 @@ class FeedRows:
 
     @property
     def per_feed(self) -> int:
-        """Rows of a batch that come from one feed."""
+        """Number of rows that each feed gives to a batch."""
         return self.global_batch_size // self.num_feeds
 
     @functools.cached_property
     def by_feed(self) -> dict[int, list[int]]:
-        """From each feed to run to the rows of its turn that this host keeps.
+        """Maps each feed that this host runs to the rows that the host keeps of that feed.
+
+        Rows are counted among the rows that the feed gives to one batch, from 0.
 
         Example:
             >>> FeedRows(4, 8, layout=BatchLayout(divisor=8, shards=(2, 3, 4))).by_feed
@@ -74,7 +81,13 @@ class FeedRows:
         return self.rows_of(self.layout or BatchLayout(divisor=1, shards=(0,)))
 
     def rows_of(self, layout: BatchLayout) -> dict[int, list[int]]:
-        """Returns `by_feed` for another host; quickly, for jobs of many hosts.
+        """Maps each feed that a host runs to the rows that the host keeps of that feed.
+
+        Rows are counted among the rows that the feed gives to one batch, from 0. Each host calls
+        this for all hosts, so it uses ranges of rows, which is fast.
+
+        Args:
+            layout: The rows of the host.
 
         Example:
             >>> FeedRows(4, 8).rows_of(BatchLayout(divisor=2, shards=(1,)))
@@ -93,10 +106,15 @@ class FeedRows:
         return round_up(self.global_batch_size, divisor)
 
     def end_with(self, turns: Sequence[FeedTurn]) -> bool:
-        """Returns whether the feeds end with these turns, without another batch.
+        """Returns True if no further batch is made, because feeds have ended.
+
+        That is so if no feed has a row, or if ``remainder="drop"`` and a feed has too few rows.
+
+        Args:
+            turns: The rows that each feed has for the next batch.
 
         Raises:
-            ShardingError: A feed gave fewer rows than it should, which is to be an error.
+            ShardingError: A feed has too few rows, and ``remainder="error"``.
         """
         if not any(turn.rows for turn in turns):
             return True
@@ -112,14 +130,16 @@ class FeedRows:
         return bool(short)
 
     def join(self, turns: Sequence[FeedTurn], stacker: RowStacker) -> Batch:
-        """Returns the batch of the feeds' turns, with padding and the mask if it is to be padded.
+        """Returns the batch of the rows that the feeds give, on this host.
+
+        If `padding` is set, missing rows are padding, and the batch has the mask.
 
         Args:
-            turns: The turns; a feed without one gives no row.
-            stacker: Stacks rows that look like one of them.
+            turns: The rows of each feed. A feed that is not listed gives no row.
+            stacker: Stacks the rows.
 
         Raises:
-            ShardingError: A row has another tree, shape or dtype.
+            ShardingError: A row has another tree, shape or dtype than the stacker's row.
         """
         given = {turn.feed: turn.rows for turn in turns}
         rows, feeds, missing = list[Any](), list[int](), list[int]()

@@ -1,4 +1,4 @@
-"""The feeds' turns, one feed after the other, in this process or in worker processes."""
+"""Reads the rows of all feeds of a host for a batch, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from grain_shard.worker_processes import WorkerProcesses
 
 
 class FeedTurns(Producer[list[FeedTurn]]):
-    """Takes the next turn of every feed. It has no end: a feed that has ended gives no rows.
+    """Reads the rows of every feed for the next batch, one feed after the other.
+
+    It never ends: a feed that has ended gives no rows.
 
     Args:
         feeds: The feeds of all hosts.
         faults: Decides on records that cannot be read, and counts them.
-        rows_per_feed: Rows of a turn.
-        num_threads: Threads that read ahead for the feeds; None finds their number.
-        feed_states: The feeds to run, in the order of their rows, and their states at the start.
+        rows_per_feed: Number of rows that each feed gives to a batch.
+        num_threads: Number of threads that read ahead for all feeds together; None adapts it.
+        feed_states: The state from which each feed starts, by the feed's number. Only these feeds
+            run, in this order.
     """
 
     def __init__(
@@ -49,14 +52,18 @@ class FeedTurns(Producer[list[FeedTurn]]):
         self._reads.stop()
 
     def __del__(self) -> None:
-        if hasattr(self, "_reads"):  # `__init__` came so far
-            self.stop()  # the threads refer to the reads, not to this object
+        if hasattr(self, "_reads"):  # False if `__init__` failed before
+            self.stop()  # the threads do not refer to this object, so they would run on
 
     def close(self) -> None:
-        """Closes the feeds, each of them also if closing another one fails."""
-        self._reads.stop()  # first, because a feed may wait for it
+        """Closes all feeds. If one feed cannot be closed, the other feeds are closed nevertheless.
+
+        Raises:
+            BaseException: The first error of closing.
+        """
+        self._reads.stop()  # first, because a feed may wait for records from it
         failed: BaseException | None = None
-        # No name of a module, because the interpreter's exit may have cleared it.
+        # This uses no name of a module: at the interpreter's exit the names may be gone.
         for close in (self._reads.close, *(reader.close for reader in self._readers)):
             try:
                 close()
@@ -70,16 +77,17 @@ OpenTurns = Callable[[Mapping[int, FeedState]], FeedTurns]
 
 
 class FeedWorkers(WorkerProcesses):
-    """Takes the next turn of every feed, as `FeedTurns` does, in worker processes.
+    """Reads the rows of every feed for the next batch in worker processes.
 
-    The processes start with the first ``next``. The rows of a turn may lie in shared memory.
+    Each worker runs some of the feeds. The processes start with the first ``next``. The rows may be
+    views of shared memory.
 
     Args:
-        open_turns: Opens the turns of a worker's feeds, in the worker.
-        faults: Adds up the workers' counts of reads that failed. Each worker counts in a copy,
-            which is pickled together with `open_turns`.
-        feed_states: The feeds to run, and their states at the start.
-        num_workers: Number of processes; no more are started than there are feeds.
+        open_turns: Makes the `FeedTurns` of a worker's feeds. It is called in the worker.
+        faults: Adds up the failed reads that the workers count. Each worker counts in a copy of its
+            own, which is pickled together with `open_turns`.
+        feed_states: The state from which each feed starts, by the feed's number.
+        num_workers: Number of processes. If there are fewer feeds, one process runs each feed.
         buffer_size: Most batches that wait or are unfinished. Grain keeps at least four.
     """
 
@@ -111,7 +119,15 @@ def _turns_of_worker(
     worker: int,
     num_workers: int,
 ) -> Iterator[tuple[list[FeedTurn], FaultCounts]]:
-    """Yields the turns of some feeds in a worker, with the counts of reads that failed."""
+    """Yields the rows of one worker's feeds, batch by batch, with the new counts of failed reads.
+
+    Args:
+        open_turns: Makes the `FeedTurns` of the feeds.
+        faults: The worker's copy of the fault counts.
+        feed_states: The state from which each feed of the host starts.
+        worker: Number of this worker.
+        num_workers: Number of workers. Each one runs every `num_workers`-th feed.
+    """
     feeds = list(feed_states)[worker::num_workers]
     with contextlib.closing(open_turns({feed: feed_states[feed] for feed in feeds})) as turns:
         while True:

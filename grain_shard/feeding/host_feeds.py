@@ -1,4 +1,4 @@
-"""This host's batches of feeds, whose state any number of hosts can take up."""
+"""`HostFeeds`: this host's batches of feeds, whose state any number of hosts can restore."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from grain_shard.trees import Batch
 
 
 class HostFeeds(HostBatches):
-    """The rows of `FeedBatches` that this host holds.
+    """This host's batches of feeds.
 
-    A position is the number of batches and the state of each feed, so its state can be taken apart
-    and put together again for other hosts.
+    A position has the number of batches handed out and the state of each feed. So a checkpoint can
+    be divided by feed, and other hosts can read the feeds that they run.
 
     Args:
         ds: The batches, padded and cut to this host's rows.
-        run: The way to run the feeds. As many batches as its `buffer_size` may wait on the host or
-            be in the making; with workers, one more.
+        run: The options with which the feeds run. At most `run.buffer_size` batches wait on the
+            host or are unfinished. With worker processes it is one more.
         saved_feeds: The feeds that this host writes into a checkpoint; None for all of its feeds.
     """
 
@@ -61,19 +61,21 @@ class HostFeeds(HostBatches):
         self.compared = {**self.fingerprint, "global_batch_size": ds.rows.global_batch_size}
 
     def open(self, position: FeedsPosition | None) -> Opened:
-        mark_flags_as_parsed()  # Grain needs it for an .mp_prefetch in a feed
+        mark_flags_as_parsed()  # an .mp_prefetch in a feed reads absl flags
         iterator = FeedIterator(self._ds, self._run, position)
-        # If workers make the batches, one waits here, out of their shared memory.
+        # Workers have a buffer of their own. Then only one batch waits in this process.
         buffer_size = 1 if self._run.num_workers else self._run.buffer_size
         return opened_in_order(
             iterator, self.kind, buffer_size, iterator.faults, contents=self.contents
         )
 
     def first(self) -> Batch:
-        """Returns a batch of padding, for a host of which no feed has had a row yet.
+        """Returns a host batch that is all padding, for its shapes and dtypes.
+
+        One row is read for it, from the first feed of all hosts that has a row.
 
         Raises:
-            ShardingError: No feed of any host has one.
+            ShardingError: No feed has a row.
         """
         feeds, faults = self._ds.feeds, Faults(self._run.fault_rules)
         for feed in range(feeds.num_feeds):
@@ -109,7 +111,9 @@ class HostFeeds(HostBatches):
 
 
 def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int) -> list[int]:
-    """Returns the feeds that a host writes into a checkpoint: it runs them, and no host before it.
+    """Returns the feeds that a host writes into a checkpoint.
+
+    Several hosts may run the same feed. The one with the smallest number writes it.
 
     Example:
         >>> from grain_shard import feeds
@@ -120,10 +124,10 @@ def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int
 
     Args:
         ds: The batches of all feeds.
-        layouts: The rows of each host.
-        host: The host's number.
+        layouts: The rows of each host, by the host's number.
+        host: The number of the host.
     """
-    # Hosts often hold the same shards; one host stands for all of them.
+    # Hosts often hold the same shards. The dict keeps one layout for all of these hosts.
     before = {layout.shards: layout for other, layout in layouts.items() if other < host}
     saved_before = {feed for layout in before.values() for feed in ds.rows.rows_of(layout)}
     return [feed for feed in ds.rows.rows_of(layouts[host]) if feed not in saved_before]
@@ -132,15 +136,16 @@ def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int
 def fault_rules_of(
     ds: FeedBatches, layouts: Mapping[int, BatchLayout], rules: FaultRules
 ) -> FaultRules:
-    """Returns the rules for reads that fail, of these feeds on these hosts.
+    """Returns the user's rules for failed reads, adapted to feeds that several hosts may run.
 
     Args:
-        ds: The batches.
-        layouts: The rows of each host.
+        ds: The batches of the feeds.
+        layouts: The rows of each host, by the host's number.
         rules: The user's rules.
 
     Raises:
-        ShardingError: Records are to be left out, and the feeds do not begin with records.
+        ShardingError: The rules leave out bad records, and a feed does not begin with records that
+            are read by index.
     """
     if not rules.masks:
         return rules
@@ -159,11 +164,11 @@ def fault_rules_of(
 
 
 def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
-    """Warns if microbatches make this host run feeds of which it keeps only some rows.
+    """Warns if this host keeps only some rows of its feeds, because of microbatches.
 
     Args:
         ds: The batches of the feeds that this host runs.
-        layouts: The rows of each host.
+        layouts: The rows of each host, by the host's number.
     """
     run, kept = len(ds.rows.by_feed), sum(map(len, ds.rows.by_feed.values()))
     microbatches = next(iter(layouts.values())).microbatches
@@ -180,18 +185,19 @@ def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) ->
 
 
 def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout], remainder: Remainder) -> None:
-    """Refuses feeds that the hosts of a mesh cannot share among them.
+    """Raises an error if the hosts of a mesh cannot divide the feeds among them.
 
     Args:
         ds: The batches of all feeds.
-        layouts: The rows of each host.
-        remainder: Whether rows of padding may be added to each batch ("pad").
+        layouts: The rows of each host, by the host's number.
+        remainder: The option `remainder` of `shard_to`. Only "pad" allows padding in each batch.
 
     Raises:
-        ShardingError: There are fewer feeds than hosts that hold different rows, a host has no row
-            but padding, or the shards do not divide the batch and it must not be padded.
+        ShardingError: There are fewer feeds than hosts that hold different rows; all rows of a host
+            would be padding; or the batch size is not a multiple of the shards and `remainder` is
+            not "pad".
     """
-    layout = next(iter(layouts.values()))  # of any host
+    layout = next(iter(layouts.values()))  # all layouts have the same mesh axes and divisor
     groups = len({of_host.shards for of_host in layouts.values()})
     mesh_axes, up = layout.mesh_axes, layout.padded(ds.rows.global_batch_size)
     parts = describe_parts(layout.divisor, layout.microbatches)

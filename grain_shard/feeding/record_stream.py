@@ -1,7 +1,8 @@
-"""The records of a `grain.MapDataset` as a stream, found many at a time.
+"""`RecordStream`: the records of a `grain.MapDataset` as a stream, looked up many at a time.
 
-A record is found by following its index down the pipeline, through shuffles, slices and repeats, to
-the source. Grain does that for each record, and it takes longer than most of the steps after it.
+To find a record, its index is followed through shuffles, slices and repeats up to the source. Grain
+does this for one record at a time. That takes longer than most transformations of the record. So
+`RecordStream` follows the indices of many records at once.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from grain_shard.tasks import Raised
 
 
 class RecordStream(grain.IterDataset):
-    """Yields the elements of Grain's ``.to_iter_dataset()``, in less time.
+    """A faster replacement of Grain's ``.to_iter_dataset()``, with the same elements.
 
     Args:
-        reads: Evaluates the records, with those of other streams.
-        feed: The feed's number.
+        reads: Evaluates the records of all feeds of a host.
+        feed: Number of the feed.
         records: The records.
-        options: The options of ``.to_iter_dataset``: threads and a buffer have records read ahead.
+        options: The `grain.ReadOptions` of ``.to_iter_dataset()``. Records are read ahead unless
+            the number of threads or the buffer size is 0.
     """
 
     def __init__(
@@ -46,12 +48,13 @@ class RecordStream(grain.IterDataset):
 
 
 class RecordIterator(grain.DatasetIterator):
-    """Iterates over records; its state is the state of Grain's iterator."""
+    """An iterator over records, whose state has the form of Grain's own state."""
 
     def __init__(self, stream: RecordStream):
         super().__init__()
         self._stream, self._length, self._next_index = stream, len(stream.records), 0
-        self._next_elements: Generator[Any] | None = None  # from the next index on
+        # The elements from `_next_index` on; None if the reads have to begin there.
+        self._next_elements: Generator[Any] | None = None
 
     def __next__(self) -> Any:
         stream, faults = self._stream, self._stream.reads.faults
@@ -64,9 +67,10 @@ class RecordIterator(grain.DatasetIterator):
             try:
                 element = next(self._next_elements)
                 if type(element) is Unreadable and not faults.may_leave_out(element.error):
-                    Raised.of(element.error).throw()  # a StopIteration would pass for the end
+                    # `Raised` changes a StopIteration, which would look like the end of the feed.
+                    Raised.of(element.error).throw()
             except BaseException as error:
-                self._next_elements = None  # whoever asks again gets the same record again
+                self._next_elements = None  # the next call reads the same record again
                 error.add_note(f"grain_shard: while evaluating {self._name(element)}")
                 raise
             index, self._next_index = self._next_index, self._next_index + 1
@@ -75,12 +79,17 @@ class RecordIterator(grain.DatasetIterator):
             if type(element) is Unreadable:
                 origin = Origin.of(stream.records, index)
                 faults.leave_out(element, index, feed=stream.feed, origin=origin)
-            elif element is not None:  # Grain leaves out None, too
+            elif element is not None:  # a filter returned None; Grain also skips such a record
                 return element
         raise StopIteration
 
     def _name(self, element: Any) -> str:
-        """Returns the name of the next record, whose element is not there or `Unreadable`."""
+        """Returns the name of the next record, for an error.
+
+        Args:
+            element: The record's `Unreadable` element, which may stand for several records; None if
+                there is no element.
+        """
         origin = Origin.of(self._stream.records, self._next_index)
         name = record_name(self._next_index, "the dataset before .to_iter_dataset", origin)
         among = element.among if type(element) is Unreadable else 1

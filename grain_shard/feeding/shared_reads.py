@@ -1,8 +1,9 @@
-"""The readers that all feeds of a host share, and one bound on the memory that they read ahead.
+"""`SharedReads`: the threads that read ahead for all feeds of a host, within one bound on memory.
 
-Each stream of records is a line of parts, in order. A reader takes the next part of the line that
-is least ahead of its consumer, and evaluates its records. So the feed that needs records most is
-served first, and the number of threads does not grow with the number of feeds.
+The threads are called readers. The records of each stream are a line, which is cut into parts. A
+free reader chooses the line that has the fewest records ready or unfinished, and evaluates the next
+part of that line. So the feed that needs records most is served first. The number of readers does
+not grow with the number of feeds.
 """
 
 from __future__ import annotations
@@ -28,30 +29,33 @@ from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
 from grain_shard.tasks import Raised, Tasks
 
-# Most records that wait or are unfinished, in all lines together. Grain has 500 for each.
+# Most records that wait or are unfinished, in all lines together. Grain has 500 for each stream.
 _MOST_AHEAD = 2048
-# Most bytes of these, if a batch is smaller. Otherwise as many bytes as a batch has.
+# Most bytes of records that wait or are unfinished, in all lines together. If a batch has more
+# bytes than this, the most is the size of a batch.
 _BYTES_AHEAD = 2**23
-# The number of records in the first part of a line, if the source reads many in a call. Each next
-# part is twice as large. A large first part would keep the first rows waiting.
+# Records in the first part of a line, if the source reads many records in a call. Each further part
+# is twice as large. A large first part would delay the first rows.
 _FIRST_CALL = 4
-# Handing a part to another thread and back costs more than evaluating records that take less than
-# this, in seconds. The consumer of such records evaluates them itself.
+# Seconds. A record that takes less time is cheap: a hand-over to another thread and back would cost
+# more. The consumer evaluates cheap records itself.
 _CHEAP_S = 20e-6
-# If the records of a part are not cheap, the consumer leaves the rest to the readers after this
-# time, in seconds.
+# Seconds. If a part turns out not to be cheap, the consumer evaluates it for this long, and leaves
+# its other records to the readers.
 _LONGEST_S = 8e-3
-# More readers never gave enough speed to be worth their memory.
+# The largest number of readers. More never gave enough speed to be worth their memory.
 _MOST_READERS = 64
 
 
 class SharedReads(TaskStage[None]):
-    """Reads ahead for any number of streams. Its threads start when the first stream is read.
+    """The threads (readers) that read ahead for the streams of all feeds of a host.
+
+    The readers start when the first stream is read.
 
     Args:
         faults: The rules for failed reads.
-        num_rows: Rows of a batch that are made of these streams.
-        num_threads: Readers; None finds their number while they read.
+        num_rows: Rows of a batch that come from all these streams together.
+        num_threads: Number of readers; None adapts it while they read.
     """
 
     def __init__(self, faults: Faults, num_rows: int, num_threads: int | None = None):
@@ -61,7 +65,7 @@ class SharedReads(TaskStage[None]):
         super().__init__(self._lines, buffer_size=1, pace=pace, name="grain-shard-feed-read")
 
     def learn_row(self, row: Any) -> None:
-        """Learns the size of a batch from one of its rows."""
+        """Notes the bytes of a row, from which the bytes of a batch follow."""
         self._lines.row_bytes = _num_bytes(row)
 
     def elements(self, records: grain.MapDataset, start: int, *, ahead: bool) -> Generator[Any]:
@@ -69,9 +73,10 @@ class SharedReads(TaskStage[None]):
 
         Args:
             records: The records.
-            start: The index of the first one.
+            start: Index of the first record to yield.
             ahead: True reads ahead from the first ``next`` on. False evaluates each record when it
-                is asked for; only a source that reads many records in a call reads them ahead.
+                is asked for. Only a source that reads many records in one call is then ahead, by
+                the records of one call.
 
         Raises:
             RuntimeError: The reads were stopped.
@@ -89,22 +94,25 @@ class SharedReads(TaskStage[None]):
                 elements = self._lines.take(line)
                 if isinstance(elements[0], Raised):
                     elements[0].throw()
-                while elements:  # `pop` lets go of each record, which may be large
+                while elements:  # `pop` drops the reference to each record, which may be large
                     yield elements.pop()
         finally:
             self._lines.close_line(line)
 
 
 class _Line:
-    """A stream's records that were begun and not yet taken, and their speed and size: a `Sink`.
+    """The records of one stream that are read ahead: begun, and not yet taken by the consumer.
+
+    It receives the records as a `Sink`, and measures their time and size.
 
     Attributes:
-        length: The number of records.
-        begun: The index of the next record to begin.
-        taken: The index of the next record that the consumer takes.
-        come: Evaluated records, or an error as `Raised`, by the index of the first.
-        left: Parts that a reader or the consumer has left to the readers.
-        record_bytes: Bytes of a record; 0 before the first one.
+        length: Number of records in the stream.
+        begun: Index of the next record to begin.
+        taken: Index of the next record that the consumer takes.
+        come: Lists of evaluated records, each by the index of its first record. A failed read is a
+            list with the error as `Raised`.
+        left: Parts that were begun and not finished, which the readers have to evaluate.
+        record_bytes: Average bytes of a record; 0 before the first record.
         reads_many: True if the source reads many records in one call.
     """
 
@@ -118,7 +126,7 @@ class _Line:
         self.record_bytes = 0.0
         self.reads_many = route(records, np.arange(0)).reads_many
         self._next_call, self._ahead = _FIRST_CALL, ahead
-        self._seconds = collections.deque[float](maxlen=2)  # per record, in the last two reads
+        self._seconds = collections.deque[float](maxlen=2)  # seconds per record of the last 2 reads
 
     def way(self, start: int, stop: int) -> Route:
         return route(self._records, np.arange(start, stop))
@@ -138,9 +146,9 @@ class _Line:
         return ()
 
     def evaluated(self, part: Part) -> Iterator[Any]:
-        """Yields the records of a part, each evaluated when the consumer asks for it.
+        """Yields the records of a part. The consumer's thread evaluates each one.
 
-        If they turn out to be slow, the rest of the part is left to the readers.
+        If the records are slow, this ends early and leaves the other records to the readers.
         """
         began = time.perf_counter()
         elements = iter(self.way(part.start, part.stop).each(self.faults))
@@ -158,49 +166,55 @@ class _Line:
             self.left.insert(0, part._replace(start=self.taken))
 
     def _learn(self, element: Any) -> None:
-        """Updates the bytes per record."""
+        """Updates `record_bytes` by the size of one more record."""
         if type(element) is not Unreadable and element is not None:
             size = _num_bytes(element)
             self.record_bytes = (self.record_bytes + size) / 2 if self.record_bytes else size
 
     @property
     def ahead(self) -> int:
-        """Number of records that were begun and not yet taken."""
+        """Number of records of this stream that were begun and not yet taken by the consumer."""
         return self.begun - self.taken
 
     @property
     def is_for_readers(self) -> bool:
-        """True if records are to be read ahead, and are not cheap.
+        """True if readers, and not the consumer, should evaluate the records.
 
-        One slow read among cheap ones does not count, because it may be chance.
+        That is so if the stream reads ahead, and both of the last two reads were slow. One slow
+        read may be chance.
         """
         return self._ahead and min(self._seconds, default=_CHEAP_S) >= _CHEAP_S
 
     def took(self, seconds: float, count: int) -> None:
-        """Updates the time per record from another read."""
+        """Notes the time of one more read.
+
+        Args:
+            seconds: Seconds of the read.
+            count: Number of records that it evaluated.
+        """
         self._seconds.append(seconds / max(1, count))
 
     def next_size(self, most: int) -> int:
-        """Returns the number of records of the next part, at most this many."""
+        """Returns the number of records of the next part, from 1 to `most`."""
         return max(1, min(most, self._next_call if self.reads_many else self.most_in_time))
 
     def begin(self, size: int) -> Part:
-        """Begins the next part, of at most this many records."""
+        """Begins the next part, of at most `size` records, and returns it."""
         start, self.begun = self.begun, min(self.begun + size, self.length)
         self._next_call = min(2 * self._next_call, _MOST_AHEAD)
         return Part(self, start, self.begun)
 
     @property
     def most_in_time(self) -> int:
-        """Most records of a read, by the time that they take."""
+        """Most records of one read, so that the read does not take too long."""
         return records_in_time(self._seconds[-1] if self._seconds else None)
 
 
 class _Lines(Tasks[None]):
-    """The lines, from which readers draw parts.
+    """The lines of all streams, from which readers draw parts.
 
     Attributes:
-        row_bytes: Bytes of a row; 0 before the first one.
+        row_bytes: Bytes of a row of the batch; 0 before the first row.
     """
 
     def __init__(self, faults: Faults, num_rows: int):
@@ -208,7 +222,7 @@ class _Lines(Tasks[None]):
         self._lines: dict[_Line, None] = {}
         self._faults, self._num_rows = faults, num_rows
         self._lock = threading.Lock()
-        self._wanted = Bell()  # rung when a part may have become ready to draw
+        self._wanted = Bell()  # rung when a reader may have a part to draw
         self._stopped = False
 
     def open(self, records: grain.MapDataset, start: int, ahead: bool) -> _Line:
@@ -218,19 +232,22 @@ class _Lines(Tasks[None]):
         return line
 
     def close_line(self, line: _Line) -> None:
-        # In one step without the lock: the garbage collector may end a stream in any thread, also
-        # in one that holds the lock.
+        # One atomic operation without the lock. The garbage collector may call this in a thread
+        # that holds the lock, and waiting for the lock would never end.
         self._lines.pop(line, None)
 
     def _share(self, line: _Line) -> int:
-        """Returns the number of a line's records that may be ahead."""
+        """Returns the largest number of records that may be ahead in one line."""
         most, size = self._num_rows, line.record_bytes
         if size:
             most = int(max(_BYTES_AHEAD, self._num_rows * (self.row_bytes or size)) // size)
         return max(1, min(_MOST_AHEAD, most) // max(1, len(self._lines)))
 
     def take(self, line: _Line) -> list[Any]:
-        """Takes the next records of a line, which must be ready: the last one first."""
+        """Takes the next list of records of a line, and returns it in reverse order.
+
+        The records must be ready.
+        """
         with self._lock:
             elements = line.come.pop(line.taken)
             line.taken += len(elements)
@@ -239,11 +256,15 @@ class _Lines(Tasks[None]):
         return elements[::-1]
 
     def begin(self, line: _Line) -> Part | None:
-        """Begins a part for the line's consumer to evaluate; None if readers evaluate the next."""
+        """Begins a part for the consumer of a line, if the consumer should evaluate it.
+
+        Returns:
+            The part; None if readers evaluate the next records of the line.
+        """
         with self._lock:
             if not (self._stopped or line.is_for_readers or line.ahead):
                 return line.begin(line.next_size(self._share(line)))
-        self._wanted.ring()  # the consumer may have found its records slow
+        self._wanted.ring()  # readers may evaluate this line now, if its records turned out slow
         return None
 
     def draw(self, room: int) -> Read:
@@ -260,15 +281,15 @@ class _Lines(Tasks[None]):
         return None
 
     def _next_part(self, line: _Line) -> Part | None:
-        """Draws a part of a line, if readers should read one."""
+        """Returns a part of a line for a reader; None if readers should not read this line now."""
         if line.left:
             part, rest = line.left.pop(0).cut(line.most_in_time)
             line.left[:0] = rest
             return part
         if line.begun == line.length or not line.is_for_readers:
             return None
-        # A third of what may be ahead: one part is used, while one waits and one is read. The part
-        # in use holds up to size - 1 records that were not yet asked for.
+        # A part has a third of the records that may be ahead: one part is in use, one waits, and
+        # one is being read. The part in use has up to `size - 1` records that are not taken yet.
         share = self._share(line)
         size = line.next_size((share + 1) // 3)
         return line.begin(size) if line.ahead + 2 * size - 1 <= share else None
@@ -285,7 +306,7 @@ class _Lines(Tasks[None]):
         return False
 
     def end(self) -> None:
-        """Never called: an error goes to the line that it belongs to."""
+        """Does nothing: a failed read is an error of one stream only. The other streams go on."""
 
     def stop(self) -> None:
         self._faults.stop()
@@ -296,7 +317,7 @@ class _Lines(Tasks[None]):
 def _num_bytes(element: Any) -> int:
     """Returns the bytes of an element's leaves.
 
-    An object that is no array counts without the objects that it refers to.
+    A leaf that is not an array counts without the objects that it refers to.
     """
     leaves = jax.tree.leaves(element)
     return sum(getattr(leaf, "nbytes", None) or sys.getsizeof(leaf) for leaf in leaves)

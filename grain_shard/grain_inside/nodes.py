@@ -50,7 +50,7 @@ class BatchNode:
 
     Attributes:
         batches: The node of ``.batch``.
-        above: The nodes that follow ``.batch``, from the last one back. A ``.repeat`` that only
+        after: The nodes that follow ``.batch``, from the last one back. A ``.repeat`` that only
             adds epochs is left out.
         records: The dataset that is batched.
         global_batch_size: B.
@@ -62,7 +62,7 @@ class BatchNode:
     """
 
     batches: grain.MapDataset
-    above: tuple[grain.MapDataset, ...]
+    after: tuple[grain.MapDataset, ...]
     records: grain.MapDataset
     global_batch_size: int
     drop_remainder: bool
@@ -75,14 +75,14 @@ class BatchNode:
         The two epochs differ if a ``.repeat`` of the batches reads the same records again. The
         result is invalid if `num_epochs` is None.
         """
-        for node in self.above:
+        for node in self.after:
             if type(node) is REPEAT:
                 epoch %= len(node.parents[0]) // max(1, len(self.batches))
         return epoch
 
     def batch_index(self, index: int) -> int:
         """Converts the index of a batch at the end of the pipeline to its index at ``.batch``."""
-        for node in self.above:
+        for node in self.after:
             if type(node) is REPEAT:
                 index %= len(node.parents[0])
             elif chooses_batches(node):
@@ -97,16 +97,16 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         Facts about ``.batch``. None if there is none, if other nodes follow it, or if its private
         attributes are unknown.
     """
-    node, above, only_stacks, in_order = ds, [], True, True
+    node, after, only_stacks, in_order = ds, [], True, True
     try:
         while type(node) is not _BATCH:
-            above.append(node)
+            after.append(node)
             if chooses_batches(node):
                 index_below(node)  # raises if this version of Grain has no such function
                 in_order = False
             elif type(node) is REPEAT:
                 if node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
-                    above.pop()
+                    after.pop()
             elif type(node) in _ELEMENTWISE:
                 only_stacks = only_stacks and type(node) is SEED
             else:
@@ -124,7 +124,7 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         return None
     return BatchNode(
         batches=node,
-        above=tuple(above),
+        after=tuple(after),
         records=records,
         global_batch_size=size,
         drop_remainder=drop,

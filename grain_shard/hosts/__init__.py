@@ -1,1 +1,1 @@
-"""The words between hosts, and the files that they leave each other in a checkpoint."""
+"""The communication between hosts while they run, and the files of a checkpoint."""

@@ -1,10 +1,15 @@
-"""The hosts that will not vote: each says so itself, so that the others do not wait in vain.
+"""`Absences`: finds the hosts that will not vote, so that the other hosts stop waiting for them.
 
-A host gives up after its training loop has waited for long enough; the time in which the loop is
-busy does not count. A host without data, or without an iterator, is waited for as long as
-`timeout_s`. A host whose loop is busy with something else, so that its buffers stay full, is waited
-for ten times as long: the others would wait for it in the collectives of the training step just as
-well. The first host that gives up settles the vote for all.
+A vote is a round in which hosts agree on the number of batches that all of them hand out next. The
+other hosts wait for a missing vote as follows:
+
+* A host that cannot vote says so in the key-value store. It has had no data for `timeout_s`, or its
+  iterator was closed. The other hosts wait for its vote for `timeout_s`.
+* A host that has said nothing has full buffers and a busy training loop. The other hosts wait for
+  ten times `timeout_s`, because without the vote they would wait for it in a collective.
+
+A host counts only the time in which its own training loop waits for the vote. The first host that
+stops waiting ends the vote for all hosts.
 """
 
 from __future__ import annotations
@@ -18,22 +23,23 @@ from absl import logging
 from grain_shard.errors import AgreementError
 from grain_shard.hosts.rounds import Rounds
 
-# The topic under which a host says why it will not vote, with the round; None means in any round.
+# The topic under which a host says that it will not vote: [the round, the reason]. The round None
+# stands for all rounds.
 _ABSENT = "absent"
-# In multiples of a host's timeout: the time that another host's training loop may be busy, and the
-# interval at which a waiting host asks again.
+# In multiples of `timeout_s`: the time that another host's training loop may be busy, and the time
+# between two looks of a waiting host into the store.
 _LOOPS_MAY_TAKE, _LOOK_AGAIN = 10, 0.1
 
 
 class Absences:
-    """The absences of a series; asked by the thread that votes.
+    """Finds the hosts that will not vote, and says so for this host. The voting thread calls it.
 
     Args:
-        rounds: The series.
+        rounds: The rounds in which the hosts vote.
 
     Attributes:
-        loop_waits_since: When the training loop began to wait, by `time.monotonic`; None while it
-            does not wait.
+        loop_waits_since: Time at which this host's training loop began to wait, by
+            `time.monotonic`; None while the loop does not wait.
     """
 
     def __init__(self, rounds: Rounds):
@@ -42,21 +48,26 @@ class Absences:
         self._next_look = 0.0
 
     def without_data(self, round_: str) -> None:
-        """Notes that this host waits for its own data; tells the others once that takes too long.
+        """Notes that this host has no data to vote on. After `timeout_s` it tells the other hosts.
+
+        Args:
+            round_: The round of the vote.
 
         Raises:
-            HostTimeoutError: Others have waited in vain for this host.
+            HostTimeoutError: The other hosts have stopped waiting for this host.
         """
         if self._waited_s("the data of its own next batch"):
             self._rounds.put(_ABSENT, [round_, "still waited for the data of its next batch"])
             self._rounds.check(round_)
 
     def absent(self, round_: str, is_first: bool) -> Mapping[int, str]:
-        """Returns the hosts whose votes are waited for no longer, each with the reason.
+        """Returns the hosts that this host stops waiting for, each with the reason.
+
+        The result is empty while this host goes on waiting. A reason may be "".
 
         Args:
             round_: The round in which this host has voted.
-            is_first: Whether it is the first vote, for which no host may be late.
+            is_first: True for the first vote, in which every host is waited for only `timeout_s`.
         """
         rounds, waited_s = self._rounds, self._waited_s("another host's loop")
         if not waited_s:
@@ -73,13 +84,19 @@ class Absences:
         return dict.fromkeys(missing, "did not ask for its next batch") if is_late else {}
 
     def leave(self) -> None:
-        """Tells the others that this host's iterator is closed before its end."""
+        """Tells the other hosts that this host has closed its iterator before the end."""
         if self._rounds.name:
             with contextlib.suppress(AgreementError):  # the runtime has ended
                 self._rounds.put(_ABSENT, [None, "closed its iterator"])
 
     def _waited_s(self, waits_for: str) -> float:
-        """Returns for how long the loop has waited, when it is time to look; otherwise 0."""
+        """Returns the seconds for which the training loop has waited, and logs them.
+
+        The result is 0 if the loop does not wait, or if it is too early to look again.
+
+        Args:
+            waits_for: The data or the host that the loop waits for, for the log.
+        """
         since, timeout_s, now = self.loop_waits_since, self._rounds.timeout_s, time.monotonic()
         if since is None or now < max(since + timeout_s, self._next_look):
             return 0.0

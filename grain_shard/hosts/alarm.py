@@ -1,15 +1,18 @@
-"""The alarm: a host that fails tells all others, so that none waits for it in vain.
+"""`Alarm`: a host that fails tells all other hosts, so that they do not wait for it for ever.
 
-Hosts that make their batches without a word to each other do not notice that one has failed. They
-go on to the next collective, which waits for that host, and nothing in Python gets them out of it.
-So a host whose iterator raises puts the error into the distributed runtime's key-value store, where
-a thread of every process listens. On the other hosts the iterator then raises that failure, too. If
-a training loop stands still and does not come to its iterator any more, its process prints where it
-stands, and ends (unless GRAIN_SHARD_END_PROCESS is 0, for notebooks and supervisors).
+In random access, hosts make their batches without communication. So they do not notice that one
+host has failed, and go on to the next collective. The collective waits for the failed host, and
+Python cannot interrupt it. Therefore a host whose iterator raises an error puts the error into the
+key-value store of JAX's distributed runtime. A thread of every process listens to the store. On the
+other hosts the iterator then raises an error, too.
 
-A process that ends because of such an error ends at once, because JAX would wait at an ordinary
-exit for all other hosts, for minutes. A process whose training loop has failed by itself ends in
-the same way, and tells the other hosts.
+The training loop of another host may be blocked in a collective, so that it does not ask its
+iterator for a batch. That process then prints the stack of each thread and ends. With
+GRAIN_SHARD_END_PROCESS=0, for notebooks and supervisors, it does not end.
+
+A process that ends because of such an error skips the usual exit, in which JAX would wait for the
+other hosts for minutes. A process whose training loop raises an error of its own tells the other
+hosts, and ends in the same way.
 """
 
 from __future__ import annotations
@@ -32,39 +35,42 @@ from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.rounds import Store, runtime_client
 from grain_shard.hosts.slowest import SlowestOf, compare_waits
 
-# Topics: the messages for a host, by number; and the hosts that know that a series has failed.
+# Keys of the store: the messages for a host, by host and number; and the topic under which hosts
+# confirm that they heard of the failure of a series.
 _MESSAGE, _HEARD = "messages/{}/{}", "heard/{}"
-# The longest time, in seconds, that the listening thread waits for a message in one call. Between
-# two calls the hosts tell each other how long their loops have waited.
+# Most seconds that the listening thread waits for a message in one call. Between two calls it
+# exchanges with the other hosts how long the training loops have waited.
 TURN_S = 15.0
-# Seconds that the training loop may stand still after another host failed, and between two checks.
+# Seconds that the training loop may be blocked after another host failed, and seconds between two
+# checks.
 _STILL_S, _LOOK_S = 10.0, 0.5
-# Seconds that the first process waits for the others to receive an error, and between two checks.
-# The store is in the first process, and ends with it.
+# Most seconds that the first process waits for the other hosts to receive an error, and seconds
+# between two checks. The store is in the first process, and ends with it.
 _HEARD_S, _LOOK_AGAIN_S = 5.0, 0.05
-# Seconds that a process waits at its end for the listening thread, which it has woken.
+# Most seconds that a process waits at its exit for the listening thread to end.
 _JOIN_S = 30.0
-# Two threads may open iterators at once, inside of `Uninterrupted`, and need one listener.
+# Two threads may open iterators at once, but a process needs only one listener.
 _one_asks = threading.Lock()
-# An environment variable: where it is "0", a process whose loop stands still does not end.
+# An environment variable. If it is "0", a process whose training loop is blocked does not end.
 _END_PROCESS = "GRAIN_SHARD_END_PROCESS"
 
 
 class Alarm:
-    """The alarm of an iterator, between this host and the others that run the same iterator.
+    """Tells other hosts of a failure of one iterator, and raises their failures on this host.
 
     Args:
-        series: The name of the iterator's rounds, the same on all hosts.
-        hosts: These hosts.
-        stop: Ends whatever the training loop may be waiting for in the iterator.
+        series: The name of the iterator, the same on all hosts.
+        hosts: All hosts that run the same iterator, including this one.
+        stop: Ends any wait of the training loop inside the iterator.
         slowest: Learns which host is the slowest.
 
     Attributes:
-        series: As given.
-        hosts: As given.
-        slowest: As given.
-        all_know: Whether all hosts know that an iterator of the series failed, or cannot be told.
-        is_at_end: Whether the loop has had all batches.
+        series: The argument `series`.
+        hosts: The argument `hosts`, as a list.
+        slowest: The argument `slowest`.
+        all_know: True once all hosts know that the iterator failed on one of them, or cannot be
+            told.
+        is_at_end: True once the training loop has got all batches.
     """
 
     def __init__(
@@ -74,27 +80,30 @@ class Alarm:
         self._stop: Callable[[], None] | None = stop
         self._failure: AgreementError | None = None
         self.is_at_end = self.all_know = False
-        self._is_over = False  # the loop knows of the failure, or the iterator is closed
-        self._loop = threading.main_thread().ident or 0  # until another thread asks for a batch
+        self._is_over = False  # the training loop has got an error, or the iterator is closed
+        self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
         with _one_asks:
             self._listener = listener_of(runtime_client())
         self._listener.alarms[series] = self
 
     def sound(self, error: BaseException) -> None:
-        """Tells the other hosts that the iterator raises an error of this host's."""
-        if not self.all_know:  # each further call raises the same error again
+        """Tells the other hosts of an error that the iterator raises on this host.
+
+        A second call does nothing, because the iterator raises the same error again.
+        """
+        if not self.all_know:
             self._listener.tell(self, error)
         self.others_know()
 
     def others_know(self) -> None:
-        """Notes that the iterator raises an error that the others know of, or cannot be told."""
+        """Notes that the iterator raises an error, and that no other host has to be told of it."""
         self.all_know = self._is_over = True
 
     def raise_failure(self) -> None:
-        """Raises the failure of another host if there is one; called whenever a batch is asked for.
+        """Raises an error if another host has failed. Each ``next`` of the iterator calls this.
 
         Raises:
-            AgreementError: That failure, in the name of its host.
+            AgreementError: Another host has failed. The message has the host and its error.
         """
         self._loop = threading.get_ident()
         self._listener.asked += 1
@@ -103,16 +112,23 @@ class Alarm:
             raise failure
 
     def close(self) -> None:
-        """Closes the alarm: no failure concerns the iterator any more."""
-        # The listener may keep this alarm. It must not keep the iterator, to which an error refers
-        # by its frames.
+        """Closes the alarm. Failures of other hosts are ignored from now on."""
+        # The listener may keep this alarm. The stop function and the frames of an error refer to
+        # the iterator, which must not be kept.
         self._is_over, self._stop, self._failure = True, None, None
         if not self.is_at_end:
             self._listener.left_last = self
         self._listener.alarms.pop(self.series, None)
 
     def hear(self, host: int, text: str) -> None:
-        """Notes that another host has failed; the listening thread calls this."""
+        """Notes that another host has failed, and stops the iterator.
+
+        The listening thread calls this.
+
+        Args:
+            host: Number of the failed host.
+            text: The error of the failed host.
+        """
         text = f"host {host} failed, so this host stops as well.\n  {text}"
         logging.error("grain_shard: %s", text)
         self.all_know, self._failure = True, AgreementError(text)
@@ -123,9 +139,14 @@ class Alarm:
         ).start()
 
     def _watch(self, host: int, text: str) -> None:
-        """Ends this process if its loop stands still before the loop learns of the failure.
+        """Ends this process if its training loop stays blocked after another host failed.
 
-        The user can keep the process by the environment variable `_END_PROCESS`.
+        The loop is blocked if its thread stays at one instruction and asks for no batch. With
+        GRAIN_SHARD_END_PROCESS=0 the process does not end.
+
+        Args:
+            host: Number of the failed host.
+            text: The failure, for the log.
         """
         where, since = None, time.monotonic()
         while time.monotonic() - since < _STILL_S:
@@ -154,18 +175,20 @@ class Alarm:
 
 
 class Listener:
-    """Hears of the failures of all iterators of this process, in one thread.
+    """The thread of a process that receives the failures of other hosts, for all its iterators.
 
-    It is inside the runtime all the time, so it also tells now and then how long loops have waited.
+    The thread waits for messages in the key-value store. Between two waits it also posts how long
+    the training loops have waited.
 
-    Every host has numbered messages of its own in the store. So it can write one to itself, too, by
-    which its thread ends. The interpreter's exit must not find that thread in the runtime: with
-    Python 3.11 it aborts the process when it comes back ("FATAL: exception not rethrown").
+    The store has numbered messages for each host. To end the thread, the host writes a message to
+    itself. The thread must end before the interpreter does: with Python 3.11, a thread that returns
+    from a call into the runtime after that aborts the process ("FATAL: exception not rethrown").
 
     Attributes:
-        alarms: The alarms of the iterators, by the names of the series.
+        alarms: The alarms of the iterators, by the names of their series.
         asked: Number of times that an iterator of this process was asked for a batch.
-        left_last: The alarm of the last iterator that was closed before its end.
+        left_last: The alarm of the last iterator that was closed before its end; None if there is
+            none.
     """
 
     def __init__(self):
@@ -175,11 +198,17 @@ class Listener:
         self.left_last: Alarm | None = None
         self._thread = threading.Thread(target=self._listen, name="grain-shard-alarm", daemon=True)
         self._thread.start()
-        # Hooks run last in, first out: this one runs before JAX's, which waits for all hosts.
+        # Exit hooks run in reverse order. So this hook runs before the hook of JAX, which waits for
+        # all hosts.
         atexit.register(self._at_exit)
 
     def tell(self, alarm: Alarm, error: BaseException) -> None:
-        """Tells the other hosts of an iterator that this one has failed."""
+        """Sends an error of this host to all other hosts of an iterator.
+
+        Args:
+            alarm: The alarm of the iterator.
+            error: The error.
+        """
         message = {"series": alarm.series, "host": self._store.host, "text": describe_error(error)}
         try:
             for host in alarm.hosts:
@@ -189,7 +218,7 @@ class Listener:
             logging.error("grain_shard: other hosts could not be told of a failure: %s", failure)
 
     def _write(self, host: int, message: dict[str, Any]) -> None:
-        """Writes a message under the first number that is free."""
+        """Writes a message for a host, under the first free number."""
         keys = (_MESSAGE.format(host, number) for number in itertools.count())
         next(key for key in keys if self._store.put_once(key, message))
 
@@ -203,7 +232,7 @@ class Listener:
                     of_all = {series: one.slowest for series, one in self.alarms.copy().items()}
                     compare_waits(self._store, of_all, TURN_S)
                 elif not message:
-                    return  # this process ends
+                    return  # the message of this process to itself, at its exit
                 else:
                     number += 1
                     self._store.put(_HEARD.format(message["series"]), "")
@@ -218,7 +247,7 @@ class Listener:
     def _at_exit(self) -> None:
         unhandled = getattr(sys, "last_value", None)
         alarms = [alarm for alarm in self.alarms.values() if not alarm.is_at_end]
-        if self.left_last is not None:  # most likely by that error, which has let go of it
+        if self.left_last is not None:  # the unhandled error has most likely closed this iterator
             alarms.append(self.left_last)
         if unhandled is not None and alarms:
             for alarm in alarms:
@@ -232,7 +261,11 @@ class Listener:
         self._thread.join(_JOIN_S)
 
     def _wait_for_others(self, alarms: Sequence[Alarm]) -> None:
-        """Waits some seconds at most until all hosts, except the failed one, received the error."""
+        """Waits until all other hosts have received the error of this host, 5 seconds at most.
+
+        Args:
+            alarms: The alarms of the iterators that failed.
+        """
         until = time.monotonic() + _HEARD_S
         with contextlib.suppress(AgreementError):
             for alarm in alarms:
@@ -250,7 +283,7 @@ def listener_of(client: Any) -> Listener:
 
 
 def _end() -> None:
-    """Ends this process without its exit handlers."""
+    """Ends this process with exit status 1, without exit hooks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The comparison of the hosts' descriptions of themselves, which names hosts and fields."""
+"""Compares the fields by which hosts describe their pipelines; errors name hosts and fields."""
 
 from __future__ import annotations
 
@@ -7,38 +7,44 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 Answers = Mapping[int, Any]
-_MAX_CHARACTERS = 200  # of a value
-# The field for the digest of the first whole batch, if the hosts say that all produce the same.
+_MAX_CHARACTERS = 200  # of a field's value in a message; a longer one is cut off
+# The field for the digest of the first whole batch. Hosts with rows="global" compare it, because
+# they say that all of them produce the same batches.
 FIRST_BATCH = 'first batch of rows="global"'
-# Fields that describe a pipeline, and the usual reason why hosts with the same script differ.
+# The fields that describe a pipeline. If hosts run the same script and these fields differ, this is
+# the usual reason.
 _OF_THE_PIPELINE = "source", "transforms"
 _DIVIDED = (
     " If all of that is the same, the pipeline most likely depends on jax.process_index(), by a"
     " slice or by files for each host. Remove that slice, as .shard_to gives each host its rows."
 )
-# The rows that a host's pipeline yields: the same whole batches on all hosts, rows of its own, or
-# the rows of feeds. In the last two cases the hosts compare a field with their shards and a digest
-# of their rows of the first batch. Different feeds may yield the same rows, so only hosts
-# that run the same feeds are compared.
+# The rows that a host's pipeline yields: the same whole batches on all hosts ("global"), rows of
+# its own ("local"), or the rows of its feeds ("feeds"). For "local" and "feeds" the hosts compare
+# one more field: their shards, and a digest of their rows of the first batch. Different feeds may
+# yield the same rows, so with "feeds" only hosts that run the same feeds are compared.
 GLOBAL: Final = "global"
 LOCAL: Final = "local"
 OF_FEEDS: Final = "feeds"
 OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
-# The field for the digests of a few records, by the names of the records. `NOW` has the digests
-# that the host reads, `SAVED` those of the state that it has restored. A host without digests is
-# not compared.
+# The field for the digests of a few records of the source. It has two dicts from a record's name to
+# its digest: `NOW` for the records that the host reads, `SAVED` for the state that it has restored.
+# Hosts without digests are not compared.
 CONTENTS, NOW, SAVED = "contents", "now", "saved"
 _SORT = "sort the list of files (a set, glob and os.listdir have no fixed order), and"
 
 
 def compare(answers: Answers) -> dict[str, Any]:
-    """Compares the hosts' answers, and returns the verdict as JSON.
+    """Compares the answers of all hosts.
+
+    Args:
+        answers: The fields of each host, by host.
 
     Returns:
-        ``{"error": message}``, which names the hosts and the field. If only records differ,
-        ``{"doubt": message, "of": "hosts"}`` (or "state"), because a source may give other records
-        at each read, which is no error. Otherwise ``{"contents": digest}`` of the records, if a
-        host has a digest.
+        The verdict as JSON. If a field differs, it is ``{"error": message}``, which names the hosts
+        and the field. If only the records of the source differ, it is ``{"doubt": message, "of":
+        "hosts"}``; if they differ from the restored state, ``"of"`` is ``"state"``. A doubt is not
+        an error yet, because a source may give other records at each read. If nothing differs, it
+        is ``{"contents": digest}``, or ``{}`` if no host has a digest of records.
 
     Example:
         >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}})["error"])
@@ -117,7 +123,15 @@ def _compare_contents(answers: Answers) -> dict[str, Any]:
 
 
 def difference(name: str, answers: Answers) -> str | None:
-    """Returns a line with each value of a field and its hosts; None if the value is one."""
+    """Returns a line of text with each value of a field and the hosts that have this value.
+
+    Args:
+        name: The name of the field.
+        answers: The fields of each host, by host.
+
+    Returns:
+        The line; None if all hosts have the same value.
+    """
     hosts_by_value: dict[str, list[int]] = {}
     for host, answer in answers.items():
         value = json.dumps(answer[name], sort_keys=True) if name in answer else "nothing"
@@ -133,11 +147,11 @@ def _short(text: str) -> str:
 
 
 def _wrong_rows(answers: Answers) -> list[str]:
-    """Returns a line for each group of hosts whose rows contradict their shards or feeds.
+    """Returns a line of text for each group of hosts whose rows contradict their shards or feeds.
 
     Hosts with the same shards, or the same feeds, must have the same rows. Hosts with different
-    shards must have different rows. Padding is the same everywhere, so its digest is "", and hosts
-    with that digest may have different shards.
+    shards must have different rows. A host whose rows are all padding has the digest "", which
+    hosts with different shards may share.
     """
     lines = [
         f"  rows: {hosts} hold the same shards, but their pipelines yield different rows."
@@ -160,7 +174,12 @@ def _wrong_rows(answers: Answers) -> list[str]:
 
 
 def _rows_of(answers: Answers, rows: str) -> Iterator[tuple[int, str, str]]:
-    """Yields host, shards and digest of each host that has rows of its own."""
+    """Yields (host, shards, digest of its rows) for each host that answers with such rows.
+
+    Args:
+        answers: The fields of each host, by host.
+        rows: The kind of rows: `LOCAL` or `OF_FEEDS`.
+    """
     for host, answer in answers.items():
         if OWN_ROWS[rows] in answer:
             shards, digest = answer[OWN_ROWS[rows]]
@@ -168,7 +187,11 @@ def _rows_of(answers: Answers, rows: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _differing(answers: Iterable[tuple[int, str, str]]) -> Iterator[str]:
-    """Names each group of hosts that have the same first value and different second values."""
+    """Yields a text for each group of hosts with the same first value and different second values.
+
+    Args:
+        answers: A tuple (host, first value, second value) for each host.
+    """
     groups: dict[str, dict[int, str]] = {}
     for host, first, second in answers:
         groups.setdefault(first, {})[host] = second
@@ -178,7 +201,7 @@ def _differing(answers: Iterable[tuple[int, str, str]]) -> Iterator[str]:
 
 
 def hosts_text(hosts: Any) -> str:
-    """Names some hosts in a few words."""
+    """Returns a text that names hosts, such as "hosts 0, 1". It names at most eight of them."""
     hosts = list(hosts)
     names = ", ".join(map(str, hosts[:8])) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
     return f"host {names}" if len(hosts) == 1 else f"hosts {names}"

@@ -1,14 +1,14 @@
-"""When streams end: no host takes a step that another one does not take.
+"""`AgreedEnd`: the batches of streams, which all hosts end after the same number of batches.
 
-Hosts whose streams end at different batches would leave each other waiting in a collective for
-ever. So before a batch is handed out, the hosts have agreed that all of them hand it out. A thread
-of each host votes ahead of the training loop, by rounds over the key-value store (`rounds.py`): it
-says how many more batches this host knows itself to have, those in its buffers included, and all
-hosts hand out as many as `decide` makes of the votes. The training loop waits for a vote only where
-it has used up everything that was agreed on.
+If the stream of one host ended earlier, the other hosts would wait for it in a collective for ever.
+So a batch is handed out only after all hosts have agreed to hand it out. They agree by votes, which
+are rounds over the key-value store (`rounds.py`). A thread of each host votes ahead of the training
+loop. It says how many batches this host has ready, and `decide` computes from all votes the number
+of batches that every host hands out next. The training loop waits for a vote only after it has used
+up the batches agreed on.
 
-All hosts hold the same votes in the same order. A host votes when it knows a batch beyond those
-agreed on, or its end, so every vote either lets the loops go on or is the last one.
+All hosts take part in the same votes in the same order. A host votes once it has a new batch ready
+or has reached its end. So after each vote the training loops can go on, or the streams end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grain_shard.tasks import Known, Producer, Raised, Results
 
 T = TypeVar("T")
 
-# The longest sleep, in seconds, of a thread that waits for batches to vote about.
+# Most seconds that the voting thread waits for batches before it checks other hosts.
 _SLICE_S = 0.5
 
 
@@ -38,15 +38,15 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
     """Returns the verdict on the votes of all hosts.
 
     Args:
-        remainder: The treatment of a host whose stream has ended: it goes on with batches of
-            padding until the last stream ends ("pad"), ends the others ("drop"), or is an error
-            ("error").
+        remainder: The treatment of a host whose stream has ended. With "pad" the host goes on with
+            batches of padding until the last stream ends. With "drop" all hosts end. With "error"
+            all hosts raise an error.
         same_rows: True if every host produces the same batches, so that all have to end at once.
         answers: Number of batches that each host has ready, by host; 0 if its stream has ended.
 
     Returns:
-        The number of batches that every host hands out before the next vote, 0 if all end here; or
-        ``{"error": message}``.
+        The number of batches that every host hands out before the next vote. It is 0 if all hosts
+        end. An error is ``{"error": message}``.
 
     Example:
         >>> decide("pad", False, {0: 4, 1: 2, 2: 0})
@@ -75,22 +75,23 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
 
 
 class _Votes(Producer[int]):
-    """This host's votes. Each item is the number of batches that the hosts have agreed on so far.
+    """Takes part in the votes for this host.
 
-    Only the thread that votes changes the attributes, except `handed_out`: the training loop
-    changes it.
+    Each item is the number of batches that all hosts have agreed to hand out, counted from the
+    first batch. The voting thread changes the attributes. Only `handed_out` is changed by the
+    training loop.
 
     Args:
-        placed: As for `AgreedEnd`.
-        read: As for `AgreedEnd`.
-        rounds: As for `AgreedEnd`.
-        decide: Makes a verdict of all votes.
+        placed: This host's batches, on the devices.
+        read: This host's batches in host memory, from which `placed` is made.
+        rounds: The rounds in which the hosts vote.
+        decide: Returns the verdict on the votes of all hosts.
 
     Attributes:
-        agreed: Number of batches that all hosts hand out, from the first one on.
+        agreed: Number of batches that all hosts have agreed to hand out.
         handed_out: Number of batches that the training loop has got.
         number: Number of votes that are over.
-        absences: The hosts that will not vote.
+        absences: Finds the hosts that will not vote.
     """
 
     def __init__(
@@ -107,26 +108,43 @@ class _Votes(Producer[int]):
         self._stopped = self._is_over = False
 
     def known(self) -> Known:
-        """Returns how many batches this host has by now, and the error or end behind them."""
+        """Returns the number of batches that this host has ready, and the error or end after them.
+
+        Handed-out batches are included.
+        """
         placed = self._placed.known()
-        # A batch may well be there and not fit the devices. The reads know the end first.
+        # Batches that are read count as ready, before they are on the devices. But if a batch
+        # cannot be placed, only the batches before it are ready.
         failed = placed.end is not None and not isinstance(placed.end, StopIteration)
         return placed if failed else self._read.known()
 
     def wait_for_own(self, is_enough: Callable[[Known], bool], wait_s: float) -> bool | None:
-        """Waits for this host's batches, as `TaskStage.wait_for` does."""
-        # The first batch must be on the devices, where it is found out whether it fits.
+        """Waits until this host has enough batches ready.
+
+        Args:
+            is_enough: Returns True if the batches known by now are enough.
+            wait_s: The longest wait, in seconds.
+
+        Returns:
+            True if there are enough batches; False if the batches were stopped; None after
+            `wait_s`.
+        """
+        # The first batch must be on the devices, because placing it shows if it fits them.
         stage = self._read if self.agreed else self._placed
         return stage.wait_for(lambda: is_enough(stage.known()), wait_s)
 
     def loop_waits(self, waits: bool) -> None:
-        """Notes that the loop has used up the batches agreed on and waits; or waits no longer."""
+        """Notes that the training loop begins to wait for a vote, or ends its wait.
+
+        Args:
+            waits: True if the loop has used up the batches agreed on, and waits.
+        """
         self.absences.loop_waits_since = time.monotonic() if waits else None
         if waits:
-            self._read.wake()  # for `_is_worth_a_vote`
+            self._read.wake()  # `_is_worth_a_vote` may return True now
 
     def __next__(self) -> int:
-        self._is_over = True  # stays so after an error, of which the others learn otherwise
+        self._is_over = True  # still True after an error, which the alarm tells the other hosts
         more = self._vote(str(self.number))
         self._is_over = more == 0
         if not more:
@@ -136,7 +154,15 @@ class _Votes(Producer[int]):
         return self.agreed
 
     def _vote(self, round_: str) -> int | None:
-        """Votes, once there is something to vote about; returns the verdict, None if stopped."""
+        """Waits for batches and takes part in one vote.
+
+        Args:
+            round_: The round of the vote.
+
+        Returns:
+            The number of batches that every host hands out next, 0 at the end; None if the iterator
+            was stopped.
+        """
         known = self._wait_for_batches(round_)
         if known is None:
             return None
@@ -156,12 +182,19 @@ class _Votes(Producer[int]):
             stopped=lambda: self._stopped,
         )
         if more and self.number:
-            # All hosts have voted again, so they have read the verdict before.
+            # All hosts have voted again, so all have read the previous verdict.
             self._rounds.forget(str(self.number - 1))
         return more
 
     def _wait_for_batches(self, round_: str) -> Known | None:
-        """Returns the batches once they are worth a vote; None if this was stopped."""
+        """Waits for new batches, or for the end, to vote on.
+
+        Args:
+            round_: The round of the next vote.
+
+        Returns:
+            The batches known by then; None if the iterator was stopped.
+        """
         while True:
             came = self.wait_for_own(self._is_worth_a_vote, _SLICE_S)
             known = self.known()
@@ -172,10 +205,14 @@ class _Votes(Producer[int]):
             self.absences.without_data(round_)
 
     def _is_worth_a_vote(self, known: Known) -> bool:
-        """Returns whether at least as many batches are new as are left of those agreed on.
+        """Returns True if a vote about the new batches is due.
 
-        A vote about fewer batches would have to be followed by the next one sooner. One about more
-        would leave the loop fewer steps until the verdict is needed.
+        It is due once the new batches are at least as many as the agreed batches that are left, or
+        once the end is known. An earlier vote agrees on fewer batches, so more votes are needed. A
+        later vote leaves less time before the training loop needs the verdict.
+
+        Args:
+            known: The batches known by now.
         """
         new, left = known.results - self.agreed, self.agreed - self.handed_out
         return known.end is not None or new >= max(1, left)
@@ -189,19 +226,20 @@ class _Votes(Producer[int]):
 
 
 class AgreedEnd(Results[T]):
-    """Hands out global batches until the end that all hosts have agreed on.
+    """Hands out global batches up to the end on which all hosts agree.
 
-    An interrupt, such as Ctrl-C, may come at any place. The next call then goes on where the
-    interrupt came, because another thread votes.
+    A call may be interrupted at any point, for example by Ctrl-C. The next call then goes on, and
+    no vote is lost, because another thread votes.
 
     Args:
         placed: This host's batches, on the devices.
-        read: The same before they are put there; `placed` takes them from it.
-        rounds: The series of rounds in which the hosts vote.
-        remainder: As for `decide`.
-        same_rows: As for `decide`.
-        padding: Makes a batch of padding, on the devices; its argument is the number of batches of
-            padding before it.
+        read: This host's batches in host memory, from which `placed` is made.
+        rounds: The rounds in which the hosts vote.
+        remainder: The treatment of a host whose stream has ended: "pad", "drop" or "error"; see
+            `decide`.
+        same_rows: True if every host produces the same batches, so that all have to end at once.
+        padding: Returns a batch of padding on the devices. Its argument is the number of batches of
+            padding before this one.
     """
 
     def __init__(
@@ -224,7 +262,7 @@ class AgreedEnd(Results[T]):
         )
 
     def start(self) -> None:
-        """Starts working ahead."""
+        """Starts the threads that make batches and vote."""
         self._placed.start()
         self._voting.start()
 
@@ -251,27 +289,29 @@ class AgreedEnd(Results[T]):
         self._placed.release(min(taken, self._placed.known().results))
 
     def _wait_for_verdict(self) -> None:
-        """Waits until all hosts hand out the next batch.
+        """Waits until all hosts have agreed to hand out the next batch.
 
         Raises:
-            StopIteration: All hosts end here, or this one was stopped.
-            AgreementError: The hosts cannot go on.
+            StopIteration: All hosts end, or the iterator was stopped.
+            AgreementError: A host has failed, is late, or has ended where it must not.
         """
         taken = self.taken
         self.start()
-        self._voting.release(self._voting.taken)  # again, if an interrupt came in the last release
+        # An interrupt may have cut short the last release. This completes it.
+        self._voting.release(self._voting.taken)
 
         def need_not_wait(own: Known) -> bool:
-            # The votes end without a batch of this host if the others have given up on it.
+            # The votes may end before this host has a batch, if the other hosts stopped waiting.
             ends = own.end, self._voting.known().end
             return own.results > taken or ends != (None, None)
 
         try:
             self._votes.loop_waits(True)
             self._votes.wait_for_own(need_not_wait, math.inf)
-            with counted_by(self._counter), span(AGREE):  # from now on it waits for the others
+            # From here on this host waits only for the votes of other hosts.
+            with counted_by(self._counter), span(AGREE):
                 while self._agreed <= taken:
-                    # In this order, so that an interrupt loses no verdict.
+                    # First peek and then release, so that an interrupt loses no verdict.
                     self._agreed = self._voting.peek()
                     self._voting.release(self._voting.taken + 1)
         finally:

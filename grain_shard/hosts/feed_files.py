@@ -1,9 +1,9 @@
-"""The files of a checkpoint that hold feeds, each of which is named by the feeds in it.
+"""The files of a checkpoint with the states of feeds. A file's name has the feeds in the file.
 
-Hosts that hold the same shards run the same feeds, so each feed is saved by one host only: the
-first host that runs it. It writes a file for each run of consecutive feeds, and no two hosts
-write one file. A host that restores lists the folder, and reads only the files that
-hold its own feeds, whatever the number of hosts before and now::
+Hosts that hold the same shards run the same feeds. So each feed is saved by one host only: the
+first host that runs it. The host writes one file for each series of consecutive feeds, and no two
+hosts write the same file. A host that restores lists the folder, and reads only the files with
+feeds that it runs. The number of hosts may have changed::
 
     feeds-00000-00015-of-00064.json     feeds 0 to 15 of 64
     feeds-00016-00031-of-00064.json
@@ -22,19 +22,19 @@ from etils import epath
 
 from grain_shard.errors import StateError
 
-# A state of feeds has two keys: one for the entries of the feeds, one for the number of feeds.
+# Keys of a state of feeds: the dict with the state of each feed, and the number of feeds.
 FEED_ENTRIES, NUM_FEEDS = "feeds", "num_feeds"
 
 _NAME = re.compile(r"feeds-(\d+)-(\d+)-of-(\d+)\.json")
-_MOST_NAMES = 8  # in a message
+_MOST_NAMES = 8  # most names of files in a message
 
 
 class OwnFeeds(NamedTuple):
-    """The feeds of a host, ascending.
+    """The numbers of a host's feeds, ascending.
 
     Attributes:
-        run: The feeds whose rows the host holds, and whose entries it needs.
-        saved: The feeds among them whose entries it writes.
+        run: The feeds that the host runs, because it holds their rows.
+        saved: The feeds of `run` whose states the host writes into a checkpoint.
     """
 
     run: Sequence[int] = ()
@@ -42,7 +42,13 @@ class OwnFeeds(NamedTuple):
 
 
 class FeedFile(NamedTuple):
-    """A file with the feeds from `first` to `last`, of `num_feeds` feeds in all."""
+    """A file with the states of the feeds from `first` to `last`, both included.
+
+    Attributes:
+        first: Number of the first feed in the file.
+        last: Number of the last feed in the file.
+        num_feeds: Number of feeds in the whole checkpoint.
+    """
 
     first: int
     last: int
@@ -50,24 +56,30 @@ class FeedFile(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> FeedFile | None:
-        """Returns the file of this name; None if feeds have no file of such a name."""
+        """Returns the file with a given name; None if files of feeds have no such name."""
         match = _NAME.fullmatch(name)
         file = cls(*map(int, match.groups())) if match else None
         return file if file is not None and file.first <= file.last < file.num_feeds else None
 
     @property
     def name(self) -> str:
-        """The file's name in the folder."""
+        """Name of the file in the folder."""
         return f"feeds-{self.first:05d}-{self.last:05d}-of-{self.num_feeds:05d}.json"
 
     @property
     def feeds(self) -> range:
-        """The feeds in the file."""
+        """Numbers of the feeds in the file."""
         return range(self.first, self.last + 1)
 
 
 def write_feeds(directory: epath.Path, state: dict[str, Any], saved: Sequence[int]) -> None:
-    """Writes some feeds of a state."""
+    """Writes the states of some feeds into files.
+
+    Args:
+        directory: The folder of the checkpoint.
+        state: The state of the iterator, with all feeds of the host.
+        saved: The numbers of the feeds to write, ascending.
+    """
     for feeds in _runs(saved):
         file = FeedFile(feeds[0], feeds[-1], state[NUM_FEEDS])
         entries = {str(feed): state[FEED_ENTRIES][str(feed)] for feed in feeds}
@@ -77,17 +89,20 @@ def write_feeds(directory: epath.Path, state: dict[str, Any], saved: Sequence[in
 def read_feeds(
     directory: epath.Path, files: Sequence[FeedFile], run: Iterable[int]
 ) -> dict[str, Any]:
-    """Reads the files that hold a host's feeds, and joins them to one state.
+    """Reads the files with the feeds of a host, and joins them to one state.
 
     Args:
         directory: The folder of the files.
         files: All files of the checkpoint.
-        run: The host's feeds. If no file holds any of them, the checkpoint belongs to another
-            pipeline, and one file is read to report that.
+        run: The feeds that the host runs. If no file has any of them, the checkpoint belongs to
+            another pipeline. One file is then read, so that an error can name the difference.
+
+    Returns:
+        The state. It may have more feeds than the host runs.
 
     Raises:
-        StateError: A feed is in no file, or in two; or the files that were read are of different
-            steps or pipelines, or damaged.
+        StateError: A feed is in no file or in two files; or the files that were read are damaged,
+            or differ in their step or pipeline.
     """
     file_of = _complete(directory, files)
     wanted = list(dict.fromkeys(file_of[feed] for feed in run if feed in file_of))
@@ -107,7 +122,13 @@ def read_feeds(
 
 
 def _complete(directory: epath.Path, files: Sequence[FeedFile]) -> dict[int, FeedFile]:
-    """Returns the file of each feed, by the names alone, so that every host finds the same."""
+    """Returns the file of each feed, by the feed's number.
+
+    Only the names of the files are used. So every host gets the same result, or the same error.
+
+    Raises:
+        StateError: A feed is in no file or in two files, or files differ in the number of feeds.
+    """
     file_of: dict[int, FeedFile] = {}
     for file in files:
         if file.num_feeds != files[0].num_feeds:
@@ -151,7 +172,7 @@ def _not_of_one_checkpoint(directory: epath.Path, why: str) -> StateError:
 
 
 def _runs(feeds: Iterable[int]) -> list[list[int]]:
-    """Cuts ascending feeds into runs without a gap.
+    """Divides ascending numbers into lists of consecutive numbers.
 
     Example:
         >>> _runs([0, 1, 2, 5, 6])
@@ -170,11 +191,11 @@ def read_object(path: epath.Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
     Raises:
-        StateError: The file holds something else, or cannot be read.
+        StateError: The file does not hold a JSON object, or cannot be read.
     """
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:  # of JSON, or of the encoding
+    except ValueError as error:  # the text is not JSON, or the bytes are not text
         raise damaged(path, str(error)) from error
     except OSError as error:
         remedy = "check that this host can read the file."
@@ -185,5 +206,10 @@ def read_object(path: epath.Path) -> dict[str, Any]:
 
 
 def damaged(path: epath.Path, how: str) -> StateError:
-    """Returns the error for a file that holds something else than it should."""
+    """Returns the error for a file with wrong contents.
+
+    Args:
+        path: The file.
+        how: The fault in the contents.
+    """
     return StateError(f"{path} is damaged: {how}.\n  remedy: restore another step.")

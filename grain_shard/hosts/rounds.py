@@ -1,8 +1,9 @@
-"""Short rounds of questions and answers between hosts, over the runtime's key-value store.
+"""`Rounds`: short exchanges among hosts, over the key-value store of JAX's distributed runtime.
 
-In a round every host puts its answer into the store, the first host makes a verdict of all answers,
-and every host reads the verdict. That is two calls a host and no device collective, so it may run
-in any thread. All hosts read the same verdict, so all raise or none does.
+In a round every host puts an answer into the store. The first host computes a verdict from all
+answers, and every host reads the verdict. That takes two calls per host. No device collective is
+used, so a round may run in any thread. All hosts read the same verdict, so either all hosts raise
+an error or none does.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from grain_shard.errors import AgreementError, HostTimeoutError
 from grain_shard.hosts.compare import Answers, difference, hosts_text
 from grain_shard.hosts.series import Series
 
-# A wait is cut into pieces of this length, in milliseconds, so that closing an iterator ends the
-# wait. With more hosts than that, a piece lasts one millisecond for each host, because the first
-# host answers a call for every piece.
+# Milliseconds. A long wait is divided into calls of this length, so that it ends soon after the
+# iterator is closed. With more than 500 hosts a call lasts one millisecond for each host, because
+# the process of the first host has to serve the calls of all hosts.
 _SLICE_MS = 500
-# How much longer than the first host the others wait, so that they report its verdict.
+# Seconds that the other hosts wait longer than the first host, so that its verdict reaches them.
 _GRACE_S = 5.0
-# All keys of this package.
+# The first part of all keys of this package.
 _FOLDER = "grain_shard"
-# The topic under which each host describes the iterator that it has opened last.
+# The topic under which each host describes the iterator that it opened last.
 _OPENED = "opened"
-# The key of an answer by which a host says that it failed.
+# The key of an answer of a host that failed. Its value is the error.
 _FAILED = "failed"
 
 
 @contextlib.contextmanager
 def _reaching_the_store() -> Iterator[None]:
-    """Turns an error of the runtime into one that names the likely cause and a remedy."""
+    """Turns an error of the runtime into an `AgreementError` with the likely cause and a remedy."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -47,14 +48,14 @@ def _reaching_the_store() -> Iterator[None]:
 
 
 class Store:
-    """JSON values that the hosts share: the runtime's key-value store.
+    """The key-value store of JAX's distributed runtime, with JSON values that all hosts can read.
 
-    Under a topic each host has a value of its own. Each method raises an `AgreementError` where the
-    store is gone.
+    A topic is a key with one value for each host. Each method raises an `AgreementError` if the
+    store cannot be reached.
 
     Attributes:
-        host: This host.
-        folder: All keys begin with it.
+        host: Number of this host.
+        folder: First part of all keys.
     """
 
     def __init__(self):
@@ -64,19 +65,32 @@ class Store:
 
     @_reaching_the_store()
     def put(self, topic: str, value: Any) -> None:
-        """Puts this host's value in place of an earlier one. Waits for no other host."""
+        """Puts this host's value of a topic. It replaces an earlier value. No host is waited for.
+
+        Args:
+            topic: The topic.
+            value: The value, as `json.dumps` takes it.
+        """
         key, text = f"{self.folder}/{topic}/{self.host}", json.dumps(value)
         try:
             self._client.key_value_set(key, text, allow_overwrite=True)
         except jax.errors.JaxRuntimeError as error:
-            # A store drops some of too many calls. A second put of the same value is harmless.
+            # A store with too many calls at once cancels some of them. Putting twice does no harm.
             if "CANCELLED" not in str(error):
                 raise
             self._client.key_value_set(key, text, allow_overwrite=True)
 
     @_reaching_the_store()
     def put_once(self, key: str, value: Any) -> bool:
-        """Puts a value that has no host; False if there is one already."""
+        """Puts a value under a key, unless the key has a value already.
+
+        Args:
+            key: The key, which is the same for all hosts.
+            value: The value, as `json.dumps` takes it.
+
+        Returns:
+            False if the key had a value already.
+        """
         try:
             self._client.key_value_set(f"{self.folder}/{key}", json.dumps(value))
         except jax.errors.JaxRuntimeError as error:
@@ -87,19 +101,27 @@ class Store:
 
     @_reaching_the_store()
     def delete(self, key: str) -> None:
-        """Deletes a value, or all values of a topic."""
+        """Deletes the value of a key. If the key is a topic and "/", deletes all its values."""
         self._client.key_value_delete(f"{self.folder}/{key}")
 
     @_reaching_the_store()
     def get_all(self, topic: str) -> dict[int, Any]:
-        """Returns the values of a topic that are there by now, by host."""
+        """Returns the values of a topic that hosts have put by now, by host."""
         entries = self._client.key_value_dir_get(f"{self.folder}/{topic}/")
         values = {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in entries}
         return dict(sorted(values.items()))
 
     @_reaching_the_store()
     def wait(self, key: str, wait_ms: int) -> Any:
-        """Returns a value; None if it does not come so soon."""
+        """Waits for the value of a key.
+
+        Args:
+            key: The key.
+            wait_ms: The longest wait, in milliseconds.
+
+        Returns:
+            The value; None if the key has no value after this time.
+        """
         try:
             text = self._client.blocking_key_value_get(f"{self.folder}/{key}", wait_ms)
         except jax.errors.JaxRuntimeError as error:
@@ -110,20 +132,21 @@ class Store:
 
 
 class Rounds(Store):
-    """A series of rounds; all its hosts take part in each.
+    """The rounds of one iterator, in which all its hosts take part.
 
-    A round is a topic of the series, under which each host puts its answer.
+    In a round each host puts an answer, the first host computes a verdict from all answers, and
+    every host reads it. A round is a topic of the store.
 
     Args:
-        hosts: The hosts that take part, this one among them. The first one makes the verdicts.
-        timeout_s: How long one host waits for another, in seconds.
-        series: Names the rounds of this iterator.
+        hosts: The hosts that take part, including this one. The first one computes the verdicts.
+        timeout_s: Longest time, in seconds, that one host waits for another.
+        series: Gives the iterator a name that is the same on all hosts.
 
     Attributes:
-        hosts: As given.
-        timeout_s: As given.
-        name: The name of the series, the same on all hosts; "" until it begins.
-        has_failed: Whether this host has said in a round that it failed.
+        hosts: The argument `hosts`, as a list.
+        timeout_s: The argument `timeout_s`.
+        name: The iterator's name, the same on all hosts; "" before `begin`.
+        has_failed: True once this host has said in a round that it failed.
     """
 
     def __init__(self, hosts: Sequence[int], timeout_s: float, series: Series):
@@ -135,13 +158,13 @@ class Rounds(Store):
         self.name, self.has_failed = "", False
 
     def begin(self, kind: str) -> None:
-        """Opens the series, and names it by its number, which is the same on all hosts.
+        """Names the iterator. The rounds can be used after this.
 
-        The training loop's thread calls this, because all hosts open iterators in the program's
-        order.
+        The thread of the training loop calls this. The name has a counter, and in this thread all
+        hosts open their iterators in the same order.
 
         Args:
-            kind: The kind of pipeline, which an error names if hosts wait in different rounds.
+            kind: The kind of pipeline. An error names it if hosts wait in different rounds.
         """
         self.name, number = self._series.open(self.hosts)
         opened = {"kind": kind, "made at": self._series.place, "iterator": number}
@@ -149,12 +172,17 @@ class Rounds(Store):
         self.folder = f"{_FOLDER}/{self.name}"
 
     def missing(self, round_: str) -> list[int]:
-        """Returns the hosts that have not answered yet; the first host where all have."""
+        """Returns the hosts that have not answered a round yet.
+
+        If all have answered, returns the first host, because only its verdict is missing.
+        """
         answers = self.get_all(round_)
         return [host for host in self.hosts if host not in answers] or self.hosts[:1]
 
     def fail(self, round_: str, text: str) -> None:
-        """Puts that this host failed, and does not wait: the first host settles the round by it.
+        """Answers a round with an error of this host, and does not wait for a verdict.
+
+        The verdict of the round is then an error on every host.
 
         Args:
             round_: The round.
@@ -173,23 +201,25 @@ class Rounds(Store):
         absent: Callable[[], Mapping[int, str]] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Any:
-        """Waits for the verdict that the first host makes of all answers.
+        """Waits for the verdict of a round.
 
-        If a host says that it failed, no other one is waited for, and that is the verdict.
+        If a host answers that it failed, the verdict is an error, and no other host is waited for.
 
         Args:
             round_: The round.
-            decide: Makes the verdict (JSON) of all answers, by host. Called on the first host.
-            absent: Returns the hosts that are waited for no longer, with the reason of each; empty
-                as long as all are. By default all that are missing after `timeout_s`.
-            stopped: Whether to give up, without an error.
+            decide: Computes the verdict from the answers, by host. The verdict has to be a value
+                that `json.dumps` takes. Only the first host calls this function.
+            absent: Returns the hosts that this host stops waiting for, each with the reason. The
+                result is empty while this host goes on waiting. If the argument is None, this host
+                stops waiting for all missing hosts after `timeout_s`.
+            stopped: Returns True to end the wait without a verdict.
 
         Returns:
-            The verdict; None if it was given up.
+            The verdict; None if `stopped` ended the wait.
 
         Raises:
             AgreementError: The verdict is ``{"error": message}``, or a host has failed.
-            HostTimeoutError: A host did not answer in time; the message names it.
+            HostTimeoutError: A host did not answer in time. The message names the host.
         """
         until = time.monotonic() + self.timeout_s + (0.0 if self._is_leader else _GRACE_S)
 
@@ -205,7 +235,11 @@ class Rounds(Store):
         return verdict
 
     def _try_verdict(self, round_: str, decide: Callable[[Answers], Any]) -> Any:
-        """Waits briefly for the verdict, which the first host makes; None if there is none yet."""
+        """Waits for the verdict for the length of one call; the first host computes it.
+
+        Returns:
+            The verdict; None if there is no verdict yet.
+        """
         slice_ms = max(_SLICE_MS, len(self.hosts))
         if not self._is_leader:
             return self.wait(_verdict(round_), slice_ms)
@@ -213,7 +247,7 @@ class Rounds(Store):
         missing = [host for host in self.hosts if host not in answers]
         failed = {h: a[_FAILED] for h, a in answers.items() if isinstance(a, dict) and _FAILED in a}
         if missing and not failed:
-            # Wait for one missing answer: once it is there, most others are likely there, too.
+            # This waits for one answer only. By then most of the other answers have come, too.
             self.wait(f"{round_}/{missing[-1]}", slice_ms)
             return None
         lines = [f"  host {host}: {text}" for host, text in failed.items()]
@@ -231,15 +265,19 @@ class Rounds(Store):
         self._raise_for(self.wait(_verdict(round_), wait_ms=1))
 
     def forget(self, round_: str) -> None:
-        """Deletes the verdict of a round that all hosts have read; the first host does it."""
+        """Deletes the verdict of a round, which all hosts must have read. Only the first host does.
+
+        Args:
+            round_: The round.
+        """
         if self._is_leader:
             self.delete(_verdict(round_))
 
     def _settle(self, round_: str, verdict: Any) -> Any:
-        """Posts the verdict, unless another one was posted; returns the one that holds.
+        """Posts a verdict, unless the round has a verdict already; returns the verdict that counts.
 
-        A host that has waited in vain posts a verdict for all hosts. Without it, a first host that
-        comes late would go on alone.
+        Not only the first host posts: a host that stops waiting posts an error as the verdict. So a
+        first host that comes late reads the error, and does not go on alone.
         """
         key = _verdict(round_)
         return verdict if self.put_once(key, verdict) else self.wait(key, _SLICE_MS)
@@ -251,7 +289,17 @@ class Rounds(Store):
             self._raise_silent({int(host): reason for host, reason in verdict["silent"].items()})
 
     def _raise_silent(self, silent: Mapping[int, str]) -> NoReturn:
-        """Raises that hosts did not answer in time, with the reason of each, if there is one."""
+        """Raises the error that hosts did not answer in time.
+
+        The message has the reasons. It also names differences between the iterators that the hosts
+        opened last.
+
+        Args:
+            silent: The reason of each host that did not answer, by host; "" without a reason.
+
+        Raises:
+            HostTimeoutError: Always.
+        """
         of_all = Store().get_all(_OPENED)
         opened = {host: of_all[host] for host in self.hosts if host in of_all}
         fields = ("kind", "made at", "iterator")
@@ -279,16 +327,21 @@ def _verdict(round_: str) -> str:
 
 
 def meet(barrier: str, hosts: Sequence[int], timeout_s: float) -> None:
-    """Waits until all hosts have come to the same barrier, each once in a run.
+    """Waits until all hosts have called this for the same barrier.
+
+    Args:
+        barrier: Name of the barrier, which can be used once in a run.
+        hosts: The hosts.
+        timeout_s: The longest wait, in seconds.
 
     Raises:
-        JaxRuntimeError: One did not come in time; the runtime's message names it.
+        JaxRuntimeError: A host did not come in time. The message of the runtime names the host.
     """
     runtime_client().wait_at_barrier(f"{_FOLDER}/{barrier}", int(timeout_s * 1000), list(hosts))
 
 
 def runtime_client() -> Any:
-    """Returns the client of JAX's distributed runtime, by Orbax's public name for it."""
-    from orbax.checkpoint import multihost  # it is slow to import, and needed on several hosts only
+    """Returns the client of JAX's distributed runtime. Orbax has a public function for it."""
+    from orbax.checkpoint import multihost  # slow to import, and needed only with several hosts
 
     return multihost.get_jax_distributed_client()

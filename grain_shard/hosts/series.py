@@ -1,9 +1,10 @@
-"""The iterators of several hosts that belong together.
+"""`Series`: gives an iterator the same name on all hosts, so that the hosts can find each other.
 
-All hosts run the same program, so iterators belong together that come from the same dataset, as the
-first, second, third one opened of it. A dataset is known by the place in the program where it was
-made, and of several made there, by the order in which they were opened first. So a host that makes
-a dataset more, or opens an iterator more, to look at a batch, disturbs no other dataset.
+All hosts run the same program. So the n-th iterator of a dataset on one host belongs to the n-th
+iterator of the same dataset on another host. A dataset is identified by the line of the program
+that made it. If one line makes several datasets, they are numbered in the order in which they were
+first iterated over. So one host may make one more dataset, for example to look at a batch, and the
+names for other datasets stay the same.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ _OWN = ("grain_shard", "grain")
 
 
 class Series:
-    """Names the iterators of one dataset. It is made in the line that makes the dataset.
+    """Names the iterators of one dataset, the same on all hosts.
+
+    It has to be made by the call that makes the dataset, because it looks at the call stack.
 
     Attributes:
-        place: That line of the user's program: ``train.py:40``.
+        place: The line of the user's program that made the dataset, such as ``train.py:40``.
     """
 
-    # The number of datasets opened so far, by their hosts and the place where they were made.
+    # The number of datasets iterated over so far, by their hosts and the line that made them.
     _datasets: ClassVar[collections.Counter[str]] = collections.Counter()
 
     def __init__(self):
@@ -36,10 +39,10 @@ class Series:
         self._iterators = itertools.count()
 
     def open(self, hosts: Sequence[int]) -> tuple[str, int]:
-        """Returns the name of the next iterator, the same on all hosts, and its number.
+        """Returns the name of the dataset's next iterator, and the iterator's number from 0.
 
         Args:
-            hosts: The hosts that have a part of its batches.
+            hosts: The hosts that hold rows of the iterator's batches.
         """
         key = f"{digest(list(hosts))}/{digest(self.place)}"
         if self._dataset is None:
@@ -50,7 +53,10 @@ class Series:
 
 
 def _caller() -> str:
-    """Returns the innermost place on the stack outside of this package and of Grain."""
+    """Returns the line of the innermost caller that is not in this package or in Grain.
+
+    It looks like ``train.py:40``; "?" if there is none.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:
         frame = frame.f_back

@@ -1,12 +1,12 @@
-"""The host that holds the others up, as all of them learn while they run.
+"""Finds the host that delays the other hosts, while they train.
 
-All hosts wait for each other in the collectives of every step. So the one whose loop waits longest
-for its *data* is the slow one, and the others wait for it in the step. Every host says now and then
-in the distributed runtime's key-value store for how long its loop has waited, the first host
-compares them, and every host reads what came of it.
+All hosts wait for each other in the collectives of every training step. So the slow host is the one
+whose training loop waits longest for its *data*. The other hosts wait for it in the step. Every 15
+seconds each host posts in the key-value store of JAX's distributed runtime for how long its loop
+has waited. The first host compares the waits, and every host reads the result.
 
-That takes two keys a host, which are overwritten, and no host waits for another. The thread that
-listens for failures does it now and then.
+This takes two keys per host, which are overwritten each time. No host waits for another. The thread
+that listens for failures does this (`alarm.py`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from grain_shard.hosts.rounds import Store
 
 # Topics: the waits that each host posts, and the verdicts that the first host of an iterator posts.
 _WAITS, _SLOWEST = "waits", "slowest"
-# A host holds the others up if it waits for data for at least this larger share of the time. A
-# smaller difference may be chance, and a remedy would gain little.
+# A host delays the others if the share of time in which its loop waits for data is larger than
+# theirs by at least this. A smaller difference may be chance, and a remedy would gain little.
 _MUCH = 0.1
 
 
 class Waits(NamedTuple):
-    """The waits of one host's loop of late.
+    """The recent waits of one host's training loop.
 
     Attributes:
         share: Share of the time, 0 to 1, in which the loop waited for this host's data.
-        wait_s: The same wait in seconds a batch.
-        stage: The stage of the host that was busiest; None if that is not seen.
+        wait_s: Seconds per batch in which the loop waited for this host's data.
+        stage: The busiest stage of the host; None if it is not measured.
     """
 
     share: float
@@ -50,12 +50,13 @@ class SlowestHost:
         host 37 holds the others up by 11.0 ms a batch (40 % of the time), mostly in read
 
     Attributes:
-        host: Its process index.
-        stage: The stage that was busiest ("read", "batch", "pad", "place"); None if that is not
-            seen from the host's process, as with worker processes.
-        wait_s: Seconds a batch for which its loop waited for its data.
-        others_wait_s: The same wait of the other hosts, the median.
-        share: Share of the time, 0 to 1, that it waited longer than the others (the median).
+        host: Process index of the host.
+        stage: The busiest stage of the host: "read", "batch", "pad" or "place". None if it is not
+            measured, as in worker processes.
+        wait_s: Seconds per batch in which the host's loop waited for its data.
+        others_wait_s: Median of the same seconds of the other hosts.
+        share: Share of the time, 0 to 1, in which the host's loop waited, minus the median share of
+            the other hosts.
     """
 
     host: int
@@ -66,12 +67,12 @@ class SlowestHost:
 
     @property
     def behind_s(self) -> float:
-        """Seconds per batch that the host waited longer than the others."""
+        """Seconds per batch that the host waited longer than the median of the other hosts."""
         return self.wait_s - self.others_wait_s
 
     @property
     def holds_others_up(self) -> bool:
-        """True if `share` is at least a tenth, so that the others surely wait for this host."""
+        """True if `share` is at least 0.1. The other hosts then certainly wait for this host."""
         return self.share >= _MUCH
 
     def __str__(self) -> str:
@@ -84,7 +85,10 @@ class SlowestHost:
 
 
 def slowest(waits: Mapping[int, Waits]) -> SlowestHost | None:
-    """Returns the host that waits longest for its data, and by how much; None for a single host.
+    """Returns the host whose loop waits longest for its data; None for a single host.
+
+    Args:
+        waits: The waits of each host, by host.
 
     Example:
         >>> found = slowest({0: Waits(0.01, 1e-4, "read"), 1: Waits(0.5, 5e-3, "read")})
@@ -101,31 +105,36 @@ def slowest(waits: Mapping[int, Waits]) -> SlowestHost | None:
 
 
 class SlowestOf:
-    """Learns which of the hosts of an iterator is the slowest.
+    """Keeps and logs the slowest of the hosts that run an iterator.
 
     Args:
-        hosts: These hosts. The first one compares.
-        waits: Returns the waits of the iterator's loop since the last call; its argument is the
-            least number of seconds since then. Another thread calls it, and it must not refer to
+        hosts: All hosts that run the iterator. The first one compares their waits.
+        waits: Returns the waits of the iterator's loop since the last call. Its argument is the
+            least length of this time in seconds. A background thread calls it. It must not refer to
             the iterator.
 
     Attributes:
-        hosts: As given.
-        waits: As given.
-        found: The last verdict of the hosts; None before the first.
+        hosts: The argument `hosts`, as a list.
+        waits: The argument `waits`.
+        found: The slowest host by the last comparison; None before the first comparison.
     """
 
     def __init__(self, hosts: Sequence[int], waits: Callable[[float], Waits]):
         self.hosts: list[int] = list(hosts)
         self.waits: Callable[[float], Waits] = waits
         self.found: SlowestHost | None = None
-        self._told: int | None = None  # which host the log has last named
+        self._told: int | None = None  # the host that the log named last
 
     def hear(self, found: SlowestHost, this_host: int) -> None:
-        """Takes the verdict of the hosts; logs a line if one holds the others up anew.
+        """Keeps the slowest host of a new comparison; logs it if it delays the others.
 
-        The log names a host that was found twice in a row. If each verdict finds another host,
-        nothing is wrong with any of them.
+        A host is logged once, after two comparisons in a row have found it. If each comparison
+        finds another host, none of them has a lasting problem. Only the first host and the slowest
+        host log.
+
+        Args:
+            found: The slowest host.
+            this_host: Number of this host.
         """
         before, self.found = self.found, found
         name, last = _to_be_named(found), _to_be_named(before)
@@ -141,11 +150,13 @@ def _to_be_named(found: SlowestHost | None) -> int | None:
 
 
 def compare_waits(store: Store, iterators: Mapping[str, SlowestOf], least_s: float) -> None:
-    """Puts the waits of this host, compares the waits of all hosts, and reads the verdicts.
+    """Posts the waits of this host, compares the waits of all hosts, and reads the results.
+
+    This host compares only the iterators of which it is the first host.
 
     Args:
-        store: The store.
-        iterators: The iterators of this process, by the names of their series.
+        store: The key-value store.
+        iterators: The `SlowestOf` of each iterator of this process, by the iterator's name.
         least_s: Seconds since the last call.
     """
     store.put(_WAITS, {series: one.waits(least_s) for series, one in iterators.items()})
@@ -155,7 +166,7 @@ def compare_waits(store: Store, iterators: Mapping[str, SlowestOf], least_s: flo
         for series, hosts in own.items():
             of_hosts = {host: of_all.get(host, {}).get(series) for host in hosts}
             waits = {host: Waits(*own) for host, own in of_hosts.items() if own is not None}
-            # The other hosts put theirs with their next turn.
+            # If a host has not posted its waits yet, this iterator is compared the next time.
             if len(waits) == len(hosts) and (found := slowest(waits)) is not None:
                 verdicts[series] = asdict(found)
         store.put(_SLOWEST, verdicts)

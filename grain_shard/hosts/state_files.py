@@ -1,8 +1,9 @@
-"""The files of a state in a checkpoint: one for all hosts, one for each, or one for a few feeds.
+"""Writes and reads the files of a checkpoint that hold the state of an iterator.
 
-The state of a random-access pipeline, which is the same on every host, goes into ``state.json``,
-written by the first host. A host's own state goes into ``state-<host>-of-<hosts>.json``.
-Those of feeds are read by any number of hosts; their files are in `feed_files`.
+The state of a random-access pipeline is the same on every host. The first host writes it into
+``state.json``. The state of a stream differs between hosts. Each host writes its own into
+``state-<host>-of-<hosts>.json``. The states of feeds are in files that any number of hosts can
+read; see `feed_files`.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from grain_shard.hosts.feed_files import (
     write_feeds,
 )
 
-# The key under which a state names the kind of its pipeline, and the kinds.
+# The key of a state for the kind of its pipeline, and the three kinds.
 KIND = "kind"
 RANDOM_ACCESS, STREAM, FEEDS = "random access", "stream", "feeds"
 
-# The key that is added to the state of a Grain iterator: the number of processes that saved one.
+# A key that is added to the state of a Grain iterator: the number of processes that saved states.
 PROCESSES = "processes"
 
 _SHARED = "state.json"
-_OF_GRAIN = re.compile(r"process_0-of-(\d+)\.json")  # Grain's handler writes one for each process
+_OF_GRAIN = re.compile(r"process_0-of-(\d+)\.json")  # Grain writes one such file for each process
 _OWN = "state-{host}-of-{hosts}.json"
 _NO_FEEDS = OwnFeeds()
 
 
 def write_state(directory: Any, state: dict[str, Any], feeds: OwnFeeds = _NO_FEEDS) -> None:
-    """Writes the state of this host's iterator; every host calls it.
+    """Writes the state of this host's iterator into files. Every host has to call this.
 
     Args:
         directory: A folder that exists.
         state: The state that ``get_state`` returned.
-        feeds: The feeds of this host, if the state is of feeds.
+        feeds: The feeds of this host. They are used only if the pipeline is made of feeds.
     """
     directory = epath.Path(directory)
     if state.get(KIND) == FEEDS:
@@ -54,15 +55,19 @@ def write_state(directory: Any, state: dict[str, Any], feeds: OwnFeeds = _NO_FEE
 
 
 def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
-    """Reads the state for this host's iterator, from no more files than it is in.
+    """Reads the state for this host's iterator. Files of other hosts are not read.
 
     Args:
         directory: The folder into which the state was written.
-        feeds: The feeds of this host, if its pipeline is one of feeds.
+        feeds: The feeds of this host. They are used only if the pipeline is made of feeds.
+
+    Returns:
+        The state. It may be the state of a Grain iterator, to which the number of processes is
+        added.
 
     Raises:
-        StateError: There is no state, and the message lists the folder's files; a file is damaged;
-            or files do not fit together.
+        StateError: The folder has no state for this host (the message lists its files); a file is
+            damaged; or files are not from the same step and pipeline.
     """
     directory = epath.Path(directory)
     found = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
@@ -86,7 +91,7 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
 
 
 def is_shared(state: dict[str, Any]) -> bool:
-    """Returns whether the state belongs to the whole program rather than to one host."""
+    """Returns True if the state is the same on all hosts, as in random access."""
     return state.get(KIND) == RANDOM_ACCESS
 
 

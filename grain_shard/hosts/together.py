@@ -1,7 +1,7 @@
-"""`Together`: all that an iterator has to do with the same iterator on other hosts.
+"""`Together`: the connection of an iterator to the same iterator on other hosts.
 
 The hosts compare their pipelines at the first batch. They vote on the end of streams, tell each
-other of failures, and learn which of them is the slowest.
+other of failures, and find out which of them is the slowest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from grain_shard.tasks import Raised
 
 T = TypeVar("T")
 
-# The rounds in which the hosts compare their pipelines, and say whether their sources are steady.
+# The names of two rounds. In the first the hosts compare their pipelines. In the second they say
+# whether their sources give the same records again.
 _START, _STEADY = "start", "steady"
 # The rounds in which the hosts compare the places that they save, by number.
 _SAVE = "save {}"
@@ -31,15 +32,16 @@ _SAVE = "save {}"
 
 @dataclass(frozen=True)
 class AcrossHosts:
-    """The hosts among which an iterator runs.
+    """The hosts that run an iterator together, and the fields that they compare.
 
     Attributes:
         hosts: All hosts in the mesh.
         series: Gives each iterator of the dataset a name that is the same on all hosts.
         timeout_s: Longest time, in seconds, that a host waits for another.
-        fields: The fields that must be the same on all hosts, besides the batches' shapes.
+        fields: The fields that must be the same on all hosts and need no batch.
         shards: The shards of the batch axis that this host holds.
-        remainder: The treatment of a stream that ends before other hosts' streams; see `decide`.
+        remainder: The treatment of a stream that ends before the streams of other hosts: "pad",
+            "drop" or "error".
     """
 
     hosts: Sequence[int]
@@ -53,13 +55,15 @@ class AcrossHosts:
 class Together:
     """The connection of an iterator to the same iterator on other hosts, if there are any.
 
-    The comparison is `Uninterrupted`, so that an interrupt of the loop leaves no round half done.
+    An interrupt of the training loop does not stop a comparison half-way, because another thread
+    does it (`Uninterrupted`).
 
     Args:
-        across: The other hosts; None if the iterator runs on this host alone.
+        across: The hosts of the iterator; None if it runs on this host alone. Then most methods do
+            nothing.
 
     Attributes:
-        slowest: Learns which host is the slowest; None before the start and on a single host.
+        slowest: Keeps the slowest host. None before the start, and on a single host.
     """
 
     def __init__(self, across: AcrossHosts | None):
@@ -75,18 +79,25 @@ class Together:
     def until_agreed_end(
         self, placed: TaskStage[T], read: TaskStage[Any], **how: Any
     ) -> TaskStage[T] | AgreedEnd[T]:
-        """Returns the batches up to the end that all hosts agree on; arguments as `AgreedEnd`."""
+        """Returns the batches up to the end on which all hosts agree.
+
+        Args:
+            placed: This host's batches, on the devices. On a single host they are the result.
+            read: This host's batches in host memory, from which `placed` is made.
+            how: The other arguments of `AgreedEnd`.
+        """
         if self._across is None or self._rounds is None:
             return placed
         return AgreedEnd(placed, read, self._rounds, remainder=self._across.remainder, **how)
 
     def start(self, kind: str, stop: Callable[[], None], waits: Callable[[float], Waits]) -> None:
-        """Begins to listen, before the first batch is made.
+        """Begins to listen for failures of other hosts, before the first batch is made.
 
         Args:
             kind: The kind of pipeline.
-            stop: Ends whatever the training loop may be waiting for in the iterator.
-            waits: As for `SlowestOf`.
+            stop: Ends any wait of the training loop inside the iterator.
+            waits: Returns the waits of the training loop since the last call. Its argument is the
+                least length of this time in seconds.
         """
         if self._rounds is not None and self._alarm is None:
             self._rounds.begin(kind)
@@ -94,7 +105,7 @@ class Together:
             self._alarm = Alarm(self._rounds.name, self._rounds.hosts, stop, self.slowest)
 
     def check(self) -> None:
-        """Raises the failure of another host; called whenever a batch is asked for.
+        """Raises an error if another host has failed. Each ``next`` of the iterator calls this.
 
         Raises:
             AgreementError: Another host has failed.
@@ -108,21 +119,24 @@ class Together:
         digest: str | None = None,
         is_steady: Callable[[], bool] = lambda: True,
     ) -> str:
-        """Compares fields with the other hosts, and contents also with the restored state.
+        """Compares the pipeline with the other hosts, and its records with the restored state.
+
+        Only the first call compares. A later call returns the same result or raises the same error.
 
         Args:
-            fields: Fields that must be the same on all hosts, besides the fields of `AcrossHosts`.
-            digest: The digest of this host's rows of the first batch; None where there is none.
-            is_steady: Returns whether the source gives the same records again.
+            fields: Fields that must be the same on all hosts, besides `AcrossHosts.fields`.
+            digest: The digest of this host's rows of the first batch; None if there is no batch.
+            is_steady: Returns True if the source gives the same records when they are read again.
 
         Returns:
-            The digest of contents on which all agree; "" if there is none, or a source is not
-            steady.
+            The digest of the source's records, on which all hosts agree. "" if there is none, or if
+            a source gives other records at each read.
 
         Raises:
-            AgreementError: A field differs, or a host failed; on every host, with hosts and field.
-            HostTimeoutError: A host did not arrive.
-            StateError: The restored state is of other records.
+            AgreementError: A field differs, or a host has failed. The same error is raised on every
+                host, and names the hosts and the field.
+            HostTimeoutError: A host did not answer in time.
+            StateError: The restored state was saved with other records.
         """
         if self._comparing is None:
             answer = self._answer(fields, digest)
@@ -182,13 +196,20 @@ class Together:
         self.check()
 
     def failed(self, error: BaseException) -> None:
-        """Tells the other hosts of an error of the iterator, unless they know of it already."""
+        """Tells the other hosts of an error of this host's iterator, unless they know of it.
+
+        Args:
+            error: The error.
+
+        Raises:
+            AgreementError: Another host failed before, which stopped this host's iterator.
+        """
         alarm, rounds = self._alarm, self._rounds
         if alarm is None or rounds is None:
             return
         alarm.raise_failure()  # the iterator was stopped because another host failed
         if isinstance(error, AgreementError) or rounds.has_failed:
-            alarm.others_know()  # they know of it, or cannot be told
+            alarm.others_know()  # the other hosts have this error already, or cannot be told
         elif not isinstance(error, KeyboardInterrupt):
             if self._comparing is None:
                 rounds.fail(_START, describe_error(error))
@@ -196,10 +217,15 @@ class Together:
                 alarm.sound(error)
 
     def ended(self, fields: Mapping[str, Any]) -> None:
-        """The loop has had all batches; raises as `check`, if that is why there are no more.
+        """Notes that the training loop has got all batches.
+
+        If there was no batch, this compares the pipelines, which the first batch would have done.
 
         Args:
-            fields: As for `compare`, if there was no batch.
+            fields: Fields that must be the same on all hosts, besides `AcrossHosts.fields`.
+
+        Raises:
+            AgreementError: Another host has failed, which ended the batches; or a field differs.
         """
         self.check()
         if self._alarm is not None:
@@ -207,12 +233,16 @@ class Together:
             self._alarm.is_at_end = True
 
     def meet(self, barrier: str) -> None:
-        """Waits until all hosts have come to a barrier."""
+        """Waits until all hosts have called this for the same barrier.
+
+        Args:
+            barrier: Name of the barrier, which can be used once in a run.
+        """
         if self._across is not None:
             meet(barrier, self._across.hosts, self._across.timeout_s)
 
     def close(self) -> None:
-        """No message of another host concerns the iterator any more. By any thread."""
+        """Ends the connection: failures of other hosts are ignored. Any thread may call this."""
         self._is_closed = True
         if self._alarm is not None:
             self._alarm.close()

@@ -1,1 +1,1 @@
-"""The loop's iterator, and the background stages that work ahead of it."""
+"""The iterator of the training loop, and the background threads that make its batches ahead."""

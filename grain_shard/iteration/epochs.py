@@ -1,4 +1,4 @@
-"""`Epochs`: a run of several epochs, in each of which the order is another one."""
+"""`Epochs`: an iterator over several epochs, each with an order of its own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from grain_shard.trees import Batch
 
 
 class Epochs(ShardedIterator):
-    """Hands out the batches of one epoch after the other; `ShardedDataset.epochs` makes it.
+    """Hands out one epoch after the other; `ShardedDataset.epochs` makes it.
 
-    It is one iterator over all of them, which hands out its batches in groups. So the first batches
-    of an epoch are made while the last of the one before are in use. There is one state, which
-    Orbax takes like the state of any iterator of this package: by
-    `grain_shard.checkpoint.CheckpointSave`, or its v1 API.
+    Each item is an `EpochBatches`, an iterator over the batches of one epoch. The batches of all
+    epochs are made ahead as one sequence. So the first batches of an epoch are made while the
+    training loop uses the last batches of the previous epoch. All epochs have one state together.
+    Orbax saves it by `grain_shard.checkpoint.CheckpointSave`, or by its v1 API.
 
-    Whoever asks for the next epoch gets it from its beginning: the rest of the one before, if the
-    loop has left it early, is skipped and not read any more. After `set_state`, the next epoch is
-    the rest of the one in which the state stands.
+    The next epoch starts at its first batch, even if the loop left the previous epoch early. The
+    remaining batches of the previous epoch are then skipped. After `set_state` the next epoch has
+    the remaining batches of the epoch to which the state belongs.
 
     Example:
         >>> import grain, jax
@@ -39,26 +39,30 @@ class Epochs(ShardedIterator):
 
     Args:
         host: This host's batches, of all epochs.
-        num_epochs: How many epochs there are.
-        how: As for `ShardedIterator`.
+        num_epochs: Number of epochs.
+        how: The other arguments of `ShardedIterator`.
     """
 
     def __init__(self, host: RandomAccess, *, num_epochs: int, **how: Any):
-        # The run and epoch last handed out. Its `EpochBatches` are not kept: in a reference cycle,
-        # only the garbage collector would end the threads of an abandoned run.
+        # The run and the number of the epoch that was handed out last. A reference to its
+        # `EpochBatches` would make a cycle: then only the garbage collector would end the threads
+        # of an abandoned iterator.
         self._last: tuple[Run, int] | None = None
         self._num_epochs, self._has_ended = num_epochs, False
         super().__init__(host, **how)
 
     def __len__(self) -> int:
-        """The number of epochs; each of them has its number of batches."""
+        """Returns the number of epochs. The length of each item is its number of batches."""
         return self._num_epochs
 
     def __repr__(self) -> str:
         return f"<Epochs: {self._num_epochs} of {super().__repr__()}>"
 
     def __iter__(self) -> Epochs:
-        """Goes on with the next epoch; after a loop over all of them, from the first one again."""
+        """Returns this iterator, which goes on with the next epoch.
+
+        After a loop over all epochs, the iterator starts again with the first epoch.
+        """
         position, left = self._after_last()
         if self._has_ended or (not left and position != self.position):
             self.reset()
@@ -71,7 +75,8 @@ class Epochs(ShardedIterator):
         epoch, last = self._batches.pass_of(position)[0], self._last
         if not left:
             try:
-                super().__next__()  # ends, too, and waits for the work under way
+                # No batch is left. This call tells the other hosts, and raises StopIteration.
+                super().__next__()
             except StopIteration:
                 self._last, self._has_ended = (self._at.run, epoch), True
                 raise
@@ -79,7 +84,7 @@ class Epochs(ShardedIterator):
         try:
             self._last = self._at.run, epoch
             return batches
-        except BaseException:  # an interrupt: the epoch was not handed out
+        except BaseException:  # an interrupt before the return: the epoch was not handed out
             self._last = last
             raise
 
@@ -92,33 +97,51 @@ class Epochs(ShardedIterator):
         return cast(RandomAccess, self._host)
 
     def _after_last(self) -> tuple[Position, int]:
-        """Returns the position at which the next epoch begins, and the number of its batches."""
+        """Returns the position before the next epoch's first batch, and its number of batches."""
         host, position = self._batches, self.position
         if self._last == (self._at.run, host.pass_of(position)[0]):
             position = host.next_pass(position)
         return position, host.pass_of(position)[1]
 
     def rewind(self, epoch: int) -> EpochBatches:
-        """Goes to the first batch of an epoch, and hands it out once more."""
+        """Goes to the first batch of an epoch, and returns the epoch's batches once more.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
         self.go_to(self._batches.start_of_pass(epoch))
         return next(self)
 
     def is_past(self, epoch: int) -> bool:
-        """Returns whether another epoch was asked for since, and no other place was gone to."""
+        """Returns True if another epoch was handed out after a given epoch.
+
+        The result is False if `set_state`, `seek` or `reset` was called after that.
+
+        Args:
+            epoch: Number of an epoch that was handed out.
+        """
         return self._last is not None and self._last[0] is self._at.run and self._last[1] != epoch
 
     def left(self, run: Run, stop: int) -> int:
-        """Returns the number of batches of a run before a step; 0 if the run is over."""
+        """Returns the number of batches from the current position to a step of a run.
+
+        The result is 0 if the iterator has opened another run since.
+
+        Args:
+            run: The run.
+            stop: The step after the last batch that counts.
+        """
         return max(0, stop - self.position.step) if run is self._at.run else 0
 
     next_batch = ShardedIterator.__next__
 
 
 class EpochBatches(Iterator[Batch]):
-    """The batches of one epoch, from where it was begun.
+    """An iterator over the batches of one epoch.
 
     Attributes:
-        epoch: Which epoch, from 0 on; the right one after a restore, too, which `enumerate` is not.
+        epoch: Number of the epoch, from 0. After a restore it is still the epoch's number, while
+            `enumerate` would count from 0 again.
     """
 
     def __init__(self, epochs: Epochs, run: Run, epoch: int, num_batches: int):
@@ -128,7 +151,7 @@ class EpochBatches(Iterator[Batch]):
         self._stop, self._is_new = epochs.position.step + num_batches, True
 
     def __len__(self) -> int:
-        """The number of batches that it hands out, including those before now."""
+        """Returns the number of batches that this iterator hands out from its first to its last."""
         return self._num_batches
 
     def __repr__(self) -> str:
@@ -136,13 +159,16 @@ class EpochBatches(Iterator[Batch]):
         return f"<EpochBatches: epoch {self.epoch}, {left} of {self._num_batches} batches left>"
 
     def __iter__(self) -> EpochBatches:
-        """Goes back to the epoch if the next one was asked for before a batch of this one."""
+        """Returns this iterator.
+
+        If another epoch was handed out before the first batch of this one, goes back to this epoch.
+        """
         if self._is_new and self._epochs.is_past(self.epoch):
             self.reset()
         return self
 
     def reset(self) -> None:
-        """Goes back to the first batch of this epoch; the next epoch is then the one after it."""
+        """Goes back to the first batch of this epoch. The loop over epochs goes on after it."""
         self.__dict__.update(vars(self._epochs.rewind(self.epoch)))
 
     def __next__(self) -> Batch:

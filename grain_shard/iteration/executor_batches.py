@@ -1,7 +1,7 @@
 """Batches made by a `concurrent.futures.Executor`: in other processes, or on other machines.
 
-A task is the number of a batch and the pickled pipeline, which holds no mesh and no device. A
-worker keeps the pipelines that it has unpickled, with their open files, for its next tasks.
+Each task carries the number of a batch and the pickled pipeline. The pipeline holds no mesh and no
+device. A worker keeps the pipelines that it has unpickled, with their open files, for later tasks.
 """
 
 from __future__ import annotations
@@ -26,27 +26,32 @@ from grain_shard.tasks import Producer, Raised
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import pickled, sendable
 
-# The pause before a lost task is submitted again, in seconds: another worker may have to start.
+# Seconds before a lost task is submitted again, because another worker may have to start first.
 _PAUSE_S = 1.0
-# A pipeline of some kB is sent along with each task; one that is larger than this holds its data.
+# A pickled pipeline above this size gives a warning. Its source most likely holds the data, and
+# each task carries the pipeline. Pipelines that read files have some kB.
 _LARGE_BYTES = 2**20
-# Pipelines that a worker keeps.
+# Most unpickled pipelines that a worker keeps.
 _KEPT = 8
 
-# A batch, the counts of failed reads, and the seconds that it took the worker of this name.
+# The result of a task: a batch, the counts of failed reads, the seconds of work, and the name of
+# the worker. If the batch cannot be made, it is the error.
 Made = tuple[Batch, FaultCounts, float, str] | BaseException
 
 
 class ExecutorBatches(Producer[int]):
-    """A producer of batch numbers, and the function that has an executor make each batch.
+    """Batches that an executor makes.
+
+    As a producer it hands out the batches' numbers. Its method `made` returns the batch of a
+    number.
 
     Args:
-        executor: Runs the tasks. It is left as it is: the user shuts it down.
+        executor: Runs the tasks. The user shuts it down.
         batching: This host's batches.
         indices: The numbers of the batches.
         rules: The rules for failed reads. A task whose worker was lost is submitted again as often
             as a failed read is tried again.
-        faults: Receives the counts of the workers.
+        faults: Adds up the failed reads that the workers count.
     """
 
     def __init__(
@@ -79,11 +84,17 @@ class ExecutorBatches(Producer[int]):
         self._changed.ring()
 
     def made(self, index: int) -> Batch:
-        """Returns a batch in arrays without other references; several threads may call it.
+        """Has the executor make a batch, and waits for it. Several threads may call this at once.
+
+        Args:
+            index: The number of the batch.
+
+        Returns:
+            The batch. No other object refers to its arrays.
 
         Raises:
-            GrainShardError: The executor takes no task, or has lost this one too often.
-            BaseException: The error of the batch, as the worker raised it.
+            GrainShardError: The executor refuses the task, or has lost it in every try.
+            BaseException: The error that the pipeline raised in the worker.
         """
         tries = 0
         while True:
@@ -92,7 +103,7 @@ class ExecutorBatches(Producer[int]):
                 with span(READ, part=TASK):
                     found = self._result(future)
                 break
-            except Exception as error:  # of the executor: a task returns its own
+            except Exception as error:  # an error of the executor: a task returns its own errors
                 if self._is_stopped or tries == self._tries:
                     raise GrainShardError(
                         f"the executor {self._name} did not make batch {index} (tries: {tries}):"
@@ -137,7 +148,12 @@ class ExecutorBatches(Producer[int]):
 
 
 def make_batch(pipeline: bytes, index: int) -> Made:
-    """Makes one batch, in a worker; returns it with facts about its making, or its error."""
+    """Makes one batch in a worker of the executor.
+
+    Args:
+        pipeline: The pickled pair of the batches and the rules for failed reads.
+        index: The number of the batch.
+    """
     start, process = time.perf_counter(), f"process {os.getpid()} of {socket.gethostname()}"
     try:
         batching, rules = _unpickled(pipeline)
@@ -150,12 +166,18 @@ def make_batch(pipeline: bytes, index: int) -> Made:
 
 
 def counted_batch(batching: Batching, rules: FaultRules, index: int) -> tuple[Batch, FaultCounts]:
-    """Reads a batch in a worker; returns it with the counts of reads that failed."""
+    """Reads a batch in a worker; returns it with the counts of failed reads.
+
+    Args:
+        batching: The batches.
+        rules: The rules for failed reads.
+        index: The number of the batch.
+    """
     faults = Faults(rules, is_worker=True)
     try:
         return batching.read_batch(index, faults), faults.counts()
     except StopIteration as error:
-        Raised.of(error).throw()  # StopIteration would end the data of the worker
+        Raised.of(error).throw()  # a RuntimeError, because StopIteration would end the worker
 
 
 @functools.lru_cache(_KEPT)

@@ -1,9 +1,10 @@
-"""The states of Grain's own iterators over random access, from which a run can go on.
+"""Restores the states that Grain's own iterators over random access have saved.
 
-Grain 0.2.18 counts the elements that ``.to_iter_dataset()`` has given, and with ``.mp_prefetch``
-the elements of each worker: batches if ``.batch`` stands before it, records if ``.batch`` follows.
-The state does not tell which. `grain.experimental.ElasticIterator` counts records. A state holds no
-batch size, and none of the records' order.
+A state of Grain 0.2.18 counts the elements that ``.to_iter_dataset()`` has given; with
+``.mp_prefetch`` it counts the elements of each worker. The elements are batches if ``.batch``
+stands before ``.to_iter_dataset()``, and records if ``.batch`` follows it. The state does not say
+which. A state of `grain.experimental.ElasticIterator` counts records. No state holds the batch
+size or the order of the records.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ _ELEMENTS, _RECORDS, _WORKERS = "next_index", "global_next_index", "iterators_in
 
 
 class GrainState(NamedTuple):
-    """The elements, or records, that an iterator of Grain has given in a process.
+    """The count in the state of a Grain iterator.
 
     Attributes:
-        key: The key of the state that counts them.
-        given: Their number.
-        processes: The processes that have saved such states.
+        key: The key of the count in the state: "next_index" counts the elements of one process,
+            "global_next_index" counts records.
+        given: Number of elements or records that the iterator has given.
+        processes: Number of processes that saved a state.
     """
 
     key: str
@@ -37,7 +39,13 @@ class GrainState(NamedTuple):
 
     @classmethod
     def of(cls, state: Any) -> GrainState | None:
-        """Reads a state; returns None unless a Grain iterator over random access has saved it.
+        """Reads the count in a state.
+
+        Args:
+            state: The state, of any origin.
+
+        Returns:
+            The count; None if no Grain iterator over random access saved the state.
 
         Example:
             >>> workers = [{"next_index": 2}, {"next_index": 1}]
@@ -55,14 +63,16 @@ class GrainState(NamedTuple):
         return None
 
     def position(self, position_at: Callable[..., T]) -> T:
-        """Returns the position at which the run goes on, and logs what is assumed for that.
+        """Returns the position after the counted records.
+
+        A warning is logged: the count is taken for records of this pipeline in the same order.
 
         Args:
-            position_at: As in `HostBatches`.
+            position_at: `HostBatches.position_at` of the pipeline.
 
         Raises:
-            StateError: The state counts elements, which may be batches or records, or the pipeline
-                has no such position. The message has the `seek` that goes on.
+            StateError: The state counts elements, which may be batches or records; the message has
+                the `seek` for each case. Or the pipeline has fewer records.
         """
         count, processes = self.given, self.processes
         if self.key == _ELEMENTS and processes == 1:

@@ -1,10 +1,12 @@
-"""This host's batches as an iterator needs them, with the position after each.
+"""`HostBatches`: this host's batches, each with the position after it, for any kind of pipeline.
 
-There are three kinds of pipelines. `RandomAccess` reads batch k of a `MapDataset`: its position is
-k and the record with which that batch begins, in whatever thread or process the batch is read.
-`Stream` takes the next batch of an `IterDataset`: its position is the state of Grain's iterator
-after that batch. `HostFeeds`, in a room of its own, takes batches of feeds, each of which has a
-state.
+There are three kinds of pipelines, each a subclass.
+
+- `RandomAccess` reads batch k of a `MapDataset`. Its position is k, and the record with which
+  batch k begins.
+- `Stream` takes the next batch of an `IterDataset`. Its position is the state of Grain's iterator.
+- `HostFeeds` (in `feeding/`) makes batches of the feeds of this host. Its position has the state
+  of each feed.
 """
 
 from __future__ import annotations
@@ -26,20 +28,23 @@ from grain_shard.tasks import Producer, naming_closed
 from grain_shard.trees import Batch
 
 Position = Any
-# The name of the threads that make batches.
+# The prefix of the names of the threads that make batches.
 THREAD = "grain-shard-host"
 
 
 class Opened(NamedTuple):
-    """A position, and this host's batches from there, each with the position after it.
+    """This host's batches from one position on, made in the background.
+
+    The functions hold no reference to `batches`. So an object that keeps a function does not keep
+    the threads alive.
 
     Attributes:
-        position: The position at which the batches begin.
-        batches: (batch, position after it), made in the background.
-        first_digest: Returns the digest of the first whole batch once it was read, if every host
-            reads the same whole batches; "" otherwise. It does not refer to the batches.
-        reads: Returns the threads that read side by side. It does not refer to the reads.
-        faults: Returns the counts of reads that failed. It does not refer to the reads either.
+        position: The position before the first batch.
+        batches: The pairs (host batch, position after it).
+        first_digest: Returns the digest of the first whole batch, once it was read, if every host
+            reads the same whole batches; "" otherwise.
+        reads: Returns the number of threads that read side by side, and its reason.
+        faults: Returns the counts of failed reads.
     """
 
     position: Position
@@ -50,7 +55,10 @@ class Opened(NamedTuple):
 
 
 class _WithPositions(Producer[tuple[Batch, Position]]):
-    """The batches of an iterator, each with the position after it; with the first, contents."""
+    """Pairs each batch of an iterator with the position after it.
+
+    With the first batch it reads the contents of the source, too.
+    """
 
     def __init__(self, iterator: BatchIterator, kind: str, contents: Contents):
         self._iterator, self._kind, self._contents = iterator, kind, contents
@@ -76,15 +84,15 @@ def opened_in_order(
     first_digest: Callable[[], str] = str,
     contents: Contents = Contents(),  # noqa: B008 (it has nothing to read)
 ) -> Opened:
-    """Opens batches that come in order only, from where their iterator stands.
+    """Returns the remaining batches of an iterator, made in one background thread.
 
     Args:
-        iterator: The iterator, which is closed with the batches.
+        iterator: The iterator of host batches. It is closed with the background thread.
         kind: The kind of the pipeline.
-        buffer_size: Batches that may wait or be in the making.
-        faults: As in `Opened`.
-        first_digest: As in `Opened`.
-        contents: The contents to read beside the first batch.
+        buffer_size: Most batches that wait or are unfinished.
+        faults: Returns the counts of failed reads.
+        first_digest: Returns the digest of the first whole batch, or ""; see `Opened`.
+        contents: The contents that are read with the first batch, to compare them with other hosts.
     """
     position, source = iterator.position(), _WithPositions(iterator, kind, contents)
     batches = Background(lambda item: item, source, buffer_size=buffer_size, name=THREAD)
@@ -92,20 +100,21 @@ def opened_in_order(
 
 
 class HostBatches(ABC):
-    """A sequence of this host's batches that can be opened at any position.
+    """This host's batches of a pipeline, which can be opened at any position.
 
     Attributes:
-        kind: The kind of the pipeline, in states and to other hosts.
-        ends_by_vote: Whether the hosts have to agree batch by batch on where it ends, because it
-            has no length.
-        rows: The rows on each of several hosts: some rows of batches that are the same everywhere
-            ("global"), rows of its own ("local"), or the rows of its feeds ("feeds").
+        kind: The kind of the pipeline. It stands in states, and hosts compare it.
+        ends_by_vote: True if the pipeline has no length, so that the hosts have to vote on its end.
+        rows: The rows that the pipeline yields on each of several hosts: "global" for the same
+            whole batches, of which the host keeps its rows; "local" for rows of its own; "feeds"
+            for the rows of its feeds.
         compared: The fields that must be the same on all hosts.
-        contents: The contents of its source.
-        padding: The content of rows of padding in its batches.
-        own_feeds: The feeds of this host; none unless the pipeline is one of feeds.
+        contents: The contents of the source.
+        padding: The content of rows of padding.
+        own_feeds: The feeds of this host; empty unless the pipeline is made of feeds.
         reads_other_rows: True if this host reads whole batches to keep some of their rows.
-        host_batch_sizes: If full batches are of several sizes, all of them, in rows of this host.
+        host_batch_sizes: Rows of this host in a full batch, for each size of full batches. Empty
+            if all full batches have the same size.
     """
 
     kind: str
@@ -119,48 +128,56 @@ class HostBatches(ABC):
     host_batch_sizes: tuple[int, ...] = ()
 
     def num_batches(self) -> int | None:
-        """Returns the length of one pass; None if it is unknown before the end."""
+        """Returns the number of batches of one pass; None if it is unknown before the end."""
         return None
 
     @abstractmethod
     def open(self, position: Position | None) -> Opened:
-        """Starts at a position, or at the beginning.
+        """Returns the batches from a position on. Their threads start with the first ``next``.
 
         Args:
-            position: Where to start; None for the beginning.
+            position: The position before the first batch; None for the beginning.
 
         Raises:
-            StateError: The pipeline cannot start there.
+            StateError: The pipeline cannot start at this position.
         """
 
     @abstractmethod
     def first(self) -> Batch:
-        """Reads a batch like the first one, for its shapes, in the calling thread.
+        """Returns a host batch with the shapes and dtypes of this pipeline.
+
+        The calling thread reads records for it.
 
         Raises:
-            ShardingError: There is none.
+            ShardingError: The pipeline has no batch.
         """
 
     def require_new_pass(self) -> None:  # noqa: B027
-        """Refuses a pass from the beginning if the only possible pass has begun.
+        """Raises an error if the source allows only one pass, and that pass has begun.
 
         Raises:
-            ShardingError: The source is used up.
+            ShardingError: The source does not allow another pass.
         """
 
     def next_batch(self, position: Position) -> Mapping[str, Any]:
-        """Returns the number of the next batch, as far as batches are counted on every host."""
+        """Returns the number of the next batch, as fields that hosts compare.
+
+        The result is empty for a stream, whose batches are not counted.
+
+        Args:
+            position: The position before the next batch.
+        """
         return {}
 
     def position_at(self, *, step: int | None, record: int | None) -> Position:
-        """Returns the position before a step, or before a record.
+        """Returns the position before a step, or before a record. One of the two is given.
 
         Args:
-            step: Batches that come before it, in a run from the beginning.
-            record: Records that come before it. One of both is given.
+            step: Number of batches before the position, from the beginning of the pipeline.
+            record: Number of records before the position, including earlier epochs.
 
         Raises:
-            ShardingError: There is none, or it cannot be found.
+            ShardingError: There is no such step or record, or the pipeline is a stream or feeds.
         """
         raise ShardingError(
             "seek needs random access, and this pipeline is a stream, which can only be read from"
@@ -170,10 +187,15 @@ class HostBatches(ABC):
         )
 
     def repeated(self, times: int) -> Any:
-        """Returns several passes in one, each with an order and augmentations of its own.
+        """Returns the batches of several passes in one sequence.
+
+        Each pass has another order and other augmentations.
+
+        Args:
+            times: Number of passes.
 
         Raises:
-            ShardingError: Where an epoch ends cannot be known.
+            ShardingError: The end of a pass is unknown before it is reached.
         """
         raise ShardingError(
             "ds.epochs(n) needs random access, and this pipeline is a stream, whose length is"
@@ -183,17 +205,26 @@ class HostBatches(ABC):
         )
 
     def past_end(self, position: Position, batches: int) -> Position:
-        """Returns the position after some batches of padding, for which this host had no rows."""
+        """Returns the position after batches of padding, which follow the end of this host's rows.
+
+        Args:
+            position: The position after the last batch with rows of this host.
+            batches: Number of batches of padding after it.
+        """
         return position
 
     @abstractmethod
     def to_state(self, position: Position) -> dict[str, Any]:
-        """Returns the position as plain JSON, if the user's iterators have such states."""
+        """Returns the position as plain JSON.
+
+        Raises:
+            StateError: The pipeline has an iterator of the user without a state.
+        """
 
     @abstractmethod
     def from_state(self, state: dict[str, Any]) -> Position:
-        """Returns the position that a state was made from.
+        """Returns the position of a state that `to_state` made.
 
         Raises:
-            StateError: The state belongs to something else.
+            StateError: The state was saved by another pipeline.
         """

@@ -1,16 +1,20 @@
-"""`ShardedIterator`: hands out global batches, and keeps the promises about its life and state.
+"""`ShardedIterator`: the iterator over global batches that a training loop uses.
 
-The words, as they are used everywhere in this package:
+Words that the whole package uses:
 
 - **host**: one JAX process.
 - **global batch**: the rows of one training step, of all hosts together.
 - **host batch**: the rows of a global batch that one host holds.
 - **row**: one element of a batch along its leading axis: a record, or padding.
-- **shard**: an equal part of the rows, which one device holds. A host holds its devices' shards.
-- **position**: where an iterator stands, in whatever form is quick to copy.
-- **state**: a position as plain JSON, as the user saves it.
-- **round**: every host posts an answer, and all read one verdict on them.
-- **vote**: the answers of a round that is held to find out where streams end.
+- **shard**: an equal part of the rows of a global batch. A device holds one shard, and a host
+  holds the shards of its devices.
+- **position**: the point between two batches at which an iterator stands, in a form that is quick
+  to copy. The form depends on the kind of pipeline.
+- **state**: a position as plain JSON, which the user saves.
+- **round**: an exchange among hosts. Every host posts an answer, and then all hosts read the same
+  verdict.
+- **vote**: a round in which the hosts agree on the number of batches that all of them hand out
+  next. Votes find the end of streams.
 """
 
 from __future__ import annotations
@@ -41,30 +45,34 @@ from grain_shard.stats.meter import Meter
 from grain_shard.tasks import log_unclosed
 from grain_shard.trees import Batch
 
-_SAVES = itertools.count()  # the same number on every host, because all hosts save together
+# Numbers the saves. A save has the same number on every host, because all hosts save together.
+_SAVES = itertools.count()
 
 
 class Run:
-    """The batches from one position on.
+    """The background work that makes the batches after one position of an iterator.
+
+    An iterator that goes to another position closes its run and opens another run there.
 
     Args:
         kind: The kind of the pipeline.
-        batches: The batches on this host.
-        placed: The batches on the devices.
-        stage: The same, up to the end that all hosts agree on.
-        together: Their like on other hosts.
-        meter: Counts them.
-        first_digest: As in `Opened`.
+        batches: This host's batches, in host memory.
+        placed: The global batches on the devices, made of `batches`.
+        stage: The batches of `placed` up to the end that all hosts agree on.
+        together: The connection to the same iterator on other hosts.
+        meter: Measures for how long the training loop waits.
+        first_digest: Returns the digest of the first whole batch, or ""; see `Opened`.
 
     Attributes:
-        first_digest: As given.
-        batches: As given.
-        placed: As given.
-        stage: As given.
-        together: As given.
-        has_compared: True once the pipeline was compared with other hosts' and with a state's.
-        start: Starts working ahead, once.
-        close: Ends that and waits for it, once.
+        first_digest: The argument `first_digest`.
+        batches: The argument `batches`.
+        placed: The argument `placed`.
+        stage: The argument `stage`.
+        together: The argument `together`.
+        has_compared: True once the hosts have compared their pipelines, and the contents of the
+            source were compared with the restored state.
+        start: Starts the background threads; a second call does nothing.
+        close: Stops the background threads and waits for them; a second call does nothing.
     """
 
     def __init__(
@@ -95,23 +103,29 @@ class Run:
         self.close: Uninterrupted = Uninterrupted(close)
 
     def let_go(self) -> None:
-        """Ends it without waiting: the garbage collector runs anywhere."""
+        """Stops the background threads without waiting for them.
+
+        The garbage collector may call this at any point of any thread, which must not wait.
+        """
         self.stage.stop()
         self.placed.log_close_error()
         self.together.close()
 
     def __del__(self) -> None:
-        self.let_go()  # once more: an interrupt may have cut the iterator's own __del__
+        self.let_go()  # again, because an interrupt may have cut short the iterator's __del__
 
 
-class Place(NamedTuple):
-    """The place of an iterator: one value, so that an interrupt finds it before a step or after.
+class Cursor(NamedTuple):
+    """The run of an iterator and its position in the run, as one value.
+
+    One assignment replaces the whole value. So an interrupt never leaves half of a change.
 
     Attributes:
-        run: The batches that it hands out.
+        run: The run whose batches the iterator hands out.
         position: The position after the last batch that was handed out.
-        taken: The number of batches of the run that were handed out.
-        pending: The next batch, if it was taken from the background already.
+        taken: Number of batches of the run that were handed out.
+        pending: The next batch, if the background threads have passed it on, and ``next`` has not
+            returned it yet; None otherwise.
     """
 
     run: Run
@@ -121,18 +135,22 @@ class Place(NamedTuple):
 
 
 class ShardedIterator(grain.DatasetIterator[Batch]):
-    """Hands out global batches. A context manager; its state belongs to the last batch handed out.
+    """Hands out the global batches of a pipeline.
 
-    After the end ``next`` keeps raising StopIteration; after an error, that error.
+    The state of the iterator belongs to the batch that was handed out last. After the end ``next``
+    keeps raising StopIteration. After an error ``next`` keeps raising that error. The iterator is a
+    context manager, which closes it.
 
     Args:
-        host: Where this host's batches come from.
-        placer: Puts them on the devices.
-        device_buffer_size: Batches that may wait on the devices or be on their way there.
-        reshard: Applied to each batch as it is handed out, by the thread that asks for it, since it
-            contains collectives.
-        across: With several hosts in the mesh, how to run in step with them.
-        passes: The passes of the dataset's iterators; None for this iterator's alone.
+        host: The source of this host's batches.
+        placer: Puts the host's batches on the devices.
+        device_buffer_size: Most batches that wait on the devices or are on their way there.
+        reshard: Moves each batch to its final shardings when the batch is handed out. The thread
+            that calls ``next`` runs it, because it contains collectives. None leaves batches as
+            they are.
+        across: The hosts among which the iterator runs; None if the mesh has only one host.
+        passes: The passes that all iterators of the dataset have made. None counts only the passes
+            of this iterator.
         dataset: The dataset, if `shard_to` made it.
 
     Example:
@@ -165,23 +183,24 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._across, self._passes = across, passes or Passes()
         self._meter = Meter(mask_key=host.padding.mask_key)
         with counted_by(self._meter):
-            self._enter_context = jax_context()  # of the thread that made the iterator
+            self._enter_context = jax_context()  # the context of the thread that runs __init__
             self._at = self._open(None)
         self._beginning = self._at.position
 
     def __repr__(self) -> str:
-        axes = describe_mesh(self._placer.mesh_axes)  # none, if it places on one device
+        axes = describe_mesh(self._placer.mesh_axes)  # "" without a mesh, on a single device
         mesh = f", mesh ({axes})" if axes else ""
         begun = "under way" if self._at.run.start.is_begun else "not begun"
         phase = "closed" if self._is_closed else begun
         return f"<ShardedIterator of {self._host.kind}{mesh}, {phase}>"
 
-    def _open(self, position: Position | None) -> Place:
+    def _open(self, position: Position | None) -> Cursor:
         host, meter = self._host, self._meter
         opened = host.open(position)
         batches, self._saved_digest = opened.batches, ""
         together = Together(self._across)
-        # The threads must refer to this and not to self, which could never be collected then.
+        # The threads refer to `place` and not to self: a thread that refers to self would keep the
+        # iterator from being collected.
         place = Placing(self._placer, meter, opened.position, keeps_last=host.ends_by_vote)
         placed = Background(
             place, batches, buffer_size=self._device_buffer_size, name="grain-shard-device"
@@ -196,7 +215,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             )
         meter.opens(opened.reads, opened.faults)
         run = Run(host.kind, batches, placed, stage, together, meter, opened.first_digest)
-        return Place(run, opened.position)
+        return Cursor(run, opened.position)
 
     def __next__(self) -> Batch:
         self._require_open()
@@ -207,7 +226,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         at = self._at
         at.run.together.check()
         if at.pending is None:
-            at = self._at = Place(at.run, at.position, at.taken, self._next_placed(at))
+            at = self._at = Cursor(at.run, at.position, at.taken, self._next_placed(at))
         if self._reshard is not None:
             self._reshard.forget()
         batch, position, size = cast(Placed, at.pending)
@@ -215,14 +234,19 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._meter.handed_out(size)
         self._passes.gives(is_first=is_first)
         try:
-            self._at = Place(at.run, position, at.taken + 1)
+            self._at = Cursor(at.run, position, at.taken + 1)
             return batch
-        except BaseException:  # an interrupt: the batch was not handed out
+        except BaseException:  # an interrupt before the return: the batch was not handed out
             self._at = at
             raise
 
-    def _compare(self, at: Place) -> None:
-        """Compares the pipeline with other hosts', and its contents with the restored state's."""
+    def _compare(self, at: Cursor) -> None:
+        """Compares the pipeline with the pipelines of other hosts and with the restored state.
+
+        Raises:
+            AgreementError: A field differs between hosts, or another host has failed.
+            StateError: The source has other contents than the restored state.
+        """
         contents, run = self._host.contents, at.run
         run.batches.wait_for(lambda: contents.is_read)
         by_record = {
@@ -242,8 +266,13 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         contents.digest, self._saved_digest = agreed, ""
         run.has_compared = True
 
-    def _next_placed(self, at: Place) -> Placed:
-        """Waits for the next batch, and tells other hosts if there is none."""
+    def _next_placed(self, at: Cursor) -> Placed:
+        """Waits for the next batch; tells the other hosts if an error or the end comes instead.
+
+        Raises:
+            StopIteration: The batches end, on every host.
+            BaseException: The error of the pipeline, or of another host.
+        """
         together = at.run.together
         with self._meter:
             try:
@@ -251,15 +280,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             except StopIteration:
                 placed = None
             except ShardingError as error:
-                # The stages before placement know no mesh, and may run where there is none.
+                # The stages before placement do not know the mesh, so it is added here.
                 together.failed(error)
                 raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
                 together.failed(error)
                 raise
             if placed is None:
-                # Outside the except block, so that another host's failure, if it is the cause, is
-                # not chained to an exception of this host.
+                # `ended` may raise the failure of another host. Outside the except block Python
+                # does not chain that failure to this host's StopIteration.
                 together.ended(self._host.next_batch(at.position))
                 self._passes.ends()
                 if self._reshard is not None:
@@ -272,27 +301,30 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         )
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last batch that ``next`` returned, as plain JSON."""
+        """Returns the position after the last batch that ``next`` returned, as plain JSON."""
         digest = self._host.contents.digest or self._saved_digest
         return with_digest(self._host.to_state(self._at.position), digest)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved position, in an iterator that is new or in use.
+        """Goes to the position of a saved state, in an iterator that is new or in use.
 
-        The contents of the source are compared with the state's beside the next batch, which
-        raises a `StateError` if they differ.
+        The contents of the source are compared with the state when the next batch is read. If they
+        differ, that ``next`` raises a `StateError`.
+
+        Args:
+            state: The value that ``get_state`` returned.
 
         Raises:
-            StateError: The state was saved by another pipeline; the message names what changed.
+            StateError: The state was saved by another pipeline. The message names the difference.
         """
         self._require_open()
-        self.get_state()  # raises if the iterator has no state, and so cannot take one
+        self.get_state()  # raises if the iterator has no state: then it cannot restore one either
         state, digest = without_digest(state)
         self.go_to(self._host.from_state(state))
         self._saved_digest = digest
 
     def write_state(self, directory: Any) -> None:
-        """Writes the state into files of a folder; every host calls it.
+        """Writes the state into files of a folder. Every host has to call this.
 
         Raises:
             AgreementError: The hosts are not at the same batch.
@@ -300,7 +332,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._state_writer()(directory)
 
     def _state_writer(self) -> Callable[[Any], None]:
-        """Returns a function that writes the present state into a folder, also later."""
+        """Returns a function that writes the present state into a folder, now or later."""
         state, feeds, at = self.get_state(), self._host.own_feeds, self._at
         place = self._host.next_batch(at.position)
 
@@ -311,20 +343,20 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return write
 
     def read_state(self, directory: Any) -> None:
-        """Goes on from the state that the hosts have written into a folder.
+        """Goes to the position of the state that the hosts wrote into a folder.
 
         Raises:
-            StateError: There is none for this host, a file is damaged or of another step, or the
-                state was saved by another pipeline.
+            StateError: The folder has no state for this host; a file is damaged; files are of
+                different steps; or the state was saved by another pipeline.
         """
         self.set_state(read_state(directory, self._host.own_feeds))
 
     def seek(self, step: int | None = None, *, record: int | None = None) -> None:
         """Goes to a step, or to a record, of a random-access pipeline.
 
-        A far place takes no longer than a near one, because no record before it is read. In a new
-        iterator nothing at all is read before the first ``next``. An iterator in use first waits
-        for the reads that are under way, 5 seconds at most.
+        A far step takes no longer than a near one, because no record before it is read. A new
+        iterator reads nothing before the first ``next``. An iterator in use first waits for its
+        unfinished reads, 5 seconds at most.
 
         Example:
             >>> import jax
@@ -339,14 +371,15 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             [ 5  6  7  8  9 10 11 12]
 
         Args:
-            step: Number of batches before the next one, in a run of this pipeline from its
-                beginning. A state that was restored before plays no part.
-            record: Number of records before the next batch, earlier epochs included. The step
-                becomes the number of the batch that holds the next record in a run without `seek`.
+            step: Number of batches before the next batch, counted from the beginning of the
+                pipeline. A state that was restored earlier does not change the count.
+            record: Number of records before the next batch, including the records of earlier
+                epochs. The next batch begins with this record. Its step is the step of the batch
+                that has this record in a run without `seek`.
 
         Raises:
             ShardingError: There is no such step or record; both of them or neither is given; or the
-                pipeline is a stream, which cannot find a place without reading up to it.
+                pipeline is a stream, which finds a step only by reading all batches before it.
         """
         self._require_open()
         if (step is None) == (record is None):
@@ -358,19 +391,23 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     @property
     def position(self) -> Position:
-        """The position after the last batch that ``next`` returned, in a form quick to copy."""
+        """The position after the last batch that ``next`` returned, in a form that copies fast."""
         return self._at.position
 
     def go_to(self, position: Position | None) -> None:
-        """Goes on from a position of an iterator over the same dataset; None for its beginning."""
+        """Goes to a position.
+
+        Args:
+            position: The position of an iterator over the same dataset; None for the beginning.
+        """
         self._require_open()
-        self._beginning = None  # whoever goes there again means it
+        self._beginning = None  # a pass that begins after this call is deliberate: no warning
         self._open_anew(position)
 
     def reset(self) -> None:
         """Goes back to the first batch, as evaluation loops do before each evaluation.
 
-        Each evaluation then has the same batches. On several hosts all of them call it.
+        Each evaluation then has the same batches. With several hosts, every host has to call this.
 
         Raises:
             ShardingError: The pipeline is a stream that allows only one pass.
@@ -383,28 +420,40 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def _open_anew(self, position: Position | None) -> None:
         run = self._at.run
         try:
-            run.close()  # first: the next run may draw from the same source
-        finally:  # the new run begins even if closing the old one raised
+            run.close()  # before the next run opens, which may read from the same source
+        finally:  # the next run opens even if closing the old run raised an error
             if run.close.is_over:
                 with self._enter_context():
                     self._at = self._open(position)
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Orbax's v1 API: writes the state while the loop goes on."""
+        """Writes the state in the background, for Orbax's v1 API.
+
+        Args:
+            directory: Orbax's folder, which Orbax may still be creating.
+
+        Returns:
+            An awaitable that ends when the files are written.
+        """
         write_files, state, number = self._state_writer(), self.get_state(), next(_SAVES)
 
         async def write() -> None:
             folder = await directory.await_creation()
             await asyncio.to_thread(write_files, folder)
             if not is_shared(state):
-                # The folder gets its final name when the first host is done; by then all must be.
+                # Orbax renames the folder when the first host is done. So each host waits until
+                # all hosts have written.
                 await asyncio.to_thread(self._at.run.together.meet, f"save-{number}")
 
         return write()
 
     async def load(self, directory: Any) -> Awaitable[None]:
-        """Orbax's v1 API: restores what `save` wrote."""
-        # Not inside `done`, because Orbax reports its errors as errors of another handler.
+        """Restores a state that `save` wrote, for Orbax's v1 API.
+
+        Returns:
+            An awaitable that does nothing: the state is restored when this returns.
+        """
+        # Not inside `done`: Orbax reports an error of `done` as an error of another handler.
         self.read_state(directory)
 
         async def done() -> None:
@@ -413,25 +462,30 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return done()
 
     def stats(self) -> Stats:
-        """Returns the figures of its work so far, and of the training loop's waiting; any time."""
+        """Returns figures of the iterator so far: its work, and how long the loop waited for it."""
         meter, one = self._meter, self._at.run.together.slowest
         slowest = None if one is None else one.found
         return Stats(meter.total(), meter.recent(), meter.faults(), slowest)
 
     def start_prefetch(self) -> None:
-        """Starts working ahead before the first ``next``."""
+        """Starts to make batches in the background, before the first ``next``.
+
+        A second call does nothing.
+        """
         self._require_open()
-        if self._at.run.close.is_begun:  # an interrupt, or a refused state, has closed the run
+        if self._at.run.close.is_begun:  # `_open_anew` was interrupted, or its position was refused
             self._open_anew(self._at.position)
         self._at.run.start()
 
     def close(self) -> None:
         """Stops the background threads and waits for them; a second call does nothing.
 
+        This waits at most 5 seconds for a thread that is inside the user's code.
+
         Raises:
-            BaseException: The pipeline raised it in closing something of the user's, which a note
-                names. Everything else is closed by then. Where nobody calls this, or a thread is
-                inside the user's code for more than 5 seconds, such an error is logged instead.
+            BaseException: An object of the user, such as a source, raised it while it was closed.
+                A note of the error names the object. Everything else is closed by then. The error
+                is logged instead if `close` is never called or has stopped waiting.
         """
         self._is_closed = True
         self._at.run.close()
@@ -441,7 +495,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             raise ValueError("this is a closed iterator: call iter(ds) for a new one.")
 
     def __reduce__(self) -> NoReturn:
-        """Refused, for `copy`, too: two iterators cannot share threads."""
+        """Refuses to pickle or copy the iterator, because two iterators cannot share threads."""
         raise TypeError(
             "an iterator whose batches are on devices cannot be copied or sent to another process."
             " Call iter(ds) for a second iterator, and pass its set_state() the get_state() of the"
@@ -457,7 +511,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         except Exception as error:
             if exc is None:
                 raise
-            log_unclosed(error)  # the error that ended the loop is the one to see
+            log_unclosed(error)  # only logged, because the user has to see the loop's own error
 
     def __del__(self) -> None:
         if (at := getattr(self, "_at", None)) is not None:

@@ -1,4 +1,4 @@
-"""`Placing`: puts this host's batches on the devices, ahead of the training loop."""
+"""`Placing`: the function that a background thread calls to put each batch on the devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from grain_shard.trees import Batch
 
 
 class Placed(NamedTuple):
-    """A batch on the devices, the position after it, and the size of this host's part of it."""
+    """A global batch on the devices.
+
+    Attributes:
+        batch: The global batch.
+        position: The position after the batch.
+        size: The "records" and "bytes" of this host's rows of the batch.
+    """
 
     batch: Batch
     position: Position
@@ -20,28 +26,40 @@ class Placed(NamedTuple):
 
 
 class Placer(Protocol):
-    """Puts a host's batch on the devices; `Assembler` is one."""
+    """A function that puts a host batch on the devices; `Assembler` is one.
+
+    Attributes:
+        mesh_axes: Names and sizes of the mesh axes; empty without a mesh.
+        digest: The digest of this host's rows of the first batch; "" if hosts do not compare it.
+    """
 
     mesh_axes: tuple[tuple[str, int], ...]
     digest: str
 
     def __call__(self, batch: Batch) -> Batch:
-        """Returns the batch on the devices."""
+        """Puts this host's rows on its devices, and returns the global batch.
+
+        Args:
+            batch: The host batch, as a tree of NumPy arrays.
+        """
         ...
 
     def describe(self) -> dict[str, str]:
-        """The leaves of the first batch, to be compared with other hosts'."""
+        """Returns the shape, dtype and spec of each leaf of the first batch as text, by path.
+
+        Hosts compare these texts.
+        """
         ...
 
 
 class Placing:
-    """Puts this host's batches on the devices.
+    """A function that puts each of this host's batches on the devices, one after the other.
 
     Args:
         placer: Puts one batch on the devices.
         meter: Counts the batches.
         position: The position before the first batch.
-        keeps_last: Whether the last batch is kept on the host, because padding copies its shapes.
+        keeps_last: True keeps the last host batch in memory, because `padding` copies its shapes.
     """
 
     def __init__(self, placer: Placer, meter: Meter, position: Position, *, keeps_last: bool):
@@ -56,11 +74,11 @@ class Placing:
         return self._placed(batch, self._position)
 
     def padding(self, host: HostBatches, before: int) -> Placed:
-        """Makes a batch of padding after the last batch, with the shapes of this host's batches.
+        """Makes a batch that is all padding, for a host whose stream ended before other streams.
 
         Args:
-            host: This host's batches.
-            before: Number of batches of padding before it.
+            host: This host's batches. The padding has their shapes and dtypes.
+            before: Number of batches of padding before this one.
         """
         like = host.first() if self._last is None else self._last
         return self._placed(host.padding.like(like), host.past_end(self._position, before + 1))

@@ -32,8 +32,8 @@ from grain_shard.stats.counts import ReadThreads
 from grain_shard.trees import Batch
 from grain_shard.worker_processes import WorkerProcesses
 
-# A run of more batches has no end. ``.repeat()`` has `sys.maxsize` records, and its ``.batch(B)``
-# one B-th as many batches.
+# A dataset with more batches than this counts as endless. ``.repeat()`` without a number has
+# `sys.maxsize` records, so ``.repeat().batch(B)`` has `sys.maxsize / B` batches.
 _ENDLESS = sys.maxsize >> 24
 
 
@@ -41,13 +41,13 @@ class RandomAccess(HostBatches):
     """The batches of a `MapDataset`.
 
     Args:
-        batching: This host's batches, in arrays that nothing else refers to.
-        contents: The contents of their source.
-        settings: The settings with which the pipeline is run.
+        batching: This host's batches. No other object refers to their arrays.
+        contents: The contents of the source of the records.
+        settings: The options of `shard_to`.
     """
 
     kind = RANDOM_ACCESS
-    _STEP, _EPOCH, _RECORD = "step", "epoch", "record"  # the state's keys, as in `Progress`
+    _STEP, _EPOCH, _RECORD = "step", "epoch", "record"  # the keys of a state, as in `Progress`
 
     def __init__(self, batching: Batching, contents: Contents, settings: Settings):
         self._batching, self._settings, self._passes = batching, settings, 1
@@ -80,23 +80,33 @@ class RandomAccess(HostBatches):
         return self._batching.num_epochs // self._passes
 
     def pass_of(self, position: Progress) -> tuple[int, int]:
-        """Returns the pass of `repeated` that has the next batch, and that pass's batches left."""
+        """Returns the pass that has the next batch, and the number of batches left in that pass.
+
+        Passes count from 0. After the last batch, the result is (number of passes, 0).
+
+        Args:
+            position: The position before the next batch.
+        """
         epochs = self._epochs_of_a_pass
         cuts, number = self._batching.cuts.beginning_at(position), position.epoch // epochs
         while number < self._passes:
             left = cuts.steps_before((number + 1) * epochs) - position.step
             if left:
                 return number, left
-            number += 1  # the remaining records of this pass are dropped
+            number += 1  # this pass has no batch left: `drop_remainder` drops its last records
         return number, 0
 
     def next_pass(self, position: Progress) -> Progress:
-        """Returns the position at which the pass after the current one begins."""
+        """Returns the position before the first batch of the next pass.
+
+        Args:
+            position: A position in the current pass.
+        """
         number, left = self.pass_of(position)
         return Progress(position.step + left, (number + 1) * self._epochs_of_a_pass, 0)
 
     def start_of_pass(self, number: int) -> Progress:
-        """Returns the position before the first batch of a pass."""
+        """Returns the position before the first batch of a pass. Passes count from 0."""
         cuts = self._batching.cuts
         return cuts.progress(cuts.steps_before(number * self._epochs_of_a_pass))
 
@@ -160,7 +170,7 @@ class RandomAccess(HostBatches):
                 faults.add(counts)
                 return owned(batch), position_after(next(numbers))
 
-            # One batch waits here, copied out of shared memory.
+            # One batch is copied out of the workers' shared memory ahead of the loop.
             batches = Background(taken, workers, buffer_size=1, name=THREAD)
             return Opened(start, batches, faults=faults.counts)
         most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
@@ -176,7 +186,7 @@ class RandomAccess(HostBatches):
         )
         batches = TaskStage(reads, buffer_size=buffer_size, pace=pace, name=THREAD)
 
-        def threads() -> ReadThreads:  # holds no reference to the reads
+        def threads() -> ReadThreads:  # must not refer to `reads`; see `Opened`
             return ReadThreads(pace.threads, pace.count.why)
 
         return Opened(start, batches, reads=threads, faults=faults.counts)
@@ -195,10 +205,12 @@ class RandomAccess(HostBatches):
         return {KIND: self.kind, **self._counted(position), **fingerprint}
 
     def _require_counted_alike(self, state: Mapping[str, Any]) -> None:
-        """Refuses the state of a pipeline with another unit: records in one, batches in the other.
+        """Raises an error if the state and this pipeline count in different units.
+
+        A position counts either records or whole batches.
 
         Raises:
-            StateError: The state counts in the other unit.
+            StateError: One of the two counts records and the other counts batches.
         """
         if (self._RECORD in state) == self._batching.counts_records:
             return
@@ -212,7 +224,7 @@ class RandomAccess(HostBatches):
         )
 
     def _counted(self, progress: Progress) -> dict[str, int]:
-        """Returns a position as the fields of a state."""
+        """Returns the fields of a state for a position: step, epoch and record, or step alone."""
         step, epoch, record = progress
         if not self._batching.counts_records:
             return {self._STEP: step}
@@ -240,7 +252,7 @@ class RandomAccess(HostBatches):
         return progress
 
     def _progress_in(self, state: Any) -> Progress | None:
-        """Returns the position of a state; None if it is not in this dataset."""
+        """Returns the position of a state; None if this dataset has no such position."""
         if not isinstance(state, Mapping):
             return None
         cuts, epochs = self._batching.cuts, self._batching.num_epochs
@@ -251,15 +263,19 @@ class RandomAccess(HostBatches):
             return cuts.progress(step) if step <= self._batching.num_batches() else None
         within = epoch < epochs and record <= cuts.records
         if not (within or (epoch, record) == (epochs, 0)) or step > epoch * cuts.records + record:
-            return None  # each batch has a record at least
+            return None  # impossible, because each batch has at least one record
         return Progress(step, epoch, record)
 
 
 def _whole_number(name: str, value: Any) -> int | None:
     """Converts an integer of NumPy or JAX, such as a training state's step, to an int.
 
+    Args:
+        name: The name of the value in an error.
+        value: The value. None stays None.
+
     Raises:
-        ShardingError: The value is no integer.
+        ShardingError: The value is not an integer.
     """
     if value is None:
         return None
@@ -274,5 +290,6 @@ def _whole_number(name: str, value: Any) -> int | None:
 def _batches_of_worker(
     batching: Batching, rules: FaultRules, start: int, worker: int, num_workers: int
 ) -> Iterator[tuple[Batch, FaultCounts]]:
+    """Makes every `num_workers`-th batch from `start + worker` on, in a worker process."""
     indices = range(start + worker, batching.num_batches(), num_workers)
     return map(functools.partial(counted_batch, batching, rules), indices)

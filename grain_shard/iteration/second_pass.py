@@ -1,34 +1,37 @@
-"""Warnings, once for each dataset, of passes that are most likely a mistake."""
+"""Warnings about passes over a dataset that are most likely a mistake.
+
+A dataset gives each of the two warnings once.
+"""
 
 from __future__ import annotations
 
 import warnings
 
-# This many iterators in a row may be mere looks at the data.
+# After this many iterators in a row that gave only one batch, the next iterator warns.
 _LOOKS = 2
 
 
 class Passes:
-    """The passes that the iterators of a dataset make.
+    """Notes the passes that the iterators of a dataset make, and warns of likely mistakes.
 
     Args:
-        same_order: Whether the dataset is known to be shuffled with the same order in each pass.
+        same_order: True if the dataset is known to be shuffled with the same order in each pass.
     """
 
     def __init__(self, same_order: bool = False):
         self._told_of_order, self._told_of_looks = not same_order, False
         self._one_has_ended = False
-        self._looks = 0  # iterators in a row that have given one batch
+        self._looks = 0  # iterators in a row that have given only one batch
 
     def begins(self) -> None:
-        """Warns, if need be, when a pass starts at the first batch."""
+        """Notes that a pass starts at the first batch; warns if that is likely a mistake."""
         if self._one_has_ended and not self._told_of_order:
             self._told_of_order = True
             warnings.warn(
                 "this second pass over a shuffled dataset repeats the order and the augmentations"
                 " of the first pass. For a new order in each epoch, write `for batches in"
                 " ds.epochs(n): for batch in batches:`, or .batch(B).repeat(n) before .shard_to.",
-                stacklevel=4,  # Grain wraps what calls this
+                stacklevel=4,  # the user's line; Grain wraps `__next__` in one more function
             )
         if self._looks >= _LOOKS and not self._told_of_looks:
             self._told_of_looks = True
@@ -40,9 +43,13 @@ class Passes:
             )
 
     def gives(self, *, is_first: bool) -> None:
-        """Notes that an iterator gives the first batch, or another one."""
+        """Notes that an iterator hands out a batch.
+
+        Args:
+            is_first: True for the first batch of a pass.
+        """
         self._looks = self._looks + 1 if is_first else 0
 
     def ends(self) -> None:
-        """Notes the end of a pass; one that was left early may have been a look at the data."""
+        """Notes that a pass has reached its end, and so was more than a look at the data."""
         self._one_has_ended, self._looks = True, 0

@@ -1,4 +1,4 @@
-"""`Settings`: all that a pipeline is told about its end, from `shard_to` down to the threads."""
+"""`Settings`: the options of `shard_to`, as one value."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings with which a pipeline is run. They travel as one value.
+    """The options with which `shard_to` ends a pipeline.
 
-    A new option is a field here and an argument of `shard_to`.
+    A new option is a field of this class and an argument of `shard_to`.
 
     Attributes:
         shardings: Shardings of every leaf of the batch.
-        cpu_buffer_size: Most batches on the host, including unfinished ones.
+        cpu_buffer_size: Most batches in host memory, including unfinished ones.
         device_buffer_size: Most batches that wait on the devices or are on their way there.
-        num_threads: Threads that read side by side (`MapDataset`, `FeedBatches`); None adapts the
-            number.
-        num_workers: Grain worker processes that make the batches (`MapDataset`) or run this host's
-            feeds (`FeedBatches`), if not 0.
-        executor: Makes the batches instead of this process (`MapDataset` only), at most
-            `cpu_buffer_size` of them at a time; None for none.
-        final_shardings: If not None, the shardings to which the devices move each batch as it is
-            handed out; batches are then read in `shardings`.
-        rows: The rows that a stream yields on several hosts: "global" batches, the same on each, or
-            the "local" rows of each. None: as `from_iterable` was told, or else "global".
-        remainder: "pad" continues with padding if a stream ends before the streams of other hosts,
-            or a feed before other feeds; any other value ends them all.
-        timeout_s: The longest time that one host waits for another, in seconds.
+        num_threads: Number of threads that read side by side, for a `MapDataset` or `FeedBatches`.
+            None adapts the number while the pipeline runs.
+        num_workers: Number of Grain worker processes, which make the batches of a `MapDataset` or
+            run this host's feeds of `FeedBatches`. 0 uses threads of this process.
+        executor: Makes the batches of a `MapDataset` in other processes, at most `cpu_buffer_size`
+            batches at a time. None makes them in this process.
+        final_shardings: Shardings to which the devices move each batch when it is handed out. The
+            hosts then read the rows that `shardings` gives them. None moves nothing.
+        rows: The rows that a stream yields on each of several hosts: "global" for the same whole
+            batches on every host, "local" for rows of its own. None takes the argument of
+            `from_iterable`, or "global" without one.
+        remainder: The treatment of a stream that ends before the streams of other hosts, or of a
+            feed that ends before other feeds. "pad" continues it with rows of padding. Any other
+            value ends all of them.
+        timeout_s: Longest time that one host waits for another, in seconds.
         fault_rules: The rules for failed reads.
     """
 

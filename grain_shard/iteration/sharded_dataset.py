@@ -26,19 +26,20 @@ from grain_shard.trees import Batch
 
 
 class ShardedDataset(grain.IterDataset):
-    """Global batches on the devices.
+    """A dataset of global batches on the devices, which `shard_to` returns.
 
     Attributes:
-        host: As given.
-        settings: As given.
-        layout: The rows that this host reads.
+        host: The argument `host`.
+        settings: The argument `settings`.
+        layout: The rows of a global batch that this host reads.
 
     Args:
         parent: This host's batches, as a Grain dataset.
-        host: The same, as an iterator asks for them.
-        settings: The settings with which the pipeline is run.
-        records_per_batch: See the method.
-        same_order: Whether it is known to be shuffled, and to have the same order in each pass.
+        host: The same batches, each with the position after it, for an iterator.
+        settings: The options of `shard_to`.
+        records_per_batch: Returns the number of records in a full global batch; None if it is not
+            known.
+        same_order: True if the dataset is known to be shuffled with the same order in each pass.
 
     Example:
         >>> import grain_shard, jax
@@ -71,19 +72,19 @@ class ShardedDataset(grain.IterDataset):
 
     @property
     def row_dims(self) -> int:
-        """The number of dims of a leaf that count rows. With microbatches it is two, else one."""
+        """Number of leading dims of a leaf that count rows: two with microbatches, else one."""
         return 1 if self.shardings.microbatches is None else 2
 
     @property
     def contents(self) -> Contents:
-        """The contents of the source, which hosts and restored states compare."""
+        """Digests of two records of the source, to compare with other hosts and restored states."""
         return self.host.contents
 
     def __len__(self) -> int:
-        """The number of batches.
+        """Returns the number of batches.
 
         Raises:
-            TypeError: Only the end of the stream tells it.
+            TypeError: The pipeline is a stream or feeds, whose number of batches is not known.
         """
         batches = self.num_batches()
         if batches is None:
@@ -91,28 +92,29 @@ class ShardedDataset(grain.IterDataset):
         return batches
 
     def num_batches(self) -> int | None:
-        """The number of batches; None if only the end of the stream tells it."""
+        """Returns the number of batches; None for a stream or feeds, where it is not known."""
         return self.host.num_batches()
 
     def records_per_batch(self) -> int | None:
-        """The rows of a full batch without padding; if sizes change, of the first full batch.
+        """Returns the number of records in a full global batch, without padding.
 
-        If nothing else tells the number, a batch of a `MapDataset` is read for it.
+        If batch sizes change, this is the size of the first full batch. If a `MapDataset` does not
+        say the size, one batch is read to find it.
 
         Returns:
-            The number for all hosts together; None for a stream if only its batches tell the
-            number.
+            The number of all hosts together; None for a stream whose batch size is unknown before
+            a batch is read.
         """
         return self._records_per_batch()
 
     def __bool__(self) -> bool:
-        return True  # not by len(), which a stream does not have
+        return True  # without this, bool(ds) would call len(), which raises for a stream
 
     def __iter__(self) -> ShardedIterator:
         return ShardedIterator(self.host, passes=self._passes, **self._how(self.host))
 
     def epochs(self, n: int) -> Epochs:
-        """The batches of several epochs, each in another order and with other augmentations.
+        """Returns the batches of several epochs, each in another order with other augmentations.
 
         The batches are the same as with ``.batch(B).repeat(n)``, grouped by epoch::
 
@@ -122,20 +124,20 @@ class ShardedDataset(grain.IterDataset):
                         ...
 
         Args:
-            n: How many epochs. One is what ``iter(ds)`` goes over.
+            n: Number of epochs. ``iter(ds)`` goes over one epoch.
 
         Raises:
-            ShardingError: `n` is no positive integer, or the pipeline is a stream or feeds, whose
-                end is unknown before it is reached.
+            ShardingError: `n` is not a positive integer, or the pipeline is a stream or feeds: the
+                end of an epoch is unknown before it is reached.
         """
         require_int("n", n, 1)
         host = self.host.repeated(n)
         return Epochs(host, num_epochs=n, **self._how(host))
 
     def _how(self, host: HostBatches) -> dict[str, Any]:
-        """Returns the arguments of an iterator over some batches of this host."""
+        """Returns the arguments of `ShardedIterator` for batches of this host."""
         final = self.settings.final_shardings
-        if final:  # the move to `final` is a collective
+        if final:  # the move is a collective: its order must be the same on all hosts
             require_order(final.devices())
         return {
             "placer": self._assembler(),
@@ -146,19 +148,19 @@ class ShardedDataset(grain.IterDataset):
         }
 
     def abstract_batch(self) -> Batch:
-        """Describes every batch, without one: `jax.ShapeDtypeStruct`s with their shardings.
+        """Returns the shapes, dtypes and shardings of a global batch, without placing a batch.
 
-        The calling thread reads this host's rows of the first batch. No other host is asked. The
-        result serves to compile a step ahead of time: ``jax.jit(step).lower(state,
-        ds.abstract_batch())``.
-
-        With a `BatchSchedule` the result describes a batch of the first size.
+        A training step can be compiled ahead of time with the result:
+        ``jax.jit(step).lower(state, ds.abstract_batch())``. The calling thread reads this host's
+        rows of the first batch. No other host is asked. With a `BatchSchedule` the result describes
+        a batch of the first size.
 
         Returns:
-            The tree of a batch; text has only this host's rows.
+            The tree of a batch with `jax.ShapeDtypeStruct`s as leaves. A leaf of strings stays as
+            it is, with only this host's rows.
 
         Raises:
-            ShardingError: The batch does not fit its shardings, or the stream has none.
+            ShardingError: The batch does not fit its shardings, or the stream has no batch.
         """
         return self._assembler().abstract(self.host.first(), self.shardings)
 
@@ -171,19 +173,19 @@ class ShardedDataset(grain.IterDataset):
     __str__ = __repr__
 
     def batch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses to batch the global batches."""
+        """Raises a `ShardingError`: batches on the devices cannot be batched again."""
         self._refuse_regrouping(".batch", "call .batch(B) with a larger B")
 
     def filter(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses to leave out some of the global batches, which hosts could not agree on."""
+        """Raises a `ShardingError`: hosts could not agree on the batches that a filter drops."""
         self._refuse_regrouping(".filter", "filter the records in grain_shard.feeds")
 
     def mp_prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses Grain's workers, which must run before the batches are put on devices."""
+        """Raises a `ShardingError`: Grain's worker processes must not hold batches on devices."""
         self._refuse_workers()
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
-        """Refuses a slice, which Grain takes to divide a dataset among its workers."""
+        """Raises a `ShardingError`: Grain slices a dataset to divide it among worker processes."""
         self._refuse_workers()
 
     def __reduce__(self) -> NoReturn:
@@ -222,8 +224,8 @@ class ShardedDataset(grain.IterDataset):
         if self.layout.num_hosts == 1:
             return None
         settings = self.settings
-        # All that hosts compare before the first batch is handed out, but for what only the batch
-        # tells: its leaves, and the rows that this host read. The iterator adds those.
+        # The hosts compare these fields before the first batch is handed out. The iterator adds
+        # the fields that need a batch: its leaves, and a digest of the rows that this host read.
         fields = {
             **host.compared,
             "rows": host.rows,
@@ -243,6 +245,10 @@ class ShardedDataset(grain.IterDataset):
 
 
 def sharded(ds: Any) -> ShardedDataset | None:
-    """Returns the dataset, or an iterator's dataset, if `shard_to` made it."""
+    """Returns a dataset, or the dataset of an iterator, if `shard_to` made it; None otherwise.
+
+    Args:
+        ds: A dataset, an iterator, or any other object.
+    """
     ds = ds.dataset if isinstance(ds, ShardedIterator) else ds
     return ds if isinstance(ds, ShardedDataset) else None

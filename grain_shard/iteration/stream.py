@@ -19,18 +19,19 @@ from grain_shard.trees import Batch
 
 
 class Stream(HostBatches):
-    """The batches of a stream; a position is the pickled state of its iterator.
+    """The batches of a stream. A position is the pickled state of the stream's iterator.
 
     Args:
-        ds: This host's batches, in arrays that nothing else refers to.
-        buffer_size: Batches that may wait on the host or be in the making.
-        rows: The rows of the stream on each of several hosts, "global" or "local".
-        fault_rules: Decide on reads that fail, in the random-access parts that Grain reads.
+        ds: This host's batches. No other object refers to their arrays.
+        buffer_size: Most batches that wait on the host or are unfinished.
+        rows: The rows that the stream yields on each of several hosts: "global" for the same whole
+            batches on every host, "local" for rows of its own.
+        fault_rules: The rules for failed reads. They apply to a `MapDataset` inside the stream.
     """
 
     kind = STREAM
     ends_by_vote = True
-    _PARENT = "parent"  # the state's key for the state of the iterator
+    _PARENT = "parent"  # the key under which a state holds the state of the iterator
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Stream(HostBatches):
         self._fault_rules, self.padding = fault_rules, ds.facts.padding
 
     def open(self, position: bytes | None) -> Opened:
-        mark_flags_as_parsed()  # Grain needs it for an .mp_prefetch in the stream
+        mark_flags_as_parsed()  # an .mp_prefetch in the stream reads absl flags
         faults = Faults(self._fault_rules)
         iterator = self._ds.iterate(faults)
         seen = iterator.seen

@@ -37,7 +37,7 @@ _PLACE = re.compile(r" @ [^)]*| at 0x[0-9a-f]+")
 
 
 def records_fingerprint(
-    records: grain.MapDataset, above: Sequence[grain.MapDataset], drop_remainder: bool
+    records: grain.MapDataset, after: Sequence[grain.MapDataset], drop_remainder: bool
 ) -> Fingerprint:
     """Returns the fingerprint of records that are batched.
 
@@ -45,7 +45,7 @@ def records_fingerprint(
 
     Args:
         records: The dataset that is batched.
-        above: The nodes that follow the batching, from the last one back.
+        after: The nodes that follow the batching, from the last one back.
         drop_remainder: True if records that do not fill a batch are left out.
 
     Returns:
@@ -53,8 +53,8 @@ def records_fingerprint(
         transformations, and the number of records. A mixture has its weights in place of the number
         of records.
     """
-    mixture = _mixture_in_order(records, above)
-    described = [(_text(node), nodes.parameters(node)) for node in above]
+    mixture = _mixture_in_order(records, after)
+    described = [(_text(node), nodes.parameters(node)) for node in after]
     described.append((f"batch(drop_remainder={drop_remainder})", ()))
     for node in nodes.walk(records):
         text = "mix" if node is mixture else _text(node)
@@ -64,21 +64,21 @@ def records_fingerprint(
     return {
         **size,
         "source": pipeline_digests(records)["source"],
-        "seeds": digest([nodes.seeds(node) for node in (*above, *nodes.walk(records))]),
+        "seeds": digest([nodes.seeds(node) for node in (*after, *nodes.walk(records))]),
         "transforms": digest(described),
     }
 
 
 def _mixture_in_order(
-    records: grain.MapDataset, above: Sequence[grain.MapDataset]
+    records: grain.MapDataset, after: Sequence[grain.MapDataset]
 ) -> MixedByRecord | None:
     """Returns the mixture whose record i is record i of the batched dataset; None if there is none.
 
     Args:
         records: The dataset that is batched.
-        above: The nodes that follow the batching.
+        after: The nodes that follow the batching.
     """
-    if any(map(nodes.chooses_batches, above)):
+    if any(map(nodes.chooses_batches, after)):
         return None  # the records of a batch do not follow from its number after a slice or shuffle
     while nodes.keeps_indices(records):
         (records,) = records.parents

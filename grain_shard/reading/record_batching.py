@@ -89,9 +89,9 @@ class RecordBatching(Batching):
         return Cuts(self.cuts.records * size, {0: size})
 
     def fingerprint(self) -> Fingerprint:
-        above = () if self.node is None else self.node.above
+        after = () if self.node is None else self.node.after
         drop_remainder = self.node is not None and self.node.drop_remainder
-        found = records_fingerprint(self.template.records, above, drop_remainder)
+        found = records_fingerprint(self.template.records, after, drop_remainder)
         found |= super().fingerprint()
         if self.sliced is None:
             return found

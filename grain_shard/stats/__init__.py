@@ -1,1 +1,1 @@
-"""One account of an iterator: counts while it runs, and the figures that follow from them."""
+"""The statistics of an iterator: counts while it runs, and figures computed from the counts."""

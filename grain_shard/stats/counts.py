@@ -1,4 +1,4 @@
-"""The size of a batch and the busiest stage, for live statistics and for recorded profiles."""
+"""Computes the size of a batch, and finds the busiest stage, for statistics and for profiles."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import numpy as np
 
 from grain_shard.spans import BATCH, PAD, PLACE, READ
 
-MAKING = READ, BATCH, PAD  # one after the other, by the threads that make a host's batches
-BUSY = 0.5  # share of the time; a stage that is at work for less mostly waits for something itself
+# The stages of the threads that make host batches. A thread runs them one after the other.
+MAKING = READ, BATCH, PAD
+# A stage that works for a smaller share of the time than this is not busy, because it mostly waits.
+BUSY = 0.5
 
 
 class ReadThreads(NamedTuple):
     """The threads that read a source side by side.
 
     Attributes:
-        number: None if it is not found while the pipeline runs, as in streams, feeds and worker
-            processes.
+        number: Number of threads that read now. None in streams, feeds and worker processes, where
+            the number is not measured.
         why: The reason for this number, in words.
     """
 
@@ -32,7 +34,7 @@ class ReadThreads(NamedTuple):
 
 
 def size_of(batch: Any, row_dims: int = 1) -> dict[str, int]:
-    """Returns the rows of a batch, as "records", and its "bytes".
+    """Returns the number of rows of a batch, as "records", and its number of "bytes".
 
     Args:
         batch: A tree of arrays.
@@ -46,20 +48,24 @@ def size_of(batch: Any, row_dims: int = 1) -> dict[str, int]:
 
 
 def mask_of(batch: Any, mask_key: str | None) -> Any:
-    """Returns the mask of a batch; None if it has none."""
+    """Returns the mask of a batch; None if the batch has no mask."""
     return batch.get(mask_key) if isinstance(batch, Mapping) else None
 
 
 def busiest(
     making: float, placing: float, stage_s: Callable[[str], float], least: float
 ) -> str | None:
-    """Returns the stage whose threads are busiest; of stages that share threads, the longest.
+    """Returns the stage whose threads are busiest.
+
+    The stages "read", "batch" and "pad" share threads. If these threads are busiest, the result is
+    the stage that takes most of their time.
 
     Args:
         making: Share of the time, 0 to 1, in which the threads that make batches are busy.
-        placing: The same share for the thread that puts batches on the devices.
+        placing: Share of the time, 0 to 1, in which the thread that puts batches on the devices is
+            busy.
         stage_s: Returns the seconds of a stage that makes batches.
-        least: None is busiest if both shares are below this one.
+        least: Least share of a busy thread. If both shares are smaller, the result is None.
     """
     if max(making, placing) < least:
         return None

@@ -1,7 +1,9 @@
-"""The account of an iterator: `Figures` are sums and all that follows, and `Stats` two of them.
+"""The statistics of an iterator.
 
-Each figure is one entry in `Figures`: a function of the sums, with the words for its result.
-`Stats.as_dict`, the text and Prometheus follow from the entries.
+`Figures` holds sums of a period, and each figure is a property computed from them. `Stats` holds
+the figures of two periods: the whole run, and the last 30 seconds. To add a figure, write one
+property of `Figures`, with the words of its text. `Stats.as_dict`, the text and the Prometheus
+metrics are made from these properties.
 """
 
 from __future__ import annotations
@@ -18,19 +20,19 @@ from grain_shard.stats.counts import BUSY, MAKING, ReadThreads, busiest
 _T = TypeVar("_T")
 _Key = TypeVar("_Key", bound=Hashable)
 _MS, _MB = 1e3, 1e-6
-# The lines of the text begin with these words.
+# The first words of each line of ``str(Figures)``.
 DONE, RATES, LOOP, THREADS = "done", "on this host", "a batch", "its making, of all threads"
 
 
 class Figure(NamedTuple):
-    """The words for one figure, which is a property of `Figures`.
+    """The text of one figure, which is a property of `Figures`.
 
     Attributes:
-        line: First words of the line on which it is printed.
-        words: Its text on this line, with a place for the figure.
+        line: First words of the line on which the figure is printed.
+        words: Format string of the figure, such as "{:,} batches".
         scale: Factor from the figure to the unit of the text.
-        is_sum: Whether it only grows. `Stats.as_dict` has a sum since the beginning, and any other
-            figure of late.
+        is_sum: True if the figure only grows. `Stats.as_dict` takes such a figure from the whole
+            run, and any other figure from the last 30 seconds.
     """
 
     line: str
@@ -45,17 +47,17 @@ FIGURES: dict[str, Figure] = {}
 def _figure(*words: Any, is_sum: bool = False) -> Callable[[Callable[[Any], _T]], _T]:
     def entered(compute: Callable[[Any], _T]) -> _T:
         FIGURES[compute.__name__] = Figure(*words, is_sum=is_sum)
-        return cast(Any, property(compute))  # for a type checker the attribute is the value
+        return cast(Any, property(compute))  # type checkers see the type of the figure itself
 
     return entered
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of an iterator over its life or over a part of it, each an attribute.
+    """The figures of an iterator in a period: its whole life, or a part of it.
 
-    Seconds of stages are summed over all threads. A figure that cannot be measured is None, such as
-    the stages of worker processes.
+    Each figure is an attribute. The seconds of a stage are summed over all threads. A figure that
+    cannot be measured is None. Stages that run in worker processes are not measured.
 
     Example:
         >>> sums = {"seconds": 2.0, "wait": 0.5, "step": 1.5, "batches": 100, "records": 25_600}
@@ -64,11 +66,14 @@ class Figures:
         (0.25, 0.005, 0.015, 12800.0)
 
     Attributes:
-        sums: By name. "seconds" end when the last batch was handed out, or now if the loop waits
-            for one; the loop spent "wait" and "step" seconds of them. "batches" were handed out,
-            with this host's "records" and "bytes". "placed" batches are on the devices. "retries"
-            and "bad_records" are as in `FaultCounts`. A missing sum is 0.
-        stages_s: Seconds of each stage, by (thread, stage); a thread is its number or its name.
+        sums: The sums by name. A missing sum is 0. "seconds" is the length of the period, which
+            ends when the last batch was handed out, or now if the loop waits for a batch. "wait"
+            is the part in which the loop waited, and "step" is the other part. "batches" is the
+            number of batches that were handed out, with this host's "records" and "bytes".
+            "placed" is the number of batches put on the devices. "retries" and "bad_records" are
+            counted as in `FaultCounts`.
+        stages_s: Seconds of each stage, by (thread, stage). A thread is given by its number or its
+            name.
         reads: The threads that read now.
     """
 
@@ -80,7 +85,11 @@ class Figures:
         return self.sums.get(name, 0)
 
     def since(self, before: Figures) -> Figures:
-        """Returns the figures of the time after `before`."""
+        """Returns the figures of a shorter period, which begins when `before` was computed.
+
+        Args:
+            before: Earlier figures of the same iterator, with the same beginning.
+        """
         return replace(
             self,
             sums=_difference(self.sums, before.sums),
@@ -88,44 +97,53 @@ class Figures:
         )
 
     def stage_s(self, *stages: str) -> float:
-        """Returns the seconds of these stages, of all their threads together."""
+        """Returns the seconds that all threads together spent in the given stages."""
         return sum((s for (_, stage), s in self.stages_s.items() if stage in stages), 0.0)
 
     def threads(self, *stages: str) -> int:
-        """Returns the number of threads that were at work in these stages."""
+        """Returns the number of threads that worked in at least one of the given stages."""
         return len({at for (at, stage), s in self.stages_s.items() if stage in stages and s > 0})
 
     @_figure(DONE, "{:,} batches", is_sum=True)
     def batches(self) -> int:
-        """Batches that were handed out."""
+        """Number of batches that were handed out."""
         return int(self["batches"])
 
     @_figure(DONE, "{:,} records", is_sum=True)
     def records(self) -> int:
-        """Rows of these batches on this host that are no padding."""
+        """Number of records on this host in the batches that were handed out.
+
+        Rows of padding count only if the batches have no mask.
+        """
         return int(self["records"])
 
     @_figure(DONE, "{:,.1f} MB", _MB, is_sum=True)
     def bytes(self) -> int:
-        """Bytes of these batches on this host, padding included."""
+        """Bytes of this host's rows in the batches that were handed out, padding included."""
         return int(self["bytes"])
 
     @_figure(DONE, "{:,.1f} s", is_sum=True)
     def seconds(self) -> float:
-        """Time until the last batch was handed out, or until now if the loop waits for one."""
+        """Length of the period in seconds.
+
+        The period ends when the last batch was handed out, or now if the loop waits for a batch.
+        """
         return self["seconds"]
 
     @_figure(DONE, "of which the loop waited {:.0f} %", 100)
     def wait_share(self) -> float:
         """Share of the time, 0 to 1, in which the loop waited for a batch."""
-        # A difference of sums may be below 0 by a rounding error.
+        # "step" is a difference of sums, which a rounding error may make negative.
         return self[WAIT] / ((self[WAIT] + max(0.0, self[STEP])) or 1)
 
     @_figure(DONE, "busiest: {}")
     def busiest(self) -> str | None:
-        """The stage whose threads were busiest, which is "read", "batch", "pad" or "place"."""
+        """The stage whose threads were busiest: "read", "batch", "pad" or "place".
+
+        None if only placement is measured, and it takes less than half of the time.
+        """
         seen = self.threads(*MAKING)
-        # More threads may have been seen than are to work now.
+        # Some of the threads that have worked may rest by now, if fewer threads are better.
         threads = max(1, min(seen, self.reads.number or seen))
         making = self.stage_s(*MAKING) / threads / (self.seconds or 1)
         placing = self.stage_s(PLACE) / (self.seconds or 1)
@@ -133,12 +151,12 @@ class Figures:
 
     @_figure(DONE, "{:,} reads tried again", is_sum=True)
     def retries(self) -> int:
-        """Reads that failed and were tried again."""
+        """Number of reads that failed and were tried again."""
         return int(self["retries"])
 
     @_figure(DONE, "{:,} records masked as bad", is_sum=True)
     def bad_records(self) -> int:
-        """Unreadable records, whose rows are masked."""
+        """Number of records that could not be read, and whose rows are masked."""
         return int(self["bad_records"])
 
     @_figure(RATES, "{:,.0f} records/s")
@@ -148,27 +166,33 @@ class Figures:
 
     @_figure(RATES, "{:,.1f} MB/s", _MB)
     def bytes_per_s(self) -> float:
-        """Bytes of this host a second."""
+        """Bytes per second on this host."""
         return self.bytes / (self.seconds or 1)
 
     @_figure(LOOP, "wait {:,.2f} ms", _MS)
     def wait_s(self) -> float:
-        """Seconds per batch for which the loop waited; before the first batch, its wait for it."""
+        """Seconds that the loop waited for a batch, on average.
+
+        Before the first batch it is the time that the loop has waited so far.
+        """
         return self[WAIT] / max(1, self.batches)
 
     @_figure(LOOP, "step {:,.2f} ms", _MS)
     def step_s(self) -> float:
-        """Seconds of the loop between two batches."""
+        """Seconds from a batch until the loop asks for the next batch, on average."""
         return max(0.0, self[STEP]) / max(1, self.batches)
 
     @_figure(THREADS, "read {:,.2f} ms", _MS)
     def read_s(self) -> float | None:
-        """Seconds to read and decode the records of a batch, or to take it from its stream."""
+        """Seconds, of all threads, to read and decode the records of a batch.
+
+        In a stream: the seconds to take the batch from the stream. None if not measured.
+        """
         return self._a_batch(READ)
 
     @_figure(THREADS, "of which your functions {:,.2f} ms", _MS)
     def map_s(self) -> float | None:
-        """Seconds of `read_s` that the user's functions took.
+        """Seconds per batch, of all threads, that the user's functions took; a part of `read_s`.
 
         None unless a `MapDataset` is read by record.
         """
@@ -176,22 +200,25 @@ class Figures:
 
     @_figure(THREADS, "batch {:,.2f} ms", _MS)
     def batch_s(self) -> float | None:
-        """Seconds to stack the records of a batch."""
+        """Seconds, of all threads, to stack the records of a batch; None if not measured."""
         return self._a_batch(BATCH)
 
     @_figure(THREADS, "pad {:,.2f} ms", _MS)
     def pad_s(self) -> float | None:
-        """Seconds to pad a batch."""
+        """Seconds, of all threads, to pad a batch; None if not measured."""
         return self._a_batch(PAD)
 
     @_figure(THREADS, "place {:,.2f} ms", _MS)
     def place_s(self) -> float | None:
-        """Seconds to put a batch on the devices."""
+        """Seconds to put a batch on the devices; None if not measured."""
         return self._a_batch(PLACE)
 
     @_figure(THREADS, "agree {:,.2f} ms", _MS)
     def agree_s(self) -> float | None:
-        """Seconds a batch until all hosts knew whether there is another; None if they need not."""
+        """Seconds per batch that the loop waited until all hosts had agreed on another batch.
+
+        None if the hosts do not vote on the end, as in random access or on a single host.
+        """
         return self._a_batch(AGREE)
 
     def _a_batch(self, stage: str) -> float | None:
@@ -202,7 +229,8 @@ class Figures:
         """Returns the figures of one line of ``str(self)``. A figure that is None or 0 is left out.
 
         Args:
-            line: The first words of the line, such as `LOOP`. The result is the text after them.
+            line: The first words of the line, such as `LOOP`. The result is the text after them, or
+                "not seen" if no figure is left.
         """
         texts = [
             one.words.format(value if isinstance(value, str) else value * one.scale)
@@ -220,12 +248,14 @@ def _difference(now: Mapping[_Key, float], before: Mapping[_Key, float]) -> dict
 
 
 def waits(figures: Figures, least_s: float) -> Waits:
-    """Returns how the loop waited for this host's data, without its wait for other hosts' votes.
+    """Returns the waits of the training loop for this host's own data.
+
+    The time in which the loop waited for the votes of other hosts is left out.
 
     Args:
-        figures: The figures of some time.
-        least_s: Least length of this time in seconds: a loop that has only begun, or rests most of
-            the time, holds nobody up for long.
+        figures: The figures of a period.
+        least_s: Least length of the period in seconds. A shorter period counts as one of this
+            length, so that a loop that has just begun, or mostly rests, is not called slow.
     """
     wait_s = max(0.0, figures[WAIT] - figures.stage_s(AGREE))
     share = wait_s / (max(figures.seconds, least_s) or 1)
@@ -253,12 +283,12 @@ class Stats:
     Attributes:
         total: Figures since the iterator's first ``next``. A batch that is handed out again after
             ``set_state`` or ``seek`` counts again.
-        recent: Figures of the last 30 seconds or a little more, without the first batch, which has
-            the time of all beginnings.
-        faults: Reads that failed on this host, with the first 1,000 bad records as ``listed``. It
-            includes reads ahead of the loop.
-        slowest_host: The host whose loop waits longest for its data, by how much, and in which
-            stage; None on a single host, and for the first minute.
+        recent: Figures of the last 30 to 35 seconds. The first batch does not count, because its
+            time includes all work that is done only once.
+        faults: Counts of failed reads on this host, and the first 1,000 bad records as ``listed``.
+            Reads ahead of the loop count, too.
+        slowest_host: The host whose loop waits longest for its data, with the length of the wait
+            and the busiest stage. None on a single host, and for the first minute.
     """
 
     total: Figures
@@ -268,22 +298,26 @@ class Stats:
 
     @property
     def reads(self) -> ReadThreads:
-        """The threads that read now; its text is empty if their number is not known."""
+        """Number of threads that read now, and its reason; its text is empty if it is not known."""
         return self.total.reads
 
     @property
     def read_threads(self) -> int | None:
-        """Threads that read side by side now; None in streams, feeds and worker processes."""
+        """Number of threads that read side by side now.
+
+        None in streams, feeds and worker processes, where the number is not measured.
+        """
         return self.reads.number
 
     def as_dict(self, prefix: str = "data") -> dict[str, float]:
-        """Returns the figures for wandb or TensorBoard, flat: ``{"data/wait_share": 0.02, ...}``.
+        """Returns the figures as a flat dict for wandb or TensorBoard.
 
-        Shares, times and rates are recent; counts are since the beginning. Unknown
-        figures are left out.
+        For example: ``{"data/wait_share": 0.02, ...}``. Shares, times and rates are those of the
+        last 30 seconds. Counts are those of the whole run. Figures that are None or text are left
+        out.
 
         Args:
-            prefix: The beginning of all names, to tell an evaluation from the training, say.
+            prefix: First part of all names, for example to tell evaluation from training.
         """
         found = {
             **{n: getattr(self.total if f.is_sum else self.recent, n) for n, f in FIGURES.items()},

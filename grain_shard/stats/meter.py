@@ -1,6 +1,6 @@
-"""`Meter`: counts one iterator's work, always.
+"""`Meter`: measures the work of one iterator. It is always on.
 
-No method takes a lock: each sum is written by one thread alone, and read by any.
+No method takes a lock. Only one thread writes each sum, and any thread may read it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,33 @@ from grain_shard.spans import STEP, WAIT
 from grain_shard.stats.counts import ReadThreads, mask_of, size_of
 from grain_shard.stats.figures import Figures, waits
 
-# Seconds that recent figures cover, and seconds between two kept sums.
+# Least seconds that recent figures cover, and least seconds between two figures that are kept.
 RECENT_S, _KEEP_S = 30.0, 5.0
 
 
 class _Loop(NamedTuple):
-    """The training loop, in one value, so that no other thread sees half of a change.
+    """The times and sums of the training loop, as one value.
 
-    Times are clock times, in seconds.
+    One assignment replaces the whole value, so another thread never sees half of a change.
+    `began`, `until` and `since` are times of the meter's clock, in seconds.
     """
 
-    began: float = 0.0  # with the first call of next
-    until: float = 0.0  # when the last call returned
-    since: float | None = None  # start of the call in which the loop waits now
-    wait_s: float = 0.0
-    sums: Mapping[str, int] = {}  # of batches that were handed out; replaced, never mutated
+    began: float = 0.0  # start of the first call of next
+    until: float = 0.0  # end of the last call of next
+    since: float | None = None  # start of the call of next that runs now; None if none does
+    wait_s: float = 0.0  # seconds in all finished calls of next
+    sums: Mapping[str, int] = {}  # sums over the batches handed out; replaced, never mutated
 
 
 class Meter:
-    """Counts an iterator's work. As a context it measures how long the loop waits for a batch.
+    """Measures the work of one iterator.
+
+    As a context manager it measures how long the training loop waits for a batch.
 
     Args:
-        clock: In seconds.
-        mask_key: Leaf of a batch that marks its rows that are records; None if there is none.
+        clock: Returns the time in seconds.
+        mask_key: Key of the mask in a batch, which is True for records and False for padding. None
+            if batches have no mask.
     """
 
     def __init__(
@@ -53,21 +57,27 @@ class Meter:
         self._clock, self._mask_key = clock, mask_key
         self._loop = _Loop()
         self._placed = 0
-        self._tallies: dict[int, dict[str, float]] = {}  # by thread
+        self._tallies: dict[int, dict[str, float]] = {}  # thread -> stage -> seconds
         self._reads: Callable[[], ReadThreads] = ReadThreads
         self._faults: Callable[[], FaultCounts] = FaultCounts
         self._faults_before = FaultCounts()
-        self._kept: deque[tuple[float, Figures]] = deque()  # sums, each with its time
+        self._kept: deque[tuple[float, Figures]] = deque()  # (time, figures until that time)
         self._reported = Figures()
 
     def tally(self) -> dict[str, float]:
-        """Returns the seconds by stage to which the calling thread, and no other, adds."""
+        """Returns the calling thread's seconds by stage. Only this thread may add to them."""
         return self._tallies.setdefault(threading.get_ident(), {})
 
     def opens(
         self, reads: Callable[[], ReadThreads], faults: Callable[[], FaultCounts] = FaultCounts
     ) -> None:
-        """Goes on at another position of the iterator, from which faults are counted anew."""
+        """Notes that the iterator has opened its batches at a position, the first or another one.
+
+        Args:
+            reads: Returns the threads that read side by side from now on.
+            faults: Returns the counts of failed reads since the position was opened. The counts
+                from before are kept and added.
+        """
         self._reads, self._faults, self._faults_before = reads, faults, self.faults()
 
     def faults(self) -> FaultCounts:
@@ -85,24 +95,36 @@ class Meter:
         self._loop = _Loop(loop.began, now, None, wait_s, loop.sums)
 
     def placed(self, batch: Any) -> Mapping[str, int]:
-        """Counts this host's NumPy part of a batch as placed; returns its sums."""
+        """Counts a batch as placed on the devices.
+
+        Args:
+            batch: This host's rows of the batch, as a tree of NumPy arrays.
+
+        Returns:
+            The "records" and "bytes" of the host's rows. Without a mask every row is a record.
+        """
         self._placed += 1
         size, mask = size_of(batch), mask_of(batch, self._mask_key)
         return size if mask is None else size | {"records": int(np.count_nonzero(mask))}
 
     def handed_out(self, size: Mapping[str, int]) -> None:
-        """Counts a batch that the loop has got, with the sums that `placed` returned."""
+        """Counts a batch that was handed out to the loop.
+
+        Args:
+            size: The "records" and "bytes" that `placed` returned for the batch.
+        """
         loop, now, more = self._loop, self._clock(), {"batches": 1, **size}
         sums = {name: loop.sums.get(name, 0) + number for name, number in more.items()}
         self._loop = _Loop(loop.began, now, loop.since, loop.wait_s, sums)
-        # The first batch is no part of "of late": it has the time of all that is done only once.
+        # The first figures are kept after the first batch. So recent figures leave out the time of
+        # the first batch, which includes all work that is done only once.
         if not self._kept or now - self._kept[-1][0] >= _KEEP_S:
             self._kept.append((now, self.total()))
             while len(self._kept) > 1 and self._kept[1][0] <= now - RECENT_S:
                 self._kept.popleft()
 
     def total(self) -> Figures:
-        """Returns the sums since the iterator began."""
+        """Returns the figures since the first ``next`` of the iterator."""
         loop, faults = self._loop, self.faults()
         until = loop.until if loop.since is None else self._clock()
         wait_s = loop.wait_s + (0.0 if loop.since is None else until - loop.since)
@@ -115,7 +137,7 @@ class Meter:
             "retries": faults.retries,
             "bad_records": faults.bad_records,
         }
-        # Copied at once, because the threads continue to write.
+        # A dict that threads add to cannot be iterated, so this iterates over copies.
         stages_s: dict[tuple[int | str, str], float] = {
             (thread, stage): seconds
             for thread, tally in self._tallies.copy().items()
@@ -124,18 +146,21 @@ class Meter:
         return Figures(sums, stages_s, self._reads())
 
     def recent(self) -> Figures:
-        """Returns the sums of the last `RECENT_S` to `RECENT_S + _KEEP_S`.
+        """Returns the figures of the last 30 to 35 seconds, without the first batch.
 
-        With fewer than two batches, these are all sums.
+        Before the second batch, returns all figures.
         """
         total = self.total()
         return total if total["batches"] < 2 else total.since(self._kept[0][1])
 
     def waits_of_late(self, least_s: float) -> Waits:
-        """Returns how the loop has waited since the last call, at first since the first batch.
+        """Returns the waits of the loop since the last call of this method.
+
+        The first call returns the waits since the first batch.
 
         Args:
-            least_s: Least number of seconds since then.
+            least_s: Least length of this time in seconds. A shorter time counts as one of this
+                length.
         """
         total, before = self.total(), self._reported
         if not before["batches"] and self._kept:
