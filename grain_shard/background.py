@@ -177,8 +177,9 @@ class TaskStage(OrderedResults[T]):
             self._pace.consumer_goes_on(time.perf_counter())
             if not come and not any(thread.is_alive() for thread in self.threads):
                 raise RuntimeError(
-                    "the background threads are gone, as they are in a process made by os.fork();"
-                    " make the iterator in the process that uses it."
+                    "the iterator has no running background threads, because os.fork() made this"
+                    " process and copied no threads.\n"
+                    "  remedy: call iter(ds) in the process that uses the iterator."
                 )
         return True
 

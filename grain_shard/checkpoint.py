@@ -63,9 +63,10 @@ class _OfIterator(ocp.args.CheckpointArgs):
     def __post_init__(self):
         if not isinstance(self.iterator, ShardedIterator):
             raise ShardingError(
-                f"{type(self).__name__} takes an iterator of .shard_to(mesh), which has a state,"
-                f" and got a {type(self.iterator).__name__}.",
-                remedy="make one iterator, batches = iter(ds), loop over it, and pass batches.",
+                f"{type(self).__name__} got a {type(self.iterator).__name__}, not an iterator of a"
+                " dataset that ends with .shard_to(mesh).",
+                remedy="call batches = iter(ds) once, loop over batches, and pass batches to"
+                f" {type(self).__name__}.",
             )
 
 

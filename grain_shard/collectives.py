@@ -41,8 +41,8 @@ def require_order(devices: Iterable[Any]) -> None:
         return
     if is_mixed_up:
         raise ShardingError(
-            "the only CPU of this process computes in any order, so that the hosts' collectives"
-            " would get mixed up.",
-            remedy=f'call jax.config.update("{_IN_ANY_ORDER}", False) before anything else uses'
-            " JAX, or run the script by python -m grain_shard rehearse, which does so.",
+            "JAX may run the computations of this host's only CPU device in any order. Hosts could"
+            " then run their collectives in different orders, and hang.",
+            remedy=f'call jax.config.update("{_IN_ANY_ORDER}", False) before any other use of JAX,'
+            " or run the script with python -m grain_shard rehearse, which makes that call.",
         )

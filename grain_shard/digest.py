@@ -72,7 +72,7 @@ def _parts(value: Any) -> Iterator[bytes]:
         for field in dataclasses.fields(value):
             yield from _parts(getattr(value, field.name))
     else:
-        raise TypeError(f"a {type(value).__name__} has no digest")
+        raise TypeError(f"cannot compute a digest of a {type(value).__name__}")
 
 
 def _array_parts(array: np.ndarray) -> Iterator[bytes]:

@@ -174,7 +174,7 @@ def describe_error(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception:  # the user's exception class is faulty; other hosts must get an error anyway
-        text = "(it has no text)"
+        text = "(the text of this error cannot be read)"
     return f"{type(error).__name__}: {text}" + (f" ({places})" if places else "")
 
 
@@ -209,7 +209,8 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """
     if not (isinstance(value, str) and value in choices):
         raise ShardingError(
-            f"{name}={value!r} is not one of {', '.join(choices)}.", remedy="choose one of them."
+            f"{name}={value!r} is not one of {', '.join(choices)}.",
+            remedy=f"pass one of the listed words as {name}.",
         )
 
 
@@ -229,5 +230,6 @@ def require_steps(name: str, given: Any, remedy: str) -> None:
     steps = list(given) if isinstance(given, Mapping) else []
     if not all(type(step) is int for step in steps) or steps[:1] != [0] or steps != sorted(steps):
         raise ShardingError(
-            f"{name} do not change at whole numbers that ascend from 0: {given!r}.", remedy=remedy
+            f"{name} are not a dict whose keys are ascending whole numbers from 0 on: {given!r}.",
+            remedy=remedy,
         )

@@ -38,8 +38,8 @@ def install() -> None:
             setattr(cls, _NAME, _OnUse())
         elif not isinstance(existing, _OnUse):
             warnings.warn(
-                f"grain.{cls.__name__} already has a method {_NAME!r} that is not grain_shard's;"
-                " it is left alone. Use ds.pipe(grain_shard.shard_to, mesh) instead.",
+                f"grain.{cls.__name__} already has a method {_NAME!r} of another package, which"
+                " stays as it is. Use ds.pipe(grain_shard.shard_to, mesh) in place of ds.shard_to.",
                 stacklevel=3,
             )
 

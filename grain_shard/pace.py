@@ -78,7 +78,7 @@ class ThreadCount:
     """
 
     def __init__(self, most: int, cores: int):
-        self.threads, self.why = 1, "the first read comes alone"
+        self.threads, self.why = 1, "the first read runs alone"
         self.most: int = most
         self._cores = cores
         self._is_first = True
@@ -99,7 +99,7 @@ class ThreadCount:
         first, self._is_first = self._is_first, False
         if first and window.process_cores >= 0.5:
             self._rest = _REST  # the rate of the first read says little, so the next windows rest
-            self.why = "the first read computed"
+            self.why = "the first read mostly computed"
         elif window.starved < _FED:
             self._before, self._rate = None, 0.0  # the consumer was slower than the threads
         elif self._before is not None and not self._helped(*self._before, window.rate):
@@ -292,7 +292,7 @@ class ReadPace(Pace):
         last = self.seconds_per_record
         self.seconds_per_record = each if last is None else (last + each) / 2
         if self._fixed is not None:
-            self.count.threads, self.count.why = min(self._fixed, self.count.most), "as asked for"
+            self.count.threads, self.count.why = min(self._fixed, self.count.most), "num_threads"
             return
         if start < self._changed:
             return  # the task began with another number of threads

@@ -99,8 +99,9 @@ class Raised(NamedTuple):
         """
         if isinstance(error, StopIteration):
             wrapped = RuntimeError(
-                "the pipeline raised StopIteration\n"
-                "  remedy: look for a bare next() in the source, in a .map or in make_feed."
+                "the pipeline raised StopIteration, which looks like the end of the data\n"
+                "  remedy: give each next(...) in the source, in a .map or in make_feed a default,"
+                " such as next(items, None)."
             )
             wrapped.__cause__ = error
             for note in getattr(error, "__notes__", ()):  # notes that name the record
@@ -213,4 +214,4 @@ def naming_closed(what: str) -> Iterator[None]:
 
 def log_unclosed(error: BaseException) -> None:
     """Logs an error of closing that cannot be raised, because no caller would receive it."""
-    logging.error("grain_shard: something could not be closed", exc_info=error)
+    logging.error("grain_shard: closing a part of the pipeline failed", exc_info=error)

@@ -60,11 +60,11 @@ def _sorted(flatten: Callable[..., Any], tree: Any) -> Any:
         for keys, node in pairs:
             if _has_mixed_keys(node):
                 raise ShardingError(
-                    f"the keys {', '.join(map(repr, node))} have no order, in which JAX would put"
-                    " the leaves.",
+                    f"the keys {', '.join(map(repr, node))} cannot be sorted, and JAX sorts the"
+                    " leaves of a dict by key.",
                     path=path_of(keys),
                     leaf=describe_leaf(node),
-                    remedy="give the dict keys of one type in .map, such as strings.",
+                    remedy="use keys of one type in .map, such as strings.",
                 ) from None
         raise
 
@@ -107,24 +107,22 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
             array = np.empty((), object)
         problem = remedy = ""
         if isinstance(leaf, np.ma.MaskedArray):
-            problem = "the leaf is a masked array, and no device knows of its mask."
-            remedy = "fill it in .map, by .filled(0), and make the mask a leaf of its own."
+            problem = "the leaf is a masked array, whose mask would be lost on the devices."
+            remedy = "call .filled(0) on the array in .map, and return the mask as another leaf."
         elif array.dtype.kind == "O" and isinstance(leaf, jax.Array):
-            problem = "the leaf holds typed PRNG keys, which NumPy does not have."
+            problem = "the leaf holds typed PRNG keys of JAX, which NumPy cannot hold."
             remedy = (
-                "make numbers of the keys in .map, by jax.random.key_data, and keys again in the"
-                " step, by jax.random.wrap_key_data."
+                "turn the keys into numbers in .map, by jax.random.key_data, and back into keys in"
+                " the training step, by jax.random.wrap_key_data."
             )
         elif array.dtype.kind == "O" and not is_text(array):
             problem = "the leaf holds Python objects (ragged rows, or a None among them)."
-            remedy = (
-                "pad the rows to one shape and replace None by a number in .map, or drop the leaf."
-            )
+            remedy = "pad rows to one shape and replace None by a number in .map, or drop the leaf."
         elif not (is_text(array) or is_numeric(array.dtype)):
-            problem = f"dtype {array.dtype} is not one that JAX can hold."
-            remedy = "convert it in .map to a number that JAX has: .astype(np.float32), say."
+            problem = f"JAX has no dtype {array.dtype}."
+            remedy = "convert the leaf in .map to a dtype of JAX, such as .astype(np.float32)."
             if not array.dtype.isnative:
-                remedy = 'convert its byte order in .map: .astype(x.dtype.newbyteorder("=")).'
+                remedy = 'convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).'
         if problem:
             shown = describe_leaf(leaf if array.dtype.kind == "O" else array)
             raise ShardingError(problem, path=path, leaf=shown, remedy=remedy)
@@ -207,8 +205,8 @@ def _refuse_sizes(paths: Sequence[str], arrays: Sequence[np.ndarray]) -> NoRetur
     first_path, first = sized[0]
     path, array = next(pair for pair in sized if len(pair[1]) != len(first))
     raise ShardingError(
-        f"the leading axis has {len(array)} rows, that of {first_path} has {len(first)}.",
+        f"the leading axis has {len(array)} rows, but {first_path} has {len(first)} rows.",
         path=path,
         leaf=describe_leaf(array),
-        remedy="give every leaf one row per record; make what belongs to the whole batch a scalar.",
+        remedy="give every leaf one row per record. Only a scalar may belong to the whole batch.",
     )

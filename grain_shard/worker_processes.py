@@ -36,7 +36,8 @@ from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.tasks import Producer, naming_closed
 
 _GUARD = (
-    'put the loop of the script below if __name__ == "__main__":, as spawned processes need it.'
+    'put the loop of the main script under if __name__ == "__main__": because each worker imports'
+    " that script."
 )
 # A function from the number of a worker, and the number of workers, to the worker's elements.
 MakeElements = Callable[[int, int], Iterator[Any]]
@@ -61,7 +62,7 @@ class WorkerProcesses(Producer[Any]):
         main = sys.modules.get("__mp_main__")
         if main is not None and main is not sys.modules["__main__"]:
             raise ShardingError(
-                "a worker process imports the main script, whose loop would start workers again.",
+                "a worker process imported the main script, whose loop would start more workers.",
                 remedy=_GUARD,
             )
         # Grain keeps 2 * per_worker + 2 elements for each worker: `per_worker` in the worker's
@@ -92,7 +93,7 @@ class WorkerProcesses(Producer[Any]):
             self._failure = error.__traceback__
             if not self._begun and "Worker process was terminated" in str(error):
                 error.add_note(
-                    f"grain_shard: it ended before any batch. If no reason is above, {_GUARD}"
+                    f"grain_shard: a worker ended before any batch. If no reason is above, {_GUARD}"
                 )
             raise
         self._begun = True
@@ -142,8 +143,8 @@ def pickled(pipeline: Any) -> bytes:
     except Exception as error:
         raise ShardingError(
             f"the pipeline cannot be sent to a worker process: {type(error).__name__}: {error}.",
-            remedy="open files, connections and locks in the worker (inside make_feed, or in the"
-            " source's first read) instead of referring to them.",
+            remedy="open files, connections and locks in the worker: inside make_feed, or in the"
+            " source's first read. An open file, connection or lock cannot be pickled.",
         ) from error
 
 
@@ -245,7 +246,7 @@ def sendable(error: BaseException) -> BaseException:
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         told = "".join(traceback.format_exception(cause)).rstrip()
-        error.add_note(f"grain_shard: it was raised from, in a worker process:\n{told}")
+        error.add_note(f"grain_shard: the cause of this error, in a worker process:\n{told}")
     if isinstance(error, Exception):  # any other error would end Grain's worker
         with contextlib.suppress(Exception):
             pickle.loads(pickle.dumps(error))

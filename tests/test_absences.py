@@ -33,11 +33,26 @@ def waits(monkeypatch):
 # the first vote, the topics, and the hosts that it gives up, with the reason.
 BUSY = "did not ask for its next batch"
 WAITS = [
-    (9, False, {"absent": {2: ["7", "had no data"]}}, {}),
+    (9, False, {"absent": {2: ["7", "still waited for the data of its next batch"]}}, {}),
     (11, False, {}, {}),
-    (11, False, {"absent": {2: ["7", "had no data"]}}, {2: "had no data"}),
-    (11, False, {"absent": {2: ["6", "had no data"]}}, {}),  # its data have come since then
-    (11, False, {"absent": {1: ["7", "had no data"]}}, {}),  # and it has voted
+    (
+        11,
+        False,
+        {"absent": {2: ["7", "still waited for the data of its next batch"]}},
+        {2: "still waited for the data of its next batch"},
+    ),
+    (
+        11,
+        False,
+        {"absent": {2: ["6", "still waited for the data of its next batch"]}},
+        {},
+    ),  # its data have come since then
+    (
+        11,
+        False,
+        {"absent": {1: ["7", "still waited for the data of its next batch"]}},
+        {},
+    ),  # and it has voted
     (11, False, {"absent": {2: [None, "closed its iterator"]}}, {2: "closed its iterator"}),
     (11, True, {}, {2: ""}),
     (101, False, {}, {2: BUSY}),
@@ -53,7 +68,9 @@ def test_a_wait_ends_where_it_is_in_vain(waits, seconds, is_first, topics, given
 
 
 def test_it_looks_now_and_then(waits):
-    of = Absences(rounds_with({"absent": {2: ["7", "had no data"]}}))
+    of = Absences(
+        rounds_with({"absent": {2: ["7", "still waited for the data of its next batch"]}})
+    )
     waits(of, 10.5)
     assert of.absent("7", False)
     assert not of.absent("7", False)
@@ -68,7 +85,7 @@ def test_a_host_says_that_it_has_no_data(waits):
     assert rounds.get_all("absent") == {}, "the loop does not wait"
     waits(of, 11)
     of.without_data("7")
-    assert rounds.get_all("absent") == {0: ["7", "had no data"]}
+    assert rounds.get_all("absent") == {0: ["7", "still waited for the data of its next batch"]}
 
 
 def test_a_host_without_data_learns_that_others_have_given_up(waits):

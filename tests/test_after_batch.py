@@ -30,12 +30,12 @@ def test_grains_padding_is_refused_when_it_is_built(batched, end):
     with pytest.raises(ShardingError) as refusal:
         end(batched(records))
     assert refusal.value.problem == (
-        "batch_fn pads the last batch (grain.experimental.batch_and_pad), so that nothing tells"
-        " its padding from records."
+        "batch_fn=grain.experimental.batch_and_pad pads the last batch, so its padding looks like"
+        " records."
     )
     assert refusal.value.remedy == (
-        "leave it out: .shard_to pads the last batch itself, with zeros or what pad_value says,"
-        " and adds a mask."
+        "leave batch_fn out: .shard_to pads the last batch itself, with zeros or pad_value, and"
+        " adds a mask."
     )
 
 
@@ -64,10 +64,10 @@ def test_once_is_refused_where_it_would_take_more_padding(remainder):
     with pytest.raises(ShardingError) as refusal:
         numbered(24, 12).shard_to(mesh, read="once", remainder=remainder)
     assert str(refusal.value) == (
-        'read="once" cuts each batch over all devices, and 12 rows do not split into 8 shards.\n'
+        'read="once" splits each batch over all devices, but 12 rows do not split into 8 shards.\n'
         "  mesh:   data=4, model=2\n"
-        '  remedy: use a batch size of 16, or read="auto", which takes "once" where that is'
-        " possible."
+        '  remedy: use a batch size of 16, or pass read="auto", which uses "once" only if the batch'
+        " size allows it."
     )
     ds = numbered(32, 16).shard_to(mesh, read="once", remainder=remainder)
     assert ids(ds) == [list(range(16)), list(range(16, 32))]

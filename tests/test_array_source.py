@@ -231,10 +231,10 @@ BAD_ARRAYS = {
     "no axis": ({"a": np.zeros(3), "b": np.float32(1)}, "arrays['b']", "no axis"),
     "objects": ({"a": np.array([None, "x"])}, "arrays['a']", "Python objects"),
     "masked": ({"a": np.ma.masked_array(np.zeros(2), [0, 1])}, "arrays['a']", "masked array"),
-    "lists": ({"a": [1, 2]}, "arrays['a'][0]", "no array"),
-    "None alone": ({"a": None}, "there is no array", "remedy"),
-    "a table": ({"a": Table()}, "arrays['a']", "indices of its own"),
-    "no leaf": ({}, "", "no array"),
+    "lists": ({"a": [1, 2]}, "arrays['a'][0]", "the leaf is not an array"),
+    "None alone": ({"a": None}, "the tree of arrays is empty", "remedy"),
+    "a table": ({"a": Table()}, "arrays['a']", "whose indices differ from those of an array"),
+    "no leaf": ({}, "", "the tree of arrays is empty"),
 }
 
 
@@ -248,7 +248,9 @@ def test_what_is_no_array_of_records_is_refused(tree, path, problem):
 
 @pytest.mark.parametrize("index", [-1, RECORDS])
 def test_a_record_that_does_not_exist(index):
-    with pytest.raises(IndexError, match=f"record {index} of {RECORDS}"):
+    with pytest.raises(
+        IndexError, match=f"there is no record {index}: the source has {RECORDS} records"
+    ):
         ArraySource(arrays())[index]
 
 
@@ -261,7 +263,7 @@ def test_an_index_that_is_none(index):
 def test_sources_of_other_dtypes_cannot_be_mixed(mesh):
     a, b = ArraySource({"x": np.zeros(20, np.int32)}), ArraySource({"x": np.zeros(20, np.float32)})
     ds = grain.MapDataset.concatenate([grain.MapDataset.source(a), grain.MapDataset.source(b)])
-    with pytest.raises(ShardingError, match=r"float32\[\].* others hold int32"):
+    with pytest.raises(ShardingError, match=r"float32\[\].* other rows hold int32"):
         list(ds.batch(8).shard_to(mesh))
 
 

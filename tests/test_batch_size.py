@@ -127,16 +127,16 @@ def without_the_batch(weights, batch):
     ("step", "make", "limit", "problem"),
     [
         # The CPU tells no limit.
-        (weighted_rows, make_batch, None, r"kind 'cpu' does not tell.*memory_limit_bytes="),
+        (weighted_rows, make_batch, None, r"kind 'cpu' does not report.*memory_limit_bytes="),
         (
             weighted_rows,
             make_batch,
             KB,
-            "A batch of 8 takes 69,632 bytes on a device that holds",
+            "With a batch of 8 rows the step takes 69,632 bytes on a device, which has",
         ),
         (weighted_rows, lambda batch_size: make_batch(4), MB, "of the same size"),
-        (without_the_batch, make_batch, MB, "it does not use the batch"),
-        (without_the_batch, make_batch, 2**30, "it does not use the batch"),
+        (without_the_batch, make_batch, MB, "the step does not use the batch"),
+        (without_the_batch, make_batch, 2**30, "the step does not use the batch"),
     ],
 )
 def test_refusals(step, make, limit, problem):

@@ -138,7 +138,7 @@ class TestAnotherBatchSize:
     def test_a_state_of_more_epochs_is_one_of_fewer(self):
         seen, state = after(sharded(8, 20, epochs=2), 4)
         assert flat(seen + going_on(sharded(8, 20, epochs=5), state)) == in_order(20, 5)
-        with pytest.raises(StateError, match="no such place"):
+        with pytest.raises(StateError, match="no such position"):
             going_on(sharded(8, 20), state)
 
     def test_feeds_go_on_with_another_size_that_they_divide(self):
@@ -177,7 +177,7 @@ class TestWhereNoOtherSizeCanBeHad:
         with pytest.raises(StateError) as refusal:
             going_on(build(records(), 16).shard_to(data_mesh(4)), state)
         assert "global_batch_size" in str(refusal.value).splitlines()[0]
-        assert "no .map after .batch, and slices of records" in str(refusal.value)
+        assert "move every .map and slice before .batch" in str(refusal.value)
 
     def test_what_else_changed_is_refused_as_ever(self):
         _, state = after(sharded(8), 2)
@@ -215,9 +215,13 @@ class TestWhereNoOtherSizeCanBeHad:
         by_record = sharded(8)
         whole = records().batch(8, batch_fn=stack).shard_to(data_mesh(4))
         with iter(by_record) as one, iter(whole) as other:
-            with pytest.raises(StateError, match="now batches are made as a whole"):
+            with pytest.raises(
+                StateError, match="the current pipeline makes each batch as a whole"
+            ):
                 other.set_state(one.get_state())
-            with pytest.raises(StateError, match="when it was saved batches are made as a whole"):
+            with pytest.raises(
+                StateError, match="the pipeline of the state makes each batch as a whole"
+            ):
                 one.set_state(other.get_state())
 
 
@@ -331,7 +335,7 @@ class TestBatchSchedule:
         ("sizes", "message"),
         [
             *(
-                (sizes, f"whole numbers that ascend from 0: {sizes!r}")
+                (sizes, f"ascending whole numbers from 0 on: {sizes!r}")
                 for sizes in (
                     {},
                     256,
@@ -357,16 +361,16 @@ class TestBatchSchedule:
     @pytest.mark.parametrize(
         ("build", "message"),
         [
-            (lambda ds: ds.to_iter_dataset().pipe(SCHEDULE), "Streams and feeds have one size"),
+            (lambda ds: ds.to_iter_dataset().pipe(SCHEDULE), "Streams and feeds have one batch"),
             (lambda ds: ds.filter(lambda r: True).pipe(SCHEDULE), "a .filter drops records"),
-            (lambda ds: ds[:0].pipe(SCHEDULE), "there are no records to batch"),
+            (lambda ds: ds[:0].pipe(SCHEDULE), "the dataset has no records"),
             (lambda ds: ds.batch(4).repeat().pipe(SCHEDULE), "a BatchSchedule follows .batch(4)"),
-            (lambda ds: ds.pipe(SCHEDULE).map(stack).shard_to(), "put what it does before"),
-            (lambda ds: ds.pipe(SCHEDULE)[1:].shard_to(), "put what it does before"),
-            (lambda ds: ds.pipe(SCHEDULE).to_iter_dataset().map(len).shard_to(), "put what it"),
+            (lambda ds: ds.pipe(SCHEDULE).map(stack).shard_to(), "move this step before"),
+            (lambda ds: ds.pipe(SCHEDULE)[1:].shard_to(), "move this step before"),
+            (lambda ds: ds.pipe(SCHEDULE).to_iter_dataset().map(len).shard_to(), "move this step"),
             (
                 lambda ds: ds.pipe(SCHEDULE).repeat(2, reseed_each_epoch=False),
-                "repeat the records, before BatchSchedule",
+                "call .repeat on the records, before BatchSchedule",
             ),
             (lambda ds: ds.pipe(SCHEDULE).repeat(0), "num_epochs=0 is not an integer"),
         ],
@@ -425,7 +429,7 @@ class TestSeek:
         with iter(ds.shard_to(data_mesh(4))) as iterator:
             iterator.seek(3)
             assert rows(iterator) == in_order()[24:]
-            with pytest.raises(ShardingError, match="cannot begin at any record"):
+            with pytest.raises(ShardingError, match="makes each batch as a whole"):
                 iterator.seek(record=24)
 
     @pytest.mark.parametrize(
@@ -433,12 +437,12 @@ class TestSeek:
         [
             (lambda it: it.seek(9), "there is no step 9: the dataset has 8 batches"),
             (lambda it: it.seek(-1), "there is no step -1"),
-            (lambda it: it.seek("2"), "there is no step '2'"),
-            (lambda it: it.seek(2.0), "there is no step 2.0: a step is an int"),
+            (lambda it: it.seek("2"), "the step '2' is not an int"),
+            (lambda it: it.seek(2.0), "the step 2.0 is not an int"),
             (lambda it: it.seek(record=59), "there is no record 59: all epochs together have 58"),
             (lambda it: it.seek(record=-1), "there is no record -1"),
-            (lambda it: it.seek(record=1.0), "there is no record 1.0"),
-            (lambda it: it.seek(True), "there is no step True"),
+            (lambda it: it.seek(record=1.0), "the record 1.0 is not an int"),
+            (lambda it: it.seek(True), "the step True is not an int"),
             (lambda it: it.seek(), "a step or a record"),
             (lambda it: it.seek(1, record=8), "a step or a record"),
         ],
@@ -453,7 +457,10 @@ class TestSeek:
     def test_a_stream_and_feeds_say_what_to_do(self):
         stream = records().to_iter_dataset().map(lambda r: r).batch(8).shard_to(data_mesh(4))
         for ds in (stream, in_feeds(8)):
-            with iter(ds) as iterator, pytest.raises(ShardingError, match="go on from a state"):
+            with (
+                iter(ds) as iterator,
+                pytest.raises(ShardingError, match="to go on from a saved state"),
+            ):
                 iterator.seek(3)
 
 
@@ -635,13 +642,19 @@ class TestEpochs:
             (lambda: in_feeds(8).epochs(2), "docs/streams.md#several-epochs"),
             (
                 lambda: records().to_iter_dataset().map(len).batch(8).shard_to().epochs(2),
-                "call iter(ds) for each epoch",
+                "call iter(ds) once per epoch",
             ),
-            (lambda: records().batch(8).repeat().shard_to().epochs(2), "leave out its .repeat()"),
-            (lambda: records().repeat().batch(8).shard_to().epochs(2), "leave out its .repeat()"),
+            (
+                lambda: records().batch(8).repeat().shard_to().epochs(2),
+                "remove .repeat() from the pipeline",
+            ),
+            (
+                lambda: records().repeat().batch(8).shard_to().epochs(2),
+                "remove .repeat() from the pipeline",
+            ),
             (
                 lambda: records().repeat().batch(8).map(dict).shard_to().epochs(2),
-                "leave out its .repeat()",
+                "remove .repeat() from the pipeline",
             ),
         ],
     )
@@ -690,7 +703,7 @@ class TestASecondPass:
     def test_a_third_look_at_the_first_batch_is_told_of_the_loop_once(self, build):
         ds = build(8)
         next(iter(ds)), next(iter(ds))
-        with pytest.warns(UserWarning, match=r"`it = iter\(ds\)` once before it") as warned:
+        with pytest.warns(UserWarning, match=r"`it = iter\(ds\)` once before the loop") as warned:
             next(iter(ds))
         assert warned[0].filename == __file__
         next(iter(ds))

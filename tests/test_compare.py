@@ -45,9 +45,9 @@ def test_whole_batches_that_differ_have_their_remedy():
     error = compare({0: {field: "6dee7067"}, 1: {field: "6f555ae6"}})["error"]
     assert error.splitlines()[1:] == [
         f'  {field}: "6dee7067" on host 0; "6f555ae6" on host 1',
-        '  rows: rows="global" says that every host produces the same batches; read the same files'
-        " with the same seed on every host, or shard the source by"
-        ' grain_shard.ShardByMesh(mesh, spec) and pass rows="local"',
+        '  rows: with rows="global" every host must produce the same batches. Read the same files'
+        " with the same seed on every host. Or shard the source by"
+        ' grain_shard.ShardByMesh(mesh, spec), and pass rows="local"',
         REMEDY,
     ]
 
@@ -57,14 +57,14 @@ def test_a_pipeline_that_differs_may_be_divided_by_the_host(field):
     error = compare({0: {field: "6dee7067"}, 1: {field: "6f555ae6"}})["error"]
     assert error.splitlines()[1:] == [
         f'  {field}: "6dee7067" on host 0; "6f555ae6" on host 1',
-        f"{REMEDY} If it is the same, the pipeline is most likely divided by jax.process_index(),"
-        " as by a slice or by files of each host: leave that out, since .shard_to gives each host"
-        " its rows.",
+        f"{REMEDY} If all of that is the same, the pipeline most likely depends on"
+        " jax.process_index(), by a slice or by files for each host. Remove that slice, as"
+        " .shard_to gives each host its rows.",
     ]
 
 
-SAME_SHARDS = "hold the same shards and feed different rows; shard the source by"
-SAME_ROWS = "hold different shards and feed the same rows; shard the source by"
+SAME_SHARDS = "hold the same shards, but their pipelines yield different rows. Shard the source by"
+SAME_ROWS = "hold different shards, but their pipelines yield the same rows. Shard the source by"
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_feeds_may_yield_the_same_but_not_another_time_something_else():
     alike = {host: {"feed rows": [[host], "a"]} for host in (0, 1)}
     assert lines_of(alike) == []
     (line,) = lines_of({0: {"feed rows": [[0], "a"]}, 1: {"feed rows": [[0], "b"]}})
-    assert line.startswith("  feeds: hosts 0, 1 run the same feeds and get different rows;")
+    assert line.startswith("  feeds: hosts 0, 1 run the same feeds, but get different rows.")

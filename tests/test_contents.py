@@ -73,7 +73,7 @@ def test_a_state_of_other_contents_is_refused_and_the_remedy_goes_on(build):
     state = saved(same(Files([0, 1, 2, 3])))
     with iter(build(Files([0, 1, 3, 2]))) as iterator:
         iterator.set_state(state)
-        with pytest.raises(StateError, match="list files in sorted order") as refused:
+        with pytest.raises(StateError, match="sort the list of files") as refused:
             next(iterator)
         assert "record 20 of SourceMapDataset(source=Files): saved " in str(refused.value)
         with pytest.raises(StateError) as again:
@@ -119,7 +119,7 @@ def test_a_source_that_differs_from_itself_is_not_compared_and_one_line_is_logge
                 next(iterator)
                 assert "-" not in iterator.get_state()["source"]
     (line,) = caplog.messages
-    assert "SourceMapDataset(source=Files) gives other records at each read" in line
+    assert "SourceMapDataset(source=Files) returns other records at each read" in line
 
 
 @pytest.mark.parametrize("index", [0, 10])
@@ -160,7 +160,7 @@ def test_one_whose_source_is_not_known_is_not_compared_and_show_says_so(capsys):
     ds = Numbers().batch(8).shard_to(data_mesh(2))
     assert "-" not in saved(ds)["source"]
     show(ds)
-    assert "no source is known" in " ".join(capsys.readouterr().out.split())
+    assert "the source of the pipeline is unknown" in " ".join(capsys.readouterr().out.split())
 
 
 @dataclasses.dataclass
@@ -219,5 +219,5 @@ def test_an_order_of_keys_and_the_folder_of_a_path_change_no_digest(one, other):
 
 
 def test_another_object_has_no_digest():
-    with pytest.raises(TypeError, match="a object has no digest"):
+    with pytest.raises(TypeError, match="cannot compute a digest of a object"):
         element_digest({"x": object()})

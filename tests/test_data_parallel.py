@@ -290,9 +290,9 @@ class TestDataParallelTrainStep:
         with pytest.raises(ShardingError) as error:
             data_parallel_train_step(linen_loss, ADAM, batch, new_state("tuple"))
         assert str(error.value) == (
-            "batch['name']: a compiled step takes no text.\n"
+            "batch['name']: the leaf is text, which a compiled step cannot take.\n"
             "  leaf:   <U3[16]   mesh: data=8\n"
-            "  remedy: drop this leaf from the batch before the step, or make numbers of it."
+            "  remedy: drop this leaf from the batch before the step, or turn it into numbers."
         )
 
     def test_a_mesh_without_a_data_axis(self):
@@ -307,9 +307,9 @@ class TestDataParallelTrainStep:
             data_parallel_train_step(
                 nnx_loss, nnx.Optimizer(model, ADAM, wrt=nnx.Param), batch, model
             )
-        with pytest.raises(TypeError, match="brings its optimizer"):
+        with pytest.raises(TypeError, match="has its own optimizer"):
             data_parallel_train_step(linen_loss, optax.sgd(1.0), batch, new_state("TrainState"))
-        with pytest.raises(TypeError, match="got a tuple and no optimizer"):
+        with pytest.raises(TypeError, match="got a tuple as state and no optimizer"):
             data_parallel_train_step(linen_loss, None, batch, new_state("tuple"))
         with pytest.raises(TypeError, match="got a dict and an optimizer"):
             data_parallel_train_step(linen_loss, ADAM, batch, new_state("tuple")[0])
@@ -400,5 +400,5 @@ class TestReduceGradients:
             reduce({"w": jnp.ones((2, 3))}, "max")
 
     def test_a_scalar_has_nothing_to_reduce(self):
-        with pytest.raises(ShardingError, match=r"gradients\['b'\]: a scalar has no axis"):
+        with pytest.raises(ShardingError, match=r"gradients\['b'\]: the gradient is a scalar"):
             reduce_gradient_tree({"b": jnp.ones(())})

@@ -116,7 +116,8 @@ def test_two_hosts_read_half_each_and_end_with_the_parameters_of_one(first_run):
         r"\[host 0\]   ok: test accuracy 9[789]\.\d\d% \(>= 97%\)",
         r"\[host 0\]   ok: 54 batches after the restore are those of one run, bit for bit",
         r"\[host 0\]   ok: 10 epochs read each of 1,500 images once \(7,680 reads on host 0, 7,3.*",
-        r"  ok: parameters and optimizer of 2 hosts are those of 1, but for \S+ \(<= 1e-05\)",
+        r"  ok: parameters and optimizer of 2 hosts differ from those of 1 host by at most"
+        r" \S+ \(<= 1e-05\)",
     ):
         assert re.search(f"^{line}$", result.stdout, re.MULTILINE), f"{line}\n{result.stdout}"
 
@@ -199,5 +200,5 @@ def test_help_of_a_subcommand_ends_with_an_example(subcommand, capsys, monkeypat
 def test_checkpoints_of_another_run_are_refused(tmp_path, capsys):
     (tmp_path / "66").mkdir()
     assert main(["demo", "--distributed", str(tmp_path)]) == 2
-    text = f"grain_shard demo: {tmp_path} is not empty. Remedy: name a new folder.\n"
+    text = f"grain_shard demo: {tmp_path} is not empty. Remedy: pass a new folder.\n"
     assert capsys.readouterr().err == text

@@ -40,7 +40,7 @@ VOTES = [
     ("pad", True, [4, 2, 3], 2),
     ("pad", True, [0, 0, 0], 0),
     ("pad", True, [4, 0, 0], "the streams of 2 of 3 hosts (the first: host 1) end earlier"),
-    ("drop", True, [4, 0, 3], 'rows="global" says that every host produces the same batches'),
+    ("drop", True, [4, 0, 3], 'with rows="global" every host must produce the same batches'),
 ]
 
 

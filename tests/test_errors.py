@@ -35,19 +35,19 @@ def uneven(items):
 
 
 NO_BATCH = """\
-the dataset has no batch: it is empty, or has fewer records than one batch and drops the remainder.
+the dataset has no batch: it is empty, or it drops the remainder and has fewer records than one batch.
   mesh:   data=4
-  remedy: check the source; keep a short batch with .batch(B, drop_remainder=False) and remainder="pad"."""  # noqa: E501
+  remedy: check that the source has records. Or keep a short batch, with .batch(B, drop_remainder=False) and remainder="pad"."""  # noqa: E501
 NO_SHARDS = """\
 a batch of 6 rows does not split into 4 shards.
   mesh:   data=4
-  remedy: use a batch size of 8, or remainder="pad"."""
+  remedy: use a batch size of 8, or pass remainder="pad"."""
 UNSORTED = """\
-{}: the keys 'a', 1 have no order, in which JAX would put the leaves.
+{}: the keys 'a', 1 cannot be sorted, and JAX sorts the leaves of a dict by key.
   leaf:   dict   mesh: data=4
-  remedy: give the dict keys of one type in .map, such as strings."""
+  remedy: use keys of one type in .map, such as strings."""
 MAY_BE_SHORT = """\
-remainder='drop' needs to know which batches are short, and a slice or a shuffle stands between .batch and it.
+remainder='drop' must know which batches are short, and a slice or a shuffle of the batches hides that.
   mesh:   data=4
   remedy: use .batch(B, drop_remainder=True), or slice and shuffle the records before .batch."""  # noqa: E501
 AT_BUILD = {
@@ -61,23 +61,23 @@ the spec names the mesh axis 'batch', which does not exist.
     "an axis named twice": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), P("data", "data")),
         """\
-the spec names the mesh axis 'data', twice.
+the spec names the mesh axis 'data' twice.
   spec:   P('data', 'data')   mesh: data=4
-  remedy: use each axis at most once.""",
+  remedy: use each mesh axis at most once in the spec.""",
     ),
     "no spec where none can be guessed": (
         lambda: numbered(8, 8).shard_to(jax.make_mesh((4, 2), ("dp", "tp"))),
         """\
 no spec is given, and none of the mesh axes 'dp', 'tp' is called 'data'.
   mesh:   dp=4, tp=2
-  remedy: say which axis shards the batch, e.g. PartitionSpec('dp').""",
+  remedy: pass a spec that names the axis of the rows, e.g. PartitionSpec('dp').""",
     ),
     "a spec that is none": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), "data"),
         """\
-'data' is no PartitionSpec.
+the spec 'data' is not a PartitionSpec.
   mesh:   data=4
-  remedy: write jax.sharding.PartitionSpec('data'), or a tree of them.""",
+  remedy: pass jax.sharding.PartitionSpec('data'), or a tree of PartitionSpecs.""",
     ),
     "a tree of specs without a leaf": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), {}),
@@ -88,13 +88,13 @@ no spec is given, and none of the mesh axes 'dp', 'tp' is called 'data'.
     "a mesh that is none": (
         lambda: numbered(8, 8).shard_to("data"),
         """\
-cannot place batches by a str.
+a str does not say on which devices to place batches.
   remedy: pass a Mesh, a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a device, or a tree of these.""",  # noqa: E501
     ),
     "devices in place of a mesh": (
         lambda: numbered(8, 8).shard_to(jax.devices()[:4], P("data")),
         """\
-a list of devices has no axes, along which the rows could be split.
+a list of devices has no mesh axis along which rows could be split.
   remedy: pass jax.make_mesh((4,), ("data",), devices=devices).""",
     ),
     "a batch size that the shards don't divide": (
@@ -110,7 +110,7 @@ a list of devices has no axes, along which the rows could be split.
         """\
 the records do not fill the last batch of 4 rows.
   mesh:   data=4
-  remedy: pass remainder="pad" (zeros and a mask) or remainder="drop".""",
+  remedy: pass remainder="pad" (adds zeros and a mask) or remainder="drop".""",
     ),
     "fewer records than one batch": (
         lambda: numbered(3, 8, drop_remainder=True).shard_to(data_mesh(4)),
@@ -119,9 +119,9 @@ the records do not fill the last batch of 4 rows.
     "fewer records than one batch, dropped by us": (
         lambda: numbered(3, 8).shard_to(data_mesh(4), remainder="drop"),
         """\
-no batch is left: there are fewer records than one batch of 8 rows, and remainder="drop".
+remainder="drop" leaves no batch: there are fewer records than one batch of 8 rows.
   mesh:   data=4
-  remedy: pass remainder="pad", or make the batch smaller.""",
+  remedy: pass remainder="pad", or use a smaller batch size.""",
     ),
     "an empty dataset": (
         lambda: grain.MapDataset.source([]).batch(8).shard_to(data_mesh(4)),
@@ -140,47 +140,47 @@ no batch is left: there are fewer records than one batch of 8 rows, and remainde
         """\
 remainder='wrap' is not one of pad, drop, error.
   mesh:   data=4
-  remedy: choose one of them.""",
+  remedy: pass one of the listed words as remainder.""",
     ),
     "several remainders": (
         lambda: numbered(8, 8).shard_to(data_mesh(4), remainder=np.array(["pad", "drop"])),
         """\
 remainder=array(['pad', 'drop'], dtype='<U4') is not one of pad, drop, error.
   mesh:   data=4
-  remedy: choose one of them.""",
+  remedy: pass one of the listed words as remainder.""",
     ),
     "batches of what is placed": (
         lambda: numbered(8, 4).shard_to(data_mesh(4)).batch(2),
         """\
-.batch follows .shard_to, whose batches are on the devices of all hosts.
+.batch cannot follow .shard_to, whose batches are on the devices of all hosts.
   mesh:   data=4
-  remedy: for larger batches, call .batch(B) with a larger B before .shard_to; a .map over the batches may follow it.""",  # noqa: E501
+  remedy: call .batch(B) with a larger B before .shard_to. (A .map over batches may follow .shard_to.)""",  # noqa: E501
     ),
     "a filter of what is placed": (
         lambda: numbered(8, 4).shard_to(data_mesh(4)).filter(bool),
         """\
-.filter follows .shard_to, whose batches are on the devices of all hosts.
+.filter cannot follow .shard_to, whose batches are on the devices of all hosts.
   mesh:   data=4
-  remedy: filter the records in grain_shard.feeds before .shard_to; a .map over the batches may follow it.""",  # noqa: E501
+  remedy: filter the records in grain_shard.feeds before .shard_to. (A .map over batches may follow .shard_to.)""",  # noqa: E501
     ),
     "feeds that are not batched": (
         lambda: grain_shard.feeds(lambda feed: numbered(8, 4), num_feeds=2).shard_to(data_mesh(4)),
         """\
-.shard_to follows feeds, whose rows are not batched.
-  remedy: call .batch(global_batch_size) on the feeds first: feeds(...).batch(B).shard_to(mesh).""",
+the feeds have no .batch, and .shard_to(mesh) places batches.
+  remedy: call .batch(global_batch_size) on the feeds before .shard_to: feeds(...).batch(B).shard_to(mesh).""",  # noqa: E501
     ),
     "a dataset to be saved": (
         lambda: CheckpointSave(numbered(8, 4).shard_to(data_mesh(4))),
         """\
-CheckpointSave takes an iterator of .shard_to(mesh), which has a state, and got a ShardedDataset.
-  remedy: make one iterator, batches = iter(ds), loop over it, and pass batches.""",
+CheckpointSave got a ShardedDataset, not an iterator of a dataset that ends with .shard_to(mesh).
+  remedy: call batches = iter(ds) once, loop over batches, and pass batches to CheckpointSave.""",
     ),
     "workers after placement": (
         lambda: numbered(8, 8).shard_to(data_mesh(4)).mp_prefetch(),
         """\
-worker processes come before placement, since they must not hold a device.
+.mp_prefetch cannot follow .shard_to: a worker process must not hold a device.
   mesh:   data=4
-  remedy: pass num_workers to .shard_to instead of calling .mp_prefetch after it.""",
+  remedy: pass num_workers to .shard_to instead of calling .mp_prefetch after .shard_to.""",
     ),
     **{
         f"{name}={value!r}": (
@@ -206,7 +206,7 @@ AT_FIRST_BATCH = {
             jax.make_mesh((2, 4), ("data", "seq")), P("data", "seq")
         ),
         """\
-batch['leaf0']: dim 1 has size 10, which mesh axis 'seq' (size 4) does not divide.
+batch['leaf0']: dim 1 has size 10, which is not divisible by mesh axis 'seq' (size 4).
   leaf:   int32[4, 10]   spec: P('data', 'seq')   mesh: data=2, seq=4
   remedy: pad dim 1 to 12 before .batch, or drop 'seq' from this leaf's spec.""",
     ),
@@ -216,88 +216,88 @@ batch['leaf0']: dim 1 has size 10, which mesh axis 'seq' (size 4) does not divid
             {"leaf0": P("data", "seq"), "leaf1": P("data", "seq")},
         ),
         """\
-batch['leaf1']: the spec names 2 dims, the leaf has 1.
+batch['leaf1']: the spec has entries for 2 dims, but the leaf has rank 1.
   leaf:   int64[4]   spec: P('data', 'seq')   mesh: data=2, seq=4
-  remedy: shorten the spec to 1 entries, the first for the batch axis.""",
+  remedy: shorten the spec to length 1. The first entry is for the rows.""",
     ),
     "a spec longer than every leaf's rank": (
         lambda: dicts(lambda i: i).shard_to(
             jax.make_mesh((2, 4), ("data", "seq")), P("data", "seq")
         ),
         """\
-batch['leaf0']: the spec names 2 dims, the leaf has 1.
+batch['leaf0']: the spec has entries for 2 dims, but the leaf has rank 1.
   leaf:   int64[4]   spec: P('data', 'seq')   mesh: data=2, seq=4
-  remedy: shorten the spec to 1 entries, the first for the batch axis.""",
+  remedy: shorten the spec to length 1. The first entry is for the rows.""",
     ),
     "a leaf without a spec": (
         lambda: dicts(lambda i: i, lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data")}),
         """\
 batch['leaf1']: the leaf has no spec.
   leaf:   int64[4]   mesh: data=4
-  remedy: add it to the tree of specs, which has batch['leaf0'], batch['valid_mask'].""",
+  remedy: add this leaf to the specs, which have batch['leaf0'], batch['valid_mask'].""",
     ),
     "a spec without a leaf": (
         lambda: dicts(lambda i: i).shard_to(data_mesh(4), {"leaf0": P("data"), "lable": P("data")}),
         """\
 batch['lable']: the tree of specs names a leaf that the batch does not have.
   mesh:   data=4
-  remedy: remove it from the specs, or mend its name.""",
+  remedy: remove this leaf from the specs, or correct its name.""",
     ),
     "leading dims that differ": (
         lambda: numbered(8, 4, batch_fn=uneven).shard_to(data_mesh(4)),
         """\
-batch['label']: the leading axis has 3 rows, that of batch['image'] has 4.
+batch['label']: the leading axis has 3 rows, but batch['image'] has 4 rows.
   leaf:   int32[3]   mesh: data=4
-  remedy: give every leaf one row per record; make what belongs to the whole batch a scalar.""",
+  remedy: give every leaf one row per record. Only a scalar may belong to the whole batch.""",
     ),
     "an object-dtype leaf": (
         lambda: numbered(8, 4, batch_fn=ragged).shard_to(data_mesh(4)),
         """\
 batch['tokens']: the leaf holds Python objects (ragged rows, or a None among them).
   leaf:   object[2]   mesh: data=4
-  remedy: pad the rows to one shape and replace None by a number in .map, or drop the leaf.""",
+  remedy: pad rows to one shape and replace None by a number in .map, or drop the leaf.""",
     ),
     "typed PRNG keys": (
         lambda: dicts(lambda i: jax.random.key(i)).shard_to(data_mesh(4)),
         """\
-batch['leaf0']: the leaf holds typed PRNG keys, which NumPy does not have.
+batch['leaf0']: the leaf holds typed PRNG keys of JAX, which NumPy cannot hold.
   leaf:   key<fry>[]   mesh: data=4
-  remedy: make numbers of the keys in .map, by jax.random.key_data, and keys again in the step, by jax.random.wrap_key_data.""",  # noqa: E501
+  remedy: turn the keys into numbers in .map, by jax.random.key_data, and back into keys in the training step, by jax.random.wrap_key_data.""",  # noqa: E501
     ),
     "ragged records": (
         lambda: dicts(lambda i: np.zeros(3 + i % 2)).shard_to(data_mesh(4)),
         """\
-batch['leaf0']: record 1 holds float64[4], others hold float64[3].
+batch['leaf0']: record 1 holds float64[4], but other rows hold float64[3].
   leaf:   float64[4]   mesh: data=4
-  remedy: give every row one shape and dtype before .batch (pad or cast in .map), or pass a batch_fn that does.""",  # noqa: E501
+  remedy: pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype, or pass .batch a batch_fn that does so.""",  # noqa: E501
     ),
     "records of two dtypes": (
         lambda: dicts(lambda i: np.float32(i) if i < 3 else i).shard_to(data_mesh(4)),
         """\
-batch['leaf0']: record 3 holds int64[], others hold float32[].
+batch['leaf0']: record 3 holds int64[], but other rows hold float32[].
   leaf:   int64[]   mesh: data=4
-  remedy: give every row one shape and dtype before .batch (pad or cast in .map), or pass a batch_fn that does.""",  # noqa: E501
+  remedy: pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype, or pass .batch a batch_fn that does so.""",  # noqa: E501
     ),
     "a None among the records": (
         lambda: dicts(lambda i: None if i == 2 else i).shard_to(data_mesh(4)),
         """\
-batch['leaf0']: record 2 has another structure than record 0: record 0 alone has batch['leaf0'].
+batch['leaf0']: record 2 has another structure than record 0: only record 0 has batch['leaf0'].
   mesh:   data=4
-  remedy: return the same tree for every row from .map; a leaf that is None in one row must be None in all.""",  # noqa: E501
+  remedy: return the same tree for every row from .map. A leaf that is None in one row must be None in all rows.""",  # noqa: E501
     ),
     "a list of numbers in each record": (
         lambda: dicts(lambda i: {"ids": [1, 2, i]}).shard_to(data_mesh(4)),
         """\
-batch['leaf0']['ids']: the row holds a list of 3 numbers or strings, which JAX takes for as many leaves, so the batch would hold an array for each position.
+batch['leaf0']['ids']: the row holds a list of 3 numbers or strings. JAX takes each item for a leaf, so the batch would hold an array for each item.
   leaf:   list   mesh: data=4
-  remedy: turn it into an array: by .with_format("numpy") of a Hugging Face dataset, or by np.array(list) in .map before .batch.""",  # noqa: E501
+  remedy: turn the list into an array: call .with_format("numpy") on a Hugging Face dataset, or np.array(list) in .map before .batch.""",  # noqa: E501
     ),
     "a dtype of gradients that are none": (
         lambda: dicts(lambda i: np.zeros(2, jax.dtypes.float0)).shard_to(data_mesh(4)),
         """\
-batch['leaf0']: dtype [('float0', 'V')] is not one that JAX can hold.
+batch['leaf0']: JAX has no dtype [('float0', 'V')].
   leaf:   [('float0', 'V')][2]   mesh: data=4
-  remedy: convert it in .map to a number that JAX has: .astype(np.float32), say.""",
+  remedy: convert the leaf in .map to a dtype of JAX, such as .astype(np.float32).""",
     ),
     "keys that cannot be sorted": (
         lambda: dicts(lambda i: {"a": i, 1: i}).shard_to(data_mesh(4)),
@@ -312,44 +312,44 @@ batch['leaf0']: dtype [('float0', 'V')] is not one that JAX can hold.
     "a dtype that no device holds": (
         lambda: dicts(lambda i: np.datetime64("2026-01-01")).shard_to(data_mesh(4)),
         """\
-batch['leaf0']: dtype datetime64[D] is not one that JAX can hold.
+batch['leaf0']: JAX has no dtype datetime64[D].
   leaf:   datetime64[D][]   mesh: data=4
-  remedy: convert it in .map to a number that JAX has: .astype(np.float32), say.""",
+  remedy: convert the leaf in .map to a dtype of JAX, such as .astype(np.float32).""",
     ),
     "another byte order than the machine's": (
         lambda: dicts(lambda i: np.array(i, ">i4")).shard_to(data_mesh(4)),
         """\
-batch['leaf0']: dtype >i4 is not one that JAX can hold.
+batch['leaf0']: JAX has no dtype >i4.
   leaf:   >i4[]   mesh: data=4
-  remedy: convert its byte order in .map: .astype(x.dtype.newbyteorder("=")).""",
+  remedy: convert the byte order in .map: .astype(x.dtype.newbyteorder("=")).""",
     ),
     "a masked array": (
         lambda: dicts(lambda i: np.ma.masked_array([i, i], [False, True])).shard_to(data_mesh(4)),
         """\
-batch['leaf0']: the leaf is a masked array, and no device knows of its mask.
+batch['leaf0']: the leaf is a masked array, whose mask would be lost on the devices.
   leaf:   int64[2]   mesh: data=4
-  remedy: fill it in .map, by .filled(0), and make the mask a leaf of its own.""",
+  remedy: call .filled(0) on the array in .map, and return the mask as another leaf.""",
     ),
     "a map after .batch that changes the number of rows": (
         lambda: numbered(16, 8).map(lambda b: {"x": b["id"][::2]}).shard_to(data_mesh(4)),
         """\
-batch['x']: batch 0 has 4 rows, made of 8 records: what stands after .batch changes their number.
+batch['x']: batch 0 has 4 rows, but is made of 8 records: a step after .batch changes the number of rows.
   leaf:   int32[4]   mesh: data=4
-  remedy: change it before .batch; or in a stream, .to_iter_dataset().batch(B).map(...), whose first batch tells the size.""",  # noqa: E501
+  remedy: change the number of rows before .batch, or in a stream: .to_iter_dataset().batch(B).map(...). Its first batch sets the batch size.""",  # noqa: E501
     ),
     "a batch that is no mapping": (
         lambda: grain.MapDataset.range(8).batch(4).shard_to(data_mesh(4)),
         """\
-batch: the batch is a ndarray, so there is no place for the mask.
+batch: the batch is a ndarray, but only a dict can hold the mask.
   leaf:   int64[4]   mesh: data=4
-  remedy: turn records into dicts with .map before .batch, or pass mask_key=None with remainder="drop": without a mask, means include the zeros of padding.""",  # noqa: E501
+  remedy: turn records into dicts with .map before .batch, or pass mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)""",  # noqa: E501
     ),
     "keys that are no strings": (
         lambda: grain.MapDataset.range(8).map(lambda i: {1: i}).batch(4).shard_to(data_mesh(4)),
         """\
-batch[1]: the batch's keys are no strings, among which JAX could sort that of the mask.
+batch[1]: the keys of the batch are not strings, so JAX cannot sort the mask's key among them.
   leaf:   int64[4]   mesh: data=4
-  remedy: give records string keys in .map, or pass mask_key=None with remainder="drop": without a mask, means include the zeros of padding.""",  # noqa: E501
+  remedy: give records string keys in .map, or pass mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)""",  # noqa: E501
     ),
     "a leaf called like the mask": (
         lambda: (
@@ -359,9 +359,9 @@ batch[1]: the batch's keys are no strings, among which JAX could sort that of th
             .shard_to(data_mesh(4))
         ),
         """\
-batch['valid_mask']: the batch already has a leaf 'valid_mask', the key of the mask.
+batch['valid_mask']: the batch already has a leaf 'valid_mask', and mask_key gives the mask that name.
   leaf:   int64[4]   mesh: data=4
-  remedy: pass another mask_key, or mask_key=None with remainder="drop": without a mask, means include the zeros of padding.""",  # noqa: E501
+  remedy: pass another mask_key, or mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)""",  # noqa: E501
     ),
     "no batch at all": (
         lambda: (
@@ -385,7 +385,7 @@ batch: the batch has no leaf with a leading axis.
         """\
 a batch of 4 rows does not split into 8 shards.
   mesh:   data=8
-  remedy: use a batch size of 8, or remainder="pad".""",
+  remedy: use a batch size of 8, or pass remainder="pad".""",
     ),
 }
 
@@ -421,9 +421,9 @@ def test_a_later_batch_unlike_the_first_is_refused(mesh):
     assert (
         str(caught.value)
         == """\
-batch['image']: the first batch had float32[8, 2, 3] here, on this host.
+batch['image']: the leaf was float32[8, 2, 3] in the first batch of this host, and has changed.
   leaf:   float16[8, 2, 3]   mesh: data=8
-  remedy: give all batches one tree, one shape and one dtype, so that a step compiles once."""
+  remedy: give all batches one tree, and each leaf one shape and dtype, so that a step compiles once."""  # noqa: E501
     )
 
 
@@ -432,7 +432,7 @@ def test_a_short_batch_where_none_may_be_is_no_batch_of_zeros(remainder):
     ds = grain.MapDataset.concatenate([numbered(12, 8), numbered(8, 8)])
     iterator = iter(ds.shard_to(data_mesh(4), remainder=remainder))
     next(iterator)
-    with pytest.raises(ShardingError, match="short in the middle of an epoch"):
+    with pytest.raises(ShardingError, match="a batch in the middle of an epoch is short"):
         next(iterator)
 
 
@@ -455,7 +455,7 @@ def test_a_record_that_raises_is_named_and_keeps_its_traceback(num_workers):
         next(iterator)
     if num_workers == 0:  # Grain's worker sends the traceback as text, without notes
         assert caught.value.__notes__[0] == (
-            "grain_shard: while evaluating record 13 of the dataset above .batch, for batch 1"
+            "grain_shard: while evaluating record 13 of the dataset before .batch, for batch 1"
         )
     frames = [entry.name for entry in caught.traceback]
     assert "decode" in frames
@@ -508,7 +508,7 @@ def test_an_error_whose_text_cannot_be_had_is_still_told_to_other_hosts():
             raise RuntimeError("no text")
 
     assert describe_error(ValueError("bad")) == "ValueError: bad"
-    assert describe_error(Unspeakable()) == "Unspeakable: (it has no text)"
+    assert describe_error(Unspeakable()) == "Unspeakable: (the text of this error cannot be read)"
 
 
 @pytest.mark.parametrize(

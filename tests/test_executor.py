@@ -142,7 +142,7 @@ def test_an_error_names_the_record_and_the_worker(executor, mesh):
         found.extend(ds.shard_to(mesh, executor=executor))
     assert len(found) == 1
     notes = "\n".join(caught.value.__notes__)
-    assert "record 17 of the dataset above .batch" in notes
+    assert "record 17 of the dataset before .batch" in notes
     assert "grain_shard: in process" in notes
 
 
@@ -276,23 +276,31 @@ def ends_the_process(i):
 def test_an_executor_that_was_shut_down_is_an_error(mesh):
     executor = concurrent.futures.ThreadPoolExecutor(1)
     executor.shutdown()
-    with pytest.raises(GrainShardError, match="takes no task"):
+    with pytest.raises(GrainShardError, match="accepts no task"):
         list(records().batch(GLOBAL_BATCH_SIZE).shard_to(mesh, executor=executor))
 
 
 REFUSED = {
-    "workers, too": (lambda: records().batch(16), {"num_workers": 1}, "num_workers are given"),
-    "a stream": (lambda: records().to_iter_dataset().filter(bool).batch(16), {}, "in order only"),
+    "workers, too": (lambda: records().batch(16), {"num_workers": 1}, "num_workers are both given"),
+    "a stream": (
+        lambda: records().to_iter_dataset().filter(bool).batch(16),
+        {},
+        "needs random access",
+    ),
     "feeds": (
         lambda: grain_shard.feeds(lambda f: records().to_iter_dataset(), num_feeds=2).batch(16),
         {},
-        "in order only",
+        "needs random access",
     ),
-    "no executor": (lambda: records().batch(16), {"executor": "dask"}, "no concurrent.futures"),
+    "no executor": (
+        lambda: records().batch(16),
+        {"executor": "dask"},
+        "is not a concurrent.futures",
+    ),
     "a class": (
         lambda: records().batch(16),
         {"executor": concurrent.futures.ThreadPoolExecutor},
-        "no concurrent.futures",
+        "is not a concurrent.futures",
     ),
 }
 
@@ -316,4 +324,4 @@ def test_a_task_is_small_and_knows_no_device(threads, mesh, caplog):
         assert max(sizes) < 8000
         source = [{"x": row} for row in np.zeros((20, 10_000))]
         list(grain.MapDataset.source(source).batch(4).shard_to(data_mesh(2), executor=executor))
-    assert "each task for the executor carries the pipeline, of 1.6 MB" in caplog.text
+    assert "each task for the executor carries the whole pipeline, 1.6 MB" in caplog.text

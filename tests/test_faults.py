@@ -186,10 +186,10 @@ class TestRetries:
         # Once more at the end, to find out which record of several it was.
         assert source.requests[5] == 1 + times + 1
         notes = [n for n in caught.value.__notes__ if n.startswith("grain_shard")]
-        tried = [f"grain_shard: it was tried {times + 1} times"] if times else []
+        tried = [f"grain_shard: the read was tried {times + 1} times"] if times else []
         place = (
             "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset"
-            " above .batch, for batch 0"
+            " before .batch, for batch 0"
         )
         assert notes == [*tried, place]
 
@@ -546,7 +546,7 @@ class TestTooMany:
                 return
             with pytest.raises(BadRecordsError, match=rf"max_bad_records={most} allows") as caught:
                 list(iterator)
-        assert "record 1 of the dataset above .batch: ValueError: record 1 is" in str(caught.value)
+        assert "record 1 of the dataset before .batch: ValueError: record 1 is" in str(caught.value)
 
     @pytest.mark.parametrize(
         ("num_records", "global_batch_size", "indices", "most", "valid_rows"),
@@ -573,7 +573,9 @@ class TestTooMany:
         ds = of_feeds(source) if feeds else batches(source, 200)
         with (
             iter(masked(ds, max_bad_records=5, num_threads=1)) as iterator,
-            pytest.raises(BadRecordsError, match=r"(?s)could not be read by 5 tries.*reached"),
+            pytest.raises(
+                BadRecordsError, match=r"(?s)could not be read in 5 tries.*reach the source"
+            ),
         ):
             list(iterator)
         # Four for each of 6, and for those that were read beside them; not for each of 3,000.
@@ -661,7 +663,7 @@ class TestOrigins:
             list(ds.shard_to(data_mesh(2), max_bad_records=0, **options))
         assert (
             "    record 17 of the source InFiles (record 7 of file-1), "
-            f"record {above} of the dataset above .batch: ValueError: record 17 is corrupt\n"
+            f"record {above} of the dataset before .batch: ValueError: record 17 is corrupt\n"
         ) in str(caught.value)
 
     def test_an_error_that_ends_the_run_names_the_file(self):
@@ -671,7 +673,7 @@ class TestOrigins:
         above = list(shuffled(np.arange(40))).index(17)
         assert caught.value.__notes__[0] == (
             "grain_shard: while evaluating record 17 of the source InFiles (record 7 of file-1), "
-            f"record {above} of the dataset above .batch, for batch 0"
+            f"record {above} of the dataset before .batch, for batch 0"
         )
 
     def test_a_feed_names_the_file(self):
@@ -688,33 +690,35 @@ class TestOrigins:
 
 
 ONE = (
-    "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset above"
-    " .batch, for batch 5. A second read, to find the cause, succeeded. "
+    "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset before"
+    " .batch, for batch 5. The read failed, but a second read succeeded. "
 )
 ONE_OF_SEVERAL = (
-    "grain_shard: while evaluating one of the records 4 to 7 of the dataset above .batch, for"
-    " batch 1. A second read, to find the cause, succeeded. "
+    "grain_shard: while evaluating one of the records 4 to 7 of the dataset before .batch, for"
+    " batch 1. The read failed, but a second read succeeded. "
 )
-NOT_AGAIN = "RuntimeError is not tried again by itself: retries=Retries"
+NOT_AGAIN = (
+    "By default a RuntimeError is not tried again. To read again after it, pass retries=Retries"
+)
 
 
 @pytest.mark.parametrize(
     ("kind", "global_batch_size", "error", "retries", "tries", "note"),
     [
-        (Source, 1, RuntimeError, 4, 1, f"{ONE}{NOT_AGAIN}(4, on=RuntimeError) has it tried again"),
+        (Source, 1, RuntimeError, 4, 1, f"{ONE}{NOT_AGAIN}(4, on=RuntimeError)"),
         (
             *(BatchedSource, 4, RuntimeError, 4, 1),
-            f"{ONE_OF_SEVERAL}{NOT_AGAIN}(4, on=RuntimeError) has it tried again",
+            f"{ONE_OF_SEVERAL}{NOT_AGAIN}(4, on=RuntimeError)",
         ),
         (
             *(Source, 1, RuntimeError, Retries(2, on=KeyError), 1),
-            f"{ONE}{NOT_AGAIN}(2, on=RuntimeError) has it tried again",
+            f"{ONE}{NOT_AGAIN}(2, on=RuntimeError)",
         ),
-        (Source, 1, OSError, 0, 1, f"{ONE}retries=Retries(4, on=OSError) has it tried more often"),
-        (Source, 1, OSError, 4, 5, f"{ONE}retries=Retries(8, on=OSError) has it tried more often"),
+        (Source, 1, OSError, 0, 1, f"{ONE}For more tries, pass retries=Retries(4, on=OSError)"),
+        (Source, 1, OSError, 4, 5, f"{ONE}For more tries, pass retries=Retries(8, on=OSError)"),
         (
             *(Source, 1, KeyError, Retries(1, on=LookupError), 2),
-            f"{ONE}retries=Retries(2, on=KeyError) has it tried more often",
+            f"{ONE}For more tries, pass retries=Retries(2, on=KeyError)",
         ),
     ],
 )
@@ -747,11 +751,11 @@ def on_8(ds, **options):
 @pytest.mark.parametrize(
     ("build", "problem"),
     [
-        (lambda: on_8(batches([1]), mask_key=None), "needs the mask"),
-        (lambda: on_8(batches([1]).map(lambda batch: batch)), "rows that can be had one by one"),
+        (lambda: on_8(batches([1]), mask_key=None), "needs a mask"),
+        (lambda: on_8(batches([1]).map(lambda batch: batch)), "rows that are read one by one"),
         (
             lambda: on_8(grain.MapDataset.range(8).batch(8, batch_fn=np.stack)),
-            "rows that can be had one by one",
+            "rows that are read one by one",
         ),
         (
             lambda: on_8(batches([1]).to_iter_dataset().filter(bool), rows="global"),
@@ -760,20 +764,20 @@ def on_8(ds, **options):
         (lambda: on_8(numbers(None)), "needs random access or feeds"),
         (
             lambda: on_8(grain_shard.feeds(numbers, num_feeds=2).batch(8)),
-            "feed 0 begins with something else",
+            "feeds that begin with a grain.MapDataset, and feed 0 does not",
         ),
         (lambda: on_8(batches([1]), on_bad_record="skip"), "on_bad_record='skip' is not one of"),
         *(
             (
                 lambda most=most: on_8(batches([1]), max_bad_records=most),
-                "neither a number of records nor a share",
+                "neither a number nor a share of the records",
             )
             for most in (1.5, -1, True, float("nan"), "1")
         ),
         (lambda: on_8(batches([1]), retries=-1), "retries=-1 is not an integer of at least 0"),
         (lambda: on_8(batches([1]), retries="often"), "retries='often' is not an integer"),
-        (lambda: Retries(on="OSError"), "on='OSError' is no class of exceptions"),
-        (lambda: Retries(on=(KeyError, KeyboardInterrupt)), "is no class of exceptions"),
+        (lambda: Retries(on="OSError"), "on='OSError' is not an exception class"),
+        (lambda: Retries(on=(KeyError, KeyboardInterrupt)), "is not an exception class"),
     ],
 )
 def test_refused_when_built(build, problem):
@@ -859,11 +863,11 @@ def test_a_bare_next_in_a_function_of_the_user_is_an_error_and_no_end(build, nam
     assert ids(seen) == [list(range(8))]
     told = "".join([str(failure.value), *failure.value.__notes__])
     assert named in told
-    assert "look for a bare next()" in told
+    assert "give each next(...) in " in told
 
 
 def test_a_bare_next_in_make_feed_is_an_error_where_it_is_called():
-    with pytest.raises(RuntimeError, match="look for a bare next"):
+    with pytest.raises(RuntimeError, match=r"give each next\(\.\.\.\) in "):
         iter(feeds_of_all(lambda: next(iter([]))).shard_to(data_mesh(2)))
 
 

@@ -253,9 +253,9 @@ def test_a_call_that_fails_names_the_record_and_the_records_before_it_come(optio
             next(rows)
     # Grain may have added a note of its own.
     assert [note for note in raised.value.__notes__ if note.startswith("grain_shard: ")] == [
-        "grain_shard: it was tried 5 times",
+        "grain_shard: the read was tried 5 times",
         "grain_shard: while evaluating record 301 of the source BatchedSource, record 301 of the"
-        " dataset above .to_iter_dataset",
+        " dataset before .to_iter_dataset",
         "grain_shard: in feed 0 of 1",
     ]
 
@@ -439,7 +439,7 @@ def test_stopped_while_it_waits_it_returns_although_the_read_does_not(waiting):
     wait(inside)
     rows.stop()
     consumer.join(HANG_S)
-    assert ended == ["the reads of this stream were stopped"]
+    assert ended == ["the reads of this feed were stopped, as its loop ended"]
     release.set()
     rows.close()
 

@@ -105,7 +105,10 @@ def test_with_error_feeds_have_to_end_together(num_workers):
     assert ids(together) == [[0, 1, 100, 101], [2, 3, 102, 103]]
     with iter(numbers([4, 3, 4]).batch(6).shard_to(data_mesh(2), **options)) as apart:
         assert ids([next(apart)]) == [[0, 1, 100, 101, 200, 201]]
-        with pytest.raises(grain_shard.ShardingError, match="feed 1 has 1 rows left, of the 2"):
+        with pytest.raises(
+            grain_shard.ShardingError,
+            match="feed 1 has only 1 rows left for the last batch, which takes 2",
+        ):
             next(apart)
 
 
@@ -312,7 +315,7 @@ def test_a_state_of_other_packing_is_refused(packer, other):
         batches.set_state(state)
 
 
-UNCHANGED = r"pass what get_state\(\) gave"
+UNCHANGED = r"pass set_state\(\) the value that get_state\(\) returned, unchanged"
 
 
 @pytest.mark.parametrize(
@@ -363,7 +366,7 @@ def test_an_entry_that_the_feed_cannot_take_names_the_feed():
         state = batches.get_state()
         state["feeds"]["2"] = {"state": {"something": "else"}}
         batches.set_state(state)
-        with pytest.raises(grain_shard.StateError, match="cannot take this state") as refusal:
+        with pytest.raises(grain_shard.StateError, match="cannot restore this state") as refusal:
             next(batches)
     assert "grain_shard: in feed 2 of 4" in refusal.value.__notes__
 
@@ -509,11 +512,11 @@ def test_a_state_is_taken_also_if_a_feed_that_was_open_cannot_be_closed():
     [
         (
             {"id": np.int64(0)},
-            r"batch\['id'\]: a row of feed 1 holds int64\[\], others hold int32\[\]",
+            r"batch\['id'\]: a row of feed 1 holds int64\[\], but other rows hold int32\[\]",
         ),
         (
             {"id": np.zeros(2, np.int32)},
-            r"batch\['id'\]: a row of feed 1 holds int32\[2\], others hold int32\[\]",
+            r"batch\['id'\]: a row of feed 1 holds int32\[2\], but other rows hold int32\[\]",
         ),
         ({"other": np.int32(0)}, "a row of feed 1 has another structure than a row of feed 0"),
         (
@@ -540,16 +543,19 @@ def test_a_row_unlike_the_others_is_refused_and_the_error_stands(second, problem
 EIGHT_HOSTS = hosts_mesh({"data": 8}, hosts=8, devices_per_host=1)
 REFUSED = {
     "no feeds": (lambda: numbers([]), "num_feeds=0 is not an integer of at least 1"),
-    "no function": (lambda: grain_shard.feeds([1], num_feeds=1), "a list cannot make a feed"),
+    "no function": (
+        lambda: grain_shard.feeds([1], num_feeds=1),
+        "make_feed is a list, not a function",
+    ),
     "batch": (lambda: numbers([9] * 3).batch(8), "use a batch size of 6 or 9, or"),
-    "small batch": (lambda: numbers([9] * 3).batch(2), "use a batch size of 3, or a number"),
+    "small batch": (lambda: numbers([9] * 3).batch(2), "use a batch size of 3, or a num_feeds"),
     "rows": (
         lambda: numbers([9] * 4).batch(8).shard_to(data_mesh(4), rows="local"),
         "leave rows out",
     ),
     "shards": (
         lambda: numbers([9] * 3).batch(6).shard_to(data_mesh(4), remainder="drop"),
-        'use a batch size of 8, or remainder="pad"',
+        'use a batch size of 8, or pass remainder="pad"',
     ),
     "no dataset": (
         lambda: grain_shard.feeds(lambda feed: [feed], num_feeds=4).batch(8).shard_to(data_mesh(4)),
@@ -565,7 +571,7 @@ REFUSED = {
     ),
     "a host without a feed": (
         lambda: numbers([9] * 10).batch(10).shard_to(EIGHT_HOSTS),
-        "host 5 would hold nothing but padding",
+        "host 5 would hold only rows of padding",
     ),
     "slices": (lambda: numbers([9] * 3).batch(6).set_slice(slice(1)), "pass num_workers to .sh"),
 }
@@ -606,9 +612,10 @@ def test_a_feed_without_a_file_is_named_and_asked_about(make_feed):
         next(batches)
     problem, remedy = str(error.value).splitlines()
     assert re.fullmatch(
-        r"the feed failed before its first row \(.+\): are there fewer files than feeds\?", problem
+        r"the feed failed before its first row \(.+\)\. There may be fewer files than feeds\.",
+        problem,
     )
-    assert remedy.startswith("  remedy: make num_feeds no larger than the number of files")
+    assert remedy.startswith("  remedy: pass a num_feeds that is at most the number of files")
     assert error.value.__notes__[0] == "grain_shard: in feed 2 of 4"
     assert type(error.value.__cause__) is IndexError
 
@@ -630,12 +637,13 @@ def test_microbatches_make_hosts_share_feeds_if_there_are_too_few(recwarn):
 
     warn_of_shared_feeds(of_host_1(8), layouts)
     assert not recwarn
-    with pytest.warns(UserWarning, match="keeps 8 of the 16 rows") as warned:
+    with pytest.warns(UserWarning, match="keeps only 8 of the 16 rows") as warned:
         warn_of_shared_feeds(of_host_1(4), layouts)
     assert str(warned[0].message) == (
-        "this host runs 4 of 4 feeds, and keeps 8 of the 16 rows that these give to a batch: in"
-        " each of 4 microbatches other feeds have its rows. With a multiple of 8 feeds"
-        " (microbatches times hosts that hold different rows) each feed runs on one of these hosts."
+        "this host runs 4 of 4 feeds, but keeps only 8 of the 16 rows that its feeds read for a"
+        " batch. The reason is microbatches=4: several hosts need different rows of one feed."
+        " remedy: use a multiple of 8 feeds (microbatches times hosts that hold different rows), so"
+        " that no two such hosts run the same feed."
     )
 
 
@@ -655,10 +663,10 @@ def test_what_follows_the_batch_of_feeds_is_refused_with_what_to_do(follow, rows
     with pytest.raises(grain_shard.ShardingError) as refusal:
         ds.shard_to(data_mesh(2), rows=rows)
     assert str(refusal.value) == (
-        f"{ds} follows the .batch of feeds, where a host has the rows of its own feeds alone.\n"
+        f"{ds} follows the .batch of feeds, where a host has only the rows of its own feeds.\n"
         "  mesh:   data=2\n"
-        "  remedy: put it into make_feed, before it returns the stream of a feed, where it is given"
-        " each row: return ds.map(...). Then .batch(B).shard_to(mesh), with nothing between them."
+        "  remedy: move this step into make_feed, where it gets single rows: return ds.map(...)."
+        " Then call .batch(B).shard_to(mesh) on the feeds, with no step in between."
     )
 
 

@@ -195,7 +195,7 @@ def test_the_stages_by_hand_take_it_too():
         ),
         (
             lambda: from_iterable([FOUR], rows="local").shard_to(data_mesh(2), rows="global"),
-            "from_iterable says rows='local', and .shard_to says rows='global'",
+            "from_iterable got rows='local', but .shard_to got rows='global'",
         ),
         (
             lambda: grain_shard.shard_to(grains_loader(), data_mesh(2)),
@@ -214,7 +214,9 @@ def test_misuse_is_refused_and_says_what_to_do(call, message):
 
 
 def test_what_cannot_be_iterated_over_is_refused():
-    with pytest.raises(TypeError, match="int is not iterable; pass an iterable of batches"):
+    with pytest.raises(
+        TypeError, match="int is not iterable: pass from_iterable an iterable of batches"
+    ):
         from_iterable(3, rows="local")
 
 

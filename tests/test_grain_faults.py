@@ -262,5 +262,5 @@ def test_an_elastic_iterator_is_refused_by_name():
     elastic = grain.experimental.ElasticIterator(
         grain.MapDataset.range(8), 4, grain.sharding.ShardOptions(0, 1)
     )
-    with pytest.raises(ShardingError, match="an ElasticIterator cuts batches for one host"):
+    with pytest.raises(ShardingError, match="an ElasticIterator makes the batches of one host"):
         grain_shard.shard_to(elastic, data_mesh(1))

@@ -74,8 +74,8 @@ def test_records_are_counted_so_the_run_goes_on_and_the_log_says_what_is_assumed
         restore(iterator, tmp_path, by)
         assert iterator.get_state()["record"] == 12
         assert ids(iterator) == expected
-    (line,) = [line for line in caplog.messages if "Grain iterator" in line]
-    assert "taken for 12 records of this" in line
+    (line,) = [line for line in caplog.messages if "iterator of Grain" in line]
+    assert "goes on after the first 12 records" in line
     assert caplog.records[0].levelno == logging.WARNING
 
 
@@ -97,8 +97,8 @@ def test_elements_may_be_batches_or_records_and_the_error_has_the_seek_of_both(
         with pytest.raises(StateError) as refusal:
             restore(iterator, tmp_path, by)
         given = next(iter(seek.values()))
-        assert f"batches.seek({given}) goes on" in str(refusal.value)
-        assert f"batches.seek(record={given})" in str(refusal.value)
+        assert f"call batches.seek({given}) if .batch stood before" in str(refusal.value)
+        assert f"Call batches.seek(record={given}) if .batch followed" in str(refusal.value)
         iterator.seek(**seek)
         assert ids(iterator) == expected
 
@@ -106,8 +106,11 @@ def test_elements_may_be_batches_or_records_and_the_error_has_the_seek_of_both(
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"next_index": 3}, r"seek\(3\) goes on; if .batch followed it, batches.seek\(record=3\)"),
-        ({"next_index": 3.0}, "no state of a random-access pipeline"),
+        (
+            {"next_index": 3},
+            r"seek\(3\) if .batch stood before .+ batches.seek\(record=3\) if .batch followed",
+        ),
+        ({"next_index": 3.0}, "the state is not the state of a random-access pipeline"),
         ({"global_next_index": 99}, "there is no record 99"),
         ({"next_index": 3, "processes": 2}, r"seek\(record=6 \* b\)"),
     ],

@@ -304,7 +304,7 @@ class TestTheSameSource:
         ids=["a generator", "a class"],
     )
     def test_what_has_no_items_is_refused(self, given, kind):
-        with pytest.raises(ShardingError, match=f"a {kind} has no records by index"):
+        with pytest.raises(ShardingError, match=f"a {kind}, which has no records by index"):
             HedgedSource(given)
 
 

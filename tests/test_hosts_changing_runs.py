@@ -300,12 +300,12 @@ def test_of_the_same_whole_batches_every_host_keeps_its_rows(case):
 
 def test_the_same_rows_by_mistake_are_found_out(case):
     for error in case("the_same_rows_by_mistake"):
-        assert "hold different shards and feed the same rows" in error
+        assert "hold different shards, but their pipelines yield the same rows" in error
 
 
 def test_different_batches_by_mistake_are_found_out(case):
     for error in case("different_batches_by_mistake"):
-        assert 'rows="global" says that every host produces the same batches' in error
+        assert 'rows="global" every host must produce the same batches' in error
 
 
 def test_prefetch_to_device_refuses_what_could_lose_rows(case):
@@ -313,7 +313,7 @@ def test_prefetch_to_device_refuses_what_could_lose_rows(case):
         assert 'from_iterable(source, rows="global")' in refused["generator"]
         assert "the source is a generator" in refused["generator"]
         assert "data=8" in refused["generator"]
-        assert "what it yields is a part of each batch" in refused["local"]
+        assert "yields only a part of each batch" in refused["local"]
         assert "end the dataset with .shard_to(sharding)" in refused["dataset"]
         each = NUM_DEVICES // len(case("prefetch_onto_several_hosts"))
         assert shards == {row: [row] for row in range(each * host, each * (host + 1))}

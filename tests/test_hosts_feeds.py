@@ -381,7 +381,10 @@ def test_with_error_a_feed_that_lacks_rows_is_named_on_every_host(cases):
     assert own[0] == "ShardingError"
     assert other[0] == "AgreementError"
     for kind, message, _ in (other, own):
-        assert "feed 3 has 1 rows left, of the 2 that each feed gives" in message, kind
+        assert (
+            "feed 3 has only 1 rows left for the last batch, which takes 2 rows of each feed"
+            in message
+        ), kind
 
 
 def test_with_error_a_host_may_not_end_before_another(cases):
@@ -409,4 +412,4 @@ def test_a_feed_that_fails_is_named_on_every_host(cases, case, kind, text, feed,
 def test_a_feed_that_is_another_one_on_another_host_is_an_error_on_every_host(cases):
     for result in cases(case_a_feed_depends_on_its_host):
         assert result["batches"] == []
-        assert "hosts 0, 1 run the same feeds and get different rows" in result["error"][1]
+        assert "hosts 0, 1 run the same feeds, but get different rows" in result["error"][1]

@@ -72,7 +72,7 @@ def what_each_says(kinds):
                 if float(least(batch, learned)):
                     break
             stats = batches.stats()
-        logged = [line for line in lines if "holds the others up" in line]
+        logged = [line for line in lines if "holds the other hosts up" in line]
         found[kind] = (stats.slowest_host, str(stats), logged)
     return found
 
@@ -91,7 +91,7 @@ def test_every_host_names_the_slow_one_and_its_stage(of_hosts, kind):
         host, text, _ = of_host[kind]
         assert (host.host, host.stage, host.holds_others_up) == (SLOW, "read", True), text
         assert host.others_wait_s < host.behind_s
-        assert f"\nhost {SLOW} holds the others up by " in text
+        assert f"\nhost {SLOW} holds the other hosts up by " in text
         assert ", mostly in read\n" in text
 
 

@@ -320,7 +320,7 @@ def batches_in(results):
 
 def test_a_stream_that_does_not_say_its_rows_is_refused_at_build_time(result_of):
     for text in result_of(case_unsaid):
-        assert "does not say what it yields on each of 2 hosts" in text
+        assert "rows= does not say what the stream yields on each of 2 hosts" in text
         assert "cut the stream into grain_shard.feeds" in text
         assert 'rows="local"' in text
         assert 'rows="global"' in text
@@ -463,5 +463,5 @@ def test_slices_by_process_under_a_model_axis_are_caught_on_every_host(result_of
         assert result["batches"] == []
         assert result["error"]["type"] == "AgreementError"
         for hosts in ("hosts 0, 2", "hosts 1, 3"):
-            text = f"{hosts} hold the same shards and feed different rows"
+            text = f"{hosts} hold the same shards, but their pipelines yield different rows"
             assert text in result["error"]["text"]

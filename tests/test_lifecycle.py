@@ -65,7 +65,7 @@ def kind(request):
 
 
 class TestEnd:
-    @pytest.mark.filterwarnings("ignore:each iter")
+    @pytest.mark.filterwarnings("ignore:two iterators of this dataset were left")
     def test_breaking_early_again_and_again_leaves_no_thread(self, mesh, kind):
         ds = kind(numbered(80, 8)).shard_to(mesh, num_threads=2)
         started = set()
@@ -568,7 +568,9 @@ def test_in_a_forked_process_it_is_an_error_and_no_hang(tmp_path):
     code, out, err = run(script(body), tmp_path / "program.py")
     assert (code, err) == (0, "")
     child, end = out.splitlines()
-    assert child.startswith("child: the background threads are gone, as they are in a process made")
+    assert child.startswith(
+        "child: the iterator has no running background threads, because os.fork() made this"
+    )
     assert end == "end"
 
 
@@ -666,7 +668,7 @@ class TestInterpreterExit:
             """
         code, out, err = run(script(body), tmp_path / "program.py")
         assert (code, out) == (0, "end\n")
-        assert "grain_shard: something could not be closed" in err
+        assert "grain_shard: closing a part of the pipeline failed" in err
         assert err.count("OSError: cannot close") == 1
         assert "grain_shard: while closing this host's stream" in err
 

@@ -65,7 +65,7 @@ def test_no_mesh_anywhere_is_an_error_that_says_where_to_put_it(arguments):
     with pytest.raises(ShardingError) as refusal:
         numbered(8, 8).shard_to(*arguments)
     assert str(refusal.value) == (
-        "no mesh is given, and none is in use.\n"
+        "no mesh is given, and no mesh is set by jax.set_mesh.\n"
         "  remedy: pass a jax.sharding.Mesh, or make the call inside of `with"
         " jax.set_mesh(mesh):`."
     )

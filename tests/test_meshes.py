@@ -48,7 +48,8 @@ def test_2d_mesh_names_the_sizes_that_fit():
     with pytest.raises(ShardingError) as error:
         create_2d_mesh(second_axis_size=3)
     assert str(error.value) == (
-        "8 devices do not split into rows of 3.\n  remedy: use a second axis of size 1, 2, 4, 8."
+        "8 devices do not split into rows of 3.\n"
+        "  remedy: pass second_axis_size as one of 1, 2, 4, 8."
     )
 
 
@@ -124,6 +125,6 @@ def test_rules_combine():
 
 def test_rules_list_the_logical_axes():
     with pytest.raises(
-        ValueError, match=r"'mpl' is not a logical axis; they are \['data', 'embed'"
+        ValueError, match=r"'mpl' is not a logical axis: use one of \['data', 'embed'"
     ):
         fsdp_rules()("embed", "mpl")

@@ -189,7 +189,7 @@ def test_it_is_the_same_batch_reshaped(data):
     layout = ShardingTree.of(mesh, spec, microbatches=microbatches).layout()
     multiple, size = layout.multiple, layout.padded(len(expected[0]["id"]))
     if read == "once" and size % (microbatches * mesh.size):
-        with pytest.raises(ShardingError, match='read="once" cuts each batch over all'):
+        with pytest.raises(ShardingError, match='read="once" splits each batch over all'):
             batches(microbatches=microbatches, read=read)
         return
     ds = batches(microbatches=microbatches, read=read)
@@ -343,7 +343,7 @@ def test_without_padding_they_have_to_divide_the_batch(kind, remainder):
     assert str(refusal.value) == (
         f"a batch of {size} rows does not split into 3 microbatches of 2 shards each.\n"
         "  mesh:   data=2\n"
-        f'  remedy: use a batch size of {works}, or remainder="pad".'
+        f'  remedy: use a batch size of {works}, or pass remainder="pad".'
     )
     list(kind(4 * works, works).shard_to(data_mesh(2), microbatches=3, remainder=remainder))
 
@@ -351,15 +351,16 @@ def test_without_padding_they_have_to_divide_the_batch(kind, remainder):
 def test_a_spec_is_counted_from_the_rows_on(mesh):
     with pytest.raises(ShardingError) as refusal:
         list(numbered(8, 8).shard_to(mesh, {"id": P(None, "data"), "image": P()}, microbatches=2))
-    assert "the spec names 2 dims, the leaf has 1 besides that of the microbatches" in str(
-        refusal.value
-    )
+    problem = "entries for 2 dims, but the leaf has rank 1 without the dim of the microbatches"
+    assert f"the spec has {problem}" in str(refusal.value)
     assert "int32[2, 4]   spec: P(None, 'data')" in str(refusal.value)
-    assert "shorten the spec to 1 entries" in str(refusal.value)
+    assert "shorten the spec to length 1" in str(refusal.value)
 
 
 def test_a_dim_that_its_axis_does_not_divide(mesh):
-    with pytest.raises(ShardingError, match="dim 3 has size 3, which mesh axis 'data'") as refusal:
+    with pytest.raises(
+        ShardingError, match="dim 3 has size 3, which is not divisible by mesh axis 'data'"
+    ) as refusal:
         list(
             numbered(8, 8).shard_to(
                 mesh, {"id": P(), "image": P(None, None, "data")}, microbatches=2

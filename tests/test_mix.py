@@ -302,12 +302,12 @@ def test_in_feeds_each_feed_has_its_part_of_the_mixture():
 @pytest.mark.parametrize(
     ("datasets", "weights", "message"),
     [
-        ([], {0: []}, "there is nothing to mix"),
-        ([[1, 2]], {0: [1]}, "cannot mix a list by record"),
-        ([component(0).to_iter_dataset()], {0: [1]}, "streams have grain.IterDataset.mix"),
+        ([], {0: []}, "mix got no dataset"),
+        ([[1, 2]], {0: [1]}, "mix got a list, not a grain.MapDataset"),
+        ([component(0).to_iter_dataset()], {0: [1]}, "For streams use grain.IterDataset.mix"),
         ([component(0), component(1, 0)], {0: [1, 1]}, "dataset 1 of the mixture"),
         *(
-            (components(2), weights, f"whole numbers that ascend from 0: {weights!r}")
+            (components(2), weights, f"ascending whole numbers from 0 on: {weights!r}")
             for weights in (
                 [3, 1],
                 {},

@@ -166,19 +166,21 @@ def test_padding_holds_the_value_or_it_is_refused(dtype, held, refused):
     for value in refused:
         with pytest.raises(ShardingError) as refusal:
             Padding(1, pad_value={"x": value}).like(rows)
-        assert f"batch['x']: its dtype cannot hold pad_value={value!r}." in str(refusal.value)
+        assert f"batch['x']: the leaf's dtype cannot hold pad_value={value!r}." in str(
+            refusal.value
+        )
         assert f"leaf:   {dtype}[2]" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ("0", "pad_value is '0', which is no number"),
-        (np.str_("0"), "pad_value is np.str_('0'), which is no number"),
-        (np.datetime64(0, "s"), "which is no number"),
-        (None, "pad_value is None, which is no number"),
-        ({"tokens": None}, "pad_value['tokens'] is None, which is no number"),
-        ({"tokens": [1, "2"]}, "pad_value['tokens'][1] is '2', which is no number"),
+        ("0", "pad_value is '0', not a number"),
+        (np.str_("0"), "pad_value is np.str_('0'), not a number"),
+        (np.datetime64(0, "s"), "not a number"),
+        (None, "pad_value is None, not a number"),
+        ({"tokens": None}, "pad_value['tokens'] is None, not a number"),
+        ({"tokens": [1, "2"]}, "pad_value['tokens'][1] is '2', not a number"),
     ],
 )
 def test_what_is_no_number_is_refused_when_it_is_built(values, message):
@@ -190,11 +192,11 @@ def test_what_is_no_number_is_refused_when_it_is_built(values, message):
     ("values", "message"),
     [
         ({"token": 1}, "batch['token']: pad_value names a leaf that the batch does not have"),
-        ({"tokens": {"a": 1}}, "batch['tokens']: pad_value goes deeper than the batch"),
-        (-1, "batch['loss']['count']: its dtype cannot hold pad_value=-1"),
-        ({"tokens": 0.5}, "batch['tokens']: its dtype cannot hold pad_value=0.5"),
-        ({"tokens": 2**31}, "batch['tokens']: its dtype cannot hold pad_value=2147483648"),
-        ({"tokens": float("nan")}, "batch['tokens']: its dtype cannot hold pad_value=nan"),
+        ({"tokens": {"a": 1}}, "batch['tokens']: pad_value has a tree for this leaf"),
+        (-1, "batch['loss']['count']: the leaf's dtype cannot hold pad_value=-1"),
+        ({"tokens": 0.5}, "batch['tokens']: the leaf's dtype cannot hold pad_value=0.5"),
+        ({"tokens": 2**31}, "batch['tokens']: the leaf's dtype cannot hold pad_value=2147483648"),
+        ({"tokens": float("nan")}, "batch['tokens']: the leaf's dtype cannot hold pad_value=nan"),
     ],
 )
 def test_what_does_not_fit_the_batch_is_refused_at_the_first_one(pipeline, values, message):

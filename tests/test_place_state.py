@@ -146,7 +146,7 @@ def test_optimizer_moments_follow_their_parameter(mesh):
 def test_defect_in_peer_mistyped_path_is_ignored(mesh, path):
     with pytest.raises(ShardingError, match=f"the path '{path}' matches no leaf") as error:
         place_model_state_on_shards(PARAMS, mesh, {path: P("data")})
-    assert error.value.remedy == "use one of down/bias, down/kernel, up/bias, up/kernel."
+    assert error.value.remedy == "match one of down/bias, down/kernel, up/bias, up/kernel."
 
 
 def test_a_long_list_of_paths_is_cut(mesh):
@@ -161,9 +161,9 @@ def test_a_long_list_of_paths_is_cut(mesh):
     [
         (
             "fspd",
-            "param_sharding='fspd' is not known.\n"
+            "param_sharding='fspd' is not a known choice.\n"
             "  mesh:   data=8\n"
-            "  remedy: use None, 'replicate', 'fsdp' or a dict from paths to PartitionSpec.",
+            "  remedy: pass None, 'replicate', 'fsdp', or a dict from paths to PartitionSpecs.",
         ),
         (
             {"kernel": P("modle")},
@@ -173,7 +173,7 @@ def test_a_long_list_of_paths_is_cut(mesh):
         ),
         (
             {"down/kernel": P(None, "data")},
-            "down/kernel: dim 1 has size 3, which mesh axis 'data' (size 8) does not divide.\n"
+            "down/kernel: dim 1 has size 3, which is not divisible by mesh axis 'data' (size 8).\n"
             "  leaf:   float32[16, 3]   spec: P(None, 'data')   mesh: data=8\n"
             "  remedy: shard another dim of this leaf, or replicate it with PartitionSpec().",
         ),
@@ -243,7 +243,7 @@ def test_nnx_variable_without_a_filter(mesh):
     assert str(error.value) == (
         "dropout/rngs/count: no filter matches this RngCount.\n"
         "  leaf:   uint32[]   mesh: data=8\n"
-        "  remedy: add a filter for it, or `...: PartitionSpec()` for all that remain."
+        "  remedy: add a filter for this variable, or `...: PartitionSpec()` for all others."
     )
 
 
@@ -251,7 +251,7 @@ def test_nnx_filter_that_matches_nothing(mesh):
     state = nnx.state(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     with pytest.raises(ShardingError, match=r"'kernle'.* matches no leaf") as error:
         place_nnx_state_on_shards(state, mesh, {nnx.PathContains("kernle"): P("data"), ...: P()})
-    assert error.value.remedy == "use one of bias, kernel."
+    assert error.value.remedy == "match one of bias, kernel."
 
 
 def test_nnx_variable_type_that_the_model_lacks(mesh):

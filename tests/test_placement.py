@@ -188,8 +188,8 @@ class TestDistributeBatch:
         assert no_spec.startswith("batch['x']: the leaf has no spec.")
         if num_devices > 1:
             assert refusal(lambda: distribute_batch({"x": np.ones((9, 2))}, sharding)) == (
-                f"batch['x']: dim 0 has size 9, which mesh axis 'data' (size {num_devices}) does"
-                " not divide.\n"
+                f"batch['x']: dim 0 has size 9, which is not divisible by mesh axis 'data'"
+                f" (size {num_devices}).\n"
                 f"  leaf:   float64[9, 2]   spec: P('data')   mesh: data={num_devices}\n"
                 f"  remedy: pad dim 0 to {-(-9 // num_devices) * num_devices} before .batch, or"
                 " drop 'data' from this leaf's spec."
@@ -241,8 +241,8 @@ class TestAllPlacersAgree:
         ("leaf", "words"),
         [
             (np.ma.masked_equal(np.arange(8), 3), "the leaf is a masked array"),
-            (np.arange(8).astype("datetime64[s]"), "dtype datetime64[s] is not one that JAX"),
-            (np.arange(8).astype(">f4"), "dtype >f4 is not one that JAX can hold"),
+            (np.arange(8).astype("datetime64[s]"), "JAX has no dtype datetime64[s]"),
+            (np.arange(8).astype(">f4"), "JAX has no dtype >f4"),
             (np.array([None] * 8), "the leaf holds Python objects"),
         ],
         ids=["masked", "datetime64", "big-endian", "objects"],
@@ -316,8 +316,12 @@ class TestShardBatchDim:
         ("rows", "options", "words"),
         [
             (8, {"mesh_axis": "batch"}, "the mesh axis 'batch', which does not exist"),
-            (9, {}, "batch['x']: dim 0 has size 9, which mesh axis 'data' (size 8)"),
-            (8, {"batch_axis": 1}, "the spec names 2 dims, the leaf has 1"),
+            (
+                9,
+                {},
+                "batch['x']: dim 0 has size 9, which is not divisible by mesh axis 'data' (size 8)",
+            ),
+            (8, {"batch_axis": 1}, "the spec has entries for 2 dims, but the leaf has rank 1"),
             (8, {"batch_axis": -1}, "batch_axis=-1"),
         ],
     )
@@ -527,7 +531,7 @@ def on_two_processes():
     other = next(device for device in jax.devices() if device.process_index != process)
     for call in (lambda: DevicePlacement(other), lambda: place_on_device(np.ones(2), other)):
         text = refusal(call)
-        assert f"belong to process {1 - process}, and this is process {process}" in text
+        assert f"belong to process {1 - process}, so process {process} (this process)" in text
 
     data = {"host": np.arange(8), "device": jnp.arange(8)}
     by_rows = NamedSharding(mesh, P("data"))
@@ -551,7 +555,7 @@ def on_two_processes():
     again = from_iterable([array], rows="global")
     assert next(prefetch_to_device(again, device=by_rows)).sharding == by_rows
     moving = prefetch_to_device(again, device=NamedSharding(mesh, P()))
-    assert "no background thread may run" in refusal(lambda: next(moving))
+    assert "A background thread must not run collectives" in refusal(lambda: next(moving))
     assert "process_allgather" in refusal(lambda: place_on_device(array))
 
     info = placement.get_device_info()

@@ -263,11 +263,11 @@ class TestTopologies:
             ("v5e:3x7", 1, {"data": 21}, "no topology of 'v5e:3x7'"),
             ("v9:2x2", 1, {"data": 4}, "no topology of 'v9:2x2'"),
             ("v5e", 1, {"data": 4}, "no topology of 'v5e'"),
-            ("v5e:2x2", 1, {"data": 5}, "a mesh of 5 devices, and there are 4"),
+            ("v5e:2x2", 1, {"data": 5}, "a mesh of 5 devices, but there are 4"),
             ("v5e:2x2", 1, {"data": 4, "model": 0}, "mesh axis model=0"),
             ("v6e:16x16", 1, {"data": 128, "model": 2}, "jax.make_mesh.*refuses"),
             ("v5p:2x2x1", 0, {"data": 8}, "slices=0"),
-            ("v5p:2x2x1", 2, {"data": 4}, "a mesh of 4 devices, and there are 8"),
+            ("v5p:2x2x1", 2, {"data": 4}, "a mesh of 4 devices, but there are 8"),
         ],
     )
     def test_refusals(self, name, slices, axes, message):
@@ -393,7 +393,7 @@ class TestFigures:
                 {"microbatches": 2, "remainder": "drop"},
                 "8 rows does not split into 2 microbatches of 8 shards each",
             ),
-            ({"num_records": 5, "remainder": "drop"}, "no batch is left"),
+            ({"num_records": 5, "remainder": "drop"}, "leaves no batch"),
             ({"num_records": 9, "remainder": "error"}, "do not fill the last batch"),
         ],
     )
@@ -419,16 +419,16 @@ WARNINGS = [
     (ROWS, 64, 6401, {}, []),  # 63 of 6464 rows are padding: 0.97%
     (ROWS, 64, 4801, {}, ["1.3% of an epoch's rows are padding of its last"]),
     (ROWS, 64, 10, {}, ["a batch of 64 rows takes more than the 10 records"]),
-    (ROWS, 64, 127, {"remainder": "drop"}, ["49.6% of the records come in no batch"]),
-    (ROWS, 63, 6300, {}, ["1 rows of padding.*16 shards do not divide 63.*64 rows"]),
+    (ROWS, 64, 127, {"remainder": "drop"}, ["49.6% of the records are in no batch"]),
+    (ROWS, 63, 6300, {}, ["1 rows of padding.*63 rows do not split into 16 shards.*64 rows"]),
     (
         ROWS,
         64,
         6400,
         {"microbatches": 3},
-        ["32 rows of padding.*3 microbatches of 16 shards each do not divide 64.*96 rows"],
+        ["32 rows of padding.*64 rows do not split into 3 microbatches of 16 shards each.*96 rows"],
     ),
-    (ROWS, 8, 8000, {}, ["8 rows of padding", "nothing but padding on 4 of 8 hosts"]),
+    (ROWS, 8, 8000, {}, ["8 rows of padding", "4 of 8 hosts hold only rows of padding"]),
     (MODEL, 64, 6400, {}, ["would read each row 2 times"]),
     (MODEL, 64, 6400, {"read": "needed"}, ["each row is read 2 times.*64 rows"]),
     # The warning advises 64 rows, and with them each row is read once: see the first of `MODEL`.

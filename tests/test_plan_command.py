@@ -90,13 +90,13 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ("--hosts 2 --mesh data=2", "--hosts and --devices-per-host go together"),
+            ("--hosts 2 --mesh data=2", "--hosts and --devices-per-host belong together"),
             (
                 "--hosts 2 --devices-per-host 1 --mesh data=3",
-                "a mesh of 3 devices, and there are 2",
+                "a mesh of 3 devices, but there are 2",
             ),
             ("--hosts 2 --devices-per-host 1 --mesh data=2 --spec x", "does not exist"),
-            ("--hosts 2 --devices-per-host 1 --slices 2 --mesh data=2", "--slices are of a TPU"),
+            ("--hosts 2 --devices-per-host 1 --slices 2 --mesh data=2", "--slices needs a TPU"),
             ("--mesh data=2", ""),
             ("--hosts 2 --devices-per-host 1 --mesh data", ""),
             ("--hosts 2 --devices-per-host 1 --mesh data=1,data=2", ""),

@@ -185,8 +185,8 @@ def test_a_verdict_of_buffer_says_on_what_it_rests():
     found = find_bottleneck(measured(**lanes))
     assert found.reason == (
         "the loop waits 60% of the time, and batches are in the making only 49% of it: half of the"
-        " waiting is for 1 of 5 batches, 4,000.0 ms or more for each, and too few others wait in"
-        " the buffers."
+        " waiting is for 1 of 5 batches, 4,000.0 ms or more for each, and the buffers hold too few"
+        " ready batches."
     )
     assert found.advice[0].startswith("raise cpu_buffer_size (4 now)")
 
@@ -225,7 +225,8 @@ HELD_UP = "or would compute if other processes did not use the processors"
             SOURCE_READS,
             [("t", 1, 3)],
             "the source waits.",
-            "raise cpu_buffer_size (4 now), so that more is read side by side: for 20% of the time",
+            "raise cpu_buffer_size (4 now) if this waits for files or a network, so that more is"
+            " read side by side: for 20% of the time",
             "num_workers",
         ),
         ([("t", 0, 10, 0.1, "map")], [], "your functions wait.", "num_threads", "num_workers"),
@@ -237,7 +238,7 @@ HELD_UP = "or would compute if other processes did not use the processors"
             [("t", 0, 9, 3), ("t", 9, 9.1, 0, "map")],
             [],
             f"the source waits, {HELD_UP}.",
-            "if it computes, pass",
+            "pass num_workers if this computes",
             "raise",
         ),
     ],
@@ -259,7 +260,11 @@ def test_whether_reads_compute_or_wait_is_told_by_their_processor_time(
     [
         (Pipeline(), "if this waits for files or a network", "read="),
         (Pipeline(amplification=4), "every row 4 times", ".mp_prefetch"),
-        (Pipeline(reads_other_rows=True), "at or after .batch before it", "read="),
+        (
+            Pipeline(reads_other_rows=True),
+            "after .batch (or the work of its batch_fn) before .batch",
+            "read=",
+        ),
         (Pipeline(is_stream=True, amplification=4), ".mp_prefetch", "read="),
         (Pipeline(is_stream=True), ".mp_prefetch", "num_threads"),
     ],
@@ -274,9 +279,30 @@ def test_the_advice_fits_the_pipeline(pipeline, given, not_given):
     ("size", "task_s", "workers", "work_s", "reason", "advice"),
     [
         (8, 10, 2, 10, "8.0 tasks.* 10,000.0 ms: 10,000.0 ms at.* 100% busy", "add workers, and"),
-        (2, 10, 2, 10, "2.0 tasks.* 0.0 ms on the way.* 100% busy", "raise cpu.*no more workers"),
-        (2, 10, 2, 2, r"8,000.0 ms on the way.*\(2 seen\) are 20% busy", "raise .* to 10 or more"),
-        (8, 10, 1, 4, r"6,000.0 ms on the way.*\(1 seen\) are 40% busy", "network.*uint8 images"),
+        (
+            2,
+            10,
+            2,
+            10,
+            "2.0 tasks.* 0.0 ms on the network.* 100% busy",
+            "raise cpu.*more workers would have no task",
+        ),
+        (
+            2,
+            10,
+            2,
+            2,
+            r"8,000.0 ms on the network.*\(2 seen\) are 20% busy",
+            "raise .* to 10 or more",
+        ),
+        (
+            8,
+            10,
+            1,
+            4,
+            r"6,000.0 ms on the network.*\(1 seen\) are 40% busy",
+            "network.*uint8 images",
+        ),
     ],
 )
 def test_tasks_of_an_executor_are_told_from_their_way(
@@ -315,7 +341,7 @@ def test_what_the_advice_knows_of_a_pipeline(ds, expected):
 
 def test_a_host_that_makes_whole_batches_for_some_of_their_rows():
     one_of_four = ShardBatch(BatchLayout(divisor=4, shards=(1,)))
-    with pytest.warns(UserWarning, match="has to evaluate every row"):
+    with pytest.warns(UserWarning, match="but reads every row"):
         mapped = numbered(16, 8).map(dict).pipe(one_of_four)
     assert mapped.batching.reads_other_rows
     assert not numbered(16, 8).pipe(one_of_four).batching.reads_other_rows
@@ -359,7 +385,7 @@ class TestProfile:
             "  average, mostly reading and decoding records, which keeps 0 processors busy:",
             "  the source, or your functions, wait.",
         ]
-        assert advice.startswith("  - if this waits for files or a network")
+        assert advice.startswith("  - leave num_threads out if this waits for files or a network")
 
     def test_busy_is_when_any_thread_is_at_work_however_many_were_seen(self):
         spans = [Span("read", f"t{i}", i, i + 1.0) for i in range(5)]
@@ -380,10 +406,12 @@ class TestProfile:
         assert profiled.processor_s("read") == 1.5
 
     def test_it_says_how_many_reads_went_side_by_side_and_why(self):
-        for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(as asked for\)")]:
+        for fixed, words in [(None, r"\d+ \(.+\)"), (3, r"3 \(num_threads\)")]:
             profiled = profile(sharded(num_threads=fixed), step, 5)
             assert re.fullmatch(words, profiled.read_threads)
-            assert f"as found while it ran: {profiled.read_threads}\n(threads come" in str(profiled)
+            assert f"adapted while the loop ran: {profiled.read_threads}\n(threads come" in str(
+                profiled
+            )
         assert profile([np.ones(4)] * 3, num_batches=2).read_threads == ""
 
     def test_it_says_that_worker_processes_are_not_seen(self):

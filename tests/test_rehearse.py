@@ -183,17 +183,17 @@ def test_hosts_that_never_join_are_a_failure_that_says_so(hosts, script, capsys)
     else:
         assert code == 1
         assert complaint == (
-            "rehearse: each of the 2 processes ran the whole job by itself, as no process called"
-            " jax.distributed.initialize(). Remedy: call it (it needs no arguments) at the top of"
-            " the script, before any other use of JAX.\n"
+            "rehearse: each of the 2 processes ran the whole job by itself, because no process"
+            " called jax.distributed.initialize(). Remedy: call jax.distributed.initialize(),"
+            " without arguments, at the top of the script, before any other use of JAX.\n"
         )
 
 
 NOT_JOINED = (
     "host 1 had not called jax.distributed.initialize(). Without that call each process runs the"
-    " whole job by itself, and they may get in each other's way, as in a folder that all of them"
-    " write to. Remedy: call it (it needs no arguments) at the top of the script, before any other"
-    " use of JAX."
+    " whole job by itself, and the processes may disturb each other, for example in a folder that"
+    " all of them write to. Remedy: call jax.distributed.initialize(), without arguments, at the"
+    " top of the script, before any other use of JAX."
 )
 
 

@@ -29,7 +29,7 @@ def test_a_case_follows_from_its_seed_and_number():
         assert repr(case) != repr(cases.draw(SEED + 1, number)[1])
 
 
-@pytest.mark.filterwarnings("ignore:this host holds .* and still has to evaluate every row")
+@pytest.mark.filterwarnings("ignore:this host holds .* shards, but reads every row")
 @pytest.mark.filterwarnings("ignore:a batch has rows of padding and no mask")
 @pytest.mark.parametrize(
     "number", [*of_kind("pipelines", 8), *of_kind("feeds", 4), *of_kind("faults", 4)]

@@ -30,14 +30,19 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
 
 def test_a_folder_without_a_state_lists_what_is_there(tmp_path):
     (tmp_path / "state-1-of-2.json").write_text('{"kind": "stream", "parent": {}}')
-    match = r"host 0 of 1(.|\n)*found:  state-1-of-2\.json\n  remedy: a stream has a state for each"
+    match = (
+        r"host 0 of 1(.|\n)*found:  state-1-of-2\.json\n  remedy: restore on as many hosts as saved"
+    )
     with pytest.raises(StateError, match=match):
         read_state(tmp_path)
 
 
 @pytest.mark.parametrize("name", [".", "not there"])
 def test_a_folder_whose_files_are_gone_is_not_taken_for_that_of_a_stream(tmp_path, name):
-    with pytest.raises(StateError, match=r"found:  nothing\n  remedy: name another step"):
+    with pytest.raises(
+        StateError,
+        match=r"found:  nothing\n  remedy: pass the folder into which the state was saved",
+    ):
         read_state(tmp_path / name)
 
 

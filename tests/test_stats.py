@@ -165,8 +165,8 @@ def test_counts_of_reads_go_on_where_the_iterator_goes_on_elsewhere(meter):
     meter.opens(lambda: ReadThreads(4, "reads wait"), lambda: FaultCounts(2, 1, (bad[0],)))
     assert meter.total().reads == (4, "reads wait")
     assert meter.faults() == (2, 1, (bad[0],), 0)
-    meter.opens(lambda: ReadThreads(2, "as asked for"), lambda: FaultCounts(0, 1, (bad[1],)))
-    assert meter.total().reads == (2, "as asked for")
+    meter.opens(lambda: ReadThreads(2, "num_threads"), lambda: FaultCounts(0, 1, (bad[1],)))
+    assert meter.total().reads == (2, "num_threads")
     assert meter.faults() == (2, 2, tuple(bad), 0)
     figures = meter.total()
     assert (figures.retries, figures.bad_records) == (2, 2)
@@ -329,7 +329,7 @@ HOSTS = [
 def test_the_slowest_host_is_the_one_that_waits_longest_for_its_data(shares, host, holds_up):
     found = slowest({i: Waits(share, share / 100, "read") for i, share in enumerate(shares)})
     assert (found.host, found.holds_others_up) == (host, holds_up)
-    assert ("none holds the others up" in str(found)) != holds_up
+    assert ("no host holds the others up" in str(found)) != holds_up
 
 
 def test_one_host_is_not_compared():
@@ -409,7 +409,7 @@ class TestHostsThatTellEachOther:
         assert cluster.logged == []  # once may be chance
         cluster.go_round(5)
         assert [host for host, _ in cluster.logged] == [0, 2]
-        assert "host 2 holds the others up by" in cluster.logged[0][1]
+        assert "host 2 holds the other hosts up by" in cluster.logged[0][1]
         cluster.shares[2] = 0.0
         cluster.go_round(5)
         assert len(cluster.logged) == 2

@@ -79,9 +79,9 @@ def test_none_and_text_come_out_of_worker_processes_too(pipeline):
 
 
 DIFFERING = {
-    "random access": "batch['x']: record 5 has another structure than record 0: record 5 alone has",
-    "feeds": "batch['x']: a row of feed 1 has another structure than a row of feed 0: a row of",
-    "stream": "batch['x']: the batch is another tree than the first one",
+    "random access": "batch['x']: record 5 has another structure than record 0: only record 5 has",
+    "feeds": "batch['x']: a row of feed 1 has another structure than a row of feed 0: only a row",
+    "stream": "batch['x']: the batch has another tree structure than the first batch",
 }
 
 
@@ -121,9 +121,9 @@ def test_a_digest_of_text_is_one_of_its_characters():
 
 
 BIG = {
-    "big": (np.int64, 3_000_000_000, "holds 3000000000, and JAX would cut it to int32"),
-    "small": (np.int64, -(2**31) - 1, "holds -2147483649, and JAX would cut it to int32"),
-    "unsigned": (np.uint64, 2**32, "holds 4294967296, and JAX would cut it to uint32"),
+    "big": (np.int64, 3_000_000_000, "holds 3000000000, which does not fit into int32"),
+    "small": (np.int64, -(2**31) - 1, "holds -2147483649, which does not fit into int32"),
+    "unsigned": (np.uint64, 2**32, "holds 4294967296, which does not fit into uint32"),
 }
 
 

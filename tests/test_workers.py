@@ -180,7 +180,7 @@ class TestErrors:
         with pytest.raises(ShardingError) as caught:
             list(ds.shard_to(data_mesh(2), num_workers=1))
         assert str(caught.value).splitlines()[:2] == [
-            "batch['x']: record 1 holds float64[4], others hold float64[3].",
+            "batch['x']: record 1 holds float64[4], but other rows hold float64[3].",
             "  leaf:   float64[4]   mesh: data=2",
         ]
 
@@ -269,8 +269,11 @@ class TestScripts:
         # Each worker imports the script, which would start workers.
         code, out, err = run(textwrap.dedent(self.PROGRAM) + "main()\n", tmp_path / "program.py")
         assert (code, out) == (1, "")
-        assert err.count("ShardingError: a worker process imports the main script") == 2
-        assert 'no reason is above, put the loop of the script below if __name__ == "__main' in err
+        assert err.count("ShardingError: a worker process imported the main script") == 2
+        assert (
+            'no reason is above, put the loop of the main script under if __name__ == "__main'
+            in err
+        )
 
     def test_an_error_in_a_worker_leaks_no_shared_memory(self, tmp_path):
         code = textwrap.dedent("""

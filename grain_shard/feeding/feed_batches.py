@@ -96,8 +96,8 @@ class Feeds(FeedStreams):
     def shard_to(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: ``.batch`` must come before ``.shard_to``."""
         raise ShardingError(
-            ".shard_to follows feeds, whose rows are not batched.",
-            remedy="call .batch(global_batch_size) on the feeds first:"
+            "the feeds have no .batch, and .shard_to(mesh) places batches.",
+            remedy="call .batch(global_batch_size) on the feeds before .shard_to:"
             " feeds(...).batch(B).shard_to(mesh).",
         )
 
@@ -181,8 +181,8 @@ class FeedBatches(grain.IterDataset):
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
         """Raises a `ShardingError`. Grain calls this to divide a dataset among worker processes."""
         raise ShardingError(
-            "batches of feeds cannot be divided among worker processes.",
-            remedy="pass num_workers to .shard_to: each worker then runs some of the feeds.",
+            "batches of feeds cannot be divided among the worker processes of .mp_prefetch.",
+            remedy="pass num_workers to .shard_to instead: each worker then runs some feeds.",
         )
 
 
@@ -200,9 +200,10 @@ def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
                 continue
             if element_digest(same.rows, MANY_DIGITS) == element_digest(turn.rows, MANY_DIGITS):
                 logging.warning(
-                    "grain_shard: feeds %d and %d begin with the same rows, so records are most"
-                    " likely read twice. make_feed must return another part of the source for each"
-                    " shard_index, as records[feed.shard_index :: feed.shard_count] does.",
+                    "grain_shard: feeds %d and %d begin with the same rows, so both feeds most"
+                    " likely read the same records. remedy: return a different part of the source"
+                    " from make_feed for each shard_index, such as"
+                    " records[feed.shard_index :: feed.shard_count].",
                     same.feed,
                     turn.feed,
                 )
@@ -224,7 +225,7 @@ class FeedIterator(BatchIterator):
         super().__init__()
         # `close` may run at the interpreter's exit, when the names of this module are gone. So the
         # error is made here.
-        closed = "this is a closed iterator; make another by iter(ds)."
+        closed = "this is a closed iterator: call iter(ds) for a new one."
         self._closed = self._end = Raised(ValueError(closed), None)
         self._ds, self._run = ds, run
         self._stacker: RowStacker | None = None

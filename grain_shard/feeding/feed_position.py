@@ -16,7 +16,7 @@ from grain_shard.reading.state_json import from_json, to_json
 
 # Keys of a state: the number of batches handed out, and the treatment of a feed that has ended.
 _STEP, REMAINDER = "step", "remainder"
-_UNCHANGED = "  remedy: pass what get_state() gave, unchanged."
+_UNCHANGED = "  remedy: pass set_state() the value that get_state() returned, unchanged."
 
 
 class FeedsPosition(NamedTuple):
@@ -58,23 +58,25 @@ class FeedsPosition(NamedTuple):
         )
         step = state[_STEP]
         if type(step) is not int or not 0 <= step <= sys.maxsize:
-            raise StateError(f"the state stands at batch {step!r}.\n{_UNCHANGED}")
+            problem = f"the state's number of batches is {step!r}, not a whole number from 0 on."
+            raise StateError(f"{problem}\n{_UNCHANGED}")
         saved = state[FEED_ENTRIES]
         if not isinstance(saved, Mapping):
-            raise StateError(f"the state's feeds are {saved!r}.\n{_UNCHANGED}")
+            raise StateError(f"the state's feeds are {saved!r}, not a dict.\n{_UNCHANGED}")
         missing = [feed for feed in feeds if str(feed) not in saved]
         if missing:
             raise StateError(
                 f"the state has no entry for feeds {', '.join(map(str, missing))}, which this host"
-                " runs.\n  remedy: each host's get_state() has the feeds that it runs; join the"
-                f' "{FEED_ENTRIES}" of all, as CheckpointRestore does.'
+                f' runs.\n  remedy: join the "{FEED_ENTRIES}" dicts of the states of all hosts, as'
+                " CheckpointRestore does: get_state() returns only the feeds of its own host."
             )
         states = {feed: from_json(saved[str(feed)]) for feed in feeds}
         for feed, feed_state in states.items():
             is_begun = isinstance(feed_state, Mapping) and set(feed_state) == {"state"}
             # A feed with any other state would start from its beginning, so this is an error.
             if not (is_begun or feed_state == ENDED or (feed_state == {} and not step)):
-                raise StateError(f"the state has {feed_state!r} for feed {feed}.\n{_UNCHANGED}")
+                entry = f"the state has an invalid entry for feed {feed}: {feed_state!r}."
+                raise StateError(f"{entry}\n{_UNCHANGED}")
         return cls(step, {feed: pickle.dumps(states[feed]) for feed in states})
 
     def to_state(self, fingerprint: Fingerprint) -> dict[str, Any]:

@@ -63,8 +63,9 @@ class FeedStreams:
         require_int("num_feeds", self.num_feeds, 1)
         if not callable(self.make_feed):
             raise ShardingError(
-                f"a {type(self.make_feed).__name__} cannot make a feed.",
-                remedy="pass a function from grain.sharding.ShardOptions to a grain.IterDataset.",
+                f"make_feed is a {type(self.make_feed).__name__}, not a function.",
+                remedy="pass a function that takes grain.sharding.ShardOptions and returns a"
+                " grain.IterDataset.",
             )
 
     @functools.cached_property
@@ -95,8 +96,8 @@ class FeedStreams:
             Raised.of(error).throw()
         if not isinstance(ds, grain.IterDataset):
             raise ShardingError(
-                f"make_feed returned a {type(ds).__name__}.",
-                remedy="return a grain.IterDataset: end a grain.MapDataset with"
+                f"make_feed returned a {type(ds).__name__}, not a grain.IterDataset.",
+                remedy="return a grain.IterDataset from make_feed: end a grain.MapDataset with"
                 " .to_iter_dataset().",
             )
         refuse_lost_epochs(ds)
@@ -159,8 +160,8 @@ class FeedReader:
             if self._feed_state or rows:
                 raise
             raise IndexError(  # not a note, which would be hard to see among Grain's own notes
-                f"the feed failed before its first row ({error}): are there fewer files than"
-                " feeds?\n  remedy: make num_feeds no larger than the number of files, or divide"
+                f"the feed failed before its first row ({error}). There may be fewer files than"
+                " feeds.\n  remedy: pass a num_feeds that is at most the number of files, or divide"
                 " the rows of the files among the feeds."
             ) from error
 

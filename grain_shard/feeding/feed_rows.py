@@ -58,9 +58,9 @@ class FeedRows:
             down = self.global_batch_size // self.num_feeds * self.num_feeds
             sizes = " or ".join(str(n) for n in (down, down + self.num_feeds) if n)
             raise ShardingError(
-                f"a batch of {self.global_batch_size} rows does not split into {self.num_feeds}"
-                " feeds of as many rows each.",
-                remedy=f"use a batch size of {sizes}, or a number of feeds that divides it.",
+                f"a batch of {self.global_batch_size} rows does not split into the same number of"
+                f" rows for each of {self.num_feeds} feeds.",
+                remedy=f"use a batch size of {sizes}, or a num_feeds that divides the batch size.",
             )
 
     @property
@@ -123,9 +123,9 @@ class FeedRows:
         short = [turn for turn in turns if len(turn.rows) < self.per_feed]
         if short and self.padding.remainder == "error":
             raise ShardingError(
-                f"feed {short[0].feed} has {len(short[0].rows)} rows left, of the {self.per_feed}"
-                " that each feed gives to a batch.",
-                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+                f"feed {short[0].feed} has only {len(short[0].rows)} rows left for the last batch,"
+                f" which takes {self.per_feed} rows of each feed.",
+                remedy='pass remainder="pad" (adds zeros and a mask) or remainder="drop".',
             )
         return bool(short)
 

@@ -85,7 +85,7 @@ class HostFeeds(HostBatches):
                 return self._ds.rows.join((), row_stacker(turn.rows[0], feed))
         raise ShardingError(
             "no feed has a row, so the shapes of a batch are unknown.",
-            remedy="check the source, and the filters in make_feed.",
+            remedy="check that the source has records, and that a .filter in make_feed keeps some.",
         )
 
     def next_batch(self, position: FeedsPosition) -> Mapping[str, Any]:
@@ -93,11 +93,11 @@ class HostFeeds(HostBatches):
 
     def repeated(self, times: int) -> NoReturn:
         raise ShardingError(
-            "epochs needs random access: the length of an epoch of feeds is not known ahead.",
-            remedy="let make_feed give all epochs of its part, each with an order of its own:"
-            " .shuffle().repeat(n) on the MapDataset that it begins with, or an"
-            " InterleaveIterDataset of the epochs' streams with cycle_length=1. Both are written"
-            " out under docs/streams.md#several-epochs.",
+            "ds.epochs(n) needs random access: the length of an epoch of feeds is not known.",
+            remedy="let make_feed return all epochs of a feed, each in an order of its own. Call"
+            " .shuffle().repeat(n) on the MapDataset at its beginning, or put the streams of the"
+            " epochs into an InterleaveIterDataset with cycle_length=1."
+            " docs/streams.md#several-epochs shows both.",
         )
 
     def past_end(self, position: FeedsPosition, batches: int) -> FeedsPosition:
@@ -151,11 +151,11 @@ def fault_rules_of(
         return rules
     if not begins_with_records(ds.feeds.make(0)):
         raise ShardingError(
-            'on_bad_record="mask" needs feeds that begin with records that are read by index, and'
-            " feed 0 begins with something else.",
-            remedy="begin make_feed with a grain.MapDataset, .map what may fail there, and let"
-            " .to_iter_dataset() and any .filter follow; or catch the error in the .map that raises"
-            " it, and .filter what that returns.",
+            'on_bad_record="mask" needs feeds that begin with a grain.MapDataset, and feed 0 does'
+            " not.",
+            remedy="begin make_feed with a grain.MapDataset. Call the .map that may fail before"
+            " .to_iter_dataset(), and .filter after. Or catch the error inside the .map, return a"
+            " marker such as None, and .filter the markers out.",
         )
     of_hosts = [ds.rows.rows_of(layout) for layout in layouts.values()]
     if sum(map(len, of_hosts)) > len(set().union(*of_hosts)):
@@ -175,11 +175,11 @@ def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) ->
     if microbatches > 1 and kept < run * ds.rows.per_feed:
         groups = len({of_host.shards for of_host in layouts.values()})
         warnings.warn(
-            f"this host runs {run} of {ds.rows.num_feeds} feeds, and keeps {kept} of the"
-            f" {run * ds.rows.per_feed} rows that these give to a batch: in each of"
-            f" {microbatches} microbatches other feeds have its rows. With a multiple of"
-            f" {microbatches * groups} feeds (microbatches times hosts that hold different rows)"
-            " each feed runs on one of these hosts.",
+            f"this host runs {run} of {ds.rows.num_feeds} feeds, but keeps only {kept} of the"
+            f" {run * ds.rows.per_feed} rows that its feeds read for a batch. The reason is"
+            f" microbatches={microbatches}: several hosts need different rows of one feed. remedy:"
+            f" use a multiple of {microbatches * groups} feeds (microbatches times hosts that hold"
+            " different rows), so that no two such hosts run the same feed.",
             stacklevel=2,
         )
 
@@ -205,20 +205,20 @@ def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout], remainder: 
         raise ShardingError(
             f"a batch of {ds.rows.global_batch_size} rows does not split into {parts}.",
             mesh_axes=mesh_axes,
-            remedy=f'use a batch size of {up}, or remainder="pad".',
+            remedy=f'use a batch size of {up}, or pass remainder="pad".',
         )
     if ds.rows.num_feeds < groups:
         raise ShardingError(
             f"{ds.rows.num_feeds} feeds are too few for {groups} hosts that hold different rows.",
             mesh_axes=mesh_axes,
-            remedy="start with as many feeds as the most hosts that the run will ever see; their"
-            " number is fixed for the life of a run.",
+            remedy="start the run with a num_feeds of at least the largest number of hosts that it"
+            " will ever use. num_feeds cannot change during a run.",
         )
     for host, of_host in layouts.items():
         if of_host.shards[0] * (up // layout.multiple) >= ds.rows.global_batch_size:
             raise ShardingError(
-                f"host {host} would hold nothing but padding: {parts} of a batch of"
-                f" {ds.rows.global_batch_size} rows.",
+                f"host {host} would hold only rows of padding: a batch of"
+                f" {ds.rows.global_batch_size} rows is split into {parts}.",
                 mesh_axes=mesh_axes,
                 remedy=f"use a batch size that is a multiple of {layout.multiple}.",
             )

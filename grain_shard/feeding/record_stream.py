@@ -91,7 +91,7 @@ class RecordIterator(grain.DatasetIterator):
                 there is no element.
         """
         origin = Origin.of(self._stream.records, self._next_index)
-        name = record_name(self._next_index, "the dataset above .to_iter_dataset", origin)
+        name = record_name(self._next_index, "the dataset before .to_iter_dataset", origin)
         among = element.among if type(element) is Unreadable else 1
         return name if among == 1 else f"one of the {among} records from {name} on"
 

@@ -105,8 +105,9 @@ def _without_end(fn: Callable[..., Any]) -> Callable[..., Any]:
             failure = error
         name = getattr(fn, "__qualname__", type(fn).__name__)
         raise RuntimeError(
-            f"{name} raised StopIteration for {', '.join(map(reprlib.repr, args))}\n"
-            "  remedy: look for a bare next() in it, which would pass for the end of the stream."
+            f"{name} raised StopIteration for {', '.join(map(reprlib.repr, args))}. Grain would"
+            " take that for the end of the stream.\n"
+            f"  remedy: give each next(...) in {name} a default, such as next(items, None)."
         ) from failure
 
     return without_end

@@ -318,7 +318,8 @@ class Route:
             raise ValueError(
                 f"the batched read of {self.ds} gave a {type(result).__name__} of"
                 f" {len(result) if hasattr(result, '__len__') else len(elements)} for"
-                f" {len(indices)} indices; it has to give a record for each, in their order"
+                f" {len(indices)} indices.\n  remedy: let the source's _getitems or __getitems__"
+                " return one record per index, in the order of the indices."
             )
         return elements
 

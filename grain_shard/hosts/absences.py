@@ -56,8 +56,8 @@ class Absences:
         Raises:
             HostTimeoutError: The other hosts have stopped waiting for this host.
         """
-        if self._waited_s("data of its own"):
-            self._rounds.put(_ABSENT, [round_, "had no data"])
+        if self._waited_s("the data of its own next batch"):
+            self._rounds.put(_ABSENT, [round_, "still waited for the data of its next batch"])
             self._rounds.check(round_)
 
     def absent(self, round_: str, is_first: bool) -> Mapping[int, str]:
@@ -69,7 +69,7 @@ class Absences:
             round_: The round in which this host has voted.
             is_first: True for the first vote, in which every host is waited for only `timeout_s`.
         """
-        rounds, waited_s = self._rounds, self._waited_s("another host's training loop")
+        rounds, waited_s = self._rounds, self._waited_s("another host's loop")
         if not waited_s:
             return {}
         missing, said = rounds.missing(round_), rounds.get_all(_ABSENT)

@@ -129,7 +129,7 @@ class Alarm:
             host: Number of the failed host.
             text: The error of the failed host.
         """
-        text = f"host {host} failed, and this host cannot go on without it.\n  {text}"
+        text = f"host {host} failed, so this host stops as well.\n  {text}"
         logging.error("grain_shard: %s", text)
         self.all_know, self._failure = True, AgreementError(text)
         if (stop := self._stop) is not None:
@@ -160,13 +160,13 @@ class Alarm:
         ends = os.environ.get(_END_PROCESS) != "0"
         try:
             logging.error(
-                "grain_shard: %s\n  The training loop has stood still for %g s since then, most"
-                " likely in a collective that waits for host %d for ever, so this process %s."
-                " Where its threads stand:",
+                "grain_shard: %s\n  The training loop of this host has not moved for %g s since"
+                " then. Most likely a collective waits for host %d for ever. So this process %s."
+                " The stacks of its threads:",
                 text,
                 _STILL_S,
                 host,
-                "ends here" if ends else f"should end; it stays, as {_END_PROCESS}=0 says",
+                "ends here" if ends else f"would end, but {_END_PROCESS}=0 keeps it",
             )
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
         finally:
@@ -215,7 +215,7 @@ class Listener:
                 if host != self._store.host:
                     self._write(host, message)
         except AgreementError as failure:
-            logging.error("grain_shard: the other hosts could not be told: %s", failure)
+            logging.error("grain_shard: other hosts could not be told of a failure: %s", failure)
 
     def _write(self, host: int, message: dict[str, Any]) -> None:
         """Writes a message for a host, under the first free number."""
@@ -242,7 +242,7 @@ class Listener:
             except AgreementError:
                 return  # the runtime has ended
             except Exception:
-                logging.exception("grain_shard: failures of other hosts are still listened for")
+                logging.exception("grain_shard: a report of another host could not be handled")
 
     def _at_exit(self) -> None:
         unhandled = getattr(sys, "last_value", None)

@@ -15,8 +15,8 @@ FIRST_BATCH = 'first batch of rows="global"'
 # the usual reason.
 _OF_THE_PIPELINE = "source", "transforms"
 _DIVIDED = (
-    " If it is the same, the pipeline is most likely divided by jax.process_index(), as by a slice"
-    " or by files of each host: leave that out, since .shard_to gives each host its rows."
+    " If all of that is the same, the pipeline most likely depends on jax.process_index(), by a"
+    " slice or by files for each host. Remove that slice, as .shard_to gives each host its rows."
 )
 # The rows that a host's pipeline yields: the same whole batches on all hosts ("global"), rows of
 # its own ("local"), or the rows of its feeds ("feeds"). For "local" and "feeds" the hosts compare
@@ -30,7 +30,7 @@ OWN_ROWS = {LOCAL: "local rows", OF_FEEDS: "feed rows"}
 # its digest: `NOW` for the records that the host reads, `SAVED` for the state that it has restored.
 # Hosts without digests are not compared.
 CONTENTS, NOW, SAVED = "contents", "now", "saved"
-_SORT = "list files in sorted order, which a set, glob and os.listdir do not have, and"
+_SORT = "sort the list of files (a set, glob and os.listdir have no fixed order), and"
 
 
 def compare(answers: Answers) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def compare(answers: Answers) -> dict[str, Any]:
     whole = {host: answer for host, answer in answers.items() if FIRST_BATCH in answer}
     if whole and difference(FIRST_BATCH, whole):
         lines.append(
-            '  rows: rows="global" says that every host produces the same batches; read the same'
-            " files with the same seed on every host, or shard the source by"
-            ' grain_shard.ShardByMesh(mesh, spec) and pass rows="local"'
+            '  rows: with rows="global" every host must produce the same batches. Read the same'
+            " files with the same seed on every host. Or shard the source by"
+            ' grain_shard.ShardByMesh(mesh, spec), and pass rows="local"'
         )
     if not lines:
         return _compare_contents(answers)
@@ -78,18 +78,18 @@ def compare_places(answers: Answers) -> dict[str, Any]:
 
     Example:
         >>> print(compare_places({0: {"next batch": 8}, 1: {"next batch": 7}})["error"])
-        the hosts are not at the same batch, so their global batches were mixed of two.
+        the hosts are not at the same batch, so a global batch had rows of two batches.
           next batch: 8 on host 0; 7 on host 1
           remedy: call next equally often on every host. To look at a batch on one host alone,
-          iterate over what stands before .shard_to.
+          iterate over the dataset before .shard_to.
     """
     lines = [line for name in _fields(answers) if (line := difference(name, answers))]
     if not lines:
         return {}
-    problem = "the hosts are not at the same batch, so their global batches were mixed of two."
+    problem = "the hosts are not at the same batch, so a global batch had rows of two batches."
     remedy = (
-        "call next equally often on every host. To look at a batch on one host alone, iterate over"
-        " what stands before .shard_to."
+        "call next equally often on every host. To look at a batch on one host alone, iterate"
+        " over the dataset before .shard_to."
     )
     return {"error": "\n".join([problem, *lines, f"  remedy: {remedy}"])}
 
@@ -110,12 +110,12 @@ def _compare_contents(answers: Answers) -> dict[str, Any]:
     elif saved not in (None, records) and records:
         of, error = (
             "state",
-            "the state was saved with other records at the same index of the source.",
+            "the source has other records at the same index now than when the state was saved.",
         )
         lines = [f"  {name}: saved {saved.get(name)!r}, now {records[name]!r}" for name in records]
         remedy = (
-            f"{_SORT} restore with the files that were there. If they were changed on purpose,"
-            " batches.set_state(batches.get_state()) goes on at the same place."
+            f"{_SORT} restore with the files of the saved run. If the files were changed on"
+            " purpose, call batches.set_state(batches.get_state()) to go on at the same place."
         )
     else:
         return {CONTENTS: "".join(records.values())} if records else {}
@@ -154,20 +154,20 @@ def _wrong_rows(answers: Answers) -> list[str]:
     hosts with different shards may share.
     """
     lines = [
-        f"  rows: {hosts} hold the same shards and feed different rows;"
-        " shard the source by grain_shard.ShardByMesh(mesh, spec)"
+        f"  rows: {hosts} hold the same shards, but their pipelines yield different rows."
+        " Shard the source by grain_shard.ShardByMesh(mesh, spec)"
         for hosts in _differing(_rows_of(answers, LOCAL))
     ]
     lines += [
-        f"  rows: {hosts} hold different shards and feed the same rows;"
-        " shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
-        ' rows="global" if every host reads the whole batch, or makes up the same data'
+        f"  rows: {hosts} hold different shards, but their pipelines yield the same rows."
+        " Shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
+        ' rows="global" if every host reads the whole batch or generates the same data'
         for hosts in _differing(
             (host, digest, shards) for host, shards, digest in _rows_of(answers, LOCAL) if digest
         )
     ]
     return lines + [
-        f"  feeds: {hosts} run the same feeds and get different rows; what"
+        f"  feeds: {hosts} run the same feeds, but get different rows. The stream that"
         " make_feed returns must depend on shard_index and shard_count alone"
         for hosts in _differing(_rows_of(answers, OF_FEEDS))
     ]

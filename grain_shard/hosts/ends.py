@@ -59,17 +59,17 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
         return min(answers.values())
     problem = (
         f"the streams of {len(ended)} of {len(answers)} hosts (the first: host {ended[0]}) end"
-        " earlier than the others."
+        " earlier than the streams of the other hosts."
     )
     if same_rows:
         return {
-            "error": 'rows="global" says that every host produces the same batches, and'
+            "error": 'with rows="global" every host must produce the same batches, but'
             f" {problem}\n"
             "  remedy: read the same files with the same seed on every host, or shard the source by"
             ' grain_shard.ShardByMesh and pass rows="local".'
         }
     if remainder == "error":
-        remedy = 'pass remainder="pad" (zeros and a mask) or remainder="drop".'
+        remedy = 'pass remainder="pad" (adds zeros and a mask) or remainder="drop".'
         return {"error": f"{problem}\n  remedy: {remedy}"}
     return min(filter(None, answers.values())) if remainder == "pad" else 0
 

@@ -147,7 +147,8 @@ def _complete(directory: epath.Path, files: Sequence[FeedFile]) -> dict[int, Fee
         raise StateError(
             f"{directory} lacks {len(missing)} of {num_feeds} feeds: {_described(missing)}.\n"
             f"  found:  {', '.join(names)}{more}\n"
-            "  remedy: restore another step. Every host has to save, and write its own feeds."
+            "  remedy: restore another step. Call the save on every host: each host writes only"
+            " its own feeds."
         )
     return file_of
 
@@ -157,14 +158,16 @@ def _of_file(directory: epath.Path, file: FeedFile) -> dict[str, Any]:
     state = read_object(path)
     entries = state.get(FEED_ENTRIES)
     if not isinstance(entries, dict) or set(entries) != set(map(str, file.feeds)):
-        raise damaged(path, f"it does not hold the feeds {_described(file.feeds)} that it names")
+        raise damaged(
+            path, f"it does not hold exactly feeds {_described(file.feeds)}, as in its name"
+        )
     return state
 
 
 def _not_of_one_checkpoint(directory: epath.Path, why: str) -> StateError:
     return StateError(
         f"the files in {directory} are not of one checkpoint: {why}.\n"
-        "  remedy: restore another step; save each into a folder of its own."
+        "  remedy: restore another step. Save each step into a folder of its own."
     )
 
 
@@ -195,9 +198,10 @@ def read_object(path: epath.Path) -> dict[str, Any]:
     except ValueError as error:  # the text is not JSON, or the bytes are not text
         raise damaged(path, str(error)) from error
     except OSError as error:
-        raise StateError(f"{path} cannot be read: {error}") from error
+        remedy = "check that this host can read the file."
+        raise StateError(f"{path} cannot be read: {error}\n  remedy: {remedy}") from error
     if not isinstance(found, dict):
-        raise damaged(path, f"a {type(found).__name__} in place of an object")
+        raise damaged(path, f"it holds a {type(found).__name__} in place of a JSON object")
     return found
 
 

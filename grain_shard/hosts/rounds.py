@@ -41,8 +41,9 @@ def _reaching_the_store() -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         raise AgreementError(
-            "not all hosts could be asked; most likely one of them is gone.\n"
-            f"  {error}\n  remedy: look at the other hosts' logs."
+            "this host could not exchange messages with the other hosts, most likely because a"
+            " host has ended.\n"
+            f"  {error}\n  remedy: look for the first error in the logs of the other hosts."
         ) from error
 
 
@@ -313,10 +314,11 @@ class Rounds(Store):
             f"{hosts_text(silent)} did not answer in time (timeout_s={self.timeout_s:g}).\n"
             + "".join(f"{line}\n" for line in reasons + differences)
             + f"  here:   host {self.host} of {len(self.hosts)}\n"
-            "  remedy: look at its log: did it fail, take fewer steps, or open other iterators than"
-            " this host? (seek, reset and set_state open one, too: all hosts have to call them.)"
-            " If it is only slow, raise timeout_s of .shard_to. To look at a batch on"
-            " one host alone, iterate over what stands before .shard_to."
+            f"  remedy: look at the log of {hosts_text(silent)}. A host that fails, takes fewer"
+            " steps or opens other iterators does not answer. (seek, reset and set_state open an"
+            " iterator, too: call them on all hosts.) If a host is only slow, raise timeout_s of"
+            " .shard_to. To look at a batch on one host alone, iterate over the dataset before"
+            " .shard_to."
         )
 
 

@@ -80,8 +80,8 @@ class SlowestHost:
         behind = f"{self.behind_s * 1e3:.1f} ms a batch ({self.share:.0%} of the time){stage}"
         behind = behind.replace("%", " %")
         if self.holds_others_up:
-            return f"host {self.host} holds the others up by {behind}"
-        return f"none holds the others up; host {self.host} waits longest, by {behind}"
+            return f"host {self.host} holds the other hosts up by {behind}"
+        return f"no host holds the others up; host {self.host} waits longest, by {behind}"
 
 
 def slowest(waits: Mapping[int, Waits]) -> SlowestHost | None:

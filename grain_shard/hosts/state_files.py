@@ -80,9 +80,9 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
         state = read_object(directory / match[0])
         if KIND not in state:
             return {**state, PROCESSES: int(match[1])}
-    remedy = "a stream has a state for each host; restore it on as many hosts as saved it."
+    remedy = "restore on as many hosts as saved the state: each host of a stream has its own state."
     if not any(name.startswith("state-") for name in found):
-        remedy = "name another step, or the folder into which the state was saved."
+        remedy = "pass the folder into which the state was saved, or restore another step."
     raise StateError(
         f"no state for host {jax.process_index()} of {jax.process_count()} in {directory}.\n"
         f"  found:  {', '.join(found) or 'nothing'}\n"

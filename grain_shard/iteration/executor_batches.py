@@ -67,8 +67,9 @@ class ExecutorBatches(Producer[int]):
         self._pipeline = pickled((batching, rules))
         if len(self._pipeline) > _LARGE_BYTES:
             logging.warning(
-                "grain_shard: each task for the executor carries the pipeline, of %.1f MB. Let its"
-                " source read files that every worker reaches, in place of arrays in memory.",
+                "grain_shard: each task for the executor carries the whole pipeline, %.1f MB. To"
+                " send less, let the source read files that every worker can open, instead of"
+                " arrays in memory.",
                 len(self._pipeline) / 1e6,
             )
         self._tries = 1 + rules.times
@@ -106,12 +107,12 @@ class ExecutorBatches(Producer[int]):
                 if self._is_stopped or tries == self._tries:
                     raise GrainShardError(
                         f"the executor {self._name} did not make batch {index} (tries: {tries}):"
-                        f" {describe_error(error)}\n  remedy: see whether its workers run, have"
-                        " memory enough, and can import grain_shard and the modules of the"
-                        " pipeline."
+                        f" {describe_error(error)}\n  remedy: check that the executor's workers"
+                        " run, have enough memory, and can import grain_shard and the modules of"
+                        " the pipeline."
                     ) from error
                 logging.warning(
-                    "grain_shard: the executor has lost batch %d, which is submitted again (try %d"
+                    "grain_shard: the executor lost batch %d. The batch is submitted again (try %d"
                     " of %d): %s",
                     index,
                     tries + 1,
@@ -132,9 +133,9 @@ class ExecutorBatches(Producer[int]):
             return self._executor.submit(make_batch, self._pipeline, index)
         except Exception as error:
             raise GrainShardError(
-                f"the executor {self._name} takes no task: {describe_error(error)}\n"
-                "  remedy: shut it down only after the iterator is closed; an executor whose"
-                " workers have died has to be made anew. The state of the iterator goes on with it."
+                f"the executor {self._name} accepts no task: {describe_error(error)}\n"
+                "  remedy: shut the executor down only after the iterator is closed. If its workers"
+                " died, make a new executor, and pass set_state() the iterator's last get_state()."
             ) from error
 
     def _result(self, future: Future[Made]) -> Made:

@@ -77,20 +77,20 @@ class GrainState(NamedTuple):
         count, processes = self.given, self.processes
         if self.key == _ELEMENTS and processes == 1:
             raise StateError(
-                f"Grain's iterator has saved this state: .to_iter_dataset() had given {count}"
-                " elements, and the state does not tell if these were batches or records.\n"
-                f"  remedy: if .batch stood before .to_iter_dataset(), batches.seek({count}) goes"
-                f" on; if .batch followed it, batches.seek(record={count})."
+                f"an iterator of Grain saved this state after {count} elements, and the state does"
+                " not say whether the elements were batches or records.\n"
+                f"  remedy: call batches.seek({count}) if .batch stood before .to_iter_dataset()."
+                f" Call batches.seek(record={count}) if .batch followed .to_iter_dataset()."
             )
         if self.key == _ELEMENTS:
             raise StateError(
-                f"Grain's iterators on {processes} processes have saved this state: each had given"
-                f" {count} batches, and the state does not tell of which records.\n"
-                f"  remedy: if each process had every {processes}th record of the shuffled ones, in"
-                f" batches of b, batches.seek(record={processes * count} * b) goes on. If each had"
-                f" all records, batches.seek(record={count} * b). If each shuffled a part of its"
-                " own, no place in this order has all that they have read behind it: begin with"
-                " the next epoch."
+                f"iterators of Grain on {processes} processes saved this state after {count}"
+                " batches each, and the state does not say which records the batches had.\n"
+                f"  remedy: call batches.seek(record={processes * count} * b) if each process had"
+                f" every {processes}th record of one shuffled order, in batches of b records. Call"
+                f" batches.seek(record={count} * b) if each process had all records. Begin with the"
+                " next epoch if each process shuffled a part of its own: then no position in the"
+                " order of this pipeline separates the records that were read from the rest."
             )
         try:
             position = position_at(step=None, record=count)
@@ -99,8 +99,8 @@ class GrainState(NamedTuple):
                 f"a Grain iterator saved this state after {count} records, but {error}"
             ) from error
         logging.warning(
-            "grain_shard: a Grain iterator has saved this state. It is taken for %d records of this"
-            " very pipeline, in the same order; the run goes on after them.",
+            "grain_shard: an iterator of Grain saved this state. The run goes on after the first"
+            " %d records, which is right only if Grain read the same records in the same order.",
             count,
         )
         return position

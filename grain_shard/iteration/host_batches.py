@@ -180,9 +180,10 @@ class HostBatches(ABC):
             ShardingError: There is no such step or record, or the pipeline is a stream or feeds.
         """
         raise ShardingError(
-            "seek needs random access, and this is a stream: where a record of it is, only reading"
-            " up to it tells.",
-            remedy="go on from a state, by set_state(saved); or keep a MapDataset down to .batch.",
+            "seek needs random access, and this pipeline is a stream, which can only be read from"
+            " its beginning.",
+            remedy="call set_state(saved) to go on from a saved state, or keep the pipeline a"
+            " grain.MapDataset down to .batch.",
         )
 
     def repeated(self, times: int) -> Any:
@@ -197,10 +198,10 @@ class HostBatches(ABC):
             ShardingError: The end of a pass is unknown before it is reached.
         """
         raise ShardingError(
-            "epochs needs random access, and this is a stream: each iter(ds) is a pass, and nobody"
-            " knows its end before it comes.",
-            remedy="call iter(ds) for each epoch, and shuffle by the epoch's number in the source;"
-            " or keep a MapDataset down to .batch.",
+            "ds.epochs(n) needs random access, and this pipeline is a stream, whose length is"
+            " unknown in advance.",
+            remedy="call iter(ds) once per epoch, and shuffle in the source with a seed that"
+            " depends on the epoch. Or keep the pipeline a grain.MapDataset down to .batch.",
         )
 
     def past_end(self, position: Position, batches: int) -> Position:

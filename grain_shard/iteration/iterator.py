@@ -384,8 +384,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         self._require_open()
         if (step is None) == (record is None):
             raise ShardingError(
-                "seek takes a step or a record, and one of them only.",
-                remedy="write seek(step) or seek(record=...).",
+                "seek takes either a step or a record.",
+                remedy="call seek(step) or seek(record=...).",
             )
         self.go_to(self._host.position_at(step=step, record=record))
 
@@ -492,13 +492,14 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise ValueError("this is a closed iterator; make another by iter(ds).")
+            raise ValueError("this is a closed iterator: call iter(ds) for a new one.")
 
     def __reduce__(self) -> NoReturn:
         """Refuses to pickle or copy the iterator, because two iterators cannot share threads."""
         raise TypeError(
-            "an iterator over devices cannot be copied or sent to another process; make another by"
-            " iter(ds), and give it this one's get_state()."
+            "an iterator whose batches are on devices cannot be copied or sent to another process."
+            " Call iter(ds) for a second iterator, and pass its set_state() the get_state() of the"
+            " first."
         )
 
     def __enter__(self) -> ShardedIterator:

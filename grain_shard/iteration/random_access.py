@@ -66,8 +66,9 @@ class RandomAccess(HostBatches):
     def repeated(self, times: int) -> RandomAccess:
         if self._batching.num_batches() > _ENDLESS:
             raise ShardingError(
-                f"the dataset has no end, so that no second of its {times} epochs can begin.",
-                remedy="leave out its .repeat().",
+                f"the dataset repeats without an end, so ds.epochs({times}) would never reach a"
+                " second epoch.",
+                remedy="remove .repeat() from the pipeline.",
             )
         several = copy.copy(self)
         several._batching, several._passes = self._batching.repeated(times), self._passes * times
@@ -122,13 +123,14 @@ class RandomAccess(HostBatches):
             return cuts.progress(step)
         if not self._batching.counts_records:
             raise ShardingError(
-                "these batches cannot begin at any record, since they are made as a whole.",
-                remedy=f"seek a step. {HOW_TO_COUNT_RECORDS}",
+                "seek(record=...) needs batches that are read record by record, and this pipeline"
+                " makes each batch as a whole.",
+                remedy=f"call seek(step); or, to seek a record, {HOW_TO_COUNT_RECORDS}",
             )
         records = cuts.records * self._batching.num_epochs
         if record is None or not 0 <= record <= records:
             raise ShardingError(
-                f"there is no record {record!r}: all epochs together have {records:,}.",
+                f"there is no record {record!r}: all epochs together have {records:,} records.",
                 remedy=f"seek a record from 0 to {records:,}.",
             )
         epoch, record = divmod(record, cuts.records)
@@ -212,13 +214,13 @@ class RandomAccess(HostBatches):
         """
         if (self._RECORD in state) == self._batching.counts_records:
             return
-        whole, cut = "when it was saved", "now"
+        whole, cut = "the pipeline of the state", "the current pipeline"
         if not self._batching.counts_records:
             whole, cut = cut, whole
         raise StateError(
-            f"the state counts otherwise: {whole} batches are made as a whole (by a batch_fn, a"
-            f" slice, or a .map after .batch), {cut} they are not.\n"
-            "  remedy: restore with the pipeline that saved it."
+            f"the state does not fit: {whole} makes each batch as a whole (by a batch_fn, a"
+            f" slice, or a .map after .batch), and {cut} reads batches record by record.\n"
+            "  remedy: restore with the pipeline that saved the state."
         )
 
     def _counted(self, progress: Progress) -> dict[str, int]:
@@ -243,9 +245,9 @@ class RandomAccess(HostBatches):
         if progress is None:
             stands = ", ".join(f"{key} {state[key]!r}" for key in keys)
             raise StateError(
-                f"the state stands at {stands}, and there is no such place: the dataset has"
-                f" {self._batching.num_batches():,} batches.\n  remedy: pass what get_state() gave,"
-                " unchanged, to a pipeline of no fewer epochs."
+                f"the state is at {stands}, and this dataset of"
+                f" {self._batching.num_batches():,} batches has no such position.\n  remedy: pass"
+                " set_state() an unchanged get_state(), on a pipeline of no fewer epochs."
             )
         return progress
 
@@ -282,9 +284,7 @@ def _whole_number(name: str, value: Any) -> int | None:
             return operator.index(value)
     except TypeError:
         pass
-    raise ShardingError(
-        f"there is no {name} {value!r}: a {name} is an int.", remedy=f"pass int({name})."
-    )
+    raise ShardingError(f"the {name} {value!r} is not an int.", remedy=f"pass int({name}).")
 
 
 def _batches_of_worker(

@@ -28,17 +28,17 @@ class Passes:
         if self._one_has_ended and not self._told_of_order:
             self._told_of_order = True
             warnings.warn(
-                "this second pass over a shuffled dataset has the order and the augmentations of"
-                " the first. For others in each epoch: `for batches in ds.epochs(n): for batch in"
-                " batches:`, or .batch(B).repeat(n) before .shard_to.",
+                "this second pass over a shuffled dataset repeats the order and the augmentations"
+                " of the first pass. For a new order in each epoch, write `for batches in"
+                " ds.epochs(n): for batch in batches:`, or .batch(B).repeat(n) before .shard_to.",
                 stacklevel=4,  # the user's line; Grain wraps `__next__` in one more function
             )
         if self._looks >= _LOOKS and not self._told_of_looks:
             self._told_of_looks = True
             warnings.warn(
-                "each iter(ds) begins at the first batch, and two iterators of this dataset were"
-                " left after it. In a loop, write `it = iter(ds)` once before it, and `next(it)` in"
-                " each step.",
+                "two iterators of this dataset were left after one batch, and each iter(ds) begins"
+                " at the first batch again. Write `it = iter(ds)` once before the loop, and"
+                " `next(it)` in each step.",
                 stacklevel=4,
             )
 

@@ -61,21 +61,21 @@ class Settings:
         if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
             raise ShardingError(
                 f"timeout_s={self.timeout_s!r} is not a positive number of seconds.",
-                remedy="pass how long one host may wait for another.",
+                remedy="pass timeout_s as the most seconds that one host may wait for another.",
             )
         is_class = isinstance(self.executor, type)
         if self.executor is not None and (is_class or not hasattr(self.executor, "submit")):
             raise ShardingError(
-                f"executor={self.executor!r} is no concurrent.futures.Executor.",
-                remedy="pass one, for example client.get_executor() of Dask.",
+                f"executor={self.executor!r} is not a concurrent.futures.Executor.",
+                remedy="pass an Executor object, for example client.get_executor() of Dask.",
             )
         if self.executor is not None and self.num_workers:
             raise ShardingError(
-                "executor and num_workers are given, and only one of them can make the batches.",
+                "executor and num_workers are both given, but only one of them can make batches.",
                 remedy="leave out num_workers: the executor has workers of its own.",
             )
         if not isinstance(self.shardings, ShardingTree):
             raise ShardingError(
-                f"cannot place batches by a {type(self.shardings).__name__}.",
+                f"shardings is a {type(self.shardings).__name__}, not a ShardingTree.",
                 remedy="pass ShardingTree.of(mesh, spec).",
             )

@@ -88,7 +88,7 @@ class ShardedDataset(grain.IterDataset):
         """
         batches = self.num_batches()
         if batches is None:
-            raise TypeError("the number of batches of a stream is not known")
+            raise TypeError("a stream has no len(): its number of batches is unknown in advance")
         return batches
 
     def num_batches(self) -> int | None:
@@ -174,7 +174,7 @@ class ShardedDataset(grain.IterDataset):
 
     def batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: batches on the devices cannot be batched again."""
-        self._refuse_regrouping(".batch", "for larger batches, call .batch(B) with a larger B")
+        self._refuse_regrouping(".batch", "call .batch(B) with a larger B")
 
     def filter(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a `ShardingError`: hosts could not agree on the batches that a filter drops."""
@@ -190,24 +190,24 @@ class ShardedDataset(grain.IterDataset):
 
     def __reduce__(self) -> NoReturn:
         raise ShardingError(
-            "a dataset that places batches cannot be copied or sent to another process, since it"
-            " refers to devices.",
+            "the dataset that .shard_to returns cannot be copied or sent to another process,"
+            " because it refers to devices.",
             mesh_axes=self.shardings.mesh_axes,
-            remedy="copy what stands before .shard_to; for workers, pass it num_workers.",
+            remedy="copy the dataset before .shard_to. For workers, pass num_workers to .shard_to.",
         )
 
     def _refuse_regrouping(self, method: str, instead: str) -> NoReturn:
         raise ShardingError(
-            f"{method} follows .shard_to, whose batches are on the devices of all hosts.",
+            f"{method} cannot follow .shard_to, whose batches are on the devices of all hosts.",
             mesh_axes=self.shardings.mesh_axes,
-            remedy=f"{instead} before .shard_to; a .map over the batches may follow it.",
+            remedy=f"{instead} before .shard_to. (A .map over batches may follow .shard_to.)",
         )
 
     def _refuse_workers(self) -> NoReturn:
         raise ShardingError(
-            "worker processes come before placement, since they must not hold a device.",
+            ".mp_prefetch cannot follow .shard_to: a worker process must not hold a device.",
             mesh_axes=self.shardings.mesh_axes,
-            remedy="pass num_workers to .shard_to instead of calling .mp_prefetch after it.",
+            remedy="pass num_workers to .shard_to instead of calling .mp_prefetch after .shard_to.",
         )
 
     def _assembler(self) -> Assembler:

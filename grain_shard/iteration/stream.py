@@ -69,9 +69,8 @@ class Stream(HostBatches):
             batch = next(iterator, None)
         if batch is None:
             raise ShardingError(
-                "this host's stream has no batch at all, so nothing tells what its padding should"
-                " look like.",
-                remedy='give every host some records, or pass remainder="drop".',
+                "the stream of this host has no batch, so the shapes of its padding are unknown.",
+                remedy='give every host at least one record, or pass remainder="drop".',
             )
         return batch
 
@@ -81,7 +80,7 @@ class Stream(HostBatches):
     def from_state(self, state: dict[str, Any]) -> bytes:
         if not isinstance(state, dict) or set(state) != {KIND, self._PARENT}:
             raise StateError(
-                f"this is no state of a stream: {state!r}.\n"
-                "  remedy: restore with the pipeline that saved it."
+                f"the state is not the state of a stream: {state!r}.\n"
+                "  remedy: restore with the pipeline that saved the state."
             )
         return pickle.dumps(from_json(state[self._PARENT]))

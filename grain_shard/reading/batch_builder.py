@@ -157,8 +157,8 @@ class BatchBuilder:
                 flat = FlatBatch.of(batch)
                 if flat.rows < self._num_rows:
                     flat.refuse(
-                        "a batch is short in the middle of an epoch: something stands between"
-                        " .batch and .shard_to that changes the order of batches.",
+                        "a batch in the middle of an epoch is short, because a step between .batch"
+                        " and .shard_to changes the order of batches.",
                         remedy="shuffle, mix or concatenate before .batch, or use"
                         " .batch(B, drop_remainder=True).",
                     )
@@ -216,7 +216,7 @@ class BatchBuilder:
                 found.add_note(self._place(record, 1))
                 return found
         place, advice = self._place(records[0], len(records)), self.faults.advice(error)
-        error.add_note(f"{place}. A second read, to find the cause, succeeded. {advice}")
+        error.add_note(f"{place}. The read failed, but a second read succeeded. {advice}")
         return error
 
     def _place(self, record: int, among: int) -> str:
@@ -224,7 +224,7 @@ class BatchBuilder:
 
     def _name(self, record: int, among: int) -> str:
         """Returns a name for messages: of one record, or of `among` consecutive records."""
-        above = "the dataset above .batch"
+        above = "the dataset before .batch"
         if among > 1:
             return f"one of the records {record} to {record + among - 1} of {above}"
         return record_name(record, above, Origin.of(self._template.records, record))

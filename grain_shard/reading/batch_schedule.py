@@ -56,23 +56,23 @@ class BatchSchedule:
         """
         if not isinstance(ds, grain.MapDataset):
             raise ShardingError(
-                f"a BatchSchedule cuts records that can be read by index, and this is a"
+                f"a BatchSchedule needs records that can be read by index, and got a"
                 f" {type(ds).__name__}.",
-                remedy="keep a grain.MapDataset up to it. Streams and feeds have one size; to"
-                " change that of feeds, restore their state with another .batch(B).",
+                remedy="apply BatchSchedule to a grain.MapDataset. Streams and feeds have one batch"
+                " size. To change it for feeds, restore their state with another .batch(B).",
             )
         if nodes.is_filtered(ds):
             raise ShardingError(
-                "a .filter drops records, so that nobody can tell by its index what is in a batch.",
-                remedy="filter within feeds, by .to_iter_dataset().filter(...).",
+                "a .filter drops records, so the records of a batch do not follow from its number.",
+                remedy="filter within grain_shard.feeds, by .to_iter_dataset().filter(...).",
             )
         if (node := nodes.batch_node(ds)) is not None and node.only_stacks:
             raise ShardingError(
-                f"a BatchSchedule follows .batch({node.global_batch_size}), whose batches it would"
-                " take for records.",
-                remedy="leave .batch out: the BatchSchedule cuts the records.",
+                f"a BatchSchedule follows .batch({node.global_batch_size}), and would take each of"
+                " the batches for a record.",
+                remedy="leave .batch out: the BatchSchedule makes batches of records.",
             )
         if len(ds) == 0:
-            raise ShardingError("there are no records to batch.", remedy="check the source.")
+            raise ShardingError("the dataset has no records.", remedy="check the source.")
         batching = RecordBatching(cuts=Cuts(len(ds), dict(self.sizes)), template=RowTemplate(ds))
         return RowMapDataset(ds, batching, self)

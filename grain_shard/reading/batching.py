@@ -195,17 +195,17 @@ class Batching(ABC):
         cuts, largest = self.epochs(), max(self.unpadded_sizes)
         if cuts is None:
             raise ShardingError(
-                f"remainder={padding.remainder!r} needs to know which batches are short, and a"
-                " slice or a shuffle stands between .batch and it.",
+                f"remainder={padding.remainder!r} must know which batches are short, and a slice"
+                " or a shuffle of the batches hides that.",
                 remedy="use .batch(B, drop_remainder=True), or slice and shuffle the records before"
                 " .batch.",
             )
         if padding.remainder == "drop":
             if cuts.records < largest:
                 raise ShardingError(
-                    "no batch is left: there are fewer records than one batch of"
-                    f' {largest} rows, and remainder="drop".',
-                    remedy='pass remainder="pad", or make the batch smaller.',
+                    'remainder="drop" leaves no batch: there are fewer records than one batch of'
+                    f" {largest} rows.",
+                    remedy='pass remainder="pad", or use a smaller batch size.',
                 )
             return replace(padded, cuts=replace(cuts, drop_remainder=True))
         self._require_full(cuts)
@@ -224,7 +224,7 @@ class Batching(ABC):
             )
             raise ShardingError(
                 f"the records do not fill the last batch of {sizes} rows{from_there}.",
-                remedy='pass remainder="pad" (zeros and a mask) or remainder="drop".',
+                remedy='pass remainder="pad" (adds zeros and a mask) or remainder="drop".',
             )
 
     def read_batch(self, index: int, faults: Faults) -> Batch:

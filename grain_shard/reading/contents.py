@@ -49,7 +49,7 @@ class Contents:
         self.why_not: str = ""
         self.is_read: bool = self._node is None
         if self.is_read and any(type(node) is not RANGE for node in leaves):
-            self.why_not = "no source is known below the pipeline"
+            self.why_not = "the source of the pipeline is unknown"
 
     def read(self) -> None:
         """Reads and digests both records, unless that was done before.
@@ -60,7 +60,7 @@ class Contents:
             return
         self.digest, self.is_read = self._read(), True
         if not self.digest:
-            self.why_not = f"one of the records {self._indices} cannot be read, or has no digest"
+            self.why_not = f"one of the records {self._indices} cannot be read or hashed"
 
     def by_record(self, digest: str) -> dict[str, str]:
         """Splits a digest of contents into the digests of the two records.
@@ -77,8 +77,9 @@ class Contents:
 
     def leave_out(self) -> None:
         """Stops the comparison of contents, because the source is random, and logs that."""
-        self.digest, self.why_not = "", f"{self._node} gives other records at each read"
-        logging.warning("grain_shard: contents are not compared: %s.", self.why_not)
+        self.digest, self.why_not = "", f"{self._node} returns other records at each read"
+        text = "grain_shard: the hosts cannot compare the records of their sources: %s."
+        logging.warning(text, self.why_not)
 
     @property
     def _indices(self) -> list[int]:

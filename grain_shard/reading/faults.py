@@ -71,8 +71,8 @@ class Retries:
         for one in classes:
             if not (isinstance(one, type) and issubclass(one, Exception)):
                 raise ShardingError(
-                    f"on={one!r} is no class of exceptions.",
-                    remedy="pass one or a tuple of them: Retries(4, on=(KeyError,)).",
+                    f"on={one!r} is not an exception class.",
+                    remedy="pass an exception class, or a tuple: Retries(4, on=(KeyError,)).",
                 )
 
 
@@ -105,8 +105,8 @@ class FaultRules:
         is_number = isinstance(most, numbers.Real) and not isinstance(most, bool)
         if not is_number or not 0 <= most <= largest:  # NaN is refused, too
             raise ShardingError(
-                f"max_bad_records={most!r} is neither a number of records nor a share of them.",
-                remedy="pass a whole number, as 100, or a share from 0.0 to 1.0, as 0.01.",
+                f"max_bad_records={most!r} is neither a number nor a share of the records.",
+                remedy="pass a whole number such as 100, or a share from 0.0 to 1.0 such as 0.01.",
             )
 
     @property
@@ -144,7 +144,7 @@ class BadRecord(NamedTuple):
     @property
     def name(self) -> str:
         """The record's name in messages."""
-        where = "the dataset above .batch" if self.feed is None else f"feed {self.feed}"
+        where = "the dataset before .batch" if self.feed is None else f"feed {self.feed}"
         return record_name(self.record, where, self.origin)
 
 
@@ -248,7 +248,7 @@ class Faults(Recovery):
                 except Exception as another:
                     error = another
             if tries:
-                error.add_note(f"grain_shard: it was tried {tries + 1} times")
+                error.add_note(f"grain_shard: the read was tried {tries + 1} times")
                 if self.may_leave_out(error):
                     with self._lock:
                         self._exhausted += 1
@@ -264,9 +264,9 @@ class Faults(Recovery):
         self._require_source(error)
         retries = self.count(FaultCounts(retries=1)).retries
         text = (
-            f"a read has failed, and is tried again (try {tries + 2} of {self._retries.times + 1}):"
-            f" {describe_error(error)}. It is retry {retries} of this"
-            f" pipeline. Others are not logged for {_LOG_EVERY_S} s."
+            f"a read failed, and is tried again (try {tries + 2} of {self._retries.times + 1}):"
+            f" {describe_error(error)}. This is retry {retries} of this"
+            f" pipeline. Further retries are not logged for {_LOG_EVERY_S} s."
         )
         logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * _GROWTH ** min(tries, 20))
@@ -299,10 +299,10 @@ class Faults(Recovery):
         """
         if self._exhausted > self._most():
             raise BadRecordsError(
-                f"{self._exhausted:,} records could not be read by {self._retries.times + 1} tries"
+                f"{self._exhausted:,} records could not be read in {self._retries.times + 1} tries"
                 f" each, more than max_bad_records={self._rules.max_bad_records!r} allows. The"
-                f" last: {describe_error(error)}.\n"
-                "  remedy: see whether the source can be reached from this host."
+                f" last error: {describe_error(error)}.\n"
+                "  remedy: check that this host can reach the source."
             ) from error
 
     def _most(self) -> float:
@@ -349,8 +349,8 @@ class Faults(Recovery):
         if self._is_worker:
             return
         text = (
-            f"{bad.name} cannot be read, and is left out: {bad.error}. It is number {count} of"
-            f" them. Others are not logged for {_LOG_EVERY_S} s."
+            f"{bad.name} cannot be read, and is left out: {bad.error}. This is bad record number"
+            f" {count}. Further bad records are not logged for {_LOG_EVERY_S} s."
         )
         logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         if count > self._most():
@@ -359,16 +359,16 @@ class Faults(Recovery):
             raise BadRecordsError(
                 f"{count:,} of {records:,} records of this host cannot be read, more than"
                 f" max_bad_records={self._rules.max_bad_records!r} allows. Among them:\n{shown}\n"
-                "  remedy: mend or leave out the files that they are in, or allow more of them."
+                "  remedy: repair or leave out the records' files, or raise max_bad_records."
             ) from error
 
     def advice(self, error: Exception) -> str:
         """Returns a remedy: the argument ``retries=`` that has such a read tried more often."""
         name, times = type(error).__name__, self._retries.times
         if self.may_heal(error):
-            return f"retries=Retries({2 * times or 4}, on={name}) has it tried more often"
-        again = f"retries=Retries({times or 4}, on={name}) has it tried again"
-        return f"{name} is not tried again by itself: {again}"
+            return f"For more tries, pass retries=Retries({2 * times or 4}, on={name})"
+        again = f"To read again after it, pass retries=Retries({times or 4}, on={name})"
+        return f"By default a {name} is not tried again. {again}"
 
 
 def read_by_several(rules: FaultRules) -> FaultRules:

@@ -26,8 +26,8 @@ Fingerprint = dict[str, Any]
 WEIGHTS = "weights"  # the field with a mixture's weights: (record, the weights from it on)
 
 HOW_TO_COUNT_RECORDS = (
-    "Put what is done to a batch before .batch, where it is done to a record: no batch_fn, no .map"
-    " after .batch, and slices of records."
+    "move every .map and slice before .batch, where they change records, and pass .batch no"
+    " batch_fn."
 )
 
 # The place of a function in its file, and the address of an object. They are removed from texts: a
@@ -141,26 +141,28 @@ def check_fingerprint(
     """
     if not isinstance(state, Mapping):
         raise StateError(
-            f"a state is a dict, not {state!r}.\n  remedy: pass what get_state() gave."
+            f"a state is a dict, not {state!r}.\n"
+            "  remedy: pass set_state() the dict that get_state() returned."
         )
     missing = [name for name in (*keys, *current) if name not in (*state, *optional)]
     changed = [name for name in current if name in state and state[name] != current[name]]
     if missing and (not changed or any(key in missing for key in keys)):
         raise StateError(
-            f"this is no state of {kind}: it lacks"
-            f" {', '.join(map(repr, missing))}."
-            f"\n  state:  {dict(state)}\n  remedy: pass what get_state() of such an iterator gave."
+            f"the state is not the state of {kind}: it lacks {', '.join(map(repr, missing))}."
+            f"\n  state:  {dict(state)}"
+            f"\n  remedy: pass set_state() what get_state() of {kind} returned."
         )
     if changed:
         lines = [f"  {n}: saved {state[n]!r}, now {current[n]!r}" for n in changed]
-        remedy = "restore with the pipeline that saved it."
+        remedy = "restore with the pipeline that saved the state."
         if "global_batch_size" in changed:
             remedy = (
-                "another size would need batches that can begin at any record, and these are made"
-                f" as a whole. {HOW_TO_COUNT_RECORDS} Or restore with the size that saved it."
+                "restore with the batch size of the saved run. A pipeline that makes each batch as"
+                f" a whole cannot change its batch size. In a new run, {HOW_TO_COUNT_RECORDS}"
             )
         elif "transforms" in changed:
-            remedy += " Each stage and its options count; one more or less changes the seeds, too."
+            remedy += " All stages and their options must be the same. Another number of stages"
+            remedy += " changes the seeds, too."
         raise StateError(
             f"the state was saved by another pipeline: {', '.join(changed)} changed.\n"
             + "\n".join(lines)

@@ -32,18 +32,18 @@ def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch)
     for path, array in zip(element.paths, element.arrays, strict=True):
         if not array.ndim:
             raise ShardingError(
-                "the leaf is a single value beside arrays, and no .batch stands in the pipeline:"
-                " each record would be cut up as if its first dim were rows.",
+                "the leaf is a scalar beside arrays, and no .batch stands in the pipeline: each"
+                " record would be split along dim 0 as if it were a batch of rows.",
                 path=path,
                 leaf=describe_leaf(array),
                 remedy="call .batch(global_batch_size) before .shard_to. If each element is a whole"
-                " batch, give this leaf a value for each row, or drop it.",
+                " batch, give this leaf one value per row, or drop the leaf.",
             )
     if isinstance(ds, grain.MapDataset):
         path, array = element.paths[0], element.arrays[0]
         warnings.warn(
             f"no .batch stands in the pipeline, so each element is taken for a whole batch:"
-            f" {path}, {describe_leaf(array)}, for {element.rows} rows. If it is a record, call"
-            " .batch(global_batch_size) before .shard_to.",
+            f" {path} is {describe_leaf(array)}, which is taken for {element.rows} rows. If an"
+            " element is a single record, call .batch(global_batch_size) before .shard_to.",
             stacklevel=2,
         )

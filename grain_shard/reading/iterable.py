@@ -62,18 +62,18 @@ def from_iterable(
     if rows not in ("global", "local", None):
         raise ShardingError(
             f"rows={rows!r} is not one of global, local.",
-            remedy='say what each host yields: "local" for the rows of its own devices, "global"'
-            " for the same whole batches.",
+            remedy='pass rows="local" if each host yields the rows of its own devices, or'
+            ' rows="global" if every host yields the same whole batches.',
         )
     if isinstance(source, grain.MapDataset | grain.IterDataset):
         raise ShardingError(
-            f"a {type(source).__name__} is a Grain dataset already.",
-            remedy="call .shard_to(mesh) on it; a stream takes rows= there.",
+            f"from_iterable got a {type(source).__name__}, which is a Grain dataset already.",
+            remedy="call .shard_to(mesh) on the dataset, with rows=... if it is an IterDataset.",
         )
     if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__") or callable(source)):
         raise TypeError(
-            f"a {type(source).__name__} is not iterable; pass an iterable of batches, or a function"
-            " that makes one."
+            f"a {type(source).__name__} is not iterable: pass from_iterable an iterable of batches,"
+            " or a function that returns such an iterable."
         )
     return IterableBatches(source, rows)
 
@@ -111,8 +111,8 @@ class IterableBatches(grain.IterDataset):
         """
         if self.has_begun and self.has_one_pass and not self._can_go_back:
             raise ShardingError(
-                f"{self} can be gone through only once, and a pass over it has begun: another would"
-                " miss the batches that were taken.",
+                f"{self} can be iterated over only once, and a first pass has begun. A second pass"
+                " would miss the batches of the first.",
                 remedy="pass a function that makes the iterator, as in"
                 " from_iterable(make_batches, ...).",
             )
@@ -219,7 +219,7 @@ def agreed_rows(ds: grain.MapDataset | grain.IterDataset, rows: Rows | None) -> 
     said = said_rows(ds)
     if said is not None and rows not in (None, said):
         raise ShardingError(
-            f"from_iterable says rows={said!r}, and .shard_to says rows={rows!r}.",
+            f"from_iterable got rows={said!r}, but .shard_to got rows={rows!r}.",
             remedy="leave rows out of .shard_to.",
         )
     return said or rows
@@ -246,9 +246,9 @@ def require_another_pass(ds: grain.MapDataset | grain.IterDataset) -> None:
     for source in nodes.sources(ds):
         if is_from_iterable(source) and source.has_one_pass:
             raise ShardingError(
-                f"only a batch tells what batches look like, and {source} can be gone through only"
-                " once: its first batch would be gone for the loop.",
+                "a batch must be read to learn the shapes. But the loop would then miss that batch,"
+                f" because {source} can be iterated over only once.",
                 remedy="pass a function that makes the iterator, as in"
-                " from_iterable(make_batches, ...). On a host that has no batch at all,"
-                ' remainder="drop" needs none.',
+                " from_iterable(make_batches, ...). If this host has no batch at all, pass"
+                ' remainder="drop".',
             )

@@ -30,7 +30,7 @@ from grain_shard.trees import (
 Remainder = Literal["pad", "drop", "error"]
 # The end of a remedy that offers to leave out the mask.
 _NO_MASK = (
-    'mask_key=None with remainder="drop": without a mask, means include the zeros of padding.'
+    'mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)'
 )
 
 
@@ -68,7 +68,7 @@ class Padding:
         for keys, value in values:
             if not _is_number(value):
                 raise ShardingError(
-                    f"pad_value{jax.tree_util.keystr(keys)} is {value!r}, which is no number.",
+                    f"pad_value{jax.tree_util.keystr(keys)} is {value!r}, not a number.",
                     remedy='pass a number, or a tree of them: {"tokens": tokenizer.pad_id}.',
                 )
 
@@ -103,14 +103,14 @@ class Padding:
             leaves = flatten(tree)[0]
             if deeper := [leaf for leaf in leaves if path.startswith(leaf)]:
                 raise ShardingError(
-                    "pad_value goes deeper than the batch.",
+                    "pad_value has a tree for this leaf, which is a single array.",
                     path=deeper[0],
-                    remedy="give this leaf a single number.",
+                    remedy="give this leaf a single number in pad_value.",
                 )
             raise ShardingError(
                 "pad_value names a leaf that the batch does not have.",
                 path=path,
-                remedy=f"mend its name; the batch has {', '.join(leaves)}.",
+                remedy=f"correct its name in pad_value: the batch has {', '.join(leaves)}.",
             )
         return found
 
@@ -118,9 +118,9 @@ class Padding:
         """Warns if no mask will mark rows of padding. Called whenever such rows are made."""
         if self.mask_key is None:
             warnings.warn(
-                "a batch has rows of padding and no mask, so a mean over the batch includes them:"
-                ' zeros, or pad_value. Pass remainder="drop"; or leave out mask_key=None, which'
-                " needs records that are dicts, and divide by the sum of the mask.",
+                "a batch has rows of padding and no mask, so a mean over the batch includes the"
+                ' padding. Pass remainder="drop". Or leave out mask_key=None, make each record a'
+                " dict, and divide sums by the sum of the mask.",
                 stacklevel=1,  # always this line, so that Python shows the warning once
             )
 
@@ -166,10 +166,10 @@ def _as_dtype(value: Any, array: np.ndarray, keys: Sequence[Any]) -> np.ndarray:
     if _fits(value, array.dtype):
         return np.asarray(value, array.dtype)
     raise ShardingError(
-        f"its dtype cannot hold pad_value={value!r}.",
+        f"the leaf's dtype cannot hold pad_value={value!r}.",
         path=path_of(keys),
         leaf=describe_leaf(array),
-        remedy="give each leaf a value of its own, by a dict; one that is left out gets 0.",
+        remedy="pass pad_value as a dict with a value per leaf. Leaves without a value get 0.",
     )
 
 
@@ -232,17 +232,17 @@ def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int]
         return padded
     if not isinstance(padded, Mapping):
         flat.refuse(
-            f"the batch is a {type(padded).__name__}, so there is no place for the mask.",
+            f"the batch is a {type(padded).__name__}, but only a dict can hold the mask.",
             remedy=f"turn records into dicts with .map before .batch, or pass {_NO_MASK}",
         )
     if not all(isinstance(key, str) for key in padded):
         flat.refuse(
-            "the batch's keys are no strings, among which JAX could sort that of the mask.",
+            "the keys of the batch are not strings, so JAX cannot sort the mask's key among them.",
             remedy=f"give records string keys in .map, or pass {_NO_MASK}",
         )
     if mask_key in padded:
         raise ShardingError(
-            f"the batch already has a leaf {mask_key!r}, the key of the mask.",
+            f"the batch already has a leaf {mask_key!r}, and mask_key gives the mask that name.",
             path=f"batch[{mask_key!r}]",
             leaf=describe_leaf(padded[mask_key]),
             remedy=f"pass another mask_key, or {_NO_MASK}",

@@ -40,7 +40,7 @@ class RetriedRecords(grain.MapDataset):
         except Exception as error:
             if isinstance(error, StopIteration):  # it would end the stream without an error
                 origin = Origin.of(self._records, index)
-                name = record_name(index, "the dataset above .to_iter_dataset", origin)
+                name = record_name(index, "the dataset before .to_iter_dataset", origin)
                 error.add_note(f"grain_shard: while evaluating {name}")
                 Raised.of(error).throw()
             if not self._faults.reads_again(error):

@@ -87,8 +87,8 @@ class RowMapDataset(grain.MapDataset):
         if not reseed_each_epoch:
             raise ShardingError(
                 "batches whose size changes cannot be repeated with reseed_each_epoch=False.",
-                remedy="repeat the records, before BatchSchedule; batches then go over the borders"
-                " of epochs.",
+                remedy="call .repeat on the records, before BatchSchedule. A batch may then hold"
+                " records of two epochs.",
             )
         if num_epochs is not None:
             require_int("num_epochs", num_epochs, 1)

@@ -110,12 +110,12 @@ class RowStacker:
             same_dtype = is_text(array) if text else array.dtype == like.dtype
             if array.shape != like.shape or not same_dtype:
                 raise ShardingError(
-                    f"{self.name.format(origin)} holds {describe_leaf(array)}, others hold"
+                    f"{self.name.format(origin)} holds {describe_leaf(array)}, but other rows hold"
                     f" {like.dtype}[{', '.join(map(str, like.shape))}].",
                     path=self.paths[i],
                     leaf=describe_leaf(array),
-                    remedy="give every row one shape and dtype before .batch (pad or cast in .map),"
-                    " or pass a batch_fn that does.",
+                    remedy="pad or cast the leaf in .map before .batch, so that all rows have one"
+                    " shape and dtype, or pass .batch a batch_fn that does so.",
                 )
 
     def check_columns(self, columns: Iterable[Columns]) -> None:
@@ -142,13 +142,13 @@ class RowStacker:
     def _refuse_structure(self, row: Any, origin: Any) -> None:
         name, found = self.name.format(origin), flatten(row)[0]
         only = {name: set(found) - set(self.paths), self._first: set(self.paths) - set(found)}
-        sides = [f"{side} alone has {', '.join(sorted(has))}" for side, has in only.items() if has]
+        sides = [f"only {side} has {', '.join(sorted(has))}" for side, has in only.items() if has]
         raise ShardingError(
             f"{name} has another structure than {self._first}:"
-            f" {'; '.join(sides) or 'the containers differ'}.",
+            f" {'; '.join(sides) or 'the types of their containers differ'}.",
             path=min(set().union(*only.values()), default=None),
-            remedy="return the same tree for every row from .map; a leaf that is None in one row"
-            " must be None in all.",
+            remedy="return the same tree for every row from .map. A leaf that is None in one row"
+            " must be None in all rows.",
         )
 
 
@@ -163,12 +163,12 @@ def _refuse_lists(row: Any) -> None:
     for keys, node in jax.tree_util.tree_flatten_with_path(row, is_leaf=_is_list_of_values)[0]:
         if _is_list_of_values(node):
             raise ShardingError(
-                f"the row holds a list of {len(node)} numbers or strings, which JAX takes for as"
-                " many leaves, so the batch would hold an array for each position.",
+                f"the row holds a list of {len(node)} numbers or strings. JAX takes each item for a"
+                " leaf, so the batch would hold an array for each item.",
                 path=path_of(keys),
                 leaf="list",
-                remedy='turn it into an array: by .with_format("numpy") of a Hugging Face dataset,'
-                " or by np.array(list) in .map before .batch.",
+                remedy='turn the list into an array: call .with_format("numpy") on a Hugging Face'
+                " dataset, or np.array(list) in .map before .batch.",
             )
 
 
@@ -219,7 +219,7 @@ class RowTemplate:
         Raises:
             BadRecordsError: None of the first records can be read.
         """
-        error: BaseException = LookupError("there is no record")
+        error: BaseException = LookupError("the dataset has no record")
         for record in range(min(len(self.records), _MOST_LOOKED_AT)):
             way = route(self.records, np.array([record]))
             (row,) = way.finish(way.read(NEVER, faults), NEVER, faults)
@@ -230,8 +230,8 @@ class RowTemplate:
                 raise error
         raise BadRecordsError(
             f"none of the first {min(len(self.records), _MOST_LOOKED_AT):,} records can be read, so"
-            f" the look of a row is not known; the last: {describe_error(error)}.\n"
-            "  remedy: look at the source, and at what .map does."
+            f" the shapes of a row are unknown. The last error: {describe_error(error)}.\n"
+            "  remedy: check the source and the functions of .map for the cause of that error."
         ) from error
 
 

@@ -32,8 +32,8 @@ class NoState:
     def refuse(self) -> NoReturn:
         """Raises a `StateError`, because the iterator has no state."""
         raise StateError(
-            f"a {self.name} has no state: nothing tells where it stands, or brings it back"
-            " there.\n  remedy: pass a Grain dataset or a grain.DataLoader, or give the iterator"
+            f"a {self.name} has no state: its position cannot be saved or restored.\n"
+            "  remedy: pass a Grain dataset or a grain.DataLoader, or give the iterator"
             " get_state() and set_state(state)."
         )
 
@@ -92,6 +92,6 @@ def restore(iterator: grain.DatasetIterator, state: Any, name: str) -> None:
         iterator.set_state(state)
     except (KeyError, TypeError, IndexError) as error:
         raise StateError(
-            f"{name} cannot take this state: {type(error).__name__}: {error}.\n"
-            "  remedy: restore with the pipeline that saved it."
+            f"{name} cannot restore this state: {type(error).__name__}: {error}.\n"
+            "  remedy: restore with the pipeline that saved the state."
         ) from error

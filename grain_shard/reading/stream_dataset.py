@@ -212,7 +212,7 @@ class StreamIterator(BatchIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         rows, sizes = state[self._ROWS], state[self._BATCH_SIZES]
         if self._rows_to_expect and rows and rows != self._rows_to_expect:
-            _refuse(f"batches of {rows} rows", str(self._rows_to_expect))
+            _refuse(f"batches of {rows} rows", f"batches of {self._rows_to_expect} rows")
         if sizes != self._batch_sizes:
             _refuse(f".batch({sizes})", f".batch({self._batch_sizes})")
         self._source.set_state(state[self._PARENT])
@@ -228,9 +228,9 @@ class StreamIterator(BatchIterator):
 
 def _refuse(saved: str, now: str) -> NoReturn:
     raise StateError(
-        f"the state was saved with {saved}, and these have {now}.\n"
-        "  remedy: restore with the pipeline that saved it. In the middle of a run batches of"
-        " another size can be cut of a MapDataset down to .batch, and of feeds."
+        f"the state was saved with {saved}, and this stream has {now}.\n"
+        "  remedy: restore with the pipeline that saved the state. To change the batch size within"
+        " a run, use a grain.MapDataset down to .batch, or grain_shard.feeds."
     )
 
 
@@ -249,8 +249,9 @@ def refuse_lost_epochs(ds: grain.IterDataset) -> None:
     """
     if nodes.repeats_interleaved(ds):
         raise ShardingError(
-            "a RepeatIterDataset repeats interleaved streams (.mp_prefetch interleaves those of its"
-            " workers). Grain loses the later epochs of such a stream when it is restored.",
-            remedy="repeat below: RepeatIterDataset(ds, n).mp_prefetch(...), each stream before it"
-            " is interleaved, or .repeat(n) on the MapDataset that the stream begins with.",
+            "a RepeatIterDataset repeats interleaved streams, and Grain loses the later epochs of"
+            " such a stream after a restore. (.mp_prefetch interleaves its workers' streams.)",
+            remedy="repeat before the interleaving: RepeatIterDataset(ds, n).mp_prefetch(...), or"
+            " repeat each interleaved stream, or call .repeat(n) on the MapDataset at the beginning"
+            " of the stream.",
         )

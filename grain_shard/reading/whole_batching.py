@@ -122,10 +122,10 @@ class _WholeBatch(BatchBuilder):
             existing = cuts.cut(self._index).num_records
             if flat.rows != existing:
                 flat.refuse(
-                    f"batch {self._index} has {flat.rows} rows, made of {existing} records: what"
-                    " stands after .batch changes their number.",
-                    remedy="change it before .batch; or in a stream, .to_iter_dataset().batch(B)"
-                    ".map(...), whose first batch tells the size.",
+                    f"batch {self._index} has {flat.rows} rows, but is made of {existing} records:"
+                    " a step after .batch changes the number of rows.",
+                    remedy="change the number of rows before .batch, or in a stream:"
+                    " .to_iter_dataset().batch(B).map(...). Its first batch sets the batch size.",
                 )
         if batching.rows is not None:
             size = batching.batches.size

@@ -193,8 +193,9 @@ class Assembler:
         if flat.rows % (len(self._layout.shards) * self._layout.microbatches):
             parts = describe_parts(len(self._layout.shards), self._layout.microbatches)
             flat.refuse(
-                f"the host's {flat.rows} rows do not split into its {parts}.",
-                remedy=f"put PadToDivisible({self._layout.multiple}) and ShardBatch before it.",
+                f"the {flat.rows} rows of this host do not split into its {parts}.",
+                remedy=f"put PadToDivisible({self._layout.multiple}) and ShardBatch before"
+                " DevicePut.",
             )
         arrays = [array.reshape(self._shape(array.shape, flat.rows)) for array in flat.arrays]
         cut = flat.structure.unflatten(arrays)
@@ -235,17 +236,17 @@ class Assembler:
     def _refuse(self, batch: Batch, leaves: Sequence[_Leaf]) -> None:
         flat = FlatBatch.of(batch)
         path = min({leaf.path for leaf in leaves} ^ set(flat.paths), default=None)
-        problem, unlike = "the batch is another tree than the first one.", None
+        problem, unlike = "the batch has another tree structure than the first batch.", None
         if flat.structure == self._structure:
             pairs = zip(leaves, flat.arrays, strict=True)
             leaf, unlike = next(pair for pair in pairs if not pair[0].fits(pair[1]))
             path, before = leaf.path, describe_leaf(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-            problem = f"the first batch had {before} here, on this host."
+            problem = f"the leaf was {before} in the first batch of this host, and has changed."
         raise ShardingError(
             problem,
             path=path,
             leaf=None if unlike is None else describe_leaf(unlike),
             mesh_axes=self.mesh_axes,
-            remedy="give all batches one tree, one shape and one dtype, so that a step compiles"
-            " once.",
+            remedy="give all batches one tree, and each leaf one shape and dtype, so that a step"
+            " compiles once.",
         )

@@ -81,8 +81,8 @@ def require_local(target: ShardingTree) -> None:
         if not sharding.addressable_devices:
             processes = sorted({device.process_index for device in sharding.device_set})
             raise ShardingError(
-                f"all devices belong to process {', '.join(map(str, processes))}, and this is"
-                f" process {jax.process_index()}, which could hold nothing of the result.",
+                f"all devices of the result belong to process {', '.join(map(str, processes))}, so"
+                f" process {jax.process_index()} (this process) could hold no part of the result.",
                 mesh_axes=target.mesh_axes,
                 remedy="use one of jax.local_devices(), or a mesh that includes some of them.",
             )
@@ -136,14 +136,15 @@ def _require_movable(path: str, array: jax.Array, to: Sharding, in_background: b
     if array.sharding.is_equivalent_to(to, array.ndim):
         return
     if to.is_fully_addressable:
-        problem = "the array spans processes, and devices of one process cannot take it over"
+        problem = "the array spans processes, so devices of one process cannot hold it all"
         remedy = (
-            "gather it first, by jax.experimental.multihost_utils.process_allgather, or take what"
-            " this process holds, in .addressable_shards."
+            "gather the array first, by jax.experimental.multihost_utils.process_allgather, or use"
+            " its .addressable_shards, the part that this process holds."
         )
     elif in_background:
-        problem = "moving what spans processes is a collective, which no background thread may run"
-        remedy = "let the source yield numpy, or call distribute_batch in the training loop."
+        problem = "the array spans processes, so only a collective can move it. A background thread"
+        problem += " must not run collectives"
+        remedy = "let the source yield NumPy arrays, or call distribute_batch in the training loop."
     else:
         return
     raise ShardingError(

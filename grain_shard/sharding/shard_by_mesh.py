@@ -43,10 +43,10 @@ class ShardByMesh(grain.sharding.ShardOptions):
         slices = sorted({layout.shards for layout in layouts.values()})
         if sum(map(len, slices)) != next(iter(layouts.values())).divisor:
             raise ShardingError(
-                "some hosts share a part of their rows, so no slice of the source fits each.",
+                "some hosts hold partly the same rows, so the source has no slice for each host.",
                 mesh_axes=target.mesh_axes,
-                remedy="order the mesh's devices so that hosts hold the same rows or different"
-                ' ones, or let every host read all: rows="global".',
+                remedy="order the mesh's devices so that any two hosts hold either all rows or no"
+                ' row in common, or let every host read all rows: rows="global".',
             )
         super().__init__(
             shard_index=slices.index(layouts[jax.process_index()].shards),

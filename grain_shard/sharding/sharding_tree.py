@@ -93,7 +93,7 @@ class ShardingTree:
         given = jax.tree.leaves(mesh_or_sharding)
         if isinstance(mesh_or_sharding, list) and isinstance(next(iter(given), None), jax.Device):
             raise ShardingError(
-                "a list of devices has no axes, along which the rows could be split.",
+                "a list of devices has no mesh axis along which rows could be split.",
                 remedy=f'pass jax.make_mesh(({len(given)},), ("data",), devices=devices).',
             )
         if spec is None and any(isinstance(leaf, PartitionSpec) for leaf in given):
@@ -106,9 +106,9 @@ class ShardingTree:
             resolve = partial(named_sharding, mesh_or_sharding)
         elif spec is not None:
             raise ShardingError(
-                "a spec is given, and so is a sharding, which holds its own.",
+                "a spec is given together with a sharding, which already has a spec.",
                 spec=spec if isinstance(spec, PartitionSpec) else None,
-                remedy="pass a Mesh with the spec, or the sharding alone.",
+                remedy="pass a Mesh with the spec, or the sharding without a spec.",
             )
         tree = cls(jax.tree.map(resolve, prefix, is_leaf=lambda leaf: leaf is None), microbatches)
         if not tree.shardings():
@@ -140,9 +140,10 @@ class ShardingTree:
         host, layouts = jax.process_index(), self.layouts()
         if host not in layouts:
             raise ShardingError(
-                f"host {host} has no device in the mesh; its hosts are {list(layouts)}.",
+                f"host {host} has no device in the mesh, which has devices of hosts"
+                f" {', '.join(map(str, layouts))} only.",
                 mesh_axes=self.mesh_axes,
-                remedy="build the mesh from jax.devices(), or run the pipeline on its hosts only.",
+                remedy="build the mesh from jax.devices(), or run the pipeline on those hosts.",
             )
         return layouts[host]
 
@@ -184,11 +185,11 @@ class ShardingTree:
         if size is not None:
             parts = describe_parts(spread.divisor, spread.microbatches)
             raise ShardingError(
-                f'read="once" cuts each batch over all devices, and {size} rows do not split into'
+                f'read="once" splits each batch over all devices, but {size} rows do not split into'
                 f" {parts}.",
                 mesh_axes=self.mesh_axes,
-                remedy=f"use a batch size of {round_up(size, spread.multiple)}, or"
-                ' read="auto", which takes "once" where that is possible.',
+                remedy=f"use a batch size of {round_up(size, spread.multiple)}, or pass"
+                ' read="auto", which uses "once" only if the batch size allows it.',
             )
         return read
 
@@ -263,14 +264,14 @@ class ShardingTree:
         for head, (keys, leaf) in zip(heads, leaves, strict=True):
             if head not in fitting and leaf.ndim:
                 rank, named = self._rank(leaf), spec_rank(prefix[head])
-                cut = "" if self.microbatches is None else " besides that of the microbatches"
+                cut = "" if self.microbatches is None else " without the dim of the microbatches"
                 raise ShardingError(
-                    f"the spec names {named} dims, the leaf has {rank}{cut}.",
+                    f"the spec has entries for {named} dims, but the leaf has rank {rank}{cut}.",
                     path=path_of(keys),
                     leaf=describe_leaf(leaf),
                     spec=cast(NamedSharding, prefix[head]).spec,
                     mesh_axes=self.mesh_axes,
-                    remedy=f"shorten the spec to {rank} entries, the first for the batch axis.",
+                    remedy=f"shorten the spec to length {rank}. The first entry is for the rows.",
                 )
         # A None in the batch is a tree without leaves. A spec for it is not a mistake.
         with_nones = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_none)[0]
@@ -282,7 +283,7 @@ class ShardingTree:
                     "the tree of specs names a leaf that the batch does not have.",
                     path=path_of(head),
                     mesh_axes=self.mesh_axes,
-                    remedy="remove it from the specs, or mend its name.",
+                    remedy="remove this leaf from the specs, or correct its name.",
                 )
         return [
             None
@@ -307,9 +308,9 @@ class ShardingTree:
             if keys[:depth] in prefix:
                 return keys[:depth]
         problem = "the leaf has no spec."
-        remedy = f"add it to the tree of specs, which has {', '.join(map(path_of, prefix))}."
+        remedy = f"add this leaf to the specs, which have {', '.join(map(path_of, prefix))}."
         if any(head[: len(keys)] == keys for head in prefix):
-            problem = "the tree of specs goes deeper than the batch."
+            problem = "the specs have a tree for this leaf, which is a single array."
             remedy = "give this leaf a single PartitionSpec."
         raise ShardingError(
             problem,

@@ -37,8 +37,8 @@ def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int
             up = round_up(shape[dim], count)
             plural = "axis" if len(axes) == 1 else "axes"
             raise ShardingError(
-                f"dim {dim} has size {shape[dim]}, which mesh {plural}"
-                f" {', '.join(map(repr, axes))} (size {count}) does not divide.",
+                f"dim {dim} has size {shape[dim]}, which is not divisible by mesh {plural}"
+                f" {', '.join(map(repr, axes))} (size {count}).",
                 path=path,
                 leaf=f"{leaf.dtype}[{', '.join(map(str, shape))}]",
                 spec=sharding.spec,
@@ -72,11 +72,12 @@ def check_held(path: str, array: np.ndarray, name_row: Callable[[int], int] = in
     index = tuple(np.argwhere((array < limits.min) | (array > limits.max))[0].tolist())
     row = f"row {name_row(index[0])} of the batch" if index else "the leaf"
     raise ShardingError(
-        f"{row} holds {array[index]}, and JAX would cut it to {held}.",
+        f"{row} holds {array[index]}, which does not fit into {held}, the dtype on the devices.",
         path=path,
         leaf=describe_leaf(array),
-        remedy='call jax.config.update("jax_enable_x64", True) before all else; or, in .map before'
-        " .batch, make the leaf smaller numbers or text, which stays on the host, or drop it.",
+        remedy='call jax.config.update("jax_enable_x64", True) before any other use of JAX. Or drop'
+        " the leaf in .map before .batch, or make it smaller numbers or text, which stays on the"
+        " host.",
     )
 
 
@@ -89,7 +90,7 @@ def mesh_in_use() -> Mesh:
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise ShardingError(
-            "no mesh is given, and none is in use.",
+            "no mesh is given, and no mesh is set by jax.set_mesh.",
             remedy="pass a jax.sharding.Mesh, or make the call inside of `with"
             " jax.set_mesh(mesh):`.",
         )
@@ -109,7 +110,7 @@ def default_spec(mesh: Mesh) -> PartitionSpec:
         f"no spec is given, and none of the mesh axes {', '.join(map(repr, names))} is called"
         f" {DATA_AXIS!r}.",
         mesh_axes=mesh.shape.items(),
-        remedy=f"say which axis shards the batch, e.g. PartitionSpec({names[0]!r}).",
+        remedy=f"pass a spec that names the axis of the rows, e.g. PartitionSpec({names[0]!r}).",
     )
 
 
@@ -124,26 +125,26 @@ def named_sharding(mesh: Mesh, spec: Any) -> NamedSharding:
     axes = mesh.shape.items()
     if not isinstance(spec, PartitionSpec):
         raise ShardingError(
-            f"{spec!r} is no PartitionSpec.",
+            f"the spec {spec!r} is not a PartitionSpec.",
             mesh_axes=axes,
-            remedy="write jax.sharding.PartitionSpec('data'), or a tree of them.",
+            remedy="pass jax.sharding.PartitionSpec('data'), or a tree of PartitionSpecs.",
         )
     if PartitionSpec.UNCONSTRAINED in spec:
         raise ShardingError(
-            "UNCONSTRAINED leaves the placement of the input open.",
+            "the spec has UNCONSTRAINED, which does not say where the rows of a batch go.",
             spec=spec,
             mesh_axes=axes,
-            remedy="name the axis, or use None for a dim that is not sharded.",
+            remedy="replace UNCONSTRAINED by a mesh axis, or by None for a dim without sharding.",
         )
     names = [name for entry in spec for name in batch_axes(PartitionSpec(entry))]
     for name in names:
         if name not in mesh.axis_names or names.count(name) > 1:
-            wrong, remedy = "twice", "use each axis at most once."
+            wrong, remedy = " twice", "use each mesh axis at most once in the spec."
             if name not in mesh.axis_names:
-                wrong = "which does not exist"
+                wrong = ", which does not exist"
                 remedy = f"name an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}."
             raise ShardingError(
-                f"the spec names the mesh axis {name!r}, {wrong}.",
+                f"the spec names the mesh axis {name!r}{wrong}.",
                 spec=spec,
                 mesh_axes=axes,
                 remedy=remedy,
@@ -163,7 +164,7 @@ def as_sharding(leaf: Any) -> Sharding:
     if by_mesh or isinstance(leaf, SingleDeviceSharding):
         return leaf
     raise ShardingError(
-        f"cannot place batches by a {type(leaf).__name__}.",
+        f"a {type(leaf).__name__} does not say on which devices to place batches.",
         remedy="pass a Mesh, a NamedSharding over a Mesh of devices, a SingleDeviceSharding, a"
         " device, or a tree of these.",
     )

@@ -120,9 +120,9 @@ class ArrayRecordSource:
         part, times = Counter(self._parts).most_common(1)[0]
         if times > 1:
             raise ValueError(
-                f"{part.path!r} is among the files twice, so each of its records would be, too.\n"
-                "  remedy: leave it out of the list, or out of a pattern. To weight records, see"
-                " grain_shard.mix."
+                f"{part.path!r} is among the files twice, so its records would be read twice.\n"
+                "  remedy: remove one of the two from the paths or patterns. To give records a"
+                " larger weight, use grain_shard.mix."
             )
         counts = _side_by_side(self._count, self._parts)
         self._ends = list(itertools.accumulate(counts))
@@ -148,7 +148,7 @@ class ArrayRecordSource:
         """
         record = operator.index(index)
         if not 0 <= record < len(self):
-            raise IndexError(f"record {record} of {len(self)} does not exist")
+            raise IndexError(f"there is no record {record}: the source has {len(self)} records")
         part = bisect.bisect_right(self._ends, record)
         return RecordPlace(self._parts[part].path, record + self._shifts[part])
 
@@ -231,8 +231,8 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
         files = find_files(path)
     if stop is not None and start > stop:
         raise ValueError(
-            f"the records {start} to {stop} of {files[0]!r} end before they begin.\n"
-            "  remedy: write the first record, and the one after the last: [0:100]."
+            f"the range [{start}:{stop}] of {files[0]!r} ends before it begins.\n"
+            "  remedy: write the first record and the record after the last, such as [0:100]."
         )
     for file in files:
         if "://" in file and (glob.has_magic(file) or not file.startswith(BUCKET)):
@@ -273,10 +273,10 @@ def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]
                 if not threading.main_thread().is_alive():
                     raise RuntimeError(f"{item[0]!r} did not answer before the program ended")
                 text = (
-                    f"{item[0]} has not answered for {_LATE_S:.0f} s or more: see whether this host"
-                    " reaches it. A bucket is tried for a quarter of an hour before that is an"
-                    " error: see whether this host has credentials for it, or mount it and give the"
-                    " path below the mount's folder."
+                    f"{item[0]} has not answered for {_LATE_S:.0f} s or more: check that this host"
+                    " can reach the file. (A bucket is an error only after a quarter of an hour:"
+                    " check this host's credentials for the bucket, or mount the bucket and give"
+                    " the path below the mount's folder.)"
                 )
                 logging.log_every_n_seconds(logging.WARNING, text, _AGAIN_S)
             results.append(call.result())

@@ -44,14 +44,16 @@ class ArraySource:
         self._paths, leaves, self._structure = flatten(arrays, "arrays")
         self._arrays = [_checked(*pair) for pair in zip(self._paths, leaves, strict=True)]
         if not self._arrays:
-            raise ShardingError("there is no array.", remedy="pass a tree of arrays.")
+            remedy = "pass ArraySource an array, or a tree of arrays."
+            raise ShardingError("the tree of arrays is empty.", remedy=remedy)
         for path, array in zip(self._paths, self._arrays, strict=True):
             if array.shape[0] != len(self):
                 raise ShardingError(
-                    f"it has {array.shape[0]:,} records, {self._paths[0]} has {len(self):,}.",
+                    f"the leaf has {array.shape[0]:,} records, but {self._paths[0]} has"
+                    f" {len(self):,} records.",
                     path=path,
                     leaf=describe_leaf(array),
-                    remedy="give every array one row for each record.",
+                    remedy="give all arrays the same number of rows: one row per record.",
                 )
 
     def __len__(self) -> int:
@@ -60,7 +62,7 @@ class ArraySource:
     def __getitem__(self, index: SupportsIndex) -> Any:
         record = operator.index(index)
         if not 0 <= record < len(self):
-            raise IndexError(f"record {record} of {len(self)} does not exist")
+            raise IndexError(f"there is no record {record}: the source has {len(self)} records")
         return self._getitems([record])[0]
 
     def _getitems(self, indices: Sequence[int]) -> ArrayRows:
@@ -89,22 +91,22 @@ def _checked(path: str, array: Any) -> Any:
         array = np.asarray(array)
     problem = None
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-        problem = "the leaf is no array."
+        problem = "the leaf is not an array."
     elif not array.shape:
-        problem = "the leaf has no axis that counts the records."
+        problem = "the leaf is a scalar, so it has no axis along which records could lie."
     elif isinstance(array, np.matrix) or hasattr(array, "iloc") or hasattr(array, "tocsr"):
-        problem = "the leaf is a matrix, or a table of another library, with indices of its own."
+        problem = "the leaf is a matrix or table, whose indices differ from those of an array."
     elif np.dtype(array.dtype).hasobject:
         problem = "the leaf holds Python objects."
     elif isinstance(array, np.ma.MaskedArray):
-        problem = "the leaf is a masked array, and no device knows of its mask."
+        problem = "the leaf is a masked array, whose mask would be lost on the devices."
     if problem:
         raise ShardingError(
             problem,
             path=path,
             leaf=describe_leaf(array),
-            remedy="pass an array of numbers, [num_records, ...], made by np.asarray for example. A"
-            " masked array needs .filled(0), and its mask is a leaf of its own.",
+            remedy="pass an array of shape [num_records, ...], made by np.asarray for example. Call"
+            " .filled(0) on a masked array, and pass its mask as another leaf.",
         )
     return array
 

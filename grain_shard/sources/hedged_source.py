@@ -78,8 +78,9 @@ class HedgedSource:
         can = hasattr(source, "__len__") and hasattr(source, "__getitem__")
         if not can or isinstance(source, type):
             raise ShardingError(
-                f"a {type(source).__name__} has no records by index to ask for a second time.",
-                remedy="pass a source with __len__ and __getitem__, below grain.MapDataset.source.",
+                f"HedgedSource got a {type(source).__name__}, which has no records by index.",
+                remedy="pass HedgedSource a source with __len__ and __getitem__, and pass the"
+                " result to grain.MapDataset.source.",
             )
         self.answered = self.asked_again = 0
         self._usual_s = self._allowance = 0.0

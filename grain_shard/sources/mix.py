@@ -50,18 +50,18 @@ def mix(
     for ds in datasets:
         if not isinstance(ds, grain.MapDataset):
             raise ShardingError(
-                f"cannot mix a {type(ds).__name__} by record.",
-                remedy="pass grain.MapDatasets; streams have grain.IterDataset.mix, whose weights"
-                " do not change.",
+                f"mix got a {type(ds).__name__}, not a grain.MapDataset.",
+                remedy="pass only grain.MapDatasets. For streams use grain.IterDataset.mix, whose"
+                " weights cannot change.",
             )
     if not datasets:
-        raise ShardingError("there is nothing to mix.", remedy="pass at least one dataset.")
+        raise ShardingError("mix got no dataset.", remedy="pass at least one grain.MapDataset.")
     schedule = WeightSchedule(weights, len(datasets))
     for i, ds in enumerate(datasets):
         if len(ds) == 0 and any(parts[i] for _, parts in schedule.weights):
             raise ShardingError(
                 f"dataset {i} of the mixture, {ds}, is empty.",
-                remedy="check its source, or leave it out.",
+                remedy="check the source of this dataset, or leave the dataset out.",
             )
     return MixedByRecord(datasets, schedule)
 

@@ -48,12 +48,12 @@ def find_files(path: str) -> list[str]:
 def _not_found(path: str) -> FileNotFoundError:
     """Returns the error for a path without files. Its message lists some files nearby."""
     problem = f"no file matches {path!r}" if glob.has_magic(path) else f"there is no file {path!r}"
-    remedy = "correct the path; of a bucket, see whether it is mounted on this host."
+    remedy = "correct the path. If it is in a bucket, check that this host has the bucket mounted."
     if os.path.isdir(path):
         problem = f'no file in the folder {path!r} has "array_record" in its name'
-        remedy = "give a pattern for the files that you mean, such as 'folder/train-*'."
+        remedy = "pass a pattern that matches the files, such as 'folder/train-*'."
     elif os.path.islink(path):
-        problem = f"{path!r} is a link that leads nowhere: to {os.readlink(path)!r}"
+        problem = f"{path!r} is a link to {os.readlink(path)!r}, which does not exist"
     folder = Path(os.path.abspath(path))
     while not folder.is_dir():
         folder = folder.parent
@@ -81,7 +81,8 @@ def open_file(options: str, path: str) -> ArrayRecordReader:
         raise _refusal(path, reader)
     size = re.search(r"group_size:(\d+)", reader.writer_options_string())
     if size and size[1] != "1":
-        text = f"{path}: a read of a record decodes group_size:{size[1]}. Write group_size:1."
+        text = f"{path}: to read one record, {size[1]} are decoded (group_size:{size[1]})."
+        text += " Write the file with group_size:1."
         logging.log_first_n(logging.WARNING, text, 1)
     return reader
 
@@ -89,17 +90,17 @@ def open_file(options: str, path: str) -> ArrayRecordReader:
 def _refusal(path: str, reader: ArrayRecordReader) -> Exception:
     """Returns the error for a file that array_record could not open."""
     remedy = (
-        "write it anew, or leave it out; read files of other kinds, such as Parquet, in order by"
+        "write the file again, or leave it out. Read files of other kinds, such as Parquet, with"
         " grain_shard.feeds (docs/data.md)."
     )
     if path.startswith(BUCKET):
         remedy = (
-            "see whether this host reaches the bucket, and may read the object (gcloud storage ls);"
-            " or mount the bucket and give the path below the mount's folder."
+            "check that this host can reach the bucket and read the object (gcloud storage ls). Or"
+            " mount the bucket and give the path below the mount's folder."
         )
     elif not os.path.exists(path):
         return _not_found(path)
-    why = "is it complete?"
+    why = "the file may be incomplete"
     try:
         reader.close()
     except RuntimeError as error:

@@ -186,9 +186,10 @@ def _parts(start: int, weights: Sequence[Any], num_components: int) -> Parts:
         exact = []
     if len(exact) != num_components or isinstance(weights, str) or min(exact) < 0 or not any(exact):
         raise ShardingError(
-            f"the weights from record {start} on are {weights!r}.",
-            remedy=f"pass a list of {num_components} numbers, one for each dataset: at least 0,"
-            " for a dataset that pauses, and not all 0. Only their proportions matter.",
+            f"the weights from record {start} on are {weights!r}, and must be {num_components}"
+            " numbers of at least 0, not all 0.",
+            remedy=f"pass a list of {num_components} numbers, one for each dataset. A weight of 0"
+            " pauses the dataset. Only the proportions matter.",
         )
     total = sum(exact)
     shares = [weight / total for weight in exact]

@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are a single line, without the usage that argparse prints before it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}. Run it with --help to see what it takes.\n")
+        self.exit(2, f"{self.prog}: {message}. Run it with --help to see its arguments.\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

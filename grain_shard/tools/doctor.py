@@ -92,7 +92,7 @@ def hints() -> dict[str, str]:
         "seeds": any(map(nodes.seeds, nodes.walk(records))) or None,
         "read options": (nodes.read_ahead(stream) or (None, None))[1],
     }
-    lost = "not found in this version of Grain: reads are slower. Install one that is tested."
+    lost = "not found in this version of Grain: reads are slower. Install a tested version."
     return {hint: lost if value is None else "found" for hint, value in found.items()}
 
 
@@ -118,8 +118,8 @@ def checks() -> dict[str, str]:
         found["TPU"] = 'no libtpu: pip install "jax[tpu]"'
     elif libtpu is not None and not has_tpu:
         found["TPU"] = (
-            f"none, and libtpu {libtpu} has every JAX program print errors, which mean nothing;"
-            " JAX_PLATFORMS=cpu stops them"
+            f"none, but libtpu {libtpu} is installed, and makes every JAX program print harmless"
+            " errors. Set JAX_PLATFORMS=cpu to stop these errors"
         )
     found["NVIDIA GPU"] = "none"
     if Path("/dev/nvidiactl").exists():
@@ -151,8 +151,8 @@ def devices(timeout_s: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise TimeoutError(
             f"no answer within {timeout_s:g} s: JAX was still starting its devices. Another"
-            " process may hold the TPU or the GPU (end it, or ask on another machine), or the"
-            " other hosts of the slice were not started."
+            " process may hold the TPU or GPU (end that process, or ask on another machine). Or"
+            " the other hosts of the slice were not started."
         ) from None
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]

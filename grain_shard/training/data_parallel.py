@@ -150,12 +150,12 @@ def data_parallel_train_step(
         raise TypeError("An nnx.Optimizer holds its own state: use spmd_train_step.")
     if hasattr(state, "apply_gradients"):
         if optimizer is not None and optimizer != state.tx:
-            raise TypeError("A TrainState brings its optimizer, state.tx: pass None or that one.")
+            raise TypeError("A TrainState has its own optimizer: pass None or state.tx.")
         optimizer = None
     elif optimizer is None or not (isinstance(state, tuple) and len(state) == 2):
         raise TypeError(
-            "state is a TrainState, or (params, opt_state) together with an optax optimizer; got a "
-            f"{type(state).__name__} and {'no' if optimizer is None else 'an'} optimizer."
+            f"got a {type(state).__name__} as state and {'no' if optimizer is None else 'an'}"
+            " optimizer: pass a TrainState, or (params, opt_state) and an optax optimizer."
         )
     return _compiled_step(loss_fn, optimizer)(*_on_one_mesh(state, batch, rngs))
 
@@ -222,11 +222,11 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
         array = place_leaf(path, leaf, NamedSharding(mesh, specs[root]))
         if is_text(array):
             raise ShardingError(
-                "a compiled step takes no text.",
+                "the leaf is text, which a compiled step cannot take.",
                 path=path,
                 leaf=describe_leaf(array),
                 mesh_axes=mesh.shape.items(),
-                remedy="drop this leaf from the batch before the step, or make numbers of it.",
+                remedy="drop this leaf from the batch before the step, or turn it into numbers.",
             )
         return array
 
@@ -291,7 +291,7 @@ def reduce_gradient_tree(gradients: Any, reduce_type: str = "mean") -> Any:
     def reduce_leaf(path: KeyPath, leaf: Any) -> jax.Array:
         if not np.ndim(leaf):
             raise ShardingError(
-                "a scalar has no axis of devices to reduce.",
+                "the gradient is a scalar, without an axis of devices to reduce.",
                 path="gradients" + keystr(path),
                 leaf=describe_leaf(leaf),
                 remedy="stack one gradient per device along dim 0.",

@@ -206,10 +206,10 @@ def get_batch_size_recommendation(
     """
     chip, notes = hardware_type or detect_hardware(), "Tokens or examples per chip."
     if chip is HardwareType.CPU:
-        rule = f"{notes} A rule of thumb: CPUs differ too much."
+        rule = f"{notes} A rule of thumb, because CPUs differ too much."
         return BatchSizeRecommendation(1, 32, 16, notes=rule)
     if chip is HardwareType.UNKNOWN:
-        cautious = f"{notes} Cautious, as the chip is not known here."
+        cautious = f"{notes} Cautious sizes, because the chip is unknown."
         return BatchSizeRecommendation(32, 128, 64, notes=cautious)
     spec = CHIP_SPECS[chip]
     critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
@@ -218,7 +218,7 @@ def get_batch_size_recommendation(
         f" ({spec.source}): a critical batch of {critical}."
     )
     if spec.sizes_of_datarax is not None:
-        return BatchSizeRecommendation(*spec.sizes_of_datarax, notes=f"{notes} Sizes of datarax.")
+        return BatchSizeRecommendation(*spec.sizes_of_datarax, notes=f"{notes} As in datarax.")
     smallest, optimal = 8 * math.ceil(critical / 4 / 8), 64 * math.ceil(critical / 64)
     return BatchSizeRecommendation(smallest, optimal, critical, notes=notes)
 

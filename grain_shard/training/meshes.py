@@ -64,7 +64,7 @@ def create_2d_mesh(
     if second_axis_size not in divisors:
         raise ShardingError(
             f"{len(devices)} devices do not split into rows of {second_axis_size}.",
-            remedy=f"use a second axis of size {', '.join(map(str, divisors))}.",
+            remedy=f"pass second_axis_size as one of {', '.join(map(str, divisors))}.",
         )
     shape = (len(devices) // second_axis_size, second_axis_size)
     return jax.make_mesh(shape, axis_names, (AxisType.Auto,) * 2, devices=devices)

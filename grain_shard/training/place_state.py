@@ -67,9 +67,9 @@ def place_model_state_on_shards(
         param_sharding = {}  # a leaf that no path matches is replicated
     if not isinstance(param_sharding, Mapping):
         raise ShardingError(
-            f"param_sharding={param_sharding!r} is not known.",
+            f"param_sharding={param_sharding!r} is not a known choice.",
             mesh_axes=mesh.shape.items(),
-            remedy="use None, 'replicate', 'fsdp' or a dict from paths to PartitionSpec.",
+            remedy="pass None, 'replicate', 'fsdp', or a dict from paths to PartitionSpecs.",
         )
     specs = dict(param_sharding)
     names = _names(state)
@@ -129,7 +129,7 @@ def place_nnx_state_on_shards(
             path="/".join(map(str, path)),
             leaf=describe_leaf(variable),
             mesh_axes=mesh.shape.items(),
-            remedy="add a filter for it, or `...: PartitionSpec()` for all that remain.",
+            remedy="add a filter for this variable, or `...: PartitionSpec()` for all others.",
         )
     placed = []
     for (filter_, where), group in zip(rules, groups, strict=True):
@@ -181,7 +181,7 @@ def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
         except ShardingError as error:
             # The error's own remedy is for batches. A state needs another one.
             error.remedy = (
-                "make the leaf an array of numbers that JAX has, or take it out of the state."
+                "turn the leaf into an array of a JAX dtype, or take the leaf out of the state."
                 if error.spec is None
                 else "shard another dim of this leaf, or replicate it with PartitionSpec()."
             )
@@ -196,5 +196,5 @@ def _matches_nothing(what: str, names: list[str], mesh: Mesh) -> ShardingError:
     return ShardingError(
         f"{what} matches no leaf of the state.",
         mesh_axes=mesh.shape.items(),
-        remedy=f"use one of {shown}{more}.",
+        remedy=f"match one of {shown}{more}.",
     )

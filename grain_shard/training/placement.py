@@ -147,17 +147,18 @@ def _require_global(source: Any, target: ShardingTree) -> None:
     """
     is_dataset = isinstance(source, grain.MapDataset | grain.IterDataset)
     rows = said_rows(source) if is_dataset else None
-    problem = "nothing says that it yields the same whole batches on each of them."
+    problem = "that may yield other batches on each host."
     if rows == LOCAL:
-        problem = 'it says rows="local": what it yields is a part of each batch.'
+        problem = 'that yields only a part of each batch, as rows="local" says.'
     if rows != GLOBAL:
         raise ShardingError(
-            f"the devices are those of several hosts, the source is a {type(source).__name__}, and"
-            f" {problem}",
+            "the devices belong to several hosts, and the source is a"
+            f" {type(source).__name__} {problem}",
             mesh_axes=target.mesh_axes,
-            remedy="end the dataset with .shard_to(sharding), which puts the rows of all hosts"
-            ' together (an iterable becomes one by from_iterable(source, rows="local")); or pass'
-            ' grain_shard.from_iterable(source, rows="global") if all yield the same batches.',
+            remedy="end the dataset with .shard_to(sharding), which joins the rows of all hosts."
+            ' (from_iterable(source, rows="local") makes a dataset of an iterable.) Or pass'
+            ' grain_shard.from_iterable(source, rows="global") if all hosts yield the same'
+            " batches.",
         )
 
 

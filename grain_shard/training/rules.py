@@ -57,7 +57,7 @@ class MeshRules:
         found: list[str | None] = []
         for axis in logical_axes:
             if axis is not None and axis not in mesh_axes:
-                raise ValueError(f"{axis!r} is not a logical axis; they are {list(mesh_axes)}.")
+                raise ValueError(f"{axis!r} is not a logical axis: use one of {list(mesh_axes)}.")
             mesh_axis = axis and mesh_axes[axis]
             found.append(None if mesh_axis in found else mesh_axis)
         return tuple(found)

@@ -119,7 +119,7 @@ def estimate_max_batch_size(
         limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
         raise ValueError(
-            f"A device of kind {device.device_kind!r} does not tell how much memory it has: "
+            f"A device of kind {device.device_kind!r} does not report its memory size: "
             "pass memory_limit_bytes=, e.g. 16 * 2**30."
         )
 
@@ -128,11 +128,15 @@ def estimate_max_batch_size(
 
     small, large = multiple_of, 2 * multiple_of
     if _num_elements(make_batch(small)) == _num_elements(make_batch(large)):
-        raise ValueError(f"make_batch({small}) and make_batch({large}) are of the same size.")
+        raise ValueError(
+            f"make_batch({small}) and make_batch({large}) return batches of the same size: let"
+            " make_batch(n) return n rows."
+        )
     small_bytes, large_bytes = held_bytes(small), held_bytes(large)
     if small_bytes > limit:
         raise ValueError(
-            f"A batch of {small} takes {small_bytes:,} bytes on a device that holds {limit:,}: "
+            f"With a batch of {small} rows the step takes {small_bytes:,} bytes on a device, which"
+            f" has {limit:,} bytes: "
             "use a smaller multiple_of, shard the state, or rematerialize activations."
         )
     # The devices cannot hold a batch with more elements than they have bytes. If the step fits with
@@ -143,8 +147,8 @@ def estimate_max_batch_size(
         large_bytes = held_bytes(large)
     if large_bytes == small_bytes:
         raise ValueError(
-            f"The step takes {large_bytes:,} bytes for a batch of {small} and of {large} alike: it"
-            " does not use the batch."
+            f"The step takes {large_bytes:,} bytes for a batch of {small} rows and also of {large}:"
+            " the step does not use the batch."
         )
     bytes_per_example = (large_bytes - small_bytes) / (large - small)
     batch_size = small + (limit - small_bytes) / bytes_per_example

@@ -135,7 +135,8 @@ def shard_to(
     """
     if mask_key is not None and not isinstance(mask_key, str):
         raise ShardingError(
-            f"mask_key={mask_key!r} is not a string.", remedy="pass a name, or None for no mask."
+            f"mask_key={mask_key!r} is not a string.",
+            remedy="pass mask_key as a string, or None for no mask.",
         )
     if rows is not None:
         require_choice("rows", rows, get_args(Rows))
@@ -197,26 +198,26 @@ class _Chain(Stage):
         if self.read == "once":
             raise ShardingError(
                 'read="once" needs random access, and the dataset is a stream.',
-                remedy="keep a MapDataset down to .batch, or shard the source by"
-                ' grain_shard.ShardByMesh and pass rows="local".',
+                remedy="keep the pipeline a grain.MapDataset down to .batch. Or leave read out,"
+                ' shard the source by grain_shard.ShardByMesh, and pass rows="local".',
             )
         if self.put.num_workers:
             raise ShardingError(
                 "num_workers needs random access or feeds, and the dataset is a stream.",
                 remedy="call .mp_prefetch before .shard_to, cut the stream into grain_shard.feeds,"
-                " or keep a MapDataset down to .batch.",
+                " or keep the pipeline a grain.MapDataset down to .batch.",
             )
         layout = self.put.shardings.layout()
         rows = agreed_rows(ds, self.put.rows)
         if rows is None and layout.num_hosts > 1:
             raise ShardingError(
-                f"the dataset is a stream, and does not say what it yields on each of"
-                f" {layout.num_hosts} hosts.",
+                f"the dataset is a stream, and rows= does not say what the stream yields on each"
+                f" of {layout.num_hosts} hosts.",
                 remedy="cut the stream into grain_shard.feeds, whose batches are the same on any"
-                ' number of hosts; or pass rows="local" if each host yields the rows of its own'
+                ' number of hosts. Or pass rows="local" if each host yields the rows of its own'
                 ' devices (shard the source by grain_shard.ShardByMesh), or rows="global" if every'
-                " host yields the same whole batches. A MapDataset down to .batch needs none of"
-                " these.",
+                " host yields the same whole batches. Or keep the pipeline a grain.MapDataset down"
+                " to .batch, which needs no rows=.",
             )
         if rows == "local":  # the dataset yields this host's rows already
             return self._padded(ds, len(layout.shards)).pipe(self.put)
@@ -225,8 +226,8 @@ class _Chain(Stage):
     def of_feeds(self, ds: FeedBatches) -> ShardedDataset:
         if self.put.rows is not None:
             raise ShardingError(
-                f"rows={self.put.rows!r} is given, and the rows of feeds are known.",
-                remedy="leave rows out: a host runs the feeds whose rows it holds.",
+                f"rows={self.put.rows!r} is given, but feeds take no rows=.",
+                remedy="leave rows out: each host runs the feeds whose rows it holds.",
             )
         layout = self.put.shardings.layout()
         # With fewer feeds than hosts, read="once" would leave a host without a feed to run. So
@@ -284,9 +285,9 @@ def _random_access(
     """
     if isinstance(ds, grain.MapDataset) and nodes.is_filtered(ds):
         raise ShardingError(
-            "a .filter drops elements, so that nobody can tell by its index what is in a batch.",
-            remedy="filter a stream, before .batch: .to_iter_dataset().filter(...).batch(B), and on"
-            " several hosts say rows=, or cut it into grain_shard.feeds.",
+            "a .filter drops elements, so the records of a batch do not follow from its number.",
+            remedy="filter a stream: .to_iter_dataset().filter(...).batch(B). On several hosts, cut"
+            " that stream into grain_shard.feeds, or pass rows= to .shard_to.",
         )
     if isinstance(ds, grain.IterDataset) and (below := nodes.below_read_ahead(ds)) is not None:
         return below

@@ -81,11 +81,11 @@ class DevicePut(Settings, Stage):
         self._refuse_executor()
         if self.fault_rules.masks:
             raise ShardingError(
-                'on_bad_record="mask" needs random access or feeds: a stream hands out what its'
-                " iterator makes, in which no record has a row of its own.",
-                remedy="keep a MapDataset down to .batch; or cut the stream into"
-                " grain_shard.feeds, where a bad record is dropped like a filtered one; or catch"
-                " the error in the .map that raises it, and .filter what that returns.",
+                'on_bad_record="mask" needs random access or feeds: in a stream it is unknown which'
+                " row a record belongs to.",
+                remedy="keep the pipeline a grain.MapDataset down to .batch. Or cut the stream into"
+                " grain_shard.feeds, which drop a bad record. Or catch the error in the .map that"
+                " raises it, return a marker such as None, and .filter the markers out.",
             )
         ds, rows = ds.with_own_arrays(), agreed_rows(ds, self.rows) or GLOBAL
         host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows, fault_rules=self.fault_rules)
@@ -113,9 +113,9 @@ class DevicePut(Settings, Stage):
     def _refuse_executor(self) -> None:
         if self.executor is not None:
             raise ShardingError(
-                "an executor makes batches by their number, and these come in order only.",
-                remedy="keep a MapDataset down to .batch; or leave executor out: feeds have"
-                " num_workers, and a stream has .mp_prefetch before .shard_to.",
+                "executor needs random access to batches, and a stream or feeds have none.",
+                remedy="keep the pipeline a grain.MapDataset down to .batch. Or leave executor out,"
+                " and use num_workers for feeds, or .mp_prefetch before .shard_to for a stream.",
             )
 
     def _sharded(
@@ -128,10 +128,10 @@ class DevicePut(Settings, Stage):
         if self.shardings.layout().num_hosts == 1 and jax.process_count() > 1:
             # Each host then trains by itself. That is allowed, but rarely intended.
             logging.warning(
-                "grain_shard: the mesh has devices of this host alone, and there are %d hosts. So"
-                " this host reads all rows of every batch, and shares nothing with the others. That"
-                " is right for what it does by itself, such as an evaluation. To train together,"
-                " build the mesh of the devices of all hosts: by jax.make_mesh, or from"
+                "grain_shard: the mesh has only devices of this host, but the job has %d hosts. So"
+                " this host reads all rows of every batch, independently of the other hosts. That"
+                " is right for work of one host, such as an evaluation. To train on all hosts,"
+                " build the mesh from the devices of all hosts: by jax.make_mesh, or from"
                 " jax.devices().",
                 jax.process_count(),
             )
@@ -146,13 +146,13 @@ def _check_can_leave_out(ds: RowMapDataset) -> None:
     """
     if not ds.batching.reads_rows_alone:
         raise ShardingError(
-            'on_bad_record="mask" needs rows that can be had one by one: a custom batch_fn, or a'
-            " .map after .batch, makes a batch as a whole.",
-            remedy="move the .map before .batch, where it is given each record; pad records to one"
-            " shape there instead of in a batch_fn.",
+            'on_bad_record="mask" needs rows that are read one by one. A custom batch_fn, or a .map'
+            " after .batch, makes a batch as a whole.",
+            remedy="move the .map before .batch, where it gets single records. Pad records to one"
+            " shape in that .map instead of in a batch_fn.",
         )
     if ds.batching.rows_of_padding.mask_key is None:
         raise ShardingError(
-            'on_bad_record="mask" needs the mask, which alone tells that a row is none.',
+            'on_bad_record="mask" needs a mask, and mask_key=None gives the batches none.',
             remedy="leave out mask_key=None.",
         )

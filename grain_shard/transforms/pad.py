@@ -70,9 +70,9 @@ class PadToDivisible(Padding, Stage):
         rows = seen.rows = seen.rows or flat.rows
         if flat.rows > rows or (flat.rows < rows and self.remainder == "error"):
             flat.refuse(
-                f"the batch has {flat.rows} rows, a full one has {rows}.",
-                remedy="batch the stream with one size; a short last batch needs"
-                ' remainder="pad" or "drop".',
+                f"the batch has {flat.rows} rows, but a full batch has {rows} rows.",
+                remedy='pass remainder="pad" or "drop" for a short last batch. Give all other'
+                " batches of the stream the same size.",
             )
         if flat.rows < rows and self.remainder == "drop":
             return DROPPED
@@ -80,7 +80,7 @@ class PadToDivisible(Padding, Stage):
         if self.remainder != "pad" and padded_rows != rows:
             flat.refuse(
                 f"{rows} rows do not split into {self.divisor} shards.",
-                remedy=f'batch by {padded_rows}, or pass remainder="pad".',
+                remedy=f'use a batch size of {padded_rows}, or pass remainder="pad".',
             )
         with span(PAD):
             return pad_batch(batch, padded_rows, self)

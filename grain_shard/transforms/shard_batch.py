@@ -39,7 +39,7 @@ class ShardBatch(Stage):
     def __post_init__(self) -> None:
         if not isinstance(self.layout, BatchLayout):
             raise ShardingError(
-                f"a {type(self.layout).__name__} does not say which rows this host holds.",
+                f"layout is a {type(self.layout).__name__}, not a BatchLayout.",
                 remedy="pass ShardingTree.of(mesh, spec).layout().",
             )
 
@@ -56,10 +56,9 @@ class ShardBatch(Stage):
         batching = replace(ds.batching, rows=rows)
         if batching.reads_other_rows:
             warnings.warn(
-                f"this host holds {len(self.layout.shards)} of {self.layout.divisor} shards and"
-                " still has to evaluate every row: with a custom batch_fn, or a .map after .batch,"
-                " no row can be had alone. Move the .map before .batch to read only the rows it"
-                " needs.",
+                f"this host holds {len(self.layout.shards)} of {self.layout.divisor} shards, but"
+                " reads every row: a custom batch_fn, or a .map after .batch, needs the whole"
+                " batch. Move the .map before .batch, so that each host reads only its own rows.",
                 stacklevel=2,
             )
         return RowMapDataset(ds, batching, self)

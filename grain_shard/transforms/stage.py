@@ -44,9 +44,9 @@ class Stage(ABC):
             return self.of_stream(ds)
         if isinstance(ds, grain.experimental.ElasticIterator):
             raise ShardingError(
-                "an ElasticIterator cuts batches for one host and can be gone through only once.",
-                remedy="call .batch(global_batch_size).shard_to(mesh) on its MapDataset, which goes"
-                " on on any number of hosts; cut a stream into grain_shard.feeds.",
+                "an ElasticIterator makes the batches of one host, and can be iterated over once.",
+                remedy="call .batch(global_batch_size).shard_to(mesh) on its MapDataset, to restore"
+                " on any number of hosts. Cut a stream into grain_shard.feeds.",
             )
         if isinstance(ds, grain.MapDataset | grain.IterDataset):
             _refuse_after_batch(ds)
@@ -57,9 +57,9 @@ class Stage(ABC):
             return self.of_stream(StreamDataset.of(ds, global_batch_size=size))
         raise ShardingError(
             f"cannot shard a {type(ds).__name__}.",
-            remedy="pass a grain.MapDataset or grain.IterDataset of batches, not its iterator; of a"
-            " DataLoader or any other iterable of batches, grain_shard.from_iterable(loader,"
-            " rows=...) makes one.",
+            remedy="pass a grain.MapDataset or grain.IterDataset of batches, not its iterator. Turn"
+            " a DataLoader or any other iterable of batches into a dataset by"
+            " grain_shard.from_iterable(loader, rows=...).",
         )
 
     @abstractmethod
@@ -85,22 +85,20 @@ def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
     below = list(nodes.walk(ds))
     if any(isinstance(node, FeedBatches) for node in below):
         raise ShardingError(
-            f"{ds} follows the .batch of feeds, where a host has the rows of its own feeds alone.",
-            remedy="put it into make_feed, before it returns the stream of a feed, where it is"
-            " given each row: return ds.map(...). Then .batch(B).shard_to(mesh), with nothing"
-            " between them.",
+            f"{ds} follows the .batch of feeds, where a host has only the rows of its own feeds.",
+            remedy="move this step into make_feed, where it gets single rows: return ds.map(...)."
+            " Then call .batch(B).shard_to(mesh) on the feeds, with no step in between.",
         )
     if any(isinstance(node, RowMapDataset) and node.batching.has_several_sizes for node in below):
         raise ShardingError(
-            f"{ds} stands above batches whose size changes, so that nobody can tell which of them"
-            " are full.",
-            remedy="put what it does before BatchSchedule, where it is done to records, and let"
-            " nothing but .repeat and .to_iter_dataset() follow.",
+            f"{ds} follows batches whose size changes, so it is unknown which batches are full.",
+            remedy="move this step before BatchSchedule, where it gets single records. Only .repeat"
+            " and .to_iter_dataset() may follow BatchSchedule.",
         )
     if nodes.pads_batches(ds):
         raise ShardingError(
-            "batch_fn pads the last batch (grain.experimental.batch_and_pad), so that nothing tells"
-            " its padding from records.",
-            remedy="leave it out: .shard_to pads the last batch itself, with zeros or what"
-            " pad_value says, and adds a mask.",
+            "batch_fn=grain.experimental.batch_and_pad pads the last batch, so its padding looks"
+            " like records.",
+            remedy="leave batch_fn out: .shard_to pads the last batch itself, with zeros or"
+            " pad_value, and adds a mask.",
         )

@@ -62,10 +62,10 @@ class ValidateBatchSize(Stage):
         ds = ds.whole()
         if len(ds) == 0:
             raise ShardingError(
-                "the dataset has no batch: it is empty, or has fewer records than one batch and"
-                " drops the remainder.",
-                remedy="check the source; keep a short batch with .batch(B, drop_remainder=False)"
-                ' and remainder="pad".',
+                "the dataset has no batch: it is empty, or it drops the remainder and has fewer"
+                " records than one batch.",
+                remedy="check that the source has records. Or keep a short batch, with"
+                ' .batch(B, drop_remainder=False) and remainder="pad".',
             )
         for global_batch_size in ds.batching.global_batch_sizes:
             self.check(global_batch_size)
@@ -112,11 +112,11 @@ class ValidateBatchSize(Stage):
             problem = f"a batch of {global_batch_size} rows does not split into {parts}"
             if self.must_divide:
                 raise ShardingError(
-                    f"{problem}.", remedy=f'use a batch size of {up}, or remainder="pad".'
+                    f"{problem}.", remedy=f'use a batch size of {up}, or pass remainder="pad".'
                 )
             padding = up - global_batch_size
             logging.warning(
-                "grain_shard: %s: each batch gets %d rows of padding.", problem, padding
+                "grain_shard: %s, so each batch gets %d rows of padding.", problem, padding
             )
         if self.shortfall is not None:
             problem = self.shortfall(-(-global_batch_size // multiple))

@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     if lacking := missing(EXTRAS["demo"][0]):
         raise not_installed("the demo", "demo", lacking)
     if args.distributed and any(Path(args.distributed).glob("*")):
-        raise UsageError(f"{args.distributed} is not empty.\n  remedy: name a new folder.")
+        raise UsageError(f"{args.distributed} is not empty.\n  remedy: pass a new folder.")
     if not args.distributed:
         # The imports take seconds, and the user would see nothing until they are done.
         print("starting JAX ...", flush=True)
@@ -66,8 +66,8 @@ def main(args: argparse.Namespace) -> int:
             jax.distributed.initialize()
         except (RuntimeError, ValueError) as error:
             raise GrainShardError(
-                f"this process finds no other hosts to join: {error}\n  remedy: start it on every"
-                " host of a TPU slice, under SLURM, or by python -m grain_shard rehearse."
+                f"this process finds no other hosts to join: {error}\n  remedy: start the demo on"
+                " every host of a TPU slice, under SLURM, or by python -m grain_shard rehearse."
             ) from None
     else:
         jax.config.update("jax_num_cpu_devices", VIRTUAL_DEVICES)

@@ -146,6 +146,6 @@ def compare(args: argparse.Namespace, directory: epath.Path) -> bool:
     largest = max(jax.tree.leaves(difference))
     return check(
         largest <= _MAX_DIFFERENCE,
-        f"parameters and optimizer of {args.hosts} hosts are those of 1, but for {largest:.1g}"
-        f" (<= {_MAX_DIFFERENCE:g})",
+        f"parameters and optimizer of {args.hosts} hosts differ from those of 1 host by at most"
+        f" {largest:.1g} (<= {_MAX_DIFFERENCE:g})",
     )

@@ -59,7 +59,7 @@ _ENOUGH = 10
 _FUNCTIONS = "your functions"
 _DOING = {READ: "reading and decoding records", BATCH: "stacking records", PAD: "padding"}
 _ASK_FOR_MANY = "give the source a _getitems that asks for many records at once"
-_SEND_LESS = "send less to the devices: uint8 images, made floats inside the step."
+_SEND_LESS = "send less to the devices: uint8 images, converted to floats inside the training step."
 
 
 class Bottleneck(NamedTuple):
@@ -77,7 +77,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
         return Bottleneck(
             "unseen",
             f"the dataset ended after {measured.num_batches} of the {measured.num_batches_asked}"
-            " batches that were to be measured, which is too few to tell.",
+            " batches to measure, too few to find the bottleneck.",
             ("put .repeat() before .batch, and profile again.",),
         )
     waits = f"the loop waits {measured.busy(WAIT):.0%} of the time"
@@ -85,7 +85,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
         return Bottleneck(
             STEP,
             f"{waits}; the pipeline keeps up with the step.",
-            ("look for time in the step; no change to the pipeline makes the loop faster.",),
+            ("make the training step faster: no change to the pipeline makes the loop faster.",),
         )
     stage = _busiest(measured)
     if stage == PLACE:
@@ -94,8 +94,8 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
             f"the thread that hands batches to the devices is {measured.busy(PLACE):.0%} busy.",
             (
                 _SEND_LESS,
-                "have fewer and larger leaves: each one costs a call for every device.",
-                "make the step bigger, by a larger global batch, if batches are small.",
+                "merge leaves into fewer, larger ones: each leaf costs one call per device.",
+                "use a larger global batch if batches are small.",
             ),
         )
     if stage is not None and pipeline.has_executor:
@@ -105,31 +105,31 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
     if pipeline.num_workers:
         return Bottleneck(
             "workers",
-            f"{waits}, no thread of this process holds it up, and batches are made in worker"
-            f" processes (num_workers={pipeline.num_workers}), which are not seen from here.",
+            f"{waits}, but not for a thread of this process. Worker processes make the batches"
+            f" (num_workers={pipeline.num_workers}), and the profile does not see their stages.",
             (
-                "raise num_workers, as far as there are idle processor cores.",
+                "raise num_workers, as long as processor cores are idle.",
                 "profile once with num_workers=0 to see which stage takes the time.",
             ),
         )
     if not measured.figures.stage_s(READ):
         return Bottleneck(
             "unseen",
-            f"{waits}, and nothing tells when batches are read.",
-            ("end the pipeline with .shard_to(mesh), whose stages tell their times.",),
+            f"{waits}, but the pipeline does not report when it reads batches.",
+            ("end the pipeline with .shard_to(mesh), whose stages report their times.",),
         )
     idle = _idle_share(measured)
     if idle >= _MOST:
-        once = 'compare with read="needed": devices exchange rows now.'
+        once = 'compare with read="needed", because the devices exchange rows now.'
         return Bottleneck(
             "handover",
-            f"during {idle:.0%} of the waiting no stage was at work: batches were ready, and"
-            " something after them was not.",
+            f"during {idle:.0%} of the waiting no stage was at work: batches were ready, but"
+            " something after the pipeline was not.",
             (
                 "move a .map that follows .shard_to before .batch, or into the step.",
                 *([once] if pipeline.reads_once else []),
                 _SEND_LESS,
-                "make the step bigger, by a larger global batch, if it is very short.",
+                "use a larger global batch if the training step is very short.",
             ),
         )
     making = f"{waits}, and batches are in the making only {_making_share(measured):.0%} of it"
@@ -137,21 +137,21 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
     if few > _FEW * measured.num_batches:
         return Bottleneck(
             "unseen",
-            f"{making}, but the loop waits for most batches alike: this is no stage's"
-            " time, nor that of a few slow batches.",
+            f"{making}, but the loop waits about as long for most batches: neither a stage nor a"
+            " few slow batches explain that.",
             (
                 "profile more batches, while nothing else needs the processors.",
-                "look for Python code beside the pipeline, in the step or in other threads: the"
-                " threads that make batches can't run meanwhile.",
+                "look for Python code beside the pipeline, in the step or in other threads: while"
+                " that code runs, the threads that make batches cannot run.",
             ),
         )
     return Bottleneck(
         "buffer",
         f"{making}: half of the waiting is for {few} of {measured.num_batches} batches"
-        f", {least_s * 1e3:,.1f} ms or more for each, and too few others wait in the buffers.",
+        f", {least_s * 1e3:,.1f} ms or more for each, and the buffers hold too few ready batches.",
         (
             f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) to cover a slow batch.",
-            "or make the slow batches faster: the picture shows which they are.",
+            "or make the slow batches faster: .plot() shows which batches are slow.",
         ),
     )
 
@@ -172,8 +172,8 @@ def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck
         finding = f"{does.format('compute')}: about {rate:,.0f} examples a second " + (
             "for each processor."
             if cores > _ONE_AT_A_TIME
-            else "at best if that is Python code, which runs one thread at a time, whatever the"
-            " buffers."
+            else "at best if that is Python code, which runs in one thread at a time, with any"
+            " buffer size."
         )
     else:
         finding = does.format("wait") + (
@@ -199,9 +199,9 @@ def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
     busy = work_s / max(1, workers) / measured.seconds
     task_ms, work_ms = 1e3 * task_s / max(1, len(tasks)), 1e3 * work_s / max(1, len(works))
     reason = (
-        f"{task_s / measured.seconds:.1f} tasks are under way on average. One takes"
+        f"{task_s / measured.seconds:.1f} tasks are under way on average. A task takes"
         f" {task_ms:,.1f} ms: {work_ms:,.1f} ms at a worker, and {max(0, task_ms - work_ms):,.1f}"
-        f" ms on the way and in a queue. The workers ({workers} seen) are {busy:.0%} busy."
+        f" ms on the network and in a queue. The workers ({workers} seen) are {busy:.0%} busy."
     )
     # With this many tasks submitted at a time, each worker finds a next task when it has done one.
     enough = math.ceil(workers * task_ms / (work_ms or 1))
@@ -209,11 +209,11 @@ def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
     if busy >= _MOST:
         advice = [f"add workers, and raise cpu_buffer_size ({size} now) with them."]
         if workers >= size:
-            advice = [f"raise cpu_buffer_size ({size} now), or no more workers have a task."]
+            advice = [f"raise cpu_buffer_size ({size} now): more workers would have no task."]
     elif enough <= size:
         advice = [
-            "look at the network between the workers and this host; more workers are no use.",
-            "have the workers send less: uint8 images, made floats inside the step.",
+            "check the network between the workers and this host: more workers would not help.",
+            "let the workers send less: uint8 images, converted to floats inside the step.",
         ]
     return Bottleneck("executor", reason, tuple(advice))
 
@@ -248,50 +248,50 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> 
     computes = _making_cores(measured) >= _COMPUTES
     if stage == READ and pipeline.reads_other_rows:
         yield (
-            "move the .map (or the batch_fn) that stands at or after .batch before it: this host"
-            " makes whole batches now, to keep some of their rows."
+            "move the .map after .batch (or the work of its batch_fn) before .batch: this host now"
+            " makes whole batches, and keeps only some rows of each."
         )
     if stage == READ and pipeline.amplification > 1 and not pipeline.is_stream:
         times = f"{pipeline.amplification:.3g}"
         yield f'pass read="once": the hosts read every row {times} times now.'
     if stage == READ and pipeline.is_stream:
         yield (
-            "one thread reads a stream: give it (more) workers by .mp_prefetch before .shard_to"
-            " (feeds: by num_workers), or keep a MapDataset down to .batch."
+            "add workers, by .mp_prefetch before .shard_to (for feeds: by num_workers), or keep the"
+            " pipeline a MapDataset down to .batch: only one thread reads a stream."
         )
     if stage == BATCH:
         yield "make records smaller before .batch: crop, or keep uint8 until the step."
     if stage == PAD:
-        yield "choose a global batch that the shards divide: then only the last is padded."
+        yield "use a batch size that is divisible by the shards: then only the last is padded."
     if computes and in_threads:
         yield (
-            "pass num_workers, as far as there are idle processor cores: processes compute side by"
-            " side, and threads do where the work leaves Python's lock."
+            "pass num_workers, as long as processor cores are idle: worker processes compute side"
+            " by side, but threads do so only where the work releases Python's lock."
         )
     if computes and stage == READ:
         yield (
-            "make the decoding cheaper, or move work into the step, where it is done for a whole"
+            "make the decoding cheaper, or move work into the training step, which computes a whole"
             " batch at once."
         )
     if not computes and stage == READ and in_threads:
         yield _more_side_by_side(who, measured, pipeline)
         if not _surely_waits(measured):
-            yield "if it computes, pass num_workers, or profile while the machine is idle."
+            yield "pass num_workers if this computes, or profile while the machine is idle."
 
 
 def _more_side_by_side(who: str, measured: Measurement, pipeline: Pipeline) -> str:
     full = covered_s(_rests(measured)) / measured.seconds
     if full >= _LITTLE_REST:
         return (
-            f"if this waits for files or a network, raise cpu_buffer_size"
-            f" ({pipeline.cpu_buffer_size} now), so that more is read side by side: for {full:.0%}"
-            " of the time there was no room to begin another batch."
+            f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) if this waits for files or a"
+            f" network, so that more is read side by side: for {full:.0%} of the time there was no"
+            " room to begin another batch."
         )
     ask = "have them ask for less" if who == _FUNCTIONS else _ASK_FOR_MANY
     waits = "they wait" if who == _FUNCTIONS else "this waits"
     return (
-        f"if {waits} for files or a network, leave num_threads out, so that the number of reads"
-        f" side by side is found, or {ask}. Larger buffers would not help."
+        f"leave num_threads out if {waits} for files or a network, so that the number of reads"
+        f" side by side adapts, or {ask}. Larger buffers would not help."
     )
 
 

@@ -76,8 +76,8 @@ def _take(step: Callable[[Any], Any], batch: Any) -> None:
         result = jax.block_until_ready(step(batch))
     if not jax.tree.leaves(result):
         raise ValueError(
-            "the step returned nothing, so nothing tells when the devices are done with it.\n"
-            "  remedy: return what it computes, such as the loss."
+            "the step returned nothing, so it is unknown when the devices have finished the step.\n"
+            "  remedy: return a result from the step, such as the loss."
         )
 
 

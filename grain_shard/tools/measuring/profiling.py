@@ -89,8 +89,8 @@ class Profile(Measurement):
         if self.read_threads:
             lines += [
                 "",
-                f"reads side by side, as found while it ran: {self.read_threads}",
-                "(threads come and go until then; the table counts all that were seen)",
+                f"reads side by side, adapted while the loop ran: {self.read_threads}",
+                "(threads come and go until this number is found; the table counts all of them)",
             ]
         lines += ["", broken(f"bottleneck: {self.bottleneck}; {self.found.reason}", _WIDTH)]
         lines += [broken(f"  - {advice}", _WIDTH) for advice in self.advice]

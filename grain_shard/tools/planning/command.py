@@ -76,16 +76,17 @@ def main(args: argparse.Namespace) -> int:
     """
     if (args.hosts is None) != (args.devices_per_host is None):
         raise UsageError(
-            "--hosts and --devices-per-host go together.\n  remedy: give both, or --topology alone."
+            "--hosts and --devices-per-host belong together.\n"
+            "  remedy: give both, or --topology alone."
         )
     if args.slices > 1 and args.topology is None:
         raise UsageError(
-            "--slices are of a TPU topology.\n  remedy: give --topology in place of --hosts."
+            "--slices needs a TPU topology.\n  remedy: give --topology in place of --hosts."
         )
     if args.compile is not None and args.topology is None:
         raise UsageError(
-            "there is no compiler for devices that are not known.\n"
-            "  remedy: name a TPU slice, --topology."
+            "--compile needs the devices of a TPU slice.\n"
+            "  remedy: name the slice by --topology, in place of --hosts."
         )
     parameters = inspect.signature(plan).parameters
     options = {name: value for name, value in vars(args).items() if name in parameters}
@@ -127,7 +128,7 @@ def _script_and_name(text: str) -> str:
     """
     path, _, name = text.rpartition(":")
     if not path or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like train.py:build")
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form train.py:build")
     if not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {path!r}")
     return text
@@ -140,7 +141,9 @@ def _picture(text: str) -> Path:
         ArgumentTypeError: The text has another ending.
     """
     if Path(text).suffix.lower() != ".svg":
-        raise argparse.ArgumentTypeError(f"{text!r} does not end in .svg, the kind of the picture")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} does not end in .svg, the format of the picture"
+        )
     return Path(text)
 
 
@@ -154,7 +157,7 @@ def _axes(text: str) -> dict[str, int]:
     for word in text.split(","):
         name, _, size = word.partition("=")
         if not name or not size.isdecimal() or name in axes:
-            raise argparse.ArgumentTypeError(f"{text!r} is not like data=32,model=8")
+            raise argparse.ArgumentTypeError(f"{text!r} does not have the form data=32,model=8")
         axes[name] = int(size)
     return axes
 
@@ -169,7 +172,9 @@ def _spec(text: str) -> PartitionSpec:
     for word in text.split(","):
         names = word.split("+")
         if not all(names):
-            raise argparse.ArgumentTypeError(f"{text!r} is not like data, data,seq or data+fsdp")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} has none of the forms data; data,seq; data+fsdp"
+            )
         one = None if word == "-" else word
         entries.append(tuple(names) if len(names) > 1 else one)
     return PartitionSpec(*entries)

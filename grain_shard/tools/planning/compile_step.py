@@ -48,7 +48,8 @@ def load_step(reference: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
     names = runpy.run_path(path)
     if name not in names:
         raise UsageError(
-            f"{path} defines no {name!r}.\n  remedy: write script.py:name, a name that is in it."
+            f"{path} defines no {name!r}.\n"
+            "  remedy: write script.py:name with a function that the script defines."
         )
     return names[name]
 
@@ -91,8 +92,8 @@ def compile_step(
         except ValueError:
             raise error from None  # without shardings the step fails too: they are not the cause
         raise ShardingError(
-            f"the step takes the batch in other shardings than .shard_to hands it out in: {error}",
-            remedy="jit the step without in_shardings, or pass those to shard_to.",
+            f"the step takes batches in other shardings than .shard_to gives them: {error}",
+            remedy="jit the step without in_shardings, or pass .shard_to the same shardings.",
         ) from None
     return step_memory(lowered)
 

@@ -194,7 +194,8 @@ class Plan(InNotebooks):
             raise ShardingError(
                 f"host {host} is not in the mesh.",
                 mesh_axes=self.mesh.items(),
-                remedy=f"it has {self.num_hosts} hosts, from {min(rows_of)} to {max(rows_of)}.",
+                remedy=f"pass one of its {self.num_hosts} hosts, from {min(rows_of)} to"
+                f" {max(rows_of)}.",
             )
         rows = np.concatenate([np.arange(start, stop) for start, stop in rows_of[host]])
         first = step % self.steps_per_epoch * self.global_batch_size

@@ -127,8 +127,8 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> M
         require_int(f"mesh axis {name}", size, 1)
     if math.prod(axes.values()) != len(devices):
         raise ShardingError(
-            f"the axes make a mesh of {math.prod(axes.values())} devices, and there are"
-            f" {len(devices)}.",
+            f"the axes make a mesh of {math.prod(axes.values())} devices, but there are"
+            f" {len(devices)} devices.",
             mesh_axes=axes.items(),
             remedy=f"give axes whose sizes multiply to {len(devices)}.",
         )
@@ -138,10 +138,10 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> M
         return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
     except NotImplementedError as error:
         raise ShardingError(
-            f"jax.make_mesh, which wants neighbours side by side, refuses: {error}",
+            f"jax.make_mesh finds no order of the devices for these axes: {error}",
             mesh_axes=axes.items(),
-            remedy="use sizes that are products of the topology's own, or pass plan() a Mesh with"
-            " an order of your own.",
+            remedy="use axis sizes that are products of the topology's own sizes, or pass plan() a"
+            " Mesh with the devices in an order of your own.",
         ) from error
 
 

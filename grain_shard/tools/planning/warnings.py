@@ -22,33 +22,33 @@ def find_warnings(plan: Plan) -> Iterator[str]:
     if needed > plan.global_batch_size + plan.rows_read_again:
         times = f"{plan.needed.amplification:.3g} times"
         once = "once" if plan.num_slices == 1 else "once in each slice that needs it"
-        why = "as a mesh axis other than the batch's spans hosts"
+        why = "because a mesh axis that does not shard the batch spans hosts"
         if plan.read == "once":
             yield (
-                f'read="needed" would read each row {times}, {why}. .shard_to reads it {once} and'
-                " the devices exchange rows, in one more collective a step."
+                f'read="needed" would read each row {times}, {why}. .shard_to reads each row'
+                f" {once}, and the devices exchange rows in one more collective per step."
             )
         else:
             yield (
                 f"each row is read {times}, {why}. Use"
-                f" {_larger_batch(plan, plan.num_devices * microbatches)},"
-                f' which all devices divide, and read="auto": each row is then read {once}, and'
-                " exchanged by the devices."
+                f" {_larger_batch(plan, plan.num_devices * microbatches)}, which is divisible by"
+                f' the number of devices, and read="auto": each row is then read {once}, and the'
+                " devices exchange rows."
             )
     if plan.rows_read_again:
         yield (
-            f"{plan.rows_read_again:,} rows a step are read again in another slice, as a mesh axis"
-            " other than the batch's leads from one slice to the next. Divide the batch over that"
-            " axis, too: name it in the first place of the spec."
+            f"{plan.rows_read_again:,} rows a step are read again in another slice, because a mesh"
+            " axis that does not shard the batch spans slices. Shard the batch over that axis, too:"
+            " name the axis in the first entry of the spec."
         )
     if plan.hardware not in (HardwareType.UNKNOWN, HardwareType.CPU):
         shortfall = plan.hardware.shortfall(plan.rows_per_device)
         if shortfall is not None:
-            yield f"rows per device: {shortfall} (For a row of many tokens, count those.)"
+            yield f"rows per device: {shortfall} (If a row has many tokens, count tokens.)"
     if size > plan.global_batch_size:
         yield (
-            f"every batch has {size - plan.global_batch_size} rows of padding, as {parts}"
-            f" do not divide {plan.global_batch_size}. Use"
+            f"every batch has {size - plan.global_batch_size} rows of padding, because"
+            f" {plan.global_batch_size} rows do not split into {parts}. Use"
             f" {_larger_batch(plan, plan.reads.divisor * microbatches)}."
         )
     # Every batch may have padding. The padding beyond that belongs to the short last batch.
@@ -57,23 +57,23 @@ def find_warnings(plan: Plan) -> Iterator[str]:
     if plan.num_records < plan.global_batch_size:
         yield (
             f"a batch of {plan.global_batch_size:,} rows takes more than the {plan.num_records:,}"
-            " records of an epoch. Use a smaller one, or repeat the records before .batch"
+            " records of an epoch. Use a smaller batch size, or repeat the records before .batch"
             " (.repeat(epochs).batch(B))."
         )
     elif share >= _NOTABLE:
         yield (
             f"{share:.1%} of an epoch's rows are padding of its last batch. Repeat the records"
-            " before .batch (.repeat(epochs).batch(B)), so that only the last epoch ends in one."
+            " before .batch (.repeat(epochs).batch(B)), so that only the last epoch is padded."
         )
     dropped = plan.dropped_records_per_epoch / plan.num_records
     if dropped >= _NOTABLE:
         yield (
-            f'{dropped:.1%} of the records come in no batch, as remainder="drop". Use "pad", or'
-            " repeat the records before .batch."
+            f'{dropped:.1%} of the records are in no batch, because of remainder="drop". Use'
+            ' remainder="pad", or repeat the records before .batch.'
         )
     if idle := sum(host.rows_per_step == 0 for host in plan.reads.hosts):
         yield (
-            f"there is nothing but padding on {idle} of {plan.num_hosts} hosts. Use a larger batch."
+            f"{idle} of {plan.num_hosts} hosts hold only rows of padding. Use a larger batch size."
         )
 
 

@@ -68,23 +68,23 @@ class RehearsalResult:
         elif self.timed_out_hosts:
             hosts = ", ".join(f"host {host}" for host in self.timed_out_hosts)
             said = all(_STACK in self.outputs[host] for host in self.timed_out_hosts)
-            where = ". Where each stood is in its last lines" if said else ""
+            where = ". The last lines of each host show where it stood" if said else ""
             ends.append(f"timed out, still running: {hosts}{where}")
         if self.not_joined:
             if self.failed_host is None:
                 end = (
-                    f"each of the {len(self.returncodes)} processes ran the whole job by itself, as"
-                    " no process called jax.distributed.initialize()."
+                    f"each of the {len(self.returncodes)} processes ran the whole job by itself,"
+                    " because no process called jax.distributed.initialize()."
                 )
             else:
                 end = (
                     f"host {self.failed_host} had not called jax.distributed.initialize(). Without"
-                    " that call each process runs the whole job by itself, and they may get in each"
-                    " other's way, as in a folder that all of them write to."
+                    " that call each process runs the whole job by itself, and the processes may"
+                    " disturb each other, for example in a folder that all of them write to."
                 )
             ends.append(
-                f"{end} Remedy: call it (it needs no arguments) at the top of the script, before"
-                " any other use of JAX."
+                f"{end} Remedy: call jax.distributed.initialize(), without arguments, at the top of"
+                " the script, before any other use of JAX."
             )
         return ends
 

@@ -130,7 +130,7 @@ def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[
     axes = describe_mesh(ds.shardings.mesh_axes) or "none"
     yield "mesh", f"{axes}; {layout.num_hosts} hosts" if layout.num_hosts > 1 else axes
     batches = ds.num_batches()
-    yield "batches", "only the end of the stream tells" if batches is None else f"{batches:,}"
+    yield "batches", "unknown until the stream ends" if batches is None else f"{batches:,}"
     if global_batch_size is not None:
         records = ds.records_per_batch() or global_batch_size
         if records < global_batch_size:
