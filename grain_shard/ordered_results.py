@@ -78,7 +78,8 @@ class OrderedResults(Results[T]):
         return cast(Raised, self._final).throw()
 
     def release(self, taken: int) -> None:
-        # The order matters: if an interrupt comes in between, the next call does the rest.
+        # `_taken` first: after an interrupt the next call drops the rest. In the other order,
+        # `peek` would miss a dropped result, and report the end.
         self._taken = max(self._taken, taken)
         for number in list(self._results):
             if number < taken:

@@ -221,7 +221,7 @@ def _packed(element: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _unpacked(packed: np.ndarray, sizes: np.ndarray) -> Any:
-    """Returns the element of which `_packed` made bytes. Its arrays are views of these bytes."""
+    """Returns the element that `_packed` turned into bytes. Its arrays are views of these bytes."""
     ranges = zip(_starts(sizes), sizes, strict=False)
     pickled, *buffers = (packed[start : start + size].data for start, size in ranges)
     return pickle.loads(pickled, buffers=buffers)

@@ -269,14 +269,14 @@ batch['leaf0']: the leaf holds typed PRNG keys of JAX, which NumPy cannot hold.
         """\
 batch['leaf0']: record 1 holds float64[4], but other rows hold float64[3].
   leaf:   float64[4]   mesh: data=4
-  remedy: pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype, or pass .batch a batch_fn that does so.""",  # noqa: E501
+  remedy: pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype. In feeds, texts of different lengths can be packed.""",  # noqa: E501
     ),
     "records of two dtypes": (
         lambda: dicts(lambda i: np.float32(i) if i < 3 else i).shard_to(data_mesh(4)),
         """\
 batch['leaf0']: record 3 holds int64[], but other rows hold float32[].
   leaf:   int64[]   mesh: data=4
-  remedy: pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype, or pass .batch a batch_fn that does so.""",  # noqa: E501
+  remedy: pad or cast the leaf in .map before .batch, so that all rows have one shape and dtype. In feeds, texts of different lengths can be packed.""",  # noqa: E501
     ),
     "a None among the records": (
         lambda: dicts(lambda i: None if i == 2 else i).shard_to(data_mesh(4)),

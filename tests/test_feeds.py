@@ -567,7 +567,7 @@ REFUSED = {
     ),
     "fewer feeds than hosts": (
         lambda: numbers([9] * 4).batch(8).shard_to(EIGHT_HOSTS),
-        "4 feeds are too few for 8 hosts that hold different rows",
+        "num_feeds=4 is too small for 8 hosts with different rows",
     ),
     "a host without a feed": (
         lambda: numbers([9] * 10).batch(10).shard_to(EIGHT_HOSTS),

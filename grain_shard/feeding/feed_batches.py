@@ -80,17 +80,25 @@ class Feeds(FeedStreams):
         num_feeds: Number of feeds, on all hosts together.
     """
 
-    def batch(self, global_batch_size: int) -> FeedBatches:
+    def batch(self, global_batch_size: int, **options: Any) -> FeedBatches:
         """Returns global batches with the same number of rows of each feed.
 
         The rows of feed 0 come first, then the rows of feed 1, and so on.
 
         Args:
             global_batch_size: Rows of a batch, of all hosts together.
+            **options: Refused. Grain's ``.batch`` has options, which the batches of feeds have not.
 
         Raises:
-            ShardingError: The batch size is not a multiple of the number of feeds.
+            ShardingError: The batch size is not a multiple of the number of feeds, or an option is
+                given.
         """
+        if options:
+            raise ShardingError(
+                f"the .batch of feeds takes no {', '.join(options)}.",
+                remedy='call .batch(global_batch_size). In place of drop_remainder pass remainder="'
+                'drop" to .shard_to, and in place of batch_fn pad or pack rows in make_feed.',
+            )
         return FeedBatches(self, FeedRows(self.num_feeds, global_batch_size))
 
     def shard_to(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -209,7 +209,7 @@ def check_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout], remainder: 
         )
     if ds.rows.num_feeds < groups:
         raise ShardingError(
-            f"{ds.rows.num_feeds} feeds are too few for {groups} hosts that hold different rows.",
+            f"num_feeds={ds.rows.num_feeds} is too small for {groups} hosts with different rows.",
             mesh_axes=mesh_axes,
             remedy="start the run with a num_feeds of at least the largest number of hosts that it"
             " will ever use. num_feeds cannot change during a run.",

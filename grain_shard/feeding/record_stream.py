@@ -79,7 +79,7 @@ class RecordIterator(grain.DatasetIterator):
             if type(element) is Unreadable:
                 origin = Origin.of(stream.records, index)
                 faults.leave_out(element, index, feed=stream.feed, origin=origin)
-            elif element is not None:  # a filter returned None; Grain also skips such a record
+            elif element is not None:  # None: a filter left the record out, and Grain skips it, too
                 return element
         raise StopIteration
 

@@ -180,8 +180,8 @@ class _Line:
     def is_for_readers(self) -> bool:
         """True if readers, and not the consumer, should evaluate the records.
 
-        That is so if the stream reads ahead, and both of the last two reads were slow. One slow
-        read may be chance.
+        That is so if the stream reads ahead, and neither of its last two reads was fast. Before the
+        first read it is so, too. After a fast read, a single slow read may be chance.
         """
         return self._ahead and min(self._seconds, default=_CHEAP_S) >= _CHEAP_S
 

@@ -231,9 +231,10 @@ class Route:
         return _taken(self._up(elements, recovery), until, recovery)
 
     def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any] | ArrayRows:
-        """Returns the finished elements, of which each is made only when it is asked for.
+        """Returns the elements with the functions applied, each made only when it is asked for.
 
-        A source that reads many elements in a call reads all of them at once.
+        A source that reads many elements in a call is an exception: it reads all elements at once,
+        and only the functions are applied one element at a time.
         """
         elements = self._lower_end(recovery, by_grain=False)
         if isinstance(elements, ArrayRows) and not self.steps:

@@ -57,7 +57,7 @@ class Opened(NamedTuple):
 class _WithPositions(Producer[tuple[Batch, Position]]):
     """Pairs each batch of an iterator with the position after it.
 
-    With the first batch it reads the contents of the source, too.
+    With the first batch it also reads and digests two records of the source; see `Contents`.
     """
 
     def __init__(self, iterator: BatchIterator, kind: str, contents: Contents):
@@ -180,10 +180,9 @@ class HostBatches(ABC):
             ShardingError: There is no such step or record, or the pipeline is a stream or feeds.
         """
         raise ShardingError(
-            "seek needs random access, and this pipeline is a stream, which can only be read from"
-            " its beginning.",
-            remedy="call set_state(saved) to go on from a saved state, or keep the pipeline a"
-            " grain.MapDataset down to .batch.",
+            "seek needs random access. Streams and feeds cannot jump to a step or a record.",
+            remedy="call set_state(saved) to go on from a saved state. To use seek, keep the"
+            " pipeline a grain.MapDataset as far as .batch.",
         )
 
     def repeated(self, times: int) -> Any:

@@ -280,8 +280,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             except StopIteration:
                 placed = None
             except ShardingError as error:
-                # The stages before placement do not know the mesh, so it is added here.
                 together.failed(error)
+                # The stages before placement do not know the mesh, so the error gets it here.
                 raise error.with_mesh(self._placer.mesh_axes)  # noqa: B904 (the same error)
             except BaseException as error:
                 together.failed(error)

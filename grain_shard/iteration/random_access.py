@@ -123,8 +123,8 @@ class RandomAccess(HostBatches):
             return cuts.progress(step)
         if not self._batching.counts_records:
             raise ShardingError(
-                "seek(record=...) needs batches that are read record by record, and this pipeline"
-                " makes each batch as a whole.",
+                "seek(record=...) needs a pipeline whose position counts records. This pipeline's"
+                " position counts batches.",
                 remedy=f"call seek(step); or, to seek a record, {HOW_TO_COUNT_RECORDS}",
             )
         records = cuts.records * self._batching.num_epochs
@@ -218,8 +218,8 @@ class RandomAccess(HostBatches):
         if not self._batching.counts_records:
             whole, cut = cut, whole
         raise StateError(
-            f"the state does not fit: {whole} makes each batch as a whole (by a batch_fn, a"
-            f" slice, or a .map after .batch), and {cut} reads batches record by record.\n"
+            f"the state does not fit: {whole} counts batches (because of a batch_fn, or of a .map,"
+            f" slice or shuffle after .batch), and {cut} counts records.\n"
             "  remedy: restore with the pipeline that saved the state."
         )
 

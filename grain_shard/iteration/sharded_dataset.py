@@ -88,7 +88,7 @@ class ShardedDataset(grain.IterDataset):
         """
         batches = self.num_batches()
         if batches is None:
-            raise TypeError("a stream has no len(): its number of batches is unknown in advance")
+            raise TypeError("streams and feeds have no len(): their number of batches is not known")
         return batches
 
     def num_batches(self) -> int | None:
@@ -185,7 +185,10 @@ class ShardedDataset(grain.IterDataset):
         self._refuse_workers()
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
-        """Raises a `ShardingError`: Grain slices a dataset to divide it among worker processes."""
+        """Raises a `ShardingError`: Grain slices a dataset only for its worker processes.
+
+        These must not hold batches on devices.
+        """
         self._refuse_workers()
 
     def __reduce__(self) -> NoReturn:

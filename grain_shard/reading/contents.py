@@ -52,7 +52,7 @@ class Contents:
             self.why_not = "the source of the pipeline is unknown"
 
     def read(self) -> None:
-        """Reads and digests both records, unless that was done before.
+        """Reads the first and the middle record and sets `digest`, unless that was done before.
 
         If a record cannot be read or has no digest, no error is raised, and `digest` stays "".
         """

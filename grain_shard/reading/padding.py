@@ -231,6 +231,11 @@ def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int]
     if mask_key is None:
         return padded
     if not isinstance(padded, Mapping):
+        if all(map(is_text, flat.arrays)):
+            flat.refuse(
+                "each record is text or bytes, but only a dict of arrays can hold the mask.",
+                remedy="decode the records into dicts by .map(decode) before .batch.",
+            )
         flat.refuse(
             f"the batch is a {type(padded).__name__}, but only a dict can hold the mask.",
             remedy=f"turn records into dicts with .map before .batch, or pass {_NO_MASK}",

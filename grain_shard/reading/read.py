@@ -117,7 +117,8 @@ class Read(Task[Any]):
 
     Attributes:
         sink: The sink of the first range.
-        is_new: True if no earlier read has read elements of these ranges and then left them.
+        is_new: True if no element of these ranges was read before. False if an earlier read got
+            elements of them, and had no time to write them.
         left: After the run, the ranges that are left to later reads.
         seconds: After the run, its wall-clock time in seconds.
     """

@@ -115,7 +115,7 @@ class RowStacker:
                     path=self.paths[i],
                     leaf=describe_leaf(array),
                     remedy="pad or cast the leaf in .map before .batch, so that all rows have one"
-                    " shape and dtype, or pass .batch a batch_fn that does so.",
+                    " shape and dtype. In feeds, texts of different lengths can be packed.",
                 )
 
     def check_columns(self, columns: Iterable[Columns]) -> None:

@@ -1,4 +1,4 @@
-"""`Resharder`: moves a batch from the devices that read it to the devices that need it."""
+"""`Resharder`: moves rows from the devices of the hosts that read them to the other devices."""
 
 from __future__ import annotations
 

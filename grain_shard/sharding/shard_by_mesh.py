@@ -43,10 +43,11 @@ class ShardByMesh(grain.sharding.ShardOptions):
         slices = sorted({layout.shards for layout in layouts.values()})
         if sum(map(len, slices)) != next(iter(layouts.values())).divisor:
             raise ShardingError(
-                "some hosts hold partly the same rows, so the source has no slice for each host.",
+                "two hosts share some of their rows, but not all. So the source cannot be cut into"
+                " slices for the hosts.",
                 mesh_axes=target.mesh_axes,
-                remedy="order the mesh's devices so that any two hosts hold either all rows or no"
-                ' row in common, or let every host read all rows: rows="global".',
+                remedy="order the mesh's devices so that any two hosts hold either the same rows or"
+                ' no row in common. Or let every host read all rows: rows="global".',
             )
         super().__init__(
             shard_index=slices.index(layouts[jax.process_index()].shards),

@@ -2,8 +2,8 @@
 
 `Figures` holds sums of a period, and each figure is a property computed from them. `Stats` holds
 the figures of two periods: the whole run, and the last 30 seconds. To add a figure, write one
-property of `Figures`, with the words of its text. `Stats.as_dict`, the text and the Prometheus
-metrics are made from these properties.
+property of `Figures` under `@_figure`, which takes the figure's line and format. `Stats.as_dict`,
+``str(stats)`` and the Prometheus metrics are made from these properties.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Figures:
 
     @_figure(RATES, "{:,.1f} MB/s", _MB)
     def bytes_per_s(self) -> float:
-        """Bytes per second on this host."""
+        """Bytes per second of the batches handed out, on this host, with rows of padding."""
         return self.bytes / (self.seconds or 1)
 
     @_figure(LOOP, "wait {:,.2f} ms", _MS)

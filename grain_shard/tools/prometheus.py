@@ -26,7 +26,8 @@ def export(batches: HasStats, dataset: str, registry: CollectorRegistry = REGIST
     """Lets Prometheus scrape an iterator for as long as the iterator lives.
 
     The figures are computed at each scrape, and are named as in `Stats.as_dict`. The seconds of the
-    loop and of its waiting are exported, too, so that Prometheus can divide their rates.
+    loop and of its waiting are exported, too. The quotient of their rates is the share of time in
+    which the loop waits.
 
     Args:
         batches: The iterator. The registry does not keep it alive.
