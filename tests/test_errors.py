@@ -337,6 +337,13 @@ batch['x']: batch 0 has 4 rows, but is made of 8 records: a step after .batch ch
   leaf:   int32[4]   mesh: data=4
   remedy: change the number of rows before .batch, or in a stream: .to_iter_dataset().batch(B).map(...). Its first batch sets the batch size.""",  # noqa: E501
     ),
+    "records that nobody decoded": (
+        lambda: grain.MapDataset.source([b"ab", b"cd"] * 4).batch(4).shard_to(data_mesh(4)),
+        """\
+batch: each record is text or bytes, but only a dict of arrays can hold the mask.
+  leaf:   |S2[4]   mesh: data=4
+  remedy: decode the records into dicts by .map(decode) before .batch.""",
+    ),
     "a batch that is no mapping": (
         lambda: grain.MapDataset.range(8).batch(4).shard_to(data_mesh(4)),
         """\

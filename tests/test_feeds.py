@@ -565,6 +565,10 @@ REFUSED = {
         lambda: list(grain_shard.feeds(lambda f: grain.MapDataset.range(3), num_feeds=1).batch(1)),
         "make_feed returned a RangeMapDataset",
     ),
+    "an option of Grain's .batch": (
+        lambda: numbers([9] * 4).batch(8, drop_remainder=True),
+        "the .batch of feeds takes no drop_remainder",
+    ),
     "fewer feeds than hosts": (
         lambda: numbers([9] * 4).batch(8).shard_to(EIGHT_HOSTS),
         "num_feeds=4 is too small for 8 hosts with different rows",
