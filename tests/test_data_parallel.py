@@ -311,7 +311,7 @@ class TestDataParallelTrainStep:
             data_parallel_train_step(linen_loss, optax.sgd(1.0), batch, new_state("TrainState"))
         with pytest.raises(TypeError, match="got a tuple as state and no optimizer"):
             data_parallel_train_step(linen_loss, None, batch, new_state("tuple"))
-        with pytest.raises(TypeError, match="got a dict and an optimizer"):
+        with pytest.raises(TypeError, match="got a dict as state and an optimizer"):
             data_parallel_train_step(linen_loss, ADAM, batch, new_state("tuple")[0])
 
 

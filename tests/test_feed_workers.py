@@ -154,7 +154,11 @@ def failing(fail):
     ("fail", "error", "match"),
     [
         (lambda: raising(ValueError("five")), ValueError, "^five\n"),
-        (lambda: next(iter([])), RuntimeError, "raised StopIteration\n"),
+        (
+            lambda: next(iter([])),
+            RuntimeError,
+            "raised StopIteration, which looks like the end of the data\n",
+        ),
     ],
     ids=["an exception", "an end"],
 )
@@ -175,7 +179,10 @@ def test_a_feed_that_raises_is_named_after_the_batches_before(fail, error, match
 @slow
 def test_rows_of_two_workers_that_differ_are_refused_with_the_feeds_name():
     ds = feeds_of(lambda feed, i: {"id": [np.int32, np.int64][feed](0)}, 2, 2, length=1)
-    with pytest.raises(grain_shard.ShardingError, match=r"a row of feed 1 holds int64\[\], others"):
+    with pytest.raises(
+        grain_shard.ShardingError,
+        match=r"a row of feed 1 holds int64\[\], but other rows hold int32",
+    ):
         list(ds.shard_to(data_mesh(2), num_workers=2))
 
 

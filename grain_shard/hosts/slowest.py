@@ -47,7 +47,7 @@ class SlowestHost:
 
     Example:
         >>> print(SlowestHost(host=37, stage="read", wait_s=0.012, others_wait_s=0.001, share=0.4))
-        host 37 holds the others up by 11.0 ms a batch (40 % of the time), mostly in read
+        host 37 holds the other hosts up by 11.0 ms a batch (40 % of the time), mostly in read
 
     Attributes:
         host: Process index of the host.

@@ -32,7 +32,7 @@ class ValidateBatchSize(Stage):
         >>> grain.MapDataset.range(32).batch(12).pipe(ValidateBatchSize(8, must_divide=True))
         Traceback (most recent call last):
         grain_shard.errors.ShardingError: a batch of 12 rows does not split into 8 shards.
-          remedy: use a batch size of 16, or remainder="pad".
+          remedy: use a batch size of 16, or pass remainder="pad".
 
     Attributes:
         divisor: Number of shards that the rows of a batch, or of each microbatch, are cut into.

@@ -108,8 +108,8 @@ class Plan(InNotebooks):
         >>> planned.reads.hosts[3].rows
         ((12, 16),)
         >>> print(planned.warnings[0])
-        every batch has 2 rows of padding, as 8 shards do not divide 14. Use a global batch of 16
-        rows.
+        every batch has 2 rows of padding, because 14 rows do not split into 8 shards. Use a
+        global batch of 16 rows.
 
     Attributes:
         device_kind: JAX's name for the kind of device.
