@@ -372,6 +372,9 @@ def case_an_extra_batch_on_one_host_before_a_save(host, directory):
     folder.mkdir(exist_ok=True)
     with shard(numbered(40).batch(8)) as iterator:
         next(iterator)
+        iterator._at.run.together._rounds.timeout_s = 3  # a save is waited for ten times as long
+        if host == ODD:
+            time.sleep(5)  # it is late, as if it wrote a large model first
         iterator.write_state(folder)
         if host == ODD:
             next(iterator)

@@ -21,14 +21,13 @@ from collections.abc import Mapping
 from absl import logging
 
 from grain_shard.errors import AgreementError
-from grain_shard.hosts.rounds import Rounds
+from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds
 
 # The topic under which a host says that it will not vote: [the round, the reason]. The round None
 # stands for all rounds.
 _ABSENT = "absent"
-# In multiples of `timeout_s`: the time that another host's training loop may be busy, and the time
-# between two looks of a waiting host into the store.
-_LOOPS_MAY_TAKE, _LOOK_AGAIN = 10, 0.1
+# The time between two looks of a waiting host into the store, in multiples of `timeout_s`.
+_LOOK_AGAIN = 0.1
 
 
 class Absences:
@@ -80,7 +79,7 @@ class Absences:
         }
         if told or is_first:
             return told or dict.fromkeys(missing, "")
-        is_late = waited_s >= _LOOPS_MAY_TAKE * rounds.timeout_s
+        is_late = waited_s >= LOOPS_MAY_TAKE * rounds.timeout_s
         return dict.fromkeys(missing, "did not ask for its next batch") if is_late else {}
 
     def leave(self) -> None:

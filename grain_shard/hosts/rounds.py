@@ -24,6 +24,8 @@ from grain_shard.hosts.series import Series
 # iterator is closed. With more than 500 hosts a call lasts one millisecond for each host, because
 # the process of the first host has to serve the calls of all hosts.
 _SLICE_MS = 500
+# In multiples of `timeout_s`: the time that another host's training loop may be busy.
+LOOPS_MAY_TAKE = 10
 # Seconds that the other hosts wait longer than the first host, so that its verdict reaches them.
 _GRACE_S = 5.0
 # The first part of all keys of this package.
@@ -200,6 +202,7 @@ class Rounds(Store):
         *,
         absent: Callable[[], Mapping[int, str]] | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        patience: int = 1,
     ) -> Any:
         """Waits for the verdict of a round.
 
@@ -211,8 +214,9 @@ class Rounds(Store):
                 that `json.dumps` takes. Only the first host calls this function.
             absent: Returns the hosts that this host stops waiting for, each with the reason. The
                 result is empty while this host goes on waiting. If the argument is None, this host
-                stops waiting for all missing hosts after `timeout_s`.
+                stops waiting for all missing hosts after `patience` times `timeout_s`.
             stopped: Returns True to end the wait without a verdict.
+            patience: See `absent`.
 
         Returns:
             The verdict; None if `stopped` ended the wait.
@@ -221,7 +225,8 @@ class Rounds(Store):
             AgreementError: The verdict is ``{"error": message}``, or a host has failed.
             HostTimeoutError: A host did not answer in time. The message names the host.
         """
-        until = time.monotonic() + self.timeout_s + (0.0 if self._is_leader else _GRACE_S)
+        wait_s = patience * self.timeout_s + (0.0 if self._is_leader else _GRACE_S)
+        until = time.monotonic() + wait_s
 
         def late() -> Mapping[int, str]:
             return dict.fromkeys(self.missing(round_), "") if time.monotonic() > until else {}

@@ -15,7 +15,7 @@ from grain_shard.errors import AgreementError, StateError, describe_error
 from grain_shard.hosts.alarm import Alarm
 from grain_shard.hosts.compare import CONTENTS, OWN_ROWS, Answers, compare, compare_places
 from grain_shard.hosts.ends import AgreedEnd
-from grain_shard.hosts.rounds import Rounds, meet
+from grain_shard.hosts.rounds import LOOPS_MAY_TAKE, Rounds, meet
 from grain_shard.hosts.series import Series
 from grain_shard.hosts.slowest import SlowestOf, Waits
 from grain_shard.interrupts import Uninterrupted
@@ -191,6 +191,7 @@ class Together:
             _SAVE.format(self._saves),
             compare_places,
             stopped=lambda: self._is_closed or alarm.all_know,
+            patience=LOOPS_MAY_TAKE,  # a host may first write a large model
         )
         self._rounds.forget(_SAVE.format(self._saves - 1))
         self.check()
