@@ -108,7 +108,7 @@ def test_where_there_is_a_tpu_nothing_is_set(monkeypatch):
 @pytest.mark.parametrize(
     ("program", "error"),
     [
-        ("import signal; signal.pause()", "TimeoutError: no answer within 5 s: JAX was still sta"),
+        ("import signal; signal.pause()", "TimeoutError: JAX did not find its devices within 5 s"),
         ("raise ValueError('boom')", "RuntimeError: ValueError: boom"),
         ("import os; os.abort()", "RuntimeError: exit code -6"),
         ("print('starting'); print('{\"hosts\": 7}')", None),

@@ -232,7 +232,7 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
     if stop is not None and start > stop:
         raise ValueError(
             f"the range [{start}:{stop}] of {files[0]!r} ends before it begins.\n"
-            "  remedy: write the first record and the record after the last, such as [0:100]."
+            "  remedy: give [start:stop] with start <= stop. [0:100] has the records 0 to 99."
         )
     for file in files:
         if "://" in file and (glob.has_magic(file) or not file.startswith(BUCKET)):

@@ -150,9 +150,9 @@ def devices(timeout_s: float) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(
-            f"no answer within {timeout_s:g} s: JAX was still starting its devices. Another"
-            " process may hold the TPU or GPU (end that process, or ask on another machine). Or"
-            " the other hosts of the slice were not started."
+            f"JAX did not find its devices within {timeout_s:g} s. Another process may hold the"
+            " TPU or GPU: end that process. Or this host belongs to a slice whose other hosts were"
+            " not started: start them."
         ) from None
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]

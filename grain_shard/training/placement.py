@@ -147,18 +147,17 @@ def _require_global(source: Any, target: ShardingTree) -> None:
     """
     is_dataset = isinstance(source, grain.MapDataset | grain.IterDataset)
     rows = said_rows(source) if is_dataset else None
-    problem = "that may yield other batches on each host."
+    problem = "may yield different batches on each host."
     if rows == LOCAL:
-        problem = 'that yields only a part of each batch, as rows="local" says.'
+        problem = 'yields only a part of each batch, as rows="local" says.'
     if rows != GLOBAL:
         raise ShardingError(
-            "the devices belong to several hosts, and the source is a"
-            f" {type(source).__name__} {problem}",
+            f"the devices belong to several hosts, but this {type(source).__name__} {problem}",
             mesh_axes=target.mesh_axes,
-            remedy="end the dataset with .shard_to(sharding), which joins the rows of all hosts."
-            ' (from_iterable(source, rows="local") makes a dataset of an iterable.) Or pass'
-            ' grain_shard.from_iterable(source, rows="global") if all hosts yield the same'
-            " batches.",
+            remedy="if all hosts yield the same batches, pass grain_shard.from_iterable(source,"
+            ' rows="global"). If each host yields its own rows, end the dataset with'
+            ' .shard_to(sharding). from_iterable(source, rows="local") makes a dataset of an'
+            " iterable.",
         )
 
 

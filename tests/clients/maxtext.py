@@ -75,7 +75,7 @@ format_and_batch = processing.format_and_batch
 
 
 class Rows:  # a config by which MaxText makes rows: packed, shifted, and not yet in batches
-    grain_use_elastic_iterator = True
+    grain_use_elastic_iterator = True  # only keeps MaxText from batching
 
     def __init__(self, config):
         self.config = config
@@ -86,7 +86,8 @@ class Rows:  # a config by which MaxText makes rows: packed, shifted, and not ye
 
 def sharded(make_iterator, batch_size, config, mesh, process_indices):
     def make_feed(feed):
-        hosts = [None] * feed.shard_count  # a feed in the place of a host
+        # MaxText reads the part at the index of this process: here, the part of the feed.
+        hosts = [None] * feed.shard_count
         hosts[feed.shard_index] = jax.process_index()
         return make_iterator(config, mesh, hosts)
 
