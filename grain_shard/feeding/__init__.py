@@ -1,1 +1,1 @@
-"""Feeds: the parts of a stream, whose global batches are the same on any number of hosts."""
+"""Feeds: a stream cut into parts, so that global batches are the same on any number of hosts."""

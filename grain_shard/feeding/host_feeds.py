@@ -136,7 +136,9 @@ def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int
 def fault_rules_of(
     ds: FeedBatches, layouts: Mapping[int, BatchLayout], rules: FaultRules
 ) -> FaultRules:
-    """Returns the user's rules for failed reads, adapted to feeds that several hosts may run.
+    """Returns the rules for failed reads: the user's, or a copy for records that several hosts read.
+
+    The copy is returned if more than one host runs the same feed.
 
     Args:
         ds: The batches of the feeds.
@@ -144,8 +146,8 @@ def fault_rules_of(
         rules: The user's rules.
 
     Raises:
-        ShardingError: The rules leave out bad records, and a feed does not begin with records that
-            are read by index.
+        ShardingError: Rows of padding shall replace bad records, and feed 0 does not begin with a
+            `grain.MapDataset`.
     """
     if not rules.masks:
         return rules

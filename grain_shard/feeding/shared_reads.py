@@ -281,15 +281,21 @@ class _Lines(Tasks[None]):
         return None
 
     def _next_part(self, line: _Line) -> Part | None:
-        """Returns a part of a line for a reader; None if readers should not read this line now."""
+        """Returns the next part of a line (the records of one stream) for a reader.
+
+        Returns:
+            The part. None if all records of the line are begun, if the consumer evaluates them
+            itself, or if there is no room for more records ahead.
+        """
         if line.left:
             part, rest = line.left.pop(0).cut(line.most_in_time)
             line.left[:0] = rest
             return part
         if line.begun == line.length or not line.is_for_readers:
             return None
-        # A part has a third of the records that may be ahead: one part is in use, one waits, and
-        # one is being read. The part in use has up to `size - 1` records that are not taken yet.
+        # `share` has room for three parts: one in use, one that waits, and one that is being read.
+        # `ahead` does not count the part in use, of which the consumer may still hold `size - 1`
+        # records.
         share = self._share(line)
         size = line.next_size((share + 1) // 3)
         return line.begin(size) if line.ahead + 2 * size - 1 <= share else None

@@ -100,7 +100,7 @@ def _round_keys(seed: int) -> tuple[int, ...]:
     They are the words that ``std::seed_seq{seed}.generate`` gives (ISO C++, [rand.util.seedseq]).
     """
     n, low = _ROUNDS, 0xFFFFFFFF
-    t = (n - 1) // 2  # as the standard defines t for n < 7
+    t = (n - 1) // 2  # as C++ defines t for n < 7; n is 4 here
     p = (n - t) // 2
     q = p + t
     words = [0x8B8B8B8B] * n

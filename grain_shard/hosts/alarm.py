@@ -185,7 +185,7 @@ class Listener:
     from a call into the runtime after that aborts the process ("FATAL: exception not rethrown").
 
     Attributes:
-        alarms: The alarms of the iterators, by the names of their series.
+        alarms: The alarm of each open iterator, by the iterator's name (`Alarm.series`).
         asked: Number of times that an iterator of this process was asked for a batch.
         left_last: The alarm of the last iterator that was closed before its end; None if there is
             none.

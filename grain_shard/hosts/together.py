@@ -208,7 +208,7 @@ class Together:
         alarm, rounds = self._alarm, self._rounds
         if alarm is None or rounds is None:
             return
-        alarm.raise_failure()  # the iterator was stopped because another host failed
+        alarm.raise_failure()  # raises if another host failed before, which stopped this iterator
         if isinstance(error, AgreementError) or rounds.has_failed:
             alarm.others_know()  # the other hosts have this error already, or cannot be told
         elif not isinstance(error, KeyboardInterrupt):

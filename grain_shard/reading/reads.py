@@ -72,7 +72,9 @@ class Reads(Tasks[tuple[Batch, Any]]):
             return 0
         batches_left = self._sequence.batches_left
         if not batches_left:
-            # No record is left, unless a read under way leaves records to another read.
+            # All records are drawn, but a read under way may hand some back. Until all reads are
+            # done, the number is larger than the buffer, so no thread draws. Then it is 0, and
+            # `draw` reports the end.
             return self._buffer_size + 1 if self._under_way else 0
         if not self._reads_many:
             return 1
@@ -140,8 +142,9 @@ class Reads(Tasks[tuple[Batch, Any]]):
             return min(
                 records_in_time(self._pace.seconds_per_record), self._sequence.most_at_a_time
             )
-        # A call takes about as long for many records as for few. So the records for which the
-        # buffer has room are divided equally among the threads.
+        # A call for many records costs less for each record. So each thread's call gets an equal
+        # share of the whole buffer. The first calls are smaller: one batch, then twice as many
+        # batches each time.
         threads = self._pace.threads
         if threads > self._buffer_size:
             part = -(-self._batch_size * self._buffer_size // threads)

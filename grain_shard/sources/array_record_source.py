@@ -162,7 +162,7 @@ class ArrayRecordSource:
     def _getitems(self, indices: Sequence[int]) -> Sequence[bytes]:
         wanted = np.asarray(indices, np.int64)
         for index in wanted[(wanted < 0) | (wanted >= len(self))]:
-            self.where(index)  # raises an IndexError
+            self.where(index)  # the index is out of range, so this raises the IndexError
         parts = np.searchsorted(self._ends, wanted, side="right")
         by_part = np.argsort(parts, kind="stable")
         borders = np.flatnonzero(np.diff(parts[by_part])) + 1

@@ -74,7 +74,7 @@ class Figures:
             counted as in `FaultCounts`.
         stages_s: Seconds of each stage, by (thread, stage). A thread is given by its number or its
             name.
-        reads: The threads that read now.
+        reads: The number of threads that read now, and the reason for it.
     """
 
     sums: Mapping[str, float] = field(default_factory=dict)

@@ -166,8 +166,8 @@ def command() -> NoReturn:
     sys.unraisablehook = _interrupt_again
     code = main()
     if code == _INTERRUPTED:
-        # At an ordinary exit the interpreter destroys objects while XLA's threads still compile
-        # with them. That is a segmentation fault, so the process ends by `os._exit`.
+        # After a Ctrl-C, XLA's threads may still compile. An ordinary exit would destroy objects
+        # that they use, which is a segmentation fault. So the process ends by `os._exit`.
         if sys.stdout is not None:
             sys.stdout.flush()
         os._exit(code)

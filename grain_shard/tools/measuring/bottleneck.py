@@ -157,7 +157,7 @@ def find_bottleneck(measured: Measurement) -> Bottleneck:
 
 
 def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck:
-    """Returns the verdict for a loop that the threads that make batches hold up.
+    """Returns the verdict for a loop that is held up by the threads that make batches.
 
     Args:
         stage: The stage in which these threads spend most of their time.
@@ -191,7 +191,7 @@ def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck
 
 
 def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
-    """Returns the verdict for a loop that the tasks of an executor hold up."""
+    """Returns the verdict for a loop that is held up by the tasks of an executor."""
     tasks = [s for s in measured.spans if s.part == TASK]
     works = [s for s in measured.spans if s.stage == WORK]
     task_s, work_s = (sum(s.end - s.start for s in spans) for spans in (tasks, works))
@@ -236,7 +236,7 @@ def _who(stage: str, measured: Measurement) -> str:
 
 
 def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> Iterator[str]:
-    """Yields advice for a loop that the threads that make batches hold up.
+    """Yields advice for a loop that is held up by the threads that make batches.
 
     Args:
         stage: The stage in which these threads spend most of their time.
@@ -323,7 +323,7 @@ def _surely_waits(measured: Measurement) -> bool:
 
 
 def _making_cores(measured: Measurement) -> float:
-    """Returns the average number of processors that the threads that make batches kept busy."""
+    """Returns the average number of processors kept busy by the threads that make batches."""
     return measured.processor_s(*MAKING) / measured.seconds
 
 
