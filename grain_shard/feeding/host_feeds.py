@@ -136,7 +136,7 @@ def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int
 def fault_rules_of(
     ds: FeedBatches, layouts: Mapping[int, BatchLayout], rules: FaultRules
 ) -> FaultRules:
-    """Returns the rules for failed reads: the user's, or a copy for records that several hosts read.
+    """Returns the rules for failed reads: the user's, or a copy for rows that several hosts read.
 
     The copy is returned if more than one host runs the same feed.
 
