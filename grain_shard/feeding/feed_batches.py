@@ -87,7 +87,7 @@ class Feeds(FeedStreams):
 
         Args:
             global_batch_size: Rows of a batch, of all hosts together.
-            **options: Refused. Grain's ``.batch`` has options, which the batches of feeds have not.
+            **options: Refused. Feeds do not support the options of Grain's ``.batch``.
 
         Raises:
             ShardingError: The batch size is not a multiple of the number of feeds, or an option is
@@ -171,7 +171,7 @@ class FeedBatches(grain.IterDataset):
         return FeedBatches(self.feeds, replace(self.rows, padding=padding))
 
     def of_host(self, layout: BatchLayout) -> FeedBatches:
-        """Returns the host batches of one host, for which only the feeds of its rows run.
+        """Returns the batches of one host, which runs only the feeds that give its rows.
 
         Args:
             layout: The rows that the host holds. The size of a padded batch has to be a multiple of
@@ -278,7 +278,7 @@ class FeedIterator(BatchIterator):
         return batch
 
     def faults(self) -> FaultCounts:
-        """Returns the counts of failed reads since the last change of position."""
+        """Returns the counts of failed reads since this iterator was made or its state was set."""
         return self._faults.counts()
 
     def position(self) -> FeedsPosition:

@@ -42,7 +42,7 @@ class FeedsPosition(NamedTuple):
         """Returns the position of some feeds in a saved state.
 
         Args:
-            state: The saved state. It may have more feeds.
+            state: The saved state. It may also have feeds that are not in `feeds`.
             fingerprint: The fields that must be the same as when the state was saved.
             feeds: The numbers of the feeds to take from the state.
 

@@ -35,7 +35,7 @@ class FeedTurn(NamedTuple):
 
     Attributes:
         feed: Number of the feed.
-        rows: The rows, before stacking. At the end of the feed it has fewer rows, or none.
+        rows: The rows, before stacking. Once the feed has ended, the list is shorter or empty.
         feed_state: The pickled state of the feed after these rows.
     """
 
@@ -136,8 +136,8 @@ class FeedReader:
 
         Raises:
             StateError: The feed cannot start from its state.
-            IndexError: The feed failed before its first row. Most likely there are fewer files than
-                feeds.
+            IndexError: The feed raised an IndexError before its first row. The usual cause is that
+                there are fewer files than feeds.
         """
         rows: list[Any] = []
         with span(READ), naming_feed(self._feed, self._feeds.num_feeds):

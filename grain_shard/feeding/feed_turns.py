@@ -22,7 +22,8 @@ class FeedTurns(Producer[list[FeedTurn]]):
         feeds: The feeds of all hosts.
         faults: Decides on records that cannot be read, and counts them.
         rows_per_feed: Number of rows that each feed gives to a batch.
-        num_threads: Number of threads that read ahead for all feeds together; None adapts it.
+        num_threads: Number of threads that read ahead for all feeds together. None adapts the
+            number while they read.
         feed_states: The state from which each feed starts, by the feed's number. Only these feeds
             run, in this order.
     """
@@ -87,7 +88,7 @@ class FeedWorkers(WorkerProcesses):
         faults: Adds up the failed reads that the workers count. Each worker counts in a copy of its
             own, which is pickled together with `open_turns`.
         feed_states: The state from which each feed starts, by the feed's number.
-        num_workers: Number of processes. If there are fewer feeds, one process runs each feed.
+        num_workers: Number of processes. With fewer feeds than this, each feed has its own process.
         buffer_size: Most batches that wait or are unfinished. Grain keeps at least four.
     """
 

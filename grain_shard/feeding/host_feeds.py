@@ -72,7 +72,8 @@ class HostFeeds(HostBatches):
     def first(self) -> Batch:
         """Returns a host batch that is all padding, for its shapes and dtypes.
 
-        One row is read for it, from the first feed of all hosts that has a row.
+        One row is read to learn them. It comes from the feed with the smallest number that has a
+        row, even if this host does not run that feed.
 
         Raises:
             ShardingError: No feed has a row.
@@ -113,7 +114,7 @@ class HostFeeds(HostBatches):
 def feeds_to_save(ds: FeedBatches, layouts: Mapping[int, BatchLayout], host: int) -> list[int]:
     """Returns the feeds that a host writes into a checkpoint.
 
-    Several hosts may run the same feed. The one with the smallest number writes it.
+    Several hosts may run the same feed. The host with the smallest number writes the feed.
 
     Example:
         >>> from grain_shard import feeds
@@ -138,7 +139,7 @@ def fault_rules_of(
 ) -> FaultRules:
     """Returns the rules for failed reads: the user's, or a copy for rows that several hosts read.
 
-    The copy is returned if more than one host runs the same feed.
+    The copy is returned if bad records are left out and more than one host runs the same feed.
 
     Args:
         ds: The batches of the feeds.
@@ -146,7 +147,7 @@ def fault_rules_of(
         rules: The user's rules.
 
     Raises:
-        ShardingError: Rows of padding shall replace bad records, and feed 0 does not begin with a
+        ShardingError: `on_bad_record` is "mask", and feed 0 does not begin with a
             `grain.MapDataset`.
     """
     if not rules.masks:

@@ -65,7 +65,7 @@ class SharedReads(TaskStage[None]):
         super().__init__(self._lines, buffer_size=1, pace=pace, name="grain-shard-feed-read")
 
     def learn_row(self, row: Any) -> None:
-        """Notes the bytes of a row, from which the bytes of a batch follow."""
+        """Notes the number of bytes of a row, from which the bytes of a batch follow."""
         self._lines.row_bytes = _num_bytes(row)
 
     def elements(self, records: grain.MapDataset, start: int, *, ahead: bool) -> Generator[Any]:
@@ -148,7 +148,8 @@ class _Line:
     def evaluated(self, part: Part) -> Iterator[Any]:
         """Yields the records of a part. The consumer's thread evaluates each one.
 
-        If the records are slow, this ends early and leaves the other records to the readers.
+        If the stream reads ahead, one record in a call, and the records are slow, this ends early.
+        It then leaves the remaining records to the readers (threads that read ahead).
         """
         began = time.perf_counter()
         elements = iter(self.way(part.start, part.stop).each(self.faults))
@@ -211,7 +212,7 @@ class _Line:
 
 
 class _Lines(Tasks[None]):
-    """The lines of all streams, from which readers draw parts.
+    """The lines (the records of each stream), from which readers draw parts (ranges of records).
 
     Attributes:
         row_bytes: Bytes of a row of the batch; 0 before the first row.
@@ -237,16 +238,20 @@ class _Lines(Tasks[None]):
         self._lines.pop(line, None)
 
     def _share(self, line: _Line) -> int:
-        """Returns the largest number of records that may be ahead in one line."""
+        """Returns how many records of a line (the records of one stream) may be read ahead."""
         most, size = self._num_rows, line.record_bytes
         if size:
             most = int(max(_BYTES_AHEAD, self._num_rows * (self.row_bytes or size)) // size)
         return max(1, min(_MOST_AHEAD, most) // max(1, len(self._lines)))
 
     def take(self, line: _Line) -> list[Any]:
-        """Takes the next list of records of a line, and returns it in reverse order.
+        """Takes the next evaluated records of a line (the records of one stream).
 
         The records must be ready.
+
+        Returns:
+            A list of the records in reverse order, so that `pop` gives the first one. If the read
+            failed, a list with the error as `Raised`.
         """
         with self._lock:
             elements = line.come.pop(line.taken)
@@ -256,10 +261,13 @@ class _Lines(Tasks[None]):
         return elements[::-1]
 
     def begin(self, line: _Line) -> Part | None:
-        """Begins a part for the consumer of a line, if the consumer should evaluate it.
+        """Begins a part for the consumer of a stream, if the consumer should evaluate it.
+
+        Args:
+            line: The records of the stream.
 
         Returns:
-            The part; None if readers evaluate the next records of the line.
+            The part (a range of records); None if readers evaluate the next records.
         """
         with self._lock:
             if not (self._stopped or line.is_for_readers or line.ahead):

@@ -1,9 +1,9 @@
 """Lets this package read the random-access parts of a stream, instead of Grain.
 
 ``.to_iter_dataset()`` makes a stream of a `MapDataset`, and reads ahead with its own threads.
-Filters, mixes or packing may follow. Here another dataset takes the place of that node. The user's
-functions in the stream are wrapped, too, so that a StopIteration in a function cannot end the
-stream.
+Filters, mixes or packing may follow. Here another dataset replaces ``.to_iter_dataset()``. The
+user's functions in the stream are wrapped, too, so that a StopIteration in a function cannot end
+the stream.
 """
 
 from __future__ import annotations

@@ -31,9 +31,11 @@ class Recovery:
     masks = False
 
     def reads_again(self, error: Exception) -> bool:
-        """Returns whether a failed read may be repeated at once, in smaller calls or in steps.
+        """Returns whether a failed read may be repeated at once, in smaller parts.
 
-        If not, the error counts even if a repetition succeeds.
+        A call for several elements is repeated in smaller calls. A record that Grain evaluated is
+        read again from its source, and then the functions are applied. If this returns False, the
+        error counts, even if smaller calls succeed.
         """
         return False
 

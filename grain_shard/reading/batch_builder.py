@@ -40,7 +40,7 @@ class BatchBuilder:
     Attributes:
         size: Number of records to read; 0 if every row of the batch is padding.
         number: Place of the batch in the order in which an iterator reads its batches, from 0.
-        position: The iterator's position after this batch, which is saved in its state.
+        position: The iterator's position after this batch, which the iterator saves in its state.
         faults: The rules for failed reads.
     """
 
@@ -120,7 +120,10 @@ class BatchBuilder:
         self._stack.write(elements, start, self._records[start : start + len(elements)])
 
     def _stacked(self) -> Batch:
-        """Returns the batch without padding. Every element must have been written before."""
+        """Returns the batch without padding, and gives up the arrays.
+
+        Every element must have been written before.
+        """
         stack, self._stack = self._stack, None
         return (stack or Stack(self._template.stacker(self.faults), 0)).batch()
 
@@ -131,7 +134,8 @@ class BatchBuilder:
             count: The number of records that the caller has written.
 
         Returns:
-            ``[(number, (batch, position))]`` after the last record, otherwise an empty list.
+            ``[(number, (batch, position))]`` once no record is missing, otherwise an empty list.
+            `number` and `position` are the attributes of this object.
         """
         with self._lock:
             self._missing -= count
@@ -165,7 +169,7 @@ class BatchBuilder:
             return pad_batch(batch, self._num_rows, self._padding, self._bad_rows)
 
     def failed(self, start: int, error: Raised) -> list[tuple[int, Raised]]:
-        """Returns ``[(number, error)]``: an error takes the place of the batch."""
+        """Returns ``[(number, error)]``, so that the loop gets the error in place of the batch."""
         return [(self.number, error)]
 
     def _leave_out_bad(self, rows: Elements, start: int) -> None:
@@ -223,7 +227,7 @@ class BatchBuilder:
         return f"grain_shard: while evaluating {self._name(record, among)}, for batch {self._index}"
 
     def _name(self, record: int, among: int) -> str:
-        """Returns a name for messages: of one record, or of `among` consecutive records."""
+        """Returns a name for messages: of one record, or of `among` records from `record` on."""
         above = "the dataset before .batch"
         if among > 1:
             return f"one of the records {record} to {record + among - 1} of {above}"

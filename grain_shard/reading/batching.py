@@ -60,7 +60,7 @@ class Batching(ABC):
     @property
     @abstractmethod
     def unpadded_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows of full batches, without padding. Each number is listed once."""
+        """The batch sizes without padding, each listed once. Only a `BatchSchedule` has several."""
 
     @abstractmethod
     def epochs(self) -> Cuts | None:
@@ -74,7 +74,7 @@ class Batching(ABC):
 
     @abstractmethod
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        """Returns builders of some batches. No record is read yet, and they hold no rows yet.
+        """Returns builders of some batches. The builders are empty, because no record is read yet.
 
         To begin several batches takes little longer than to begin one, because NumPy computes the
         indices of all records together.
@@ -94,11 +94,11 @@ class Batching(ABC):
 
     @property
     def global_batch_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows of full global batches, with padding. Each number is listed once."""
+        """The sizes of full global batches with padding, each listed once."""
         return tuple(dict.fromkeys(map(self._padded_size, self.unpadded_sizes)))
 
     def rows_of(self, unpadded_size: int) -> np.ndarray | None:
-        """Returns the row numbers to keep of a full batch, including rows of padding.
+        """Returns the numbers of the rows that this host keeps of a full batch with its padding.
 
         Args:
             unpadded_size: Number of rows of the batch, without padding.
@@ -109,7 +109,7 @@ class Batching(ABC):
         return None if self.rows is None else self.rows[self._padded_size(unpadded_size)]
 
     def host_batch_size_of(self, unpadded_size: int) -> int:
-        """Returns how many rows of a full batch are kept, including rows of padding.
+        """Returns how many rows this host keeps of a full batch, including rows of padding.
 
         Args:
             unpadded_size: Number of rows of the batch, without padding.
@@ -122,7 +122,10 @@ class Batching(ABC):
 
     @property
     def host_batch_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that are kept of a full batch, with padding: one per unpadded size."""
+        """The number of rows that this host keeps of a full batch, for each of `unpadded_sizes`.
+
+        Rows of padding are counted.
+        """
         return tuple(map(self.host_batch_size_of, self.unpadded_sizes))
 
     @property
@@ -132,7 +135,7 @@ class Batching(ABC):
 
     @property
     def records_per_batch(self) -> int:
-        """Largest number of records that are read for a batch; 1 if it is read as a whole."""
+        """Most records that this host reads for a batch; 1 if a batch is read as a whole."""
         return max(self.host_batch_sizes) if self.reads_rows_alone else 1
 
     @property
@@ -154,7 +157,7 @@ class Batching(ABC):
     def beginning_at(self: B, progress: Progress) -> B:
         """Returns a copy whose first batch begins at a position.
 
-        Returns the same object if batches cannot begin at any record.
+        If batches have fixed borders (`counts_records` is False), returns the same object.
 
         Raises:
             ShardingError: `remainder` is "error", and a batch would then be short.

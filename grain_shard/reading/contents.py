@@ -39,7 +39,7 @@ class Contents:
             read, and if they are not compared.
         is_read: True once the records were read, or if there are no records to read.
         why_not: The reason why contents are not compared, for messages. It is "" if contents are
-            compared, and if there is nothing to compare.
+            compared, if `ds` is None, and if every source is a ``MapDataset.range``.
     """
 
     def __init__(self, ds: Any = None):

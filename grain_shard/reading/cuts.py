@@ -1,7 +1,8 @@
 """`Cuts`: which records of an epoch are in which batch, computed from integers alone.
 
-The position of a run is a record of an epoch. Batch sizes only decide where the next batches end.
-So batch sizes may change at any record, and no record is left out or taken twice.
+The position of a run says which record of which epoch comes next. Batch sizes only decide where the
+following batches end. So a batch size may change at any record, and no record is left out or read
+twice.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Cuts:
         sizes_by_step: Maps a step, which is the number of a batch in the run, to the size of full
             batches from that step on. Steps ascend from 0.
         drop_remainder: True leaves out the short batch at the end of an epoch.
-        begin: Position at which the first batch begins. Sizes before this step have no effect.
+        begin: Position at which the first batch begins. Batches of earlier steps are not made.
     """
 
     records: int

@@ -83,9 +83,9 @@ class FaultRules:
     Attributes:
         retries: Number of further tries of a failed read; a number, or `Retries`.
         on_bad_record: "error" ends the run at an unreadable record. "mask" puts a row of padding in
-            its place.
-        max_bad_records: Most records that may be unreadable before the run ends: a number, or a
-            share of the records read.
+            its place. In a feed "mask" drops the record, as a filter does.
+        max_bad_records: Most records that may be unreadable on a host before the run ends: a
+            number, or a share of the records that the host has read (counted as at least 1,000).
         is_read_once: True if each record is read on one host only. If several hosts read a record,
             it is masked only for an error that every host gets. After any other error one host may
             have the record and another one not, and their rows would differ.
@@ -116,7 +116,7 @@ class FaultRules:
 
     @property
     def masks(self) -> bool:
-        """True if a row of padding replaces an unreadable record."""
+        """True if an unreadable record is left out, and does not end the run."""
         return self.on_bad_record == "mask"
 
 
@@ -153,7 +153,8 @@ class FaultCounts(NamedTuple):
 
     Attributes:
         retries: Number of further tries after an error.
-        bad_records: Number of unreadable records that rows of padding replaced.
+        bad_records: Number of unreadable records that were left out. A row of padding replaces
+            each one, except in feeds.
         listed: The first 1,000 of the bad records.
         records: Number of records that were read. It is 0 unless bad records may be masked.
     """
@@ -164,7 +165,7 @@ class FaultCounts(NamedTuple):
     records: int = 0
 
     def after(self, before: FaultCounts) -> FaultCounts:
-        """Returns the sums of `before` and these counts."""
+        """Returns the sums of `before` and the counts of this object; lists `before` first."""
         return FaultCounts(
             retries=before.retries + self.retries,
             bad_records=before.bad_records + self.bad_records,
@@ -204,7 +205,7 @@ class Faults(Recovery):
         return self._counts
 
     def taken(self) -> FaultCounts:
-        """Returns the counts since the last call, and sets them to 0."""
+        """Returns the counts since the last call of `taken`, and sets the counts to 0."""
         with self._lock:
             counts, self._counts = self._counts, FaultCounts()
             return counts
@@ -223,7 +224,10 @@ class Faults(Recovery):
         self._is_stopped = True
 
     def may_heal(self, error: Exception) -> bool:
-        """Returns whether a read is tried again after the source raised this error."""
+        """Returns whether a read may be tried again after this error of the source.
+
+        Only the kind of the error counts here, not the number of tries.
+        """
         return self._is_named(error) or is_transient(error)
 
     def _is_named(self, error: BaseException) -> bool:
@@ -258,7 +262,13 @@ class Faults(Recovery):
             del error  # its traceback refers to this frame, which would stay in memory
 
     def _pause(self, tries: int, error: Exception) -> bool:
-        """Waits before a further try; returns False if `stop` was called, so that none follows."""
+        """Counts and logs a further try, and waits before it; returns False if it must not follow.
+
+        It must not follow if `stop` was called.
+
+        Raises:
+            BadRecordsError: More records failed at every try than may be bad.
+        """
         if self._is_stopped:
             return False
         self._require_source(error)
@@ -278,7 +288,7 @@ class Faults(Recovery):
         return not self._is_stopped
 
     def may_leave_out(self, error: BaseException) -> bool:
-        """Returns whether a row of padding may replace a record that failed with this error."""
+        """Returns whether a record that failed with this error may be left out."""
         if not self.masks or self._is_stopped:
             return False
         if isinstance(error, MemoryError | BadRecordsError) or not isinstance(error, Exception):
@@ -306,7 +316,10 @@ class Faults(Recovery):
             ) from error
 
     def _most(self) -> float:
-        """Returns how many of the records read so far may be bad."""
+        """Returns how many records may be bad.
+
+        A share is taken of the records read so far, or of 1,000 if fewer were read.
+        """
         most = self._rules.max_bad_records
         if isinstance(most, numbers.Integral):
             return float(most)
@@ -320,7 +333,7 @@ class Faults(Recovery):
         feed: int | None = None,
         origin: Origin | None = None,
     ) -> None:
-        """Counts and logs a bad record, which a row of padding replaces.
+        """Counts and logs a bad record, which is left out.
 
         Args:
             bad: The placeholder of the record, with its error.
@@ -363,7 +376,7 @@ class Faults(Recovery):
             ) from error
 
     def advice(self, error: Exception) -> str:
-        """Returns a remedy: the argument ``retries=`` that has such a read tried more often."""
+        """Returns advice for a message: a ``retries=`` that allows more tries after this error."""
         name, times = type(error).__name__, self._retries.times
         if self.may_heal(error):
             return f"For more tries, pass retries=Retries({2 * times or 4}, on={name})"

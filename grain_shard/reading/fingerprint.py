@@ -1,9 +1,10 @@
 """Fingerprints of pipelines: digests of facts that must be the same when a state is restored.
 
-A fingerprint is made of the text and the length of each node of the pipeline, and of the paths or
-the own fingerprint of each source. Seeds and weights are private in Grain. If this version of Grain
-keeps them elsewhere, a change of them is not noticed. A change inside a function is not noticed,
-because only the name of the function is compared. For a change of records see `contents.py`.
+A fingerprint is made of the text, the seeds and the arguments of each node of the pipeline, of the
+number of records, and of the names of each source's files. Seeds and some arguments, such as
+weights, are private attributes in Grain. If this version of Grain keeps one of them elsewhere, a
+change of it is not noticed. A change inside a function is not noticed either, because only the name
+of the function is compared. For a change of records see `contents.py`.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ def fingerprint_at(fingerprint: Mapping[str, Any], place: Progress | None) -> Fi
     change before the state is restored.
 
     Args:
-        fingerprint: The fingerprint of the pipeline; a state's fingerprint is returned unchanged.
-        place: The position of the state. None, or a position in a later epoch, includes all
+        fingerprint: The fingerprint of the pipeline. A fingerprint from a state is returned
+            unchanged, because it has a digest in place of the weights.
+        place: The position of the state. None, or a position after the first epoch, includes all
             weights.
     """
     weights = fingerprint.get(WEIGHTS)

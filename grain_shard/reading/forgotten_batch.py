@@ -14,11 +14,11 @@ from grain_shard.trees import FlatBatch
 def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch) -> None:
     """Raises an error if an element is a record and no batch, and warns if it may be a record.
 
-    An element with a scalar beside arrays is a record. Any other element of a random-access
-    pipeline may be a record or a batch.
-
     A pipeline with a ``.batch`` passes. A pipeline that begins with a `grain.IterDataset`, such as
     one from `from_iterable`, passes, too, because that dataset may yield batches itself.
+
+    In any other pipeline, an element with a scalar beside arrays is a record. An element without a
+    scalar may be a record or a batch, and a random-access pipeline gets a warning.
 
     Args:
         ds: The pipeline.

@@ -76,8 +76,8 @@ class Padding:
         """Returns the number of rows of a full batch, including padding.
 
         Args:
-            global_batch_size: The batch size of the dataset. Unused if the attribute of this name
-                is given.
+            global_batch_size: The batch size of the dataset. It is not used if the attribute
+                `global_batch_size` is set.
         """
         return round_up(self.global_batch_size or global_batch_size, self.divisor)
 
@@ -115,7 +115,7 @@ class Padding:
         return found
 
     def made(self) -> None:
-        """Warns if no mask will mark rows of padding. Called whenever such rows are made."""
+        """Warns if batches have no mask. Called whenever rows of padding are made."""
         if self.mask_key is None:
             warnings.warn(
                 "a batch has rows of padding and no mask, so a mean over the batch includes the"

@@ -20,7 +20,9 @@ _READ_S = 4e-3
 
 
 def records_in_time(seconds_per_record: float | None) -> int:
-    """Returns the number of records for one `Read`, if records are read one by one.
+    """Returns the number of records for one `Read`, if the source reads records one by one.
+
+    These records take about 4 ms together. A slower record is read alone.
 
     Args:
         seconds_per_record: The time that one record takes; None if unknown.
@@ -63,8 +65,8 @@ class Sink(Protocol):
         """Counts `count` elements as written.
 
         Returns:
-            The number and value of each result that these elements complete: one finished batch, or
-            none.
+            A pair ``(number of the batch, result)`` if these elements complete a batch; otherwise
+            nothing. A feed returns nothing.
         """
         ...
 
@@ -72,7 +74,7 @@ class Sink(Protocol):
         """Passes on the error of the record at `start`.
 
         Returns:
-            The number of the batch and the error; nothing for a feed, which keeps the error itself.
+            A pair ``(number of the batch, error)``. A feed returns nothing, and keeps the error.
         """
         ...
 
@@ -174,7 +176,7 @@ class Read(Task[Any]):
 def _read(parts: Sequence[Part], until: float) -> list[Elements]:
     """Returns the elements of each part, read in one call if the source can.
 
-    If the time is over, elements at the end are missing.
+    If the time is over or a read failed, elements at the end are missing.
     """
     with span(READ):
         ways = [sink.way(start, stop) for sink, start, stop, _ in parts]

@@ -119,13 +119,13 @@ class Reads(Tasks[tuple[Batch, Any]]):
         self._faults.stop()
 
     def _draw_left(self) -> list[Part]:
-        """Takes a share of the earliest records that a read has left unread.
+        """Takes a share of the earliest records that an earlier read began, but did not finish.
 
         The records are divided equally among the threads, so that slow records are read side by
         side.
 
         Returns:
-            One range of records; an empty list if no read has left any.
+            A list with one range of records; an empty list if every read has finished its records.
         """
         if not self._left:
             return []
@@ -137,7 +137,7 @@ class Reads(Tasks[tuple[Batch, Any]]):
         return [drawn]
 
     def _records_at_a_time(self) -> int:
-        """Returns the number of records that the next read takes."""
+        """Returns the largest number of records for the next read."""
         if not self._reads_many:
             return min(
                 records_in_time(self._pace.seconds_per_record), self._sequence.most_at_a_time
@@ -202,7 +202,9 @@ class _Sequence:
         return 0 if is_over else len(self._indices) - self.begun
 
     def take(self, most: int, room: int) -> list[Part]:
-        """Takes the next records.
+        """Takes the next records, and begins their batches.
+
+        An error in beginning a batch is not raised, but kept as `failure`.
 
         Args:
             most: Largest number of records to take.
@@ -239,7 +241,10 @@ class _Sequence:
         return Part(builder, 0, builder.size)
 
     def _found(self) -> list[BatchBuilder]:
-        """Returns builders of the next few batches; of one alone if several raise an error."""
+        """Returns builders of the next few batches.
+
+        If an error is raised for several batches together, only the first of them is begun.
+        """
         most = _RECORDS_AHEAD // max(1, self._batching.records_per_batch)
         count = max(1, min(most, self.begun))
         indices = self._indices[self.begun :][:count]

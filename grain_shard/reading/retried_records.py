@@ -15,7 +15,7 @@ from grain_shard.tasks import Raised
 
 
 class RetriedRecords(grain.MapDataset):
-    """The elements of the parent. A read that fails is tried again, if the rules say so.
+    """The records of the parent dataset. A read that fails is tried again, if the rules say so.
 
     Args:
         parent: The dataset of records.

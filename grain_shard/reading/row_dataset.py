@@ -16,7 +16,11 @@ from grain_shard.reading.whole_batching import WholeBatching
 
 
 def batching_of(ds: grain.MapDataset) -> Batching:
-    """Returns the `Batching` of a dataset: by record if ``.batch`` only stacks, else by batch."""
+    """Returns the `Batching` of a dataset of batches.
+
+    It is a `RecordBatching` if ``.batch`` only stacks records, because each row can then be read
+    alone. Otherwise it is a `WholeBatching`, which evaluates whole batches.
+    """
     node = nodes.batch_node(ds)
     if node is None:
         return WholeBatching.of(ds, None)

@@ -299,6 +299,10 @@ def _as_text(objects: np.ndarray, dtype: np.dtype) -> np.ndarray:
     Args:
         objects: An object array of strings or bytes.
         dtype: The string dtype of a row. Its width is not used.
+
+    Returns:
+        An array of NumPy's string dtype, as wide as the longest string. An object array if a string
+        ends in a NUL character, which NumPy's string dtype would drop.
     """
     texts = [text.item() if isinstance(text, np.ndarray) else text for text in objects.flat]
     # NumPy's string dtypes drop NUL characters at the end of a string. Such strings stay objects.

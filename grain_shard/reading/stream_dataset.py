@@ -28,8 +28,8 @@ class SeenBatches:
 
     Attributes:
         rows: Number of rows of a full batch, before padding; 0 until it is known.
-        is_begun: True after the first batch, and after a restore. The size of the first batch is
-            checked. After a restore it is not, because the next batch may be the short last batch.
+        is_begun: True after the first batch, and after a restore. While it is False, the size of
+            the next batch is checked. After a restore the next batch may be the short last one.
         first_digest: Digest of the first batch before this host's rows are taken from it, if every
             host reads the same whole batches; "" otherwise.
     """

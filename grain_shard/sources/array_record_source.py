@@ -248,16 +248,17 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
 def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Calls a function for each item, and returns the results in the order of the items.
 
-    If the first calls take long, other threads make the remaining calls, side by side. For a bucket
-    other threads always make the call. Without a network or credentials, array_record blocks its
-    caller for a quarter of an hour, and Ctrl-C does not end that.
+    The calling thread makes the first calls. If they take long, other threads make the remaining
+    calls, side by side. A call for a bucket's object is always made by another thread: without a
+    network or credentials, array_record blocks its caller for a quarter of an hour, and Ctrl-C does
+    not end that.
 
     Args:
         function: The function.
         items: The arguments of each call: a path, and further arguments.
 
     Raises:
-        RuntimeError: The program ended before a file answered.
+        RuntimeError: The main thread has ended, and a file has not answered yet.
     """
     until = time.perf_counter() + _PATIENCE_S
     results = []

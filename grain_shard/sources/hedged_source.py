@@ -1,9 +1,9 @@
 """`HedgedSource`: asks a source a second time for a record whose read is late.
 
-Most reads of a bucket take 50 ms, and one in a thousand takes seconds. A second request for the
-same record is then answered long before the first request. This is known as "backup requests" or
-"hedged requests". If all reads are slow, more requests would only slow down the source. So only few
-reads are repeated.
+Most reads of a bucket take 50 ms, and one in a thousand takes seconds. A second request for
+such a record is usually answered long before the first request. This is known as "backup requests"
+or "hedged requests". If all reads are slow, more requests would only slow down the source. So only
+few reads are repeated.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class HedgedSource:
             *read: A function, and its arguments.
 
         Returns:
-            The first answer. If both requests fail, the error of the first one is raised.
+            The answer that comes first. If no request succeeds, the error of the first request is
+            raised.
         """
         first = _THREADS.call_at_once(self._timed, *read)
         if first is None:

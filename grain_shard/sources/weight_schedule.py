@@ -44,7 +44,7 @@ class WeightSchedule:
         num_components: Number of components, which are the mixed datasets.
 
     Raises:
-        ShardingError: The records or the weights are invalid.
+        ShardingError: The keys or the values of `weights` are invalid.
     """
 
     def __init__(self, weights: Mapping[int, Sequence[Any]], num_components: int):
@@ -67,7 +67,7 @@ class WeightSchedule:
 
     @property
     def weights(self) -> list[tuple[int, Parts]]:
-        """The weights: pairs of a first record and its weights, as integers in lowest terms."""
+        """Pairs of a record and the weights from it on, as integers in lowest terms."""
         return [(stage.start, stage.parts) for stage in self._stages]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +87,7 @@ class WeightSchedule:
         return components, records
 
     def length(self, lengths: Sequence[int]) -> int:
-        """Returns the length of the mixture, which ends before the first record that is lacking.
+        """Returns the length of the mixture, which ends before a component lacks a record.
 
         Args:
             lengths: The number of records of each component.
@@ -147,7 +147,7 @@ def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
     assignment problem", solved after Tijdeman (Discrete Mathematics 32, 1980). With n components,
     each component is at most 1 - 1 / (2n - 2) records away from its share, which is the best
     possible bound. A component may take a turn once it is at least 1 / (2n - 2) records behind its
-    share. If several components may take the next turn, the component takes it that would be the
+    share. If several components may take the next turn, it goes to the component that would be the
     first to fall too far behind.
 
     Returns:
