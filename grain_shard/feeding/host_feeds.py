@@ -35,7 +35,7 @@ class HostFeeds(HostBatches):
     Args:
         ds: The batches, padded and cut to this host's rows.
         run: The options with which the feeds run. At most `run.buffer_size` batches wait on the
-            host or are unfinished. With worker processes it is one more.
+            host or are unfinished. With worker processes, it may be one batch more.
         saved_feeds: The feeds that this host writes into a checkpoint; None for all of its feeds.
     """
 

@@ -53,12 +53,12 @@ class BatchNode:
         after: The nodes that follow ``.batch``, from the last one back. A ``.repeat`` that only
             adds epochs is left out.
         records: The dataset that is batched.
-        global_batch_size: B.
+        global_batch_size: The size B of a full batch.
         drop_remainder: True if Grain drops the short batch.
         only_stacks: True if a row of a batch depends on its record alone. That is so with Grain's
             default batch function and no ``.map`` after it.
-        num_epochs: Number of epochs of ``.batch`` in the pipeline; None if the batches are sliced
-            or shuffled.
+        num_epochs: Number of times that the pipeline passes over the batches of ``.batch``; None if
+            the batches are sliced or shuffled.
     """
 
     batches: grain.MapDataset

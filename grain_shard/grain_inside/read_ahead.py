@@ -28,6 +28,8 @@ _FUNCTIONS = ("_map_fn", "_filter_fn", "_batch_fn")
 def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.IterDataset:
     """Returns the same stream, in which other datasets read the random-access parts.
 
+    The user's functions are wrapped, so that a StopIteration in a function is an error.
+
     The nodes that follow these parts are copied, so that no node of the user changes. The streams
     of an interleave, and so of ``.mp_prefetch``, are left as they are, because Grain does not list
     them as parents.
@@ -38,7 +40,7 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
             state of the stream must be like Grain's, ``{"next_index": ...}``.
 
     Returns:
-        The stream. It is `ds` itself if there is nothing to replace, or if Grain's private
+        The stream. It is `ds` itself if there is nothing to replace or wrap, or if Grain's private
         attributes are unknown.
     """
     known: dict[int, Any] = {}

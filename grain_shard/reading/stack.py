@@ -203,6 +203,7 @@ class RowTemplate:
 
         Raises:
             BadRecordsError: None of the first records can be read.
+            Exception: A record cannot be read, and the rules do not let it be left out.
             ShardingError: The row cannot be stacked.
         """
         if self._stacker is None:
@@ -218,6 +219,7 @@ class RowTemplate:
 
         Raises:
             BadRecordsError: None of the first records can be read.
+            Exception: A record cannot be read, and the rules do not let it be left out.
         """
         error: BaseException = LookupError("the dataset has no record")
         for record in range(min(len(self.records), _MOST_LOOKED_AT)):

@@ -132,7 +132,7 @@ class ArrayRecordSource:
 
     @property
     def paths(self) -> list[str]:
-        """Files, in the order of their records."""
+        """Files, in the order of their records. A file with two ranges is listed twice."""
         return [part.path for part in self._parts]
 
     def where(self, index: SupportsIndex) -> RecordPlace:

@@ -48,9 +48,9 @@ os.register_at_fork(
 class HedgedSource:
     """A wrapper of a random-access source, which asks the source again if a read is late.
 
-    The first answer counts. An error counts only if both requests fail. All other attributes are
-    the attributes of the wrapped source, even the class. So a pipeline, its states and its errors
-    are the same with and without this wrapper.
+    The first answer counts. If a second request was made, an error counts only if both requests
+    fail. All attributes that are not listed here are attributes of the wrapped source, even the
+    class. So a pipeline, its states and its errors are the same with and without this wrapper.
 
     A read is late once it has taken 10 ms, and three times the 95th percentile of read times. At
     most one read in twenty is repeated.
