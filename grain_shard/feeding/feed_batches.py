@@ -153,7 +153,7 @@ class FeedBatches(grain.IterDataset):
 
     Args:
         feeds: The feeds.
-        rows: The rows of a batch that each feed gives.
+        rows: Divides the rows of a batch among the feeds.
     """
 
     def __init__(self, feeds: FeedStreams, rows: FeedRows):

@@ -148,8 +148,9 @@ class _Line:
     def evaluated(self, part: Part) -> Iterator[Any]:
         """Yields the records of a part. The consumer's thread evaluates each one.
 
-        If the stream reads ahead, one record in a call, and the records are slow, this ends early.
-        It then leaves the remaining records to the readers (threads that read ahead).
+        In a stream that reads ahead, this ends early if the records are slow. It then leaves the
+        remaining records to the readers (threads that read ahead). If the source reads many records
+        in one call, this never ends early.
         """
         began = time.perf_counter()
         elements = iter(self.way(part.start, part.stop).each(self.faults))

@@ -2,9 +2,9 @@
 
 ``MapDataset.shuffle`` permutes indices by a cipher, so that no permutation has to be stored. The
 cipher is a Feistel network of 4 rounds with the round function of Simon
-(https://eprint.iacr.org/2013/404). Its keys come from C++'s ``std::seed_seq``. It is repeated until
-the result is an index ("cycle walking"). Grain takes 5 us for one index. With arrays of indices,
-NumPy takes a fraction of that for each. `routes` compares some results with Grain's.
+(https://eprint.iacr.org/2013/404). Its keys come from C++'s ``std::seed_seq``. The cipher is
+repeated until the result is an index ("cycle walking"). Grain takes 5 us for one index. With arrays
+of indices, NumPy takes a fraction of that for each. `routes` compares some results with Grain's.
 """
 
 from __future__ import annotations

@@ -120,9 +120,9 @@ class BatchBuilder:
         self._stack.write(elements, start, self._records[start : start + len(elements)])
 
     def _stacked(self) -> Batch:
-        """Returns the batch without padding, and gives up the arrays.
+        """Returns the batch without padding. Every element must have been written before.
 
-        Every element must have been written before.
+        Afterwards this object no longer refers to the arrays of the batch.
         """
         stack, self._stack = self._stack, None
         return (stack or Stack(self._template.stacker(self.faults), 0)).batch()

@@ -74,7 +74,7 @@ class Batching(ABC):
 
     @abstractmethod
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
-        """Returns builders of some batches. The builders are empty, because no record is read yet.
+        """Returns builders of some batches. The builders are empty: their records are not read yet.
 
         To begin several batches takes little longer than to begin one, because NumPy computes the
         indices of all records together.

@@ -1,8 +1,8 @@
 """Digests of two records of a source, which hosts compare with each other and with a saved state.
 
 Two sources with the same name and the same number of records may hold other records, or the same
-records in another order. Two records show the difference, unless they are the same in both
-sources. They are read from the source itself, before any function of the user, because the user's
+records in another order. Two records show the difference, unless they are the same in both sources.
+Both records are read from the source itself, before any function of the user, because the user's
 functions may be random.
 """
 

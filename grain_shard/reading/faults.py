@@ -165,7 +165,10 @@ class FaultCounts(NamedTuple):
     records: int = 0
 
     def after(self, before: FaultCounts) -> FaultCounts:
-        """Returns the sums of `before` and the counts of this object; lists `before` first."""
+        """Returns the sums of `before` and of the counts in this object.
+
+        In `listed`, the records of `before` come first.
+        """
         return FaultCounts(
             retries=before.retries + self.retries,
             bad_records=before.bad_records + self.bad_records,

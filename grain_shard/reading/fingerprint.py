@@ -2,9 +2,10 @@
 
 A fingerprint is made of the text, the seeds and the arguments of each node of the pipeline, of the
 number of records, and of the file names or the own fingerprint of each source. Seeds and some
-arguments, such as weights, are private attributes in Grain. If this version of Grain keeps one of
-them elsewhere, a change of it is not noticed. A change inside a function is not noticed either,
-because only the name of the function is compared. For a change of records see `contents.py`.
+arguments, such as a mixture's weights, are private attributes in Grain. If this version of Grain
+keeps one of them elsewhere, a change of it is not noticed. A change inside a function is not
+noticed either, because only the name of the function is compared. For a change of records see
+`contents.py`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class IterableBatches(grain.IterDataset):
 
     Attributes:
         has_begun: True once a batch was asked for.
-        in_use: A lock that is held while a batch is taken, or the source's state is read or set.
+        in_use: A lock that is held while the source yields a batch, or its state is read or set.
         has_one_pass: True if the source is itself an iterator, which all passes share.
     """
 

@@ -22,7 +22,7 @@ _READ_S = 4e-3
 def records_in_time(seconds_per_record: float | None) -> int:
     """Returns the number of records for one `Read`, if the source reads records one by one.
 
-    These records take about 4 ms together. A slower record is read alone.
+    These records take about 4 ms together. A record that takes longer is read alone.
 
     Args:
         seconds_per_record: The time that one record takes; None if unknown.
@@ -65,8 +65,8 @@ class Sink(Protocol):
         """Counts `count` elements as written.
 
         Returns:
-            A pair ``(number of the batch, result)`` if these elements complete a batch; otherwise
-            nothing. A feed returns nothing.
+            An iterable of one pair ``(number of the batch, result)`` if these elements complete a
+            batch; an empty one otherwise, and always for a feed.
         """
         ...
 
@@ -74,7 +74,8 @@ class Sink(Protocol):
         """Passes on the error of the record at `start`.
 
         Returns:
-            A pair ``(number of the batch, error)``. A feed returns nothing, and keeps the error.
+            An iterable of one pair ``(number of the batch, error)``; an empty one for a feed, which
+            keeps the error itself.
         """
         ...
 

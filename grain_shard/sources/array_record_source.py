@@ -258,7 +258,7 @@ def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]
         items: The arguments of each call: a path, and further arguments.
 
     Raises:
-        RuntimeError: The main thread has ended, and a file has not answered yet.
+        RuntimeError: The main thread ended before a file answered.
     """
     until = time.perf_counter() + _PATIENCE_S
     results = []

@@ -152,7 +152,7 @@ def _pattern(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         int64[period], the component of each turn; and int64[period], the number of earlier turns of
-        that component in this round.
+        that component in the same period.
     """
     used = [i for i, part in enumerate(parts) if part]
     period, scale = sum(parts), max(1, 2 * len(used) - 2)
