@@ -82,7 +82,10 @@ def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.
     by_1, by_2, by_8 = (dtype(word_bits - r) for r in (1, 2, 8))
 
     def mixed(word: np.ndarray) -> np.ndarray:
-        """Returns Simon's round function of a word: it rotates the word left by 1, 8 and 2 bits."""
+        """Returns Simon's round function of a word: ``(rot(1) & rot(8)) ^ rot(2)``.
+
+        ``rot(n)`` is the word rotated left by n bits. Bits above the word are not cleared.
+        """
         twice = word | (word << width)  # shifted right, its lower half is the rotated word
         return ((twice >> by_1) & (twice >> by_8)) ^ (twice >> by_2)
 
