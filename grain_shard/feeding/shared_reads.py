@@ -1,6 +1,6 @@
 """`SharedReads`: the threads that read ahead for all feeds of a host, within one bound on memory.
 
-The threads are called readers. The records of each stream are a line, which is cut into parts. A
+The threads are called readers. The records of each stream form a line, which is cut into parts. A
 free reader chooses the line that has the fewest records ready or unfinished, and evaluates the next
 part of that line. So the feed that needs records most is served first. The number of readers does
 not grow with the number of feeds.
@@ -112,7 +112,7 @@ class _Line:
         come: Lists of evaluated records, each by the index of its first record. A failed read is a
             list with the error as `Raised`.
         left: Parts that were begun and not finished, which the readers have to evaluate.
-        record_bytes: Average bytes of a record; 0 before the first record.
+        record_bytes: Running average of the bytes of a record; 0 before the first record.
         reads_many: True if the source reads many records in one call.
     """
 
@@ -208,7 +208,7 @@ class _Line:
 
     @property
     def most_in_time(self) -> int:
-        """Most records of one read, so that the read does not take too long."""
+        """Most records of one read: as many as take about 4 ms, and at least one."""
         return records_in_time(self._seconds[-1] if self._seconds else None)
 
 
@@ -330,7 +330,7 @@ class _Lines(Tasks[None]):
 
 
 def _num_bytes(element: Any) -> int:
-    """Returns the bytes of an element's leaves.
+    """Returns the number of bytes of an element's leaves.
 
     A leaf that is not an array counts without the objects that it refers to.
     """
