@@ -157,7 +157,7 @@ class BatchLayout:
         return self.shards.index(row // size) * size + row % size
 
     def global_batch_size(self, host_batch_size: int) -> int:
-        """Returns the number of rows of the global batch if this host holds `host_batch_size`."""
+        """Returns the rows of a global batch of which this host holds `host_batch_size` rows."""
         return host_batch_size // len(self.shards) * self.divisor
 
 

@@ -2,8 +2,9 @@
 
 ``grain-shard[plan]`` installs libtpu, and JAX starts every backend that is installed. Without a TPU
 libtpu looks for the names of its hosts, finds none, and prints five lines of errors. JAX then goes
-on without libtpu. ``JAX_PLATFORMS=cpu`` keeps JAX from starting it, but also from using GPUs. So
-the variables here give libtpu names of hosts. It then finds no TPU and prints nothing.
+on without libtpu. ``JAX_PLATFORMS=cpu`` keeps JAX from starting libtpu, but also from using GPUs.
+So this module sets variables that give libtpu names of hosts. It then finds no TPU and prints
+nothing.
 
 An imported package must not change the environment of a user's program. Only the commands of this
 package set the variables, in their own processes.

@@ -170,7 +170,8 @@ def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
     """Places each leaf of a state by the sharding that `sharding_of(name, leaf)` returns.
 
     Raises:
-        ShardingError: A leaf cannot be placed, with a remedy for states.
+        ShardingError: A leaf cannot be placed. The remedy in the message is for a state, not for a
+            batch.
     """
 
     def place(path: KeyPath, leaf: Any) -> jax.Array | np.ndarray:

@@ -64,7 +64,7 @@ class ShardBatch(Stage):
         return RowMapDataset(ds, batching, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """Returns the stream of this host's rows of a stream that is the same on every host."""
+        """Returns a stream of this host's rows. The stream `ds` must be the same on every host."""
 
         def own_rows(batch: Batch, seen: SeenBatches) -> Batch:
             flat = FlatBatch.of(batch)

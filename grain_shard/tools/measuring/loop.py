@@ -91,7 +91,10 @@ def covered_s(spans: Sequence[Span]) -> float:
 
 
 def cut(whole: Span, start: float, end: float) -> Span:
-    """Returns the part of a span between two times, with an equal share of its processor time."""
+    """Returns the part of a span between two times.
+
+    Its processor time is in proportion to its length.
+    """
     start, end = max(whole.start, start), min(whole.end, end)
     length = whole.end - whole.start
     part = (end - start) / length if length else 1.0
