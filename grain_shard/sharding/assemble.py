@@ -1,8 +1,9 @@
 """Global `jax.Array`s from this host's rows, without communication with other hosts.
 
-`jax.device_put` of host data onto a sharding that spans processes compares the data across them.
-That is a collective, which may hang in a background thread. `jax.make_array_from_callback` takes
-the global shape and asks only for the shards of this process's devices, one by one.
+`jax.device_put` of host data onto a sharding that spans processes compares the data of all these
+processes. That is a collective, which may hang in a background thread. So this module calls
+`jax.make_array_from_callback`, which takes the global shape and asks only for the shards of this
+process's devices, one by one.
 """
 
 from __future__ import annotations

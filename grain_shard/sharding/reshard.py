@@ -76,8 +76,10 @@ class Resharder:
 
 
 def move_to(shardings: Sequence[Sharding | None]) -> Any:
-    """Returns a jitted function that takes arrays and returns them in these shardings, in order.
+    """Returns a jitted function that takes arrays, and returns each one in its sharding.
 
-    A None in `shardings` belongs to a text leaf and is skipped: the function takes no text.
+    Args:
+        shardings: The sharding of each leaf of a batch, in order. A None belongs to a text leaf. It
+            is skipped, because the function takes no text.
     """
     return jax.jit(lambda *arrays: arrays, out_shardings=tuple(filter(None, shardings)))

@@ -26,7 +26,7 @@ def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int
         shape: Global shape of the leaf.
 
     Raises:
-        ShardingError: The number of shards of a dim does not divide its size.
+        ShardingError: The number of shards of a dim does not divide the size of the dim.
     """
     if not isinstance(sharding, NamedSharding):
         return

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Args:
-        argv: The arguments after the program's name; None takes those of this process.
+        argv: The arguments after the program's name; None takes the arguments of this process.
 
     Returns:
         The exit code: 0 for success, 1 for a failure, 2 for wrong arguments, 130 after Ctrl-C, and

@@ -97,7 +97,7 @@ def hints() -> dict[str, str]:
 
 
 def checks() -> dict[str, str]:
-    """Returns the state of each thing that may be missing, by name, with a remedy if it is.
+    """Returns the state of each thing that may be missing, by name, or a remedy if it is missing.
 
     The things are: open files, the optional parts of this package, TPU and GPU libraries.
     """

@@ -19,12 +19,18 @@ _NAMES = {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localh
 
 
 def tpu_is_here() -> bool:
-    """Returns True if there is a device file of a TPU: accel* up to v4, vfio for later TPUs."""
+    """Returns True if there is a device file of a TPU.
+
+    Up to v4 the file is /dev/accel*, for later TPUs /dev/vfio/[0-9]*.
+    """
     return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 
 def keep_libtpu_quiet() -> None:
-    """Sets the variables that libtpu asks for, if there is no TPU. Call it before JAX starts."""
+    """Sets environment variables that keep libtpu from printing errors, if there is no TPU.
+
+    Call this function before JAX starts.
+    """
     if not tpu_is_here():
         for name, value in _NAMES.items():
             os.environ.setdefault(name, value)

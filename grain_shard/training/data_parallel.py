@@ -48,7 +48,7 @@ def place_batch_on_shards(batch: Any, sharding: Any) -> Any:
 
     Raises:
         ShardingError: The rows do not split into the shards of this process, a leaf does not fit
-            its sharding, or no device can hold a leaf.
+            its sharding, or a leaf has a dtype, or integers, that no device can hold.
 
     Example:
         >>> rows = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
@@ -131,7 +131,8 @@ def data_parallel_train_step(
     Raises:
         TypeError: `state` and `optimizer` do not fit together.
         ShardingError: The size of the data axis does not divide the rows. Or the mesh has several
-            axes, none of them called "data". Or a leaf is text, or no device can hold it.
+            axes, none of them called "data". Or a leaf is text, or has a dtype, or integers, that
+            no device can hold.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -203,7 +204,8 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
     Inside a `jax.jit` all three are returned unchanged.
 
     Raises:
-        ShardingError: A leaf does not fit on the mesh, or is text, or no device can hold it.
+        ShardingError: A leaf does not fit on the mesh, or is text, or has a dtype, or integers,
+            that no device can hold.
     """
     leaves = jax.tree.leaves((state, batch, rngs))
     meshes = [leaf.sharding.mesh for leaf in leaves if _is_on_mesh(leaf)]

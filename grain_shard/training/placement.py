@@ -37,7 +37,7 @@ def place_on_device(data: Any, device: Any = None) -> Any:
 
     Raises:
         ShardingError: The device belongs to another process, a leaf is a `jax.Array` over several
-            processes, or no device can hold a leaf.
+            processes, or a leaf has a dtype, or integers, that no device can hold.
 
     Example:
         >>> x = place_on_device({"x": np.zeros(3)}, jax.local_devices()[1])["x"]
@@ -61,8 +61,9 @@ def distribute_batch(data: Any, sharding: Any) -> Any:
         The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
     Raises:
-        ShardingError: The size of a mesh axis does not divide its dim, a leaf has no sharding, no
-            device can hold a leaf, or this process has no device in a sharding.
+        ShardingError: The size of a mesh axis does not divide the dim that it shards. Or a leaf has
+            no sharding. Or a leaf has a dtype, or integers, that no device can hold. Or this
+            process has no device in a sharding.
 
     Example:
         >>> mesh = jax.make_mesh((8,), ("data",))
@@ -259,8 +260,8 @@ class DevicePlacement:
             The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
         Raises:
-            ShardingError: None of the devices belongs to this process, or no device can hold a
-                leaf.
+            ShardingError: None of the devices belongs to this process, or a leaf has a dtype, or
+                integers, that no device can hold.
         """
         mesh = jax.sharding.get_mesh()
         if devices is not None:

@@ -176,8 +176,8 @@ class _Chain(Stage):
     """All four stages of `shard_to` as one: check the size, pad, keep this host's rows, place.
 
     Attributes:
-        put: The last stage, with most settings. Its shardings are those of the batches that the
-            loop gets.
+        put: The last stage, with most settings. Its `shardings` are the shardings of the batches
+            that the loop gets.
         mask_key: The key of the mask in a batch; None for no mask.
         pad_value: The value in rows of padding: a number, or a tree prefix of numbers.
         read: "auto", "needed" or "once", see `shard_to`.
