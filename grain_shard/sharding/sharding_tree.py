@@ -161,9 +161,9 @@ class ShardingTree:
         """Returns "needed" or "once" for the argument `read` of `shard_to`.
 
         "needed" means that each host reads the rows that its devices need. "once" means that each
-        row is read once, see `spread`. "auto" becomes "once" if "once" reads fewer rows and the
-        devices divide the padded batch. Batches get no further padding for "once", so `read` never
-        changes the shape of a batch.
+        row is read once, see `spread`. "auto" becomes "once" if "once" reads fewer rows, and every
+        padded batch splits evenly over the devices. Batches get no further padding for "once", so
+        `read` never changes the shape of a batch.
 
         Args:
             read: "auto", "needed" or "once".

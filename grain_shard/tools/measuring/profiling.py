@@ -135,7 +135,7 @@ def profile(
     On several hosts each host measures itself.
 
     JAX's profiler shows the same stages as ``grain_shard.read`` and so on, above the work of the
-    devices. For that, call this function inside ``with jax.profiler.trace(folder)``.
+    devices. To see them there, call this function inside ``with jax.profiler.trace(folder)``.
 
     Example:
         >>> import time

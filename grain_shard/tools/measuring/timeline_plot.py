@@ -36,7 +36,7 @@ class _Picture(Figure):
 
 
 def draw(measured: Measurement, bottleneck: str) -> Figure:
-    """Returns a figure with a lane for each stage over time, and in it a strip for each thread.
+    """Returns a figure with a lane for each stage over time. A lane has a strip for each thread.
 
     Args:
         measured: The measured loop.

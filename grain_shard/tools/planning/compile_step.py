@@ -81,7 +81,7 @@ def compile_step(
 
     Raises:
         ShardingError: The batch does not fit its spec. Or the step was jitted for batches in other
-            shardings, so that each batch would have to be moved.
+            shardings than `shard_to` gives them.
     """
     step, state, record = build(mesh)
     shardings = ShardingTree.of(mesh, spec, microbatches=microbatches)

@@ -219,7 +219,7 @@ class Plan(InNotebooks):
         return to_text(self)
 
     def __rich__(self) -> Any:
-        """Returns all tables of the plan for `rich`, with at most 16 lines of hosts."""
+        """Returns all tables of the plan for `rich`, with at most 16 slices and groups of hosts."""
         ways = [reads for reads in (self.needed, self.once) if reads is not None]
         parts: list[Any] = [
             FittingTable(["the job", ""], self._job_lines(), left=2),

@@ -26,8 +26,9 @@ def draw_batch(batch: Any) -> Iterator[Any]:
 
     Leaves are cut alike if they are on the same mesh, with the same spec and the same sizes of the
     dims up to the last sharded one. The lines of a table are shards of the rows. The columns are
-    shards of other sharded dims. A cell names the devices that hold this shard. Only leaves with a
-    `NamedSharding` and at least one element are drawn. Their values are not read.
+    shards of other sharded dims. A cell names the devices that hold the rows of its line and
+    the shard of its column. Only leaves with a `NamedSharding` and at least one element are drawn.
+    Their values are not read.
     """
     groups: dict[Any, list[tuple[str, Any]]] = {}
     for path, leaf in zip(*flatten(batch)[:2], strict=True):
@@ -94,7 +95,7 @@ def _column_head(column: tuple[Range, ...]) -> str:
 
 
 def _devices(devices: Sequence[Any], several_hosts: bool) -> str:
-    """Returns the ids of the devices that hold a piece, grouped by host if there are several."""
+    """Returns the ids of some devices as text, grouped by host if `several_hosts` is True."""
     if not several_hosts:
         return f"device{'s' if len(devices) > 1 else ''} {describe_few([d.id for d in devices])}"
     hosts: dict[int, list[int]] = {}

@@ -178,7 +178,7 @@ def describe_bytes(count: int | None) -> str:
 
 
 def describe_ranges(ranges: Sequence[tuple[int, int]]) -> str:
-    """Returns ranges of rows as text, such as ``0:8, 16:24``; at most four, and how many more."""
+    """Returns ranges of rows as text: at most four, such as ``0:8, 16:24``, and how many more."""
     return describe_few([f"{start}:{stop}" for start, stop in ranges], at_most=4)
 
 
