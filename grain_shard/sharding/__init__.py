@@ -1,1 +1,1 @@
-"""Finds the rows that each host holds, from meshes and specs, and makes global arrays of them."""
+"""Finds the rows that each host holds, from meshes and specs, and makes global arrays."""

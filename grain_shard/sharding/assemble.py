@@ -1,8 +1,9 @@
 """Global `jax.Array`s from this host's rows, without communication with other hosts.
 
-`jax.device_put` of host data onto a sharding that spans processes compares the data across them.
-That is a collective, which may hang in a background thread. `jax.make_array_from_callback` takes
-the global shape and asks only for the shards of this process's devices, one by one.
+`jax.device_put` of host data onto a sharding that spans processes compares the data of all these
+processes. That is a collective, which may hang in a background thread. So this module calls
+`jax.make_array_from_callback`, which takes the global shape and asks only for the shards of this
+process's devices, one by one.
 """
 
 from __future__ import annotations
@@ -60,9 +61,12 @@ class Assembler:
     Args:
         shardings: Shardings of the leaves.
         layout: The rows of the global batch that this host holds.
-        is_padding: Returns True for a batch that is all padding, which is the same on all hosts.
-            If it is given, `digest` is made from the first batch, so that hosts can compare it.
-        host_batch_sizes: Every allowed number of rows of a host batch; () if there is only one.
+        is_padding: Function that takes a host batch, and returns True if all its rows are padding.
+            If it is given, `digest` is made from the first batch, so that hosts can compare their
+            digests. A batch of padding gets no digest, because it is the same on all hosts. None
+            for no digest.
+        host_batch_sizes: Every allowed number of rows of a host batch. () allows only the number of
+            the first batch.
     """
 
     def __init__(
@@ -116,6 +120,9 @@ class Assembler:
     def abstract(self, batch: Batch, final: ShardingTree | None = None) -> Batch:
         """Returns the global batch of a host batch, with a `jax.ShapeDtypeStruct` per `jax.Array`.
 
+        The given batch then counts as the first batch: later batches must have its tree, shapes and
+        dtypes.
+
         Args:
             batch: A host batch: a tree of numpy arrays ``[host_batch_size, ...]`` and scalars.
             final: Shardings to which the devices move the global batch afterwards; None if they do
@@ -152,7 +159,7 @@ class Assembler:
         return jax.make_array_from_callback(global_shape, leaf.sharding, shard)
 
     def _shape(self, shape: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
-        """Returns the shape of a leaf that has `num_rows` rows, cut into microbatches if asked.
+        """Returns the shape of a leaf with `num_rows` rows, cut into microbatches if there are any.
 
         Args:
             shape: Shape of the leaf, ``[rows, ...]``, of which only the later dims count; or ().

@@ -3,8 +3,8 @@
 The batch axis is cut into `divisor` equal shards, one for each index along the mesh axes that shard
 it. A device holds one shard or, if the batch axis is replicated, the whole batch. A host holds the
 shards of its devices. For gradient accumulation the batch is cut into microbatches first, and each
-microbatch into shards. So a few integers describe a host's rows for every batch size. They can be
-pickled for worker processes, which must not know any device.
+microbatch into shards. So a few integers describe a host's rows for every batch size. The integers
+can be pickled for worker processes, which must not know any device.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class BatchLayout:
         return self.shards.index(row // size) * size + row % size
 
     def global_batch_size(self, host_batch_size: int) -> int:
-        """Returns the number of rows of the global batch if this host holds `host_batch_size`."""
+        """Returns the rows of a global batch of which this host holds `host_batch_size` rows."""
         return host_batch_size // len(self.shards) * self.divisor
 
 
@@ -191,9 +191,9 @@ def mesh_axes_of(shardings: Iterable[Sharding]) -> tuple[tuple[str, int], ...]:
 def _shards_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, int]:
     """Returns the devices, the index of each device's shard of dim 0, and the number of shards.
 
-    The indices are int64[number of devices]. They are computed from the mesh, which is fast:
-    `Sharding.devices_indices_map` builds a slice for each of the thousands of devices of a pod. A
-    test compares both results.
+    The indices are int64[number of devices]. They are computed from the mesh, which is fast.
+    `Sharding.devices_indices_map` gives the same, but is slow: it builds a slice for each of the
+    thousands of devices of a pod. A test compares the results of both ways.
     """
     if not isinstance(sharding, NamedSharding):
         devices = list(sharding.device_set)

@@ -30,9 +30,9 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
         The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
     Raises:
-        ShardingError: A leaf does not fit its sharding, or no device can hold its dtype. Or this
-            process has no device in a sharding. Or a leaf that spans processes cannot be moved to
-            its sharding.
+        ShardingError: A leaf does not fit its sharding, or has a dtype, or integers, that no device
+            can hold. Or this process has no device in a sharding. Or a leaf that spans processes
+            cannot be moved to its sharding.
     """
     require_local(target)
     paths, leaves, structure = flatten(data)
@@ -49,7 +49,7 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
 
 
 def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray:
-    """Places one leaf.
+    """Places one leaf on the devices of its sharding.
 
     Args:
         path: The leaf's path in its tree, for messages.
@@ -62,8 +62,8 @@ def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarr
         A global `jax.Array` with the leaf's shape; for text, a numpy array.
 
     Raises:
-        ShardingError: The leaf does not fit its sharding, no device can hold its dtype, or it
-            spans processes and cannot be moved to its sharding.
+        ShardingError: The leaf does not fit its sharding. Or it has a dtype, or integers, that no
+            device can hold. Or it spans processes and cannot be moved to its sharding.
     """
     array = _as_array(path, leaf, ShardingTree(sharding))
     where = None if is_text(array) else fitted(sharding, array.ndim)

@@ -1,4 +1,4 @@
-"""`Resharder`: moves rows from the devices of the hosts that read them to the other devices."""
+"""`Resharder`: moves the rows of a batch from the devices of the reading hosts to other devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grain_shard.trees import Batch, flatten
 
 
 class Resharder:
-    """Moves each batch from the shardings in which its rows were read to the training step's.
+    """Moves each batch from the shardings of the read to the shardings of the training step.
 
     A move is a jitted identity function. There is one move for each batch; on several slices there
     may be two, see `ShardingTree.moves`.
@@ -61,7 +61,7 @@ class Resharder:
         )
 
     def forget(self) -> None:
-        """Frees the arrays of the last batch. The next call must pass another batch."""
+        """Frees the arrays of the last batch, which must not be passed to `__call__` again."""
         self._under_way = None
 
     def wait(self) -> None:
@@ -76,8 +76,10 @@ class Resharder:
 
 
 def move_to(shardings: Sequence[Sharding | None]) -> Any:
-    """Returns a jitted function that takes arrays and returns them in these shardings, in order.
+    """Returns a jitted function that takes arrays, and returns each one in its sharding.
 
-    A None in `shardings` belongs to a text leaf and is skipped: the function takes no text.
+    Args:
+        shardings: The sharding of each leaf of a batch, in order. A None belongs to a text leaf. It
+            is skipped, because the function takes no text.
     """
     return jax.jit(lambda *arrays: arrays, out_shardings=tuple(filter(None, shardings)))

@@ -14,9 +14,9 @@ from grain_shard.sharding.sharding_tree import ShardingTree
 class ShardByMesh(grain.sharding.ShardOptions):
     """The slice of a source for this host, in place of `grain.sharding.ShardByJaxProcess`.
 
-    Hosts hold the same rows if a model or sequence axis spans them. Such hosts get the same slice.
-    `ShardByJaxProcess` goes by process index: it would give them different slices, and the model
-    would train on wrong data.
+    A slice is a part of the source's records. Hosts hold the same rows if a model or sequence axis
+    spans them. Such hosts get the same slice. `ShardByJaxProcess` goes by process index: it would
+    give such hosts different slices, and the model would train on wrong data.
 
     Example:
         >>> import jax

@@ -1,8 +1,9 @@
 """`ShardingTree`: the sharding of every leaf of a batch, made from a mesh and specs.
 
-The user gives one `PartitionSpec` for all leaves, or a tree prefix of `PartitionSpec`s. One that
-covers several leaves is trimmed to the rank of each leaf, and must fit at least one of them. One
-for a single leaf must fit that leaf. Scalars are always replicated.
+The user gives one `PartitionSpec` for all leaves, or a tree prefix of `PartitionSpec`s. A spec fits
+a leaf if the leaf has a dim for each entry. A spec for a single leaf must fit this leaf. A spec for
+several leaves must fit at least one of them, and is trimmed to the rank of each leaf. Scalars are
+always replicated.
 """
 
 from __future__ import annotations
@@ -160,9 +161,9 @@ class ShardingTree:
         """Returns "needed" or "once" for the argument `read` of `shard_to`.
 
         "needed" means that each host reads the rows that its devices need. "once" means that each
-        row is read once, see `spread`. "auto" becomes "once" if "once" reads fewer rows and the
-        devices divide the padded batch. Batches get no further padding for "once", so `read` never
-        changes the shape of a batch.
+        row is read once, see `spread`. "auto" becomes "once" if "once" reads fewer rows, and every
+        padded batch splits evenly over the devices. Batches get no further padding for "once", so
+        `read` never changes the shape of a batch.
 
         Args:
             read: "auto", "needed" or "once".
@@ -295,7 +296,7 @@ class ShardingTree:
         ]
 
     def _rank(self, leaf: Any) -> int:
-        """Returns how many dims a spec may name: the dim of the rows and all dims after it."""
+        """Returns how many dims of a leaf a spec may name: the dim of the rows and all after it."""
         return leaf.ndim if self.microbatches is None else max(0, leaf.ndim - 1)
 
     def _head(self, prefix: Mapping[KeyPath, Sharding], keys: KeyPath, leaf: Any) -> KeyPath:

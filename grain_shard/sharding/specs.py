@@ -17,16 +17,16 @@ DATA_AXIS = "data"
 
 
 def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int, ...]) -> None:
-    """Checks that the size of the mesh axes that shard a dim divides the dim, for every dim.
+    """Checks that each dim of a leaf splits evenly over the mesh axes that shard the dim.
 
     Args:
         path: Path of the leaf, e.g. ``batch['tokens']``.
-        leaf: This host's rows of the leaf.
+        leaf: The leaf, or this host's rows of it. Only its dtype is used, for the message.
         sharding: Sharding of the leaf.
         shape: Global shape of the leaf.
 
     Raises:
-        ShardingError: The size of the mesh axes does not divide a dim.
+        ShardingError: The number of shards of a dim does not divide the size of the dim.
     """
     if not isinstance(sharding, NamedSharding):
         return
@@ -57,11 +57,11 @@ def check_held(path: str, array: np.ndarray, name_row: Callable[[int], int] = in
     Args:
         path: Path of the leaf.
         array: The leaf on the host, of any dtype.
-        name_row: Takes the index of a row in `array`, and returns its row number in the global
-            batch, for the message.
+        name_row: Function that takes the index of a row in `array`, and returns the index of this
+            row in the global batch, for the message.
 
     Raises:
-        ShardingError: An integer does not fit in JAX's dtype.
+        ShardingError: An integer does not fit into the dtype on the devices.
     """
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
         return
@@ -171,7 +171,7 @@ def as_sharding(leaf: Any) -> Sharding:
 
 
 def spec_rank(sharding: Sharding) -> int:
-    """Returns the length of the spec without its trailing Nones; 0 if there is no spec."""
+    """Returns the length of a sharding's spec without trailing Nones; 0 if it has no spec."""
     if not isinstance(sharding, NamedSharding):
         return 0
     named = [dim for dim, entry in enumerate(sharding.spec) if entry is not None]

@@ -27,7 +27,7 @@ class Spread:
     is possible for every leaf. Within a slice, all axes divide the rows.
 
     Attributes:
-        cut: The mesh, cut at the slices.
+        cut: The mesh, with its axes cut where a slice ends.
         axes: The axes that cut the rows, outermost first: the axes with which the specs of all
             leaves begin, and then all other axes that stay within a slice.
     """

@@ -27,7 +27,9 @@ def positive_integer(text: str) -> int:
 
 
 def positive_seconds(text: str) -> float:
-    """Returns the positive number of seconds that the text holds, at most what Python can wait.
+    """Returns the positive number of seconds that the text holds.
+
+    The most is `threading.TIMEOUT_MAX`, the longest time that a Python thread can wait.
 
     Raises:
         ArgumentTypeError: The text is no such number.

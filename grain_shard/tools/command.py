@@ -76,11 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Args:
-        argv: The arguments after the program's name; None takes those of this process.
+        argv: The arguments after the program's name; None takes the arguments of this process.
 
     Returns:
         The exit code: 0 for success, 1 for a failure, 2 for wrong arguments, 130 after Ctrl-C, and
         141 if the reader of the output stopped. ``rehearse`` returns the script's exit code.
+
+    Raises:
+        SystemExit: ``--help`` is given, or the parser refuses an argument.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     called = argv[0] if argv and argv[0] in _SUBCOMMANDS else None

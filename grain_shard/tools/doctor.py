@@ -78,7 +78,7 @@ def versions() -> dict[str, str]:
 
 
 def hints() -> dict[str, str]:
-    """Returns "found", or a remedy, for each private part of Grain that makes reads faster."""
+    """Returns "found" or a remedy, by name, for each private part of Grain that speeds up reads."""
     import grain
 
     from grain_shard.grain_inside import nodes, routes
@@ -97,7 +97,7 @@ def hints() -> dict[str, str]:
 
 
 def checks() -> dict[str, str]:
-    """Returns the state of each thing that may be missing, by name, with a remedy if it is.
+    """Returns the state of each thing that may be missing, by name, or a remedy if it is missing.
 
     The things are: open files, the optional parts of this package, TPU and GPU libraries.
     """
@@ -137,7 +137,8 @@ def devices(timeout_s: float) -> dict[str, Any]:
 
     Raises:
         TimeoutError: The process did not answer in this time.
-        RuntimeError: The process failed. The message is the last line that it wrote.
+        RuntimeError: The process failed. The message is the last line that it wrote to stderr, or
+            its exit code.
     """
     program = f"from {__name__} import _print_devices; _print_devices()"
     try:

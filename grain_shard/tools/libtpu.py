@@ -2,8 +2,9 @@
 
 ``grain-shard[plan]`` installs libtpu, and JAX starts every backend that is installed. Without a TPU
 libtpu looks for the names of its hosts, finds none, and prints five lines of errors. JAX then goes
-on without libtpu. ``JAX_PLATFORMS=cpu`` keeps JAX from starting it, but also from using GPUs. So
-the variables here give libtpu names of hosts. It then finds no TPU and prints nothing.
+on without libtpu. ``JAX_PLATFORMS=cpu`` keeps JAX from starting libtpu, but also from using GPUs.
+So this module sets variables that give libtpu names of hosts. It then finds no TPU and prints
+nothing.
 
 An imported package must not change the environment of a user's program. Only the commands of this
 package set the variables, in their own processes.
@@ -18,12 +19,18 @@ _NAMES = {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localh
 
 
 def tpu_is_here() -> bool:
-    """Returns True if there is a device file of a TPU: accel* up to v4, vfio for later TPUs."""
+    """Returns True if there is a device file of a TPU.
+
+    Up to v4 the file is /dev/accel*, for later TPUs /dev/vfio/[0-9]*.
+    """
     return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 
 def keep_libtpu_quiet() -> None:
-    """Sets the variables that libtpu asks for, if there is no TPU. Call it before JAX starts."""
+    """Sets environment variables that keep libtpu from printing errors, if there is no TPU.
+
+    Call this function before JAX starts.
+    """
     if not tpu_is_here():
         for name, value in _NAMES.items():
             os.environ.setdefault(name, value)

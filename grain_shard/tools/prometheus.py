@@ -15,7 +15,7 @@ from grain_shard.stats.figures import FIGURES, Stats
 
 
 class HasStats(Protocol):
-    """An object with figures: a `ShardedIterator`, or its iterator over epochs."""
+    """An iterator with figures: a `ShardedIterator`, such as ``iter(ds)`` or ``ds.epochs(n)``."""
 
     def stats(self) -> Stats:
         """Returns the figures so far."""
@@ -25,9 +25,10 @@ class HasStats(Protocol):
 def export(batches: HasStats, dataset: str, registry: CollectorRegistry = REGISTRY) -> None:
     """Lets Prometheus scrape an iterator for as long as the iterator lives.
 
-    The figures are computed at each scrape, and are named as in `Stats.as_dict`. The seconds of the
-    loop and of its waiting are exported, too. The quotient of their rates is the share of time in
-    which the loop waits.
+    The figures are computed at each scrape, and are named as in `Stats.as_dict`. Two further sums
+    are exported: ``loop_seconds``, the seconds of the run, and ``wait_seconds``, the seconds in
+    which the loop waited. The rate of ``wait_seconds`` divided by the rate of ``loop_seconds`` is
+    the share of time in which the loop waits.
 
     Args:
         batches: The iterator. The registry does not keep it alive.
@@ -70,7 +71,11 @@ class _Collector:
         self.exported: weakref.WeakValueDictionary[str, HasStats] = weakref.WeakValueDictionary()
 
     def describe(self) -> list[Metric]:
-        """Returns an empty list. Without this method the registry would call `collect` instead."""
+        """Returns an empty list, in place of the names of all metrics.
+
+        The registry asks for the names when the collector is registered. Without this method it
+        would call `collect` for them.
+        """
         return []
 
     def collect(self) -> Iterable[Metric]:

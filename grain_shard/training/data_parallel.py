@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # importing flax and optax takes a second, and few functions 
 
 
 def place_batch_on_shards(batch: Any, sharding: Any) -> Any:
-    """Joins the rows that each process has loaded into one global batch.
+    """Returns one global batch, made of the rows that each process has loaded.
 
     Each process passes its own rows. (`distribute_batch` takes the whole batch on each process.) On
     one process both functions do the same.
@@ -48,7 +48,7 @@ def place_batch_on_shards(batch: Any, sharding: Any) -> Any:
 
     Raises:
         ShardingError: The rows do not split into the shards of this process, a leaf does not fit
-            its sharding, or no device can hold a leaf.
+            its sharding, or a leaf has a dtype, or integers, that no device can hold.
 
     Example:
         >>> rows = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
@@ -106,9 +106,10 @@ def data_parallel_train_step(
     """Runs one training step for linen or plain parameters, compiled once for all devices.
 
     Leaves that are not on a mesh yet are placed first. The batch is then sharded over the mesh's
-    data axis, and state and rngs are replicated. The mesh is that of the leaves that are on one,
-    else the mesh of `jax.set_mesh`, else a new mesh over all devices. On Explicit axes the compiler
-    shards the values inside the step, as on Auto axes. The new state keeps the sharding of the old.
+    data axis, and state and rngs are replicated. If some leaves are on a mesh already, that mesh is
+    used. Else it is the mesh of `jax.set_mesh`, or a new mesh over all devices if none is set. On
+    Explicit axes the compiler shards the values inside the step, as on Auto axes. The new state
+    keeps the sharding of the old state.
 
     The compiled step is kept for each of the last 32 pairs (`loss_fn`, `optimizer`). So define both
     once: a lambda that is made for each call is compiled for each call.
@@ -130,7 +131,8 @@ def data_parallel_train_step(
     Raises:
         TypeError: `state` and `optimizer` do not fit together.
         ShardingError: The size of the data axis does not divide the rows. Or the mesh has several
-            axes, none of them called "data". Or a leaf is text, or no device can hold it.
+            axes, none of them called "data". Or a leaf is text, or has a dtype, or integers, that
+            no device can hold.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -202,7 +204,8 @@ def _on_one_mesh(state: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
     Inside a `jax.jit` all three are returned unchanged.
 
     Raises:
-        ShardingError: A leaf does not fit on the mesh, is text, or is held by no device.
+        ShardingError: A leaf does not fit on the mesh, or is text, or has a dtype, or integers,
+            that no device can hold.
     """
     leaves = jax.tree.leaves((state, batch, rngs))
     meshes = [leaf.sharding.mesh for leaf in leaves if _is_on_mesh(leaf)]

@@ -49,7 +49,7 @@ class HardwareType(enum.StrEnum):
         """Returns why a batch is too small for this chip; None if it is large enough.
 
         Args:
-            batch_size: Tokens or examples per chip. Large enough is the critical batch size.
+            batch_size: Tokens or examples per chip. The critical batch size is large enough.
 
         Example:
             >>> print(HardwareType.CPU.shortfall(8))
@@ -189,7 +189,7 @@ def detect_hardware(device: Any = None) -> HardwareType:
 def get_batch_size_recommendation(
     hardware_type: HardwareType | None = None,
 ) -> BatchSizeRecommendation:
-    """Returns batch sizes for a chip: datarax's, or else sizes from the chip's peak rates.
+    """Returns batch sizes for a chip: from the library datarax, else from the chip's peak rates.
 
     From the peak rates, `roofline_batch_size` gives the critical size. The minimum is a quarter of
     the critical size, rounded up to a multiple of 8, the height of a TPU's smallest tile. At this
@@ -229,9 +229,10 @@ def validate_batch_size(
     """Compares the batch size of one chip with the sizes recommended for the chip.
 
     Args:
-        batch_size: Tokens or examples on one chip, not those of the global batch.
+        batch_size: Tokens or examples on one chip, not in the global batch.
         hardware_type: The chip; None for the chip of this process's first device.
-        warn_suboptimal: True to name in the message that a valid size is below the critical one.
+        warn_suboptimal: True if the message should say that a valid size is below the critical
+            size. With False the message calls such a size acceptable.
 
     Returns:
         A pair (valid, message). Only a size below the chip's minimum is not valid.

@@ -46,8 +46,8 @@ def place_model_state_on_shards(
 
     Raises:
         ShardingError: `param_sharding` is an unknown word. Or a path matches no leaf; the message
-            lists the paths. Or an axis does not exist in the mesh or does not divide its dim. Or no
-            device can hold a leaf.
+            lists the paths. Or a mesh axis does not exist, or its size does not divide the dim that
+            it shards. Or a leaf has a dtype, or integers, that no device can hold.
 
     Example:
         >>> mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
@@ -104,8 +104,8 @@ def place_nnx_state_on_shards(
 
     Raises:
         ShardingError: No filter matches a variable. Or a filter matches no variable, and is neither
-            ``...`` nor a variable type. Or an axis does not exist in the mesh or does not divide
-            its dim.
+            ``...`` nor a variable type. Or a mesh axis does not exist, or its size does not divide
+            the dim that it shards.
 
     Example:
         >>> mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
@@ -170,7 +170,8 @@ def _placed(state: Any, sharding_of: Callable[[str, Any], Sharding]) -> Any:
     """Places each leaf of a state by the sharding that `sharding_of(name, leaf)` returns.
 
     Raises:
-        ShardingError: A leaf cannot be placed, with a remedy for states.
+        ShardingError: A leaf cannot be placed. The remedy in the message is for a state, not for a
+            batch.
     """
 
     def place(path: KeyPath, leaf: Any) -> jax.Array | np.ndarray:

@@ -37,7 +37,7 @@ def place_on_device(data: Any, device: Any = None) -> Any:
 
     Raises:
         ShardingError: The device belongs to another process, a leaf is a `jax.Array` over several
-            processes, or no device can hold a leaf.
+            processes, or a leaf has a dtype, or integers, that no device can hold.
 
     Example:
         >>> x = place_on_device({"x": np.zeros(3)}, jax.local_devices()[1])["x"]
@@ -61,8 +61,9 @@ def distribute_batch(data: Any, sharding: Any) -> Any:
         The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
     Raises:
-        ShardingError: The size of a mesh axis does not divide its dim, a leaf has no sharding, no
-            device can hold a leaf, or this process has no device in a sharding.
+        ShardingError: The size of a mesh axis does not divide the dim that it shards. Or a leaf has
+            no sharding. Or a leaf has a dtype, or integers, that no device can hold. Or this
+            process has no device in a sharding.
 
     Example:
         >>> mesh = jax.make_mesh((8,), ("data",))
@@ -83,8 +84,8 @@ def prefetch_to_device(
     """Returns an iterator over batches that background threads place ahead of time.
 
     The threads start with the first ``next``. They end with the loop, also after a ``break``, or
-    with the block if the iterator is used as a context manager. An error of the source, of any
-    class, is raised after the batches before it.
+    with the block if the iterator is used as a context manager. If the source raises an error of
+    any class, the loop first gets all batches from before the error.
 
     The iterator's ``get_state()`` returns the state after the last batch that the loop got, and
     ``set_state()`` restores it. Both need a source with a state: a Grain dataset, a
@@ -94,9 +95,10 @@ def prefetch_to_device(
     Args:
         data_iterator: Any iterable of batches, read by one thread. The iterable may reuse its
             buffers, because numpy arrays are copied. A generator is closed at the end. An iterator
-            with a state is left to its owner. Elements that a filter of a `grain.MapDataset`
-            dropped are skipped. If the devices belong to several processes, the iterable must be a
-            `from_iterable` with ``rows="global"``: every process must yield the same whole batches.
+            with a state is not closed, because its owner may go on with it. Elements that a filter
+            of a `grain.MapDataset` dropped are skipped. If the devices belong to several processes,
+            the iterable must be a `from_iterable` with ``rows="global"``: every process must yield
+            the same whole batches.
         size: Most batches that wait on the devices or are on their way there.
         device: A device, a `Sharding`, or a tree prefix of shardings, as for `distribute_batch`;
             None for the first device of this process.
@@ -258,8 +260,8 @@ class DevicePlacement:
             The same tree with `jax.Array` leaves. Text leaves stay on the host as numpy arrays.
 
         Raises:
-            ShardingError: None of the devices belongs to this process, or no device can hold a
-                leaf.
+            ShardingError: None of the devices belongs to this process, or a leaf has a dtype, or
+                integers, that no device can hold.
         """
         mesh = jax.sharding.get_mesh()
         if devices is not None:
@@ -271,10 +273,10 @@ class DevicePlacement:
     def shard_batch_dim(
         self, data: Any, mesh: Mesh, batch_axis: int = 0, mesh_axis: str = "data"
     ) -> Any:
-        """Places every leaf with one dim, the rows, sharded over a mesh axis.
+        """Places every leaf of a tree, with the dim of its rows sharded over a mesh axis.
 
         Args:
-            data: A tree of arrays and scalars. A leaf without the dim is replicated.
+            data: A tree of arrays and scalars. A leaf without this dim is replicated.
             mesh: The mesh.
             batch_axis: Index of the dim that holds the rows.
             mesh_axis: Name of the mesh axis.
@@ -299,7 +301,7 @@ class DevicePlacement:
     def validate_batch_size(
         self, batch_size: int, warn_suboptimal: bool = True
     ) -> tuple[bool, str]:
-        """Compares the batch size of one chip with the sizes for the default device's chip.
+        """Compares the batch size of one chip with the sizes recommended for the default device.
 
         Returns a pair (valid, message), see `grain_shard.training.hardware.validate_batch_size`.
         """
@@ -313,8 +315,8 @@ class DevicePlacement:
             ``platforms``, ``device_kinds`` and ``devices`` (a dict with ``id``, ``platform`` and
             ``device_kind`` for each). These entries are about this process: ``hardware_type``
             (of the default device), ``process_index``, ``process_count``, ``local_devices`` (ids)
-            and ``memory``. ``memory`` has a dict with ``bytes_in_use`` and ``bytes_limit`` for each
-            id, or None if the backend gives no figures.
+            and ``memory``. For each of these ids, ``memory`` has a dict with ``bytes_in_use`` and
+            ``bytes_limit``, or None if the backend gives no figures.
         """
         devices, local_devices = jax.devices(), jax.local_devices()
         return {

@@ -40,7 +40,7 @@ class StepMemory:
 
 
 def lower(step: Callable[..., Any], *args: Any) -> Any:
-    """Returns the step lowered (traced, not compiled) for arguments of these shapes and dtypes.
+    """Returns the step lowered (traced, not compiled) for the shapes and dtypes of `args`.
 
     Args:
         step: A function, or the result of `jax.jit` or `nnx.jit`. A plain function is jitted first.
@@ -100,8 +100,9 @@ def estimate_max_batch_size(
         The global batch size in examples.
 
     Raises:
-        ValueError: The device does not report its memory and no limit is given; the smallest batch
-            does not fit; `make_batch` ignores the batch size; or the step ignores the batch.
+        ValueError: No limit is given, and the device does not report its memory. Or the smallest
+            batch does not fit. Or `make_batch` ignores the batch size, or the step ignores the
+            batch.
         NotImplementedError: The backend's compiler does not account for memory.
 
     Example:

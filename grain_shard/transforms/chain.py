@@ -100,22 +100,24 @@ def shard_to(
             machines. At most `cpu_buffer_size` batches are submitted at a time. A task whose worker
             was lost is submitted again, up to `retries` times. The executor is not shut down.
         retries: Number of times that a source is asked again, with growing pauses, after an
-            `OSError`, a `TimeoutError` or an exception of a busy bucket. `Retries` adds classes of
-            exceptions, which are also tried again if a ``.map`` raises them.
+            `OSError`, a `TimeoutError` or an exception of a busy bucket. A `Retries` in its place
+            adds classes of exceptions. If a ``.map`` raises one of these classes, its record is
+            tried again, too.
         on_bad_record: The treatment of a record that still cannot be read or decoded. "error" ends
             the run. "mask" puts a row of padding in the record's place, where the mask is False.
             All other rows stay where they are. In feeds, "mask" drops the record as a filter would.
         max_bad_records: The limit of bad records with "mask"; above it the run ends. A whole number
-            is a count. A fraction is a share of the records that a host has read, counted as at
-            least 1,000.
+            is a count. A fraction is a share of the records that a host has read. Fewer than 1,000
+            records count as 1,000.
         rows: The rows that a stream (`IterDataset`) yields on each host. It is required on several
             hosts, except for a stream of `from_iterable` that was given `rows`. "global": every
             host yields the same whole batches. "local": each host yields the rows of its own
             devices, from its own slice of the source (see `ShardByMesh`).
-        read: The hosts that read a row if a mesh axis other than the batch's spans several hosts
-            (for a `MapDataset` or feeds). "needed": each host reads the rows that its devices hold,
-            so several hosts read the same row. "once": one host reads each row, and the devices
-            exchange rows when the loop gets the batch. All devices together must divide the batch.
+        read: The way to read a row that several hosts hold, because a mesh axis that does not shard
+            the rows spans these hosts (for a `MapDataset` or feeds). "needed": each host reads the
+            rows that its devices hold, so several hosts read the same row. "once": one host reads
+            each row, and the devices exchange rows when the loop gets the batch. The number of
+            devices must then divide the rows of the padded batch.
             On several slices, each slice that needs the row reads it once, because rows never cross
             slices. "auto": "once" if the devices divide the batch and "once" reads fewer rows, else
             "needed". It is also "needed" with fewer feeds than hosts.
@@ -174,8 +176,8 @@ class _Chain(Stage):
     """All four stages of `shard_to` as one: check the size, pad, keep this host's rows, place.
 
     Attributes:
-        put: The last stage, with most settings. Its shardings are those of the batches that the
-            loop gets.
+        put: The last stage, with most settings. Its `shardings` are the shardings of the batches
+            that the loop gets.
         mask_key: The key of the mask in a batch; None for no mask.
         pad_value: The value in rows of padding: a number, or a tree prefix of numbers.
         read: "auto", "needed" or "once", see `shard_to`.

@@ -39,7 +39,7 @@ class DevicePut(Settings, Stage):
     Background threads first make the batches on the host, and then place them on the devices. Over
     a `MapDataset`, several threads or worker processes make the batches.
 
-    The attributes are those of `Settings`.
+    A `DevicePut` has the attributes of `Settings`.
 
     Example:
         >>> import grain, jax

@@ -46,7 +46,12 @@ class PadToDivisible(Padding, Stage):
         return RowMapDataset(ds, ds.batching.padded(self), self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """Returns the padded stream; it raises on a batch with more rows than a full one."""
+        """Returns the padded stream.
+
+        Its iterator raises a `ShardingError` for a batch with more rows than a full batch. It also
+        does so for a short batch if `remainder` is "error", and for any batch if `remainder` is not
+        "pad" and `divisor` does not divide the rows of a full batch.
+        """
         size = self.global_batch_size or ds.facts.global_batch_size
         return ds.after(
             self._padded,

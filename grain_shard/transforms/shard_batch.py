@@ -1,4 +1,4 @@
-"""`ShardBatch`: keeps this host's rows of the global batch, and reads only them if possible."""
+"""`ShardBatch`: keeps this host's rows of the global batch, and reads no other rows if possible."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ShardBatch(Stage):
         return RowMapDataset(ds, batching, self)
 
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
-        """Returns the stream of this host's rows of a stream that is the same on every host."""
+        """Returns a stream of this host's rows. The stream `ds` must be the same on every host."""
 
         def own_rows(batch: Batch, seen: SeenBatches) -> Batch:
             flat = FlatBatch.of(batch)
@@ -75,7 +75,7 @@ class ShardBatch(Stage):
         return ds.after(own_rows, self, global_batch_size=None, owns_arrays=True)
 
     def of_feeds(self, ds: FeedBatches) -> FeedBatches:
-        """Returns the dataset of this host's rows, made by the feeds of these rows.
+        """Returns the dataset of this host's rows. Only the feeds that make these rows will run.
 
         Raises:
             ShardingError: The shards do not divide the batch size.

@@ -76,11 +76,11 @@ class Stage(ABC):
 
 
 def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
-    """Refuses a dataset if a user's step after its batches hides facts that the chain needs.
+    """Refuses a dataset if a transformation after ``.batch`` hides facts that the chain needs.
 
     Raises:
-        ShardingError: The step follows batches of feeds or batches of several sizes, or the batches
-            are padded already by their ``batch_fn``.
+        ShardingError: The transformation follows batches of feeds, or batches of several sizes. Or
+            the ``batch_fn`` of ``.batch`` pads the batches already.
     """
     below = list(nodes.walk(ds))
     if any(isinstance(node, FeedBatches) for node in below):

@@ -57,7 +57,8 @@ class ValidateBatchSize(Stage):
         """Returns the dataset after a check of its batch sizes.
 
         Raises:
-            ShardingError: The dataset has no batch, or the shards do not divide a batch size.
+            ShardingError: The dataset has no batch. Or `must_divide` is True, and the shards do not
+                divide a batch size.
         """
         ds = ds.whole()
         if len(ds) == 0:
@@ -74,8 +75,11 @@ class ValidateBatchSize(Stage):
     def of_stream(self, ds: StreamDataset) -> StreamDataset:
         """Returns the dataset. A batch size that is not known yet is checked at the first batch.
 
+        The first batch is also checked for a ``.batch`` that was forgotten.
+
         Raises:
-            ShardingError: The batch size is known, and the shards do not divide it.
+            ShardingError: The batch size is known, `must_divide` is True, and the shards do not
+                divide the size.
         """
         if ds.facts.global_batch_size is not None:
             self.check(ds.facts.global_batch_size)
@@ -94,13 +98,16 @@ class ValidateBatchSize(Stage):
         """Returns the dataset after a check of its batch size.
 
         Raises:
-            ShardingError: The shards do not divide the batch size.
+            ShardingError: `must_divide` is True, and the shards do not divide the batch size.
         """
         self.check(ds.rows.global_batch_size)
         return ds
 
     def check(self, global_batch_size: int) -> None:
-        """Checks one batch size, in rows: logs or warns of a bad one, or raises.
+        """Checks one batch size, in rows.
+
+        If the shards do not divide the size, it logs a warning, or raises. If `shortfall` finds too
+        few rows in a shard, it warns.
 
         Raises:
             ShardingError: The shards do not divide the size, and `must_divide` is True.

@@ -26,7 +26,7 @@ def digits_folder() -> Path:
 
 
 def decode(record: bytes) -> Batch:
-    """Returns the image, float32[8, 8, 1] from 0 to 1, and the label of a record, int32.
+    """Returns a record as a dict: "image", float32[8, 8, 1] from 0 to 1, and "label", int32.
 
     A record has 65 bytes: 64 pixels from 0 to 16, and the digit that the image shows.
     """

@@ -37,7 +37,7 @@ GLOBAL_BATCH_SIZE = 128
 
 
 def run(args: argparse.Namespace, directory: epath.Path) -> bool:
-    """Trains on the hosts of this job, and prints and returns if all promises were kept.
+    """Trains on the hosts of this job, prints each promise, and returns True if all were kept.
 
     Args:
         args: The options of the command, of which `epochs` is used.

@@ -57,7 +57,7 @@ def train_step(model: Classifier, optimizer: nnx.Optimizer, batch: Batch) -> jax
 
 @nnx.jit
 def eval_step(model: Classifier, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Returns the number of valid rows that are classified correctly, and of all valid rows."""
+    """Returns two counts: valid rows that are classified correctly, and all valid rows."""
     right = jnp.argmax(model(batch["image"]), axis=-1) == batch["label"]
     return jnp.sum(right & batch["valid_mask"]), jnp.sum(batch["valid_mask"])
 
@@ -65,7 +65,7 @@ def eval_step(model: Classifier, batch: Batch) -> tuple[jax.Array, jax.Array]:
 def train(
     ds: ShardedDataset, directory: epath.Path, stop_at: int | None = None
 ) -> tuple[Classifier, float]:
-    """Trains to the end of the dataset, from the last checkpoint if there is one.
+    """Trains from the last checkpoint, if there is one, and saves a checkpoint when it stops.
 
     Args:
         ds: The global batches of all epochs.
@@ -103,7 +103,7 @@ def train(
 
 
 def evaluate(model: Classifier, ds: Iterable[Batch]) -> tuple[int, int]:
-    """Returns the number of records that the model classifies correctly, and of all records."""
+    """Returns two counts: records that the model classifies correctly, and all records."""
     counts = [eval_step(model, batch) for batch in ds]
     right, records = (int(sum(column)) for column in zip(*counts, strict=True))
     return right, records

@@ -1,9 +1,10 @@
 """Finds the stage that a training loop waits for, and the changes that help.
 
-A stage holds the loop up if the stage takes more time than the loop needs for its own work. Batches
-count as being made at all times, except when all threads that make them rest because the buffer is
-full. The number of these threads plays no part. Threads are started and ended while the loop runs,
-and a thread may stand still because it waits for the interpreter's lock.
+A stage holds the loop up if it is busy for at least half of the time, and for at least the share of
+the time that the loop needs for its own work. The threads that make batches count as busy, except
+while the buffer is full and none of them works on a batch. Their number plays no part, because
+threads are started and ended while the loop runs, and a thread may stand still because it waits for
+the interpreter's lock.
 
 If the loop waits although no stage holds it up, there are two possible reasons. Either some batches
 take much longer than most, and the buffers are too small to even that out. Or the time is spent in
@@ -63,7 +64,13 @@ _SEND_LESS = "send less to the devices: uint8 images, converted to floats inside
 
 
 class Bottleneck(NamedTuple):
-    """The stage that holds the loop up (`name`), the evidence for it, and the changes to make."""
+    """The verdict on a measured loop.
+
+    Attributes:
+        name: The stage that holds the loop up, or another word; `Profile.bottleneck` lists them.
+        reason: The evidence, in words.
+        advice: The changes that would make the loop faster, one text each.
+    """
 
     name: str
     reason: str
@@ -221,8 +228,8 @@ def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
 def _who(stage: str, measured: Measurement) -> str:
     """Returns the code that takes most of a stage's time, as the subject of a sentence.
 
-    For the read stage that is the source or the user's functions, or both if they are not measured
-    separately. For any other stage it is "this".
+    For the stage "read" the code is the source or the user's functions, or both if they are not
+    measured separately. For any other stage the text is "this".
     """
     reads = [s for s in measured.spans if s.stage == READ]
     if stage != READ:
@@ -328,7 +335,10 @@ def _making_cores(measured: Measurement) -> float:
 
 
 def _busiest(measured: Measurement) -> str | None:
-    """Returns the stage that takes longer for a batch than the loop's own work; None if none does.
+    """Returns the stage that holds the loop up; None if no stage does.
+
+    Such a stage is busy for at least half of the time, and for at least the share of the time that
+    the loop needs for its own work.
 
     Reading, stacking and padding share their threads. If these threads compute, the three stages
     are compared by processor time, because a thread may wait for the interpreter's lock in any of
@@ -350,9 +360,10 @@ def _idle_share(measured: Measurement) -> float:
 
 
 def _longest_waits(measured: Measurement) -> tuple[int, float]:
-    """Returns how few batches make up half of the waiting, and the shortest wait among them.
+    """Returns the number of the longest waits that make up half of the waiting, and the shortest.
 
-    The first value is a number of batches. The second is in seconds.
+    A wait is the loop's wait for one batch. The first value is the least number of waits that add
+    up to half of the waiting. The second is the shortest of these waits, in seconds.
     """
     waits_s = sorted((s.end - s.start for s in measured.spans if s.stage == WAIT), reverse=True)
     sums = itertools.accumulate(waits_s)

@@ -31,7 +31,7 @@ class Loop(NamedTuple):
 
 
 def run_loop(ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | None) -> Loop:
-    """Runs a loop over batches, and returns its record.
+    """Runs a loop over batches, and returns its record, a `Loop`.
 
     Args:
         ds: The dataset or an iterator. A given iterator is not closed.
@@ -91,7 +91,10 @@ def covered_s(spans: Sequence[Span]) -> float:
 
 
 def cut(whole: Span, start: float, end: float) -> Span:
-    """Returns the part of a span between two times, with an equal share of its processor time."""
+    """Returns the part of a span between two times.
+
+    The processor time of the part is in proportion to its length.
+    """
     start, end = max(whole.start, start), min(whole.end, end)
     length = whole.end - whole.start
     part = (end - start) / length if length else 1.0

@@ -23,7 +23,7 @@ class Pipeline:
         cpu_buffer_size: Most batches on the host, including unfinished ones.
         num_workers: Number of worker processes that make the batches; 0 if threads make them.
         has_executor: True if an executor makes the batches.
-        is_stream: True if batches can only be read in order, as those of a stream or of feeds.
+        is_stream: True if batches can only be read in order, as in a stream or in feeds.
         reads_once: True if every row is read on one host, and the devices then exchange rows.
         reads_other_rows: True if this host reads whole batches, and keeps only some of their rows.
         amplification: Rows that all hosts read together, divided by the rows of the batch.
@@ -55,7 +55,8 @@ class Pipeline:
 class Measurement:
     """A measured loop, which waited until each batch was on the devices and then ran a step.
 
-    Its figures have the same names as in `stats()`. They are computed from its spans.
+    The figures have the same names as in `ShardedIterator.stats()`. They are computed from the
+    recorded spans.
 
     Attributes:
         num_batches: Number of measured batches.
@@ -90,7 +91,7 @@ class Measurement:
 
     @functools.cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Spans of work, waiting and steps in the measured loop, cut off at its start and end."""
+        """Spans of stages, waiting and training steps, cut off at the loop's start and end."""
         return self._within(*_LANES)
 
     @functools.cached_property
@@ -107,7 +108,7 @@ class Measurement:
 
     @functools.cached_property
     def figures(self) -> Figures:
-        """The figures of `stats()`, for the measured loop and its global batches."""
+        """The figures of `ShardedIterator.stats()`, for the measured loop and global batches."""
         stages_s: dict[tuple[int | str, str], float] = defaultdict(float)
         for one in self.spans:
             stages_s[one.thread, one.stage] += one.end - one.start
@@ -127,7 +128,10 @@ class Measurement:
 
     @property
     def wait_share(self) -> float:
-        """Time of waiting divided by the time of waiting and steps, 0 to 1; 1 without a step."""
+        """Share of the loop's time that it waits, 0 to 1; 1 without a training step.
+
+        It is the time of waiting, divided by the time of waiting and training steps.
+        """
         return self.figures.wait_share
 
     @property
@@ -142,7 +146,7 @@ class Measurement:
 
     @property
     def lanes_s(self) -> Mapping[str, float]:
-        """Seconds that all threads together spent in each stage, in waiting and in steps, by name.
+        """Seconds that all threads together spent in each stage, in "wait" and in "step", by name.
 
         A name without any time is left out.
         """
@@ -167,10 +171,10 @@ class Measurement:
         return {stage: sum(times) / batches[stage] for stage, times in seconds.items() if times}
 
     def busy(self, *lanes: str) -> float:
-        """Returns the share of the time, 0 to 1, in which at least one thread was in these stages.
+        """Returns the share of the time, 0 to 1, in which at least one thread was in these `lanes`.
 
-        It is not divided by the number of threads. `pace.py` changes that number while the loop
-        runs, and most threads may stand still because one holds the interpreter's lock.
+        The share is not divided by the number of threads. `pace.py` changes that number while the
+        loop runs, and most threads may stand still because one holds the interpreter's lock.
 
         Args:
             *lanes: Names of stages, "wait" or "step".
@@ -178,9 +182,17 @@ class Measurement:
         return covered_s([s for s in self.spans if s.stage in lanes]) / self.seconds
 
     def side_by_side(self, *lanes: str) -> float:
-        """Returns the average number of threads that were in these stages at the same time."""
+        """Returns the average number of threads that were in these `lanes` at the same time.
+
+        Args:
+            *lanes: Names of stages, "wait" or "step".
+        """
         return self.figures.stage_s(*lanes) / self.seconds
 
     def processor_s(self, *lanes: str) -> float:
-        """Returns the seconds of processor time that all threads together spent in these stages."""
+        """Returns the seconds of processor time that all threads together spent in these `lanes`.
+
+        Args:
+            *lanes: Names of stages, "wait" or "step".
+        """
         return sum((s.processor_s for s in self.spans if s.stage in lanes), 0.0)

@@ -27,7 +27,8 @@ _WIDTH = 80
 class Profile(Measurement):
     """A measured loop, with the stage that holds it up and the changes to make.
 
-    Printed, it is a text. Jupyter also shows it as a picture. `Measurement` has its figures.
+    Printed, it is a text. Jupyter also shows it as a picture. The base class `Measurement` has the
+    figures.
 
     Example:
         >>> from grain_shard.spans import Span
@@ -48,7 +49,7 @@ class Profile(Measurement):
 
         "read", "batch", "pad" and "place" are stages of the pipeline, and "step" is the training
         step. "buffer": the buffers are too small, because a few batches take much longer than
-        most. "workers": worker processes, which cannot be measured from here. "executor": the
+        most. "workers": worker processes, which this process cannot measure. "executor": the
         tasks of an executor. "handover": work between the last stage and the loop. "unseen": no
         stage explains the waiting, the dataset has no measured stages, or there were too few
         batches.
@@ -134,7 +135,7 @@ def profile(
     On several hosts each host measures itself.
 
     JAX's profiler shows the same stages as ``grain_shard.read`` and so on, above the work of the
-    devices. For that, call this function inside ``with jax.profiler.trace(folder)``.
+    devices. To see them there, call this function inside ``with jax.profiler.trace(folder)``.
 
     Example:
         >>> import time

@@ -25,7 +25,8 @@ _LANE_HEIGHT = 0.8
 class _Picture(Figure):
     """A matplotlib figure that Jupyter shows only once.
 
-    Jupyter also shows every figure that pyplot has open. This figure is made without pyplot.
+    Jupyter also shows every figure that pyplot has open. So a figure made by pyplot would be shown
+    twice. This figure is made without pyplot.
     """
 
     def _repr_png_(self) -> bytes:
@@ -35,11 +36,11 @@ class _Picture(Figure):
 
 
 def draw(measured: Measurement, bottleneck: str) -> Figure:
-    """Draws a lane for each stage over time. A stage with several threads has a strip for each.
+    """Returns a figure with a lane for each stage over time. A lane has a strip for each thread.
 
     Args:
         measured: The measured loop.
-        bottleneck: Name of the stage that holds the loop up; its lane is marked.
+        bottleneck: Name of the stage that holds the loop up. The lane of this stage is marked.
     """
     lanes = measured.lanes_s
     figure = _Picture(figsize=(11, 1.6 + 0.5 * len(lanes)), layout="constrained", facecolor="white")

@@ -70,8 +70,10 @@ def main(args: argparse.Namespace) -> int:
     """Makes the plan, prints it, and returns the exit code 0.
 
     Raises:
-        UsageError: The options do not fit together, or name a file that is missing.
-        GrainShardError: An optional package is missing.
+        UsageError: The options do not fit together. Or the script of ``--compile`` does not define
+            the function that is named after the colon.
+        GrainShardError: An optional package is missing. Or the step of ``--compile`` does not take
+            batches in the shardings of `shard_to`.
         OSError: The picture cannot be written.
     """
     if (args.hosts is None) != (args.devices_per_host is None):

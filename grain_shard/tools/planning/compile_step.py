@@ -24,7 +24,10 @@ from grain_shard.trees import MASK_KEY
 
 
 def memory_lines(memory: StepMemory) -> list[tuple[str, str]]:
-    """Returns the lines of a table: each part of the step's memory on one device, and its size."""
+    """Returns the lines of a table of the step's memory on one device: pairs (use, size as text).
+
+    The last line says that the step takes the batch as `shard_to` hands it out.
+    """
     return [
         ("state and batch", describe_bytes(memory.argument_bytes)),
         ("results, less donated memory", describe_bytes(memory.output_bytes - memory.alias_bytes)),
@@ -78,7 +81,7 @@ def compile_step(
 
     Raises:
         ShardingError: The batch does not fit its spec. Or the step was jitted for batches in other
-            shardings, so that each batch would have to be moved.
+            shardings than `shard_to` gives them.
     """
     step, state, record = build(mesh)
     shardings = ShardingTree.of(mesh, spec, microbatches=microbatches)
@@ -99,7 +102,13 @@ def compile_step(
 
 
 def _batch(record: Any, shardings: ShardingTree, global_batch_size: int) -> Any:
-    """Returns a global batch like those of `shard_to`, as a tree of `jax.ShapeDtypeStruct`."""
+    """Returns a global batch as `shard_to` makes it, as a tree of `jax.ShapeDtypeStruct`.
+
+    Args:
+        record: One record, as a tree of `jax.ShapeDtypeStruct` without shardings.
+        shardings: Shardings of the leaves of the batch.
+        global_batch_size: Rows of the batch, padding included.
+    """
     # All hosts get the same global batch, so the layout of any host will do.
     layout = next(iter(shardings.layouts().values()))
     host_batch_size = len(layout.rows(global_batch_size))

@@ -20,7 +20,8 @@ def draw_mesh(
 ) -> None:
     """Writes an SVG with a line for each shard of the rows: its rows, and the devices that hold it.
 
-    `show` prints the same lines. If a line has several hosts, these hosts hold the same rows.
+    `show` prints the same lines. Only the first 16 shards are drawn. If a line names several hosts,
+    these hosts hold the same rows.
 
     Args:
         mesh: The mesh.

@@ -62,8 +62,8 @@ def plan(
         The plan, to be printed or to be asked for its figures.
 
     Raises:
-        ShardingError: Mesh, spec and batch size do not fit together. `shard_to` would raise the
-            same error.
+        ShardingError: Mesh, spec and batch size do not fit together, so `shard_to` would raise the
+            same error. Or an argument is not valid.
 
     Example:
         >>> from grain_shard import hosts_mesh
@@ -175,7 +175,7 @@ def _num_batches(
 
     Raises:
         ShardingError: There is no batch. Or `remainder` is not "pad", and the shards do not divide
-            the batch size.
+            the batch size. Or `remainder` is "error", and the last batch is short.
     """
     divide = ValidateBatchSize(
         layout.divisor, must_divide=remainder != "pad", microbatches=layout.microbatches

@@ -34,8 +34,8 @@ class RowReads:
     Attributes:
         hosts: JAX process index of the host, or of each host of the slice that has a device in
             the mesh, ascending.
-        slice: Index of the slice.
-        rows: The rows of a padded batch that these hosts hold, as (start, stop), ascending.
+        slice: Index of the TPU slice to which the host belongs, or the hosts belong.
+        rows: The rows of a padded batch that these hosts hold, as (start, stop) ranges, ascending.
         rows_per_step: Number of rows read for a full batch, added up over the hosts. Rows of
             padding are not read.
         rows_per_epoch: Number of rows read in an epoch, added up over the hosts.
@@ -56,7 +56,7 @@ class RowReads:
         return self.hosts[0]
 
     def cells(self) -> tuple[str, ...]:
-        """Returns the figures as cells of a table, without the hosts and the slice."""
+        """Returns four cells of a table: ranges of rows, rows and bytes a step, rows an epoch."""
         return (
             describe_ranges(self.rows),
             f"{self.rows_per_step:,}",
@@ -134,8 +134,8 @@ class Plan(InNotebooks):
         read: The choice of `shard_to`: "needed" or "once".
         needed: The reads with ``read="needed"``.
         once: The reads with ``read="once"``. None if the devices do not divide the batch.
-        hosts_with_the_same_rows: Groups of hosts whose devices hold the same rows, by process
-            index.
+        hosts_with_the_same_rows: Groups of two or more hosts whose devices hold the same rows. A
+            group is a tuple of process indices.
         rows_read_again: Number of rows of a full batch that a slice reads although another slice
             reads the same row. Without these reads, the rows would have to cross the data-centre
             network.
@@ -184,7 +184,8 @@ class Plan(InNotebooks):
 
         Args:
             host: JAX process index of the host.
-            step: Number of the batch, from 0. From `steps_per_epoch` on it is in a later epoch.
+            step: Number of the batch, from 0. A number from `steps_per_epoch` on means a batch of a
+                later epoch. The indices of each epoch begin at 0.
 
         Raises:
             ShardingError: The host has no device in the mesh.
@@ -218,7 +219,7 @@ class Plan(InNotebooks):
         return to_text(self)
 
     def __rich__(self) -> Any:
-        """Returns all tables of the plan for `rich`, with at most 16 lines of hosts."""
+        """Returns all tables of the plan for `rich`, with at most 16 slices and groups of hosts."""
         ways = [reads for reads in (self.needed, self.once) if reads is not None]
         parts: list[Any] = [
             FittingTable(["the job", ""], self._job_lines(), left=2),
@@ -287,7 +288,10 @@ class Plan(InNotebooks):
         )
 
     def _host_lines(self) -> Iterator[tuple[str, ...]]:
-        """Yields a line for each group of hosts that read the same rows, at most 16 lines."""
+        """Yields a line for each group of hosts that read the same rows, for the first 16 groups.
+
+        If there are more groups, a last line has the number of all other hosts.
+        """
         cells = {reads.host: reads.cells() for reads in self.reads.hosts}
         lines = list(self.reads.hosts_by_rows().values())
         for hosts in lines[:_MAX_LINES]:

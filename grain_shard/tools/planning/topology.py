@@ -36,12 +36,14 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
     """Returns the mesh that `jax.make_mesh` makes on a TPU slice, without the slice.
 
     On several slices it is the mesh of `jax.experimental.mesh_utils.create_hybrid_device_mesh`,
-    with ``allow_split_physical_axes=True``. The first axis leads from slice to slice. If the number
-    of slices does not divide it, the next axes do so as well. For another order, make a
-    `jax.sharding.Mesh` of the same devices: `plan` takes any mesh.
+    with ``allow_split_physical_axes=True``. The slices are spread over the first axis. If the
+    number of slices does not divide the size of this axis, the slices are spread over the next axes
+    as well. For another order, make a `jax.sharding.Mesh` of the same devices: `plan` takes any
+    mesh.
 
     libtpu (``pip install "grain-shard[plan]"``, Linux on x86-64) knows the chips, the hosts and
-    the neighbours of each chip. It gives four chips to a host; for hosts of eight use `hosts_mesh`.
+    the neighbours of each chip. It gives four chips to a host. For hosts of eight chips use
+    `hosts_mesh`.
     As on a TPU VM, a chip is one JAX device, or two on v2, v3 and TPU7x.
 
     libtpu is told that there is no TPU. So on a TPU VM call this function in a process that does
@@ -50,7 +52,7 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
     Args:
         topology: Kind and shape: "v4:4x4x4", "v5e:16x16", "v5p:4x4x8", "v6e:8x8", "tpu7x:4x4x4".
         axes: Name and size of each mesh axis, in order, over all slices together.
-        slices: Number of slices of that shape, which the data-centre network joins.
+        slices: Number of slices of this topology. The data-centre network joins them.
 
     Returns:
         A mesh for planning and compiling (`jax.jit(...).lower(...).compile()`). Its devices cannot
@@ -92,6 +94,8 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
 
 def hosts_mesh(axes: Mapping[str, int], *, hosts: int, devices_per_host: int) -> Mesh:
     """Returns the mesh that `jax.make_mesh` makes on hosts with GPUs or CPUs, without the hosts.
+
+    The mesh is for planning only. Its devices cannot compute.
 
     Args:
         axes: Name and size of each mesh axis, in order.
@@ -148,8 +152,8 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int = 1) -> M
 def _hybrid_mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int) -> Mesh:
     """Returns a mesh in which the first axes lead from slice to slice.
 
-    Each axis takes the largest part of the number of slices that divides the axis. The next axis
-    takes its part of the slices that are left.
+    The first axis is spread over gcd(size, `slices`) slices, where size is the size of the axis.
+    `slices` is then divided by this gcd, and the next axis is treated in the same way.
     """
     between, within = [], []
     left = slices  # no slice is left in the end: the number of slices divides that of devices

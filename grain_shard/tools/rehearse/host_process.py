@@ -125,8 +125,9 @@ class HostProcess:
 
     Args:
         index: Index of the host.
-        argv: The path of the note for a host that stays alone, and then the script with its
-            arguments, or "-m", a module and its arguments.
+        argv: The path of a file that the process creates if the script used JAX without joining
+            the other hosts. Then the script with its arguments, or "-m", a module and its
+            arguments.
         environment: All environment variables of the process.
         events: The queue for lines and ends.
     """
@@ -173,7 +174,7 @@ class HostProcess:
 
         Args:
             number: Number of the signal.
-            send: `os.kill` for the process alone, `os.killpg` for its children, too.
+            send: `os.kill` for the process alone, `os.killpg` for the process and its children.
         """
         if self._process.returncode is None:
             send(self._process.pid, number)
@@ -202,7 +203,7 @@ class HostProcess:
 
 
 def say_where(processes: Sequence[HostProcess]) -> None:
-    """Makes the hosts that still run print the stack of their main thread, and waits for it."""
+    """Makes the hosts that still run print the stack of their main thread; waits half a second."""
     for process in processes:
         process.send_signal(signal.SIGQUIT)
     time.sleep(_SAY_S)
@@ -236,9 +237,10 @@ def reserved_port() -> Iterator[int]:
 
 
 def host_environment(host: int, hosts: int, devices_per_host: int, port: int) -> dict[str, str]:
-    """Returns the environment of one host: this process's variables, and those of a SLURM job.
+    """Returns the environment of one host: this process's variables, and variables of a SLURM job.
 
-    JAX reads the SLURM variables in ``jax.distributed.initialize()``.
+    JAX reads the SLURM variables in ``jax.distributed.initialize()``. If this process is part of a
+    real cluster, the variables that the cluster has set are left out.
 
     Args:
         host: Index of the host.

@@ -129,8 +129,8 @@ def run_script(
             they end by themselves or time out.
         echo: The file to which each line of a host is written as it arrives, after the words
             "[host 0]" and so on; None for no output. If a host ends because another host has ended,
-            JAX prints a stack of C++ functions, which is left out here. Lines of Gloo are left out
-            here and in the result.
+            JAX prints a stack of C++ functions, which is left out of this file. Lines of Gloo (the
+            library for collectives of CPUs) are left out of this file and of the result.
 
     Raises:
         ValueError: `hosts` or `devices_per_host` is less than 1.

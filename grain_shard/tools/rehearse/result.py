@@ -58,7 +58,10 @@ class RehearsalResult:
         return "\n".join([*head, *tails, *remedy])
 
     def verdict(self) -> list[str]:
-        """Returns the lines of `summary` without the hosts' own lines, which `echo` has printed."""
+        """Returns the lines of `summary` without the hosts' own lines.
+
+        If `run_script` got a file as `echo`, it has already written the hosts' own lines to it.
+        """
         ends = []
         if self.failed_host is not None:
             end = f"host {self.failed_host} failed first, with exit code {self.exit_code}"
@@ -92,8 +95,8 @@ class RehearsalResult:
 def _last_lines(output: str) -> list[str]:
     """Returns the last 40 lines of a host's output.
 
-    If the output ends with a longer stack, the lines start at the top of the stack, which names the
-    place where the host was.
+    If the last stack in the output begins before these lines, the first 40 lines of this stack are
+    returned instead. The top of the stack names the place where the host was.
     """
     lines = output.splitlines()
     first = max(0, len(lines) - _TAIL_LINES)

@@ -24,9 +24,11 @@ Range = tuple[int, int]
 def draw_batch(batch: Any) -> Iterator[Any]:
     """Yields a table for each group of leaves that are cut alike.
 
-    The lines of a table are shards of the rows. The columns are shards of other sharded dims. The
-    cells are the devices that hold the part. Only leaves with a `NamedSharding` and at least one
-    element are drawn. Their values are not read.
+    Leaves are cut alike if they are on the same mesh, with the same spec and the same sizes of the
+    dims up to the last sharded one. The lines of a table are shards of the rows. The columns are
+    shards of other sharded dims. A cell names the devices that hold the rows of its line and
+    the shard of its column. Only leaves with a `NamedSharding` and at least one element are drawn.
+    Their values are not read.
     """
     groups: dict[Any, list[tuple[str, Any]]] = {}
     for path, leaf in zip(*flatten(batch)[:2], strict=True):
@@ -45,7 +47,7 @@ def _dims_drawn(sharding: NamedSharding) -> int:
 
 
 def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
-    """Returns the table of one leaf, with a title.
+    """Returns a table for `rich`, with a title: a leaf's shards and the devices that hold them.
 
     Args:
         paths: The paths of all leaves that are cut like this one, for the title.
@@ -81,7 +83,9 @@ def draw_leaf(paths: Sequence[str], leaf: Any) -> Any:
 
 
 def _column_head(column: tuple[Range, ...]) -> str:
-    """Returns the head of a column: its range in each dim after the rows, or "held by".
+    """Returns the head of a column: its range in each dim after the rows.
+
+    If only the dim of the rows is drawn, the head is "held by".
 
     Args:
         column: The (start, stop) of each dim after the rows that is drawn; () if there is none.
@@ -91,7 +95,7 @@ def _column_head(column: tuple[Range, ...]) -> str:
 
 
 def _devices(devices: Sequence[Any], several_hosts: bool) -> str:
-    """Returns the ids of the devices that hold a piece, grouped by host if there are several."""
+    """Returns the ids of some devices as text, grouped by host if `several_hosts` is True."""
     if not several_hosts:
         return f"device{'s' if len(devices) > 1 else ''} {describe_few([d.id for d in devices])}"
     hosts: dict[int, list[int]] = {}

@@ -85,7 +85,7 @@ class FirstLines:
 
     Args:
         parts: The tables and texts.
-        most: Most lines to print. If there are more, the last one is "and more".
+        most: Most lines to print. If there are more, the last line that is printed is "and more".
     """
 
     def __init__(self, parts: Sequence[Any], most: int):
@@ -129,7 +129,10 @@ def to_screen(renderable: Any) -> None:
 
 
 def screen_width() -> int:
-    """Returns the width of the terminal, or the value of COLUMNS, in characters; 100 for a log."""
+    """Returns the width of the output in characters: COLUMNS, else the terminal's width, else 100.
+
+    COLUMNS is an environment variable. There is no terminal if the output goes to a log.
+    """
     return shutil.get_terminal_size((_TEXT_WIDTH, 0)).columns
 
 
@@ -175,7 +178,7 @@ def describe_bytes(count: int | None) -> str:
 
 
 def describe_ranges(ranges: Sequence[tuple[int, int]]) -> str:
-    """Returns ranges of rows as text, such as ``0:8, 16:24``; at most four, and how many more."""
+    """Returns ranges of rows as text: at most four, such as ``0:8, 16:24``, and how many more."""
     return describe_few([f"{start}:{stop}" for start, stop in ranges], at_most=4)
 
 
