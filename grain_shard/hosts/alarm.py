@@ -68,8 +68,8 @@ class Alarm:
         series: The argument `series`.
         hosts: The argument `hosts`, as a list.
         slowest: The argument `slowest`.
-        all_know: True once all hosts know that the iterator failed on one of them, or cannot be
-            told.
+        all_know: True once all hosts know that the iterator failed on one of them. It is also True
+            once the other hosts cannot be told.
         is_at_end: True once the training loop has got all batches.
     """
 
@@ -141,8 +141,8 @@ class Alarm:
     def _watch(self, host: int, text: str) -> None:
         """Ends this process if its training loop stays blocked after another host failed.
 
-        The loop is blocked if its thread stays at one instruction and asks for no batch. With
-        GRAIN_SHARD_END_PROCESS=0 the process does not end.
+        The loop is blocked if for 10 seconds its thread stays at one instruction and asks for no
+        batch. With GRAIN_SHARD_END_PROCESS=0 the process does not end.
 
         Args:
             host: Number of the failed host.

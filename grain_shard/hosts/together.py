@@ -96,8 +96,8 @@ class Together:
         Args:
             kind: The kind of pipeline.
             stop: Ends any wait of the training loop inside the iterator.
-            waits: Returns the waits of the training loop since the last call. Its argument is the
-                least length of this time in seconds.
+            waits: Returns the waits of the training loop since the last call. Its argument is a
+                number of seconds: a shorter time since the last call counts as this time.
         """
         if self._rounds is not None and self._alarm is None:
             self._rounds.begin(kind)
@@ -130,13 +130,14 @@ class Together:
 
         Returns:
             The digest of the source's records, on which all hosts agree. "" if there is none, or if
-            a source gives other records at each read.
+            a source gives different records at each read.
 
         Raises:
             AgreementError: A field differs, or a host has failed. The same error is raised on every
                 host, and names the hosts and the field.
             HostTimeoutError: A host did not answer in time.
             StateError: The restored state was saved with other records.
+            StopIteration: The iterator was closed during the comparison.
         """
         if self._comparing is None:
             answer = self._answer(fields, digest)
@@ -173,7 +174,7 @@ class Together:
     def compare_places(self, fields: Mapping[str, Any]) -> None:
         """Compares the place that this host saves with the places that the other hosts save.
 
-        Before the first batch there is nothing to compare.
+        A place is the number of the next batch. Before the first batch this does nothing.
 
         Args:
             fields: The next batch, as fields that must be the same on all hosts; empty if batches
@@ -198,6 +199,8 @@ class Together:
 
     def failed(self, error: BaseException) -> None:
         """Tells the other hosts of an error of this host's iterator, unless they know of it.
+
+        They are not told of a KeyboardInterrupt.
 
         Args:
             error: The error.
@@ -238,6 +241,9 @@ class Together:
 
         Args:
             barrier: Name of the barrier, which can be used once in a run.
+
+        Raises:
+            JaxRuntimeError: A host did not come within `timeout_s`.
         """
         if self._across is not None:
             meet(barrier, self._across.hosts, self._across.timeout_s)

@@ -1,6 +1,7 @@
 """Warnings about passes over a dataset that are most likely a mistake.
 
-A dataset gives each of the two warnings once.
+One warning is about a second pass that repeats the shuffled order of the first pass. The other is
+about iterators that were left after one batch each. A dataset gives each warning once.
 """
 
 from __future__ import annotations
