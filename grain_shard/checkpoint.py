@@ -5,8 +5,8 @@ hosts read it. A stream has one state and one file per host. It must be restored
 of hosts. Feeds have one state per feed, which one of the hosts that run the feed writes. Any number
 of hosts can restore feeds. Each host reads the files with the feeds that it runs.
 
-Orbax's v1 API uses the iterators directly, by their methods ``save`` and ``load``. These write and
-read the same files.
+Orbax's v1 API uses the iterators directly, by their methods ``save`` and ``load``. These methods
+write and read the same files.
 
 Example:
     >>> import tempfile
@@ -50,7 +50,7 @@ class CheckpointHandler(ocp.CheckpointHandler):
 
         Raises:
             StateError: The state was saved by another pipeline, or by a stream on another number
-                of hosts.
+                of hosts; or its files are missing or damaged.
         """
         args.iterator.read_state(directory)
         return args.iterator
@@ -87,7 +87,8 @@ class CheckpointRestore(_OfIterator):
 
     Attributes:
         iterator: An iterator over the same pipeline, or over its epochs. It may be new or in use.
-            The batch size, the number of hosts and the mesh may differ from the saved ones.
+            With random access, the batch size, the number of hosts and the mesh may differ from the
+            saved ones. Feeds allow another number of hosts. A stream needs the same one.
     """
 
 

@@ -43,8 +43,8 @@ def compare(answers: Answers) -> dict[str, Any]:
         The verdict as JSON. If a field differs, it is ``{"error": message}``, which names the hosts
         and the field. If only the records of the source differ, it is ``{"doubt": message, "of":
         "hosts"}``; if they differ from the restored state, ``"of"`` is ``"state"``. A doubt is not
-        an error yet, because a source may give different records at each read. If nothing differs, it
-        is ``{"contents": digest}``, or ``{}`` if no host has a digest of records.
+        an error yet, because a source may give different records at each read. If nothing differs,
+        the verdict is ``{"contents": digest}``, or ``{}`` if no host has a digest of records.
 
     Example:
         >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}})["error"])

@@ -213,9 +213,10 @@ class _Votes(Producer[int]):
     def _is_worth_a_vote(self, known: Known) -> bool:
         """Returns True if a vote about the new batches is due.
 
-        It is due once the new batches are at least as many as the agreed batches that the loop has
-        not got yet, or once the end is known. At least one batch has to be new, or the end. An earlier vote agrees on fewer batches, so more votes are needed. A
-        later vote leaves less time before the training loop needs the verdict.
+        It is due once the end is known, or once there are as many new batches as agreed batches
+        that the loop has not got yet, and at least one. An earlier vote agrees on fewer batches, so
+        more votes are needed. A later vote leaves less time before the training loop needs the
+        verdict.
 
         Args:
             known: The batches known by now.

@@ -110,9 +110,9 @@ class SlowestOf:
 
     Args:
         hosts: All hosts that run the iterator. The first one compares their waits.
-        waits: Returns the waits of the iterator's loop since the last call. Its argument is a
-            number of seconds: a shorter time since the last call counts as this time. A background
-            thread calls the function, which must not refer to the iterator.
+        waits: Returns the waits of the iterator's loop since the last call. Its argument is
+            the least length of this time in seconds: a shorter time counts as this length. A
+            background thread calls the function, which must not refer to the iterator.
 
     Attributes:
         hosts: The argument `hosts`, as a list.
@@ -158,8 +158,8 @@ def compare_waits(store: Store, iterators: Mapping[str, SlowestOf], least_s: flo
     Args:
         store: The key-value store.
         iterators: The `SlowestOf` of each iterator of this process, by the iterator's name.
-        least_s: Number of seconds. If less time has passed since the last call, it counts as this
-            time.
+        least_s: Least length of the compared time, in seconds. A shorter time since the last call
+            counts as this length.
     """
     store.put(_WAITS, {series: one.waits(least_s) for series, one in iterators.items()})
     own = {series: one.hosts for series, one in iterators.items() if one.hosts[0] == store.host}

@@ -96,8 +96,8 @@ class Together:
         Args:
             kind: The kind of pipeline.
             stop: Ends any wait of the training loop inside the iterator.
-            waits: Returns the waits of the training loop since the last call. Its argument is a
-                number of seconds: a shorter time since the last call counts as this time.
+            waits: Returns the waits of the training loop since the last call. Its argument is the
+                least length of this time in seconds: a shorter time counts as this length.
         """
         if self._rounds is not None and self._alarm is None:
             self._rounds.begin(kind)
