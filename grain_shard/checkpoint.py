@@ -88,15 +88,16 @@ class CheckpointRestore(_OfIterator):
     Attributes:
         iterator: An iterator over the same pipeline, or over its epochs. It may be new or in use.
             With random access, the batch size, the number of hosts and the mesh may differ from the
-            saved ones. Feeds allow another number of hosts. A stream needs the same one.
+            saved ones. With feeds, the number of hosts may differ. A stream needs the same number of
+            hosts.
     """
 
 
 class CheckpointItem:
     """A mixin that lets Kauldron save and restore an iterator of `shard_to` in its checkpoints.
 
-    The class has to keep the iterator as its attribute `iter`, as Kauldron's iterators do. A
-    checkpoint can be restored on another number of hosts::
+    With random access or feeds, a checkpoint can be restored on another number of hosts. The class
+    that uses the mixin has to keep the iterator as its attribute `iter`. Kauldron's iterators do::
 
         from kauldron.data.iterators import PyGrainIterator
 

@@ -30,8 +30,8 @@ def digest(value: Any) -> str:
 def element_digest(element: Any, digits: int = DIGITS) -> str:
     """Returns a few hex digits that stand for the values of an element, the same in every process.
 
-    Only a sample of the values of an array of 1 MiB or more counts, and only the file name of an
-    absolute path.
+    An array of 1 MiB or more counts only by a sample of its values. An absolute path counts only by
+    its file name.
 
     Example:
         >>> element_digest({"x": np.zeros(2), "y": [b"a"]})

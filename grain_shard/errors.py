@@ -10,8 +10,8 @@
         └── HostTimeoutError (TimeoutError)    a host did not answer in time
 
 The message of a `ShardingError` has up to four parts, always in the same order: the leaf's path and
-the problem; the leaf's shape and dtype; the mesh axes and sizes; the remedy. A part is left out if
-it is unknown, or if it has nothing to do with the error.
+the problem; the leaf's shape, dtype and spec; the mesh axes and sizes; the remedy. A part is left
+out if it is unknown, or if it has nothing to do with the error.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def describe_leaf(leaf: Any) -> str:
 def describe_error(error: BaseException) -> str:
     """Returns the text of an error for other hosts: its class, its message and the notes on it.
 
-    Only notes of this package count. They say where the error was raised, such as in which feed.
+    Only notes of this package count. For example, a note says in which feed the error was raised.
     """
     ours = "grain_shard: "
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(ours)]

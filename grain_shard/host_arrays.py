@@ -27,7 +27,10 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def copied(array: np.ndarray) -> np.ndarray:
-    """Returns a contiguous copy of an array, made in the memory of a new array of `empty`."""
+    """Returns a contiguous copy of an array.
+
+    The memory of the copy begins at a multiple of `ALIGNMENT_BYTES`, except for Python objects.
+    """
     copy = empty(array.shape, array.dtype)
     copy[...] = array
     return copy

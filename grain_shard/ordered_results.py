@@ -49,7 +49,7 @@ class OrderedResults(Results[T]):
 
     @property
     def room(self) -> int:
-        """Number of results that may begin now."""
+        """Number of results that tasks may begin now, until the buffer is full."""
         return self._size - (self._begun - self._taken)
 
     @abstractmethod
@@ -93,7 +93,7 @@ class OrderedResults(Results[T]):
         return Known(ready, final.error if final is not None else None)
 
     def wake(self) -> None:
-        """Makes the threads that wait for another event than the next result check it again."""
+        """Makes the threads in `TaskStage.wait_for` check again if their event has happened."""
         self._something_came.ring()
 
     def stop(self) -> None:

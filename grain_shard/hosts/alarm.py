@@ -7,7 +7,7 @@ key-value store of JAX's distributed runtime. A thread of every process listens 
 other hosts the iterator then raises an error, too.
 
 The training loop of another host may be blocked in a collective, so that it does not ask its
-iterator for a batch. That process then prints the stack of each thread and ends. With
+iterator for a batch. The blocked process then prints the stack of each thread and ends. With
 GRAIN_SHARD_END_PROCESS=0, for notebooks and supervisors, it does not end.
 
 A process that ends because of such an error skips the usual exit, in which JAX would wait for the
@@ -56,7 +56,7 @@ _END_PROCESS = "GRAIN_SHARD_END_PROCESS"
 
 
 class Alarm:
-    """Tells other hosts of a failure of one iterator, and raises their failures on this host.
+    """Tells other hosts of a failure of one iterator; raises failures of other hosts on this host.
 
     Args:
         series: The name of the iterator, the same on all hosts.

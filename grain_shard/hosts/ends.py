@@ -235,8 +235,8 @@ class _Votes(Producer[int]):
 class AgreedEnd(Results[T]):
     """Hands out global batches up to the end on which all hosts agree.
 
-    A call may be interrupted at any point, for example by Ctrl-C. The next call then goes on, and
-    no vote is lost, because another thread votes.
+    A call of ``next`` may be interrupted at any point, for example by Ctrl-C. The next call then
+    goes on, and no vote is lost, because another thread votes.
 
     Args:
         placed: This host's batches, on the devices.

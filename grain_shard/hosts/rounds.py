@@ -162,8 +162,8 @@ class Rounds(Store):
     def begin(self, kind: str) -> None:
         """Names the iterator, and puts its description into the store.
 
-        The rounds can be used after this. The thread of the training loop calls this. The name has
-        a counter, and in this thread all hosts open their iterators in the same order.
+        The rounds can be used after this. Only the thread of the training loop may call this: the
+        name has a counter, and in that thread all hosts open their iterators in the same order.
 
         Args:
             kind: The kind of pipeline. An error names it if hosts wait in different rounds.
@@ -242,10 +242,10 @@ class Rounds(Store):
         return verdict
 
     def _try_verdict(self, round_: str, decide: Callable[[Answers], Any]) -> Any:
-        """Waits for the verdict for half a second, or longer with over 500 hosts.
+        """Waits for the verdict for half a second at most, or longer with over 500 hosts.
 
         The first host computes the verdict and posts it, once all hosts have answered or one of
-        them has failed. While answers are missing, it waits for one of them.
+        them has failed. Until then, it waits for one missing answer in each call.
 
         Returns:
             The verdict; None if there is no verdict yet.
@@ -277,7 +277,7 @@ class Rounds(Store):
     def forget(self, round_: str) -> None:
         """Deletes the verdict of a round. Call it only after all hosts have read the verdict.
 
-        Only on the first host does this delete the verdict. On other hosts it does nothing.
+        The first host deletes the verdict. On other hosts this does nothing.
 
         Args:
             round_: The round.

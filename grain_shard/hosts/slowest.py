@@ -55,7 +55,8 @@ class SlowestHost:
         stage: The busiest stage of the host: "read", "batch", "pad" or "place". None if it is not
             measured, as in worker processes.
         wait_s: Seconds per batch in which the host's loop waited for its data.
-        others_wait_s: Median of the same seconds of the other hosts.
+        others_wait_s: Median, over the other hosts, of the seconds per batch in which their loops
+            waited for their own data.
         share: Share of the time, 0 to 1, in which the host's loop waited, minus the median share of
             the other hosts.
     """
@@ -130,7 +131,7 @@ class SlowestOf:
         """Keeps the slowest host of a new comparison; logs it if it delays the others.
 
         A host is logged once, after two comparisons in a row have found it. If each comparison
-        finds another host, none of them has a lasting problem. Only the first host and the slowest
+        finds a different host, no host has a lasting problem. Only the first host and the slowest
         host log.
 
         Args:
