@@ -88,8 +88,8 @@ class CheckpointRestore(_OfIterator):
     Attributes:
         iterator: An iterator over the same pipeline, or over its epochs. It may be new or in use.
             With random access, the batch size, the number of hosts and the mesh may differ from the
-            saved ones. With feeds, the number of hosts may differ. A stream needs the same number of
-            hosts.
+            saved ones. With feeds, the number of hosts may differ. A stream can be restored only on
+            the same number of hosts.
     """
 
 

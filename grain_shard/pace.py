@@ -200,7 +200,11 @@ class Pace:
         return self._threads
 
     def limit(self, most: int) -> None:
-        """Sets the largest number of threads, because the system allows no more."""
+        """Lowers the largest number of threads, because the system allows no more threads.
+
+        Args:
+            most: The number of threads that have started.
+        """
         self._threads = most
 
     def begun(self, now: float) -> None:

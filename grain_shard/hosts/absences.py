@@ -3,8 +3,8 @@
 A vote is a round in which hosts agree on the number of batches that all of them hand out next. The
 other hosts wait for a missing vote as follows:
 
-* A host that cannot vote says so in the key-value store. It has had no data for `timeout_s`, or its
-  iterator was closed. The other hosts wait for its vote for `timeout_s`.
+* A host that cannot vote says so in the key-value store. The reason is that it has had no data for
+  `timeout_s`, or that its iterator was closed. The other hosts wait for its vote for `timeout_s`.
 * A host that has said nothing most likely has full buffers and a busy training loop. The other
   hosts wait for its vote for ten times `timeout_s`. To stop earlier would gain little, because in
   the training step they would wait for the same host.

@@ -38,7 +38,7 @@ class AcrossHosts:
         hosts: All hosts in the mesh.
         series: Gives each iterator of the dataset a name that is the same on all hosts.
         timeout_s: Longest time, in seconds, that a host waits for another.
-        fields: The fields that must be the same on all hosts and need no batch.
+        fields: The fields that must be the same on all hosts and are known before the first batch.
         shards: The shards of the batch axis that this host holds.
         remainder: The treatment of a stream that ends before the streams of other hosts: "pad",
             "drop" or "error".
@@ -119,7 +119,7 @@ class Together:
         digest: str | None = None,
         is_steady: Callable[[], bool] = lambda: True,
     ) -> str:
-        """Compares the pipeline with the other hosts, and its records with the restored state.
+        """Compares the pipeline with other hosts' pipelines, and its records with a restored state.
 
         Only the first call compares. A later call returns the same result or raises the same error.
 

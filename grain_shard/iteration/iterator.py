@@ -436,7 +436,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             directory: Orbax's folder, which Orbax may still be creating.
 
         Returns:
-            An awaitable that ends when the files are written.
+            An awaitable that ends when the files are written. If each host writes its own files, it
+            ends when all hosts have written theirs.
         """
         write_files, state, number = self._state_writer(), self.get_state(), next(_SAVES)
 

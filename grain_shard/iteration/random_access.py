@@ -253,7 +253,7 @@ class RandomAccess(HostBatches):
         return progress
 
     def _progress_in(self, state: Any) -> Progress | None:
-        """Returns the position of a state; None if this dataset has no such position."""
+        """Returns the position of a state; None if the state has none, or one past this dataset."""
         if not isinstance(state, Mapping):
             return None
         cuts, epochs = self._batching.cuts, self._batching.num_epochs

@@ -52,5 +52,5 @@ class Passes:
         self._looks = self._looks + 1 if is_first else 0
 
     def ends(self) -> None:
-        """Notes that a pass has reached its end, and so was more than a look at the data."""
+        """Notes that a pass has reached its end, so that it was not only a look at one batch."""
         self._one_has_ended, self._looks = True, 0

@@ -138,8 +138,8 @@ class ShardedDataset(grain.IterDataset):
         """Returns the keyword arguments of `ShardedIterator` for batches of this host.
 
         Raises:
-            ShardingError: The devices would move batches to their final shardings in an order that
-                may differ between hosts.
+            ShardingError: A collective moves the batches to their final shardings, and this host
+                may run it in another order than other hosts; see `require_order`.
         """
         final = self.settings.final_shardings
         if final:  # the move is a collective: its order must be the same on all hosts

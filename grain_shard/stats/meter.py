@@ -157,7 +157,7 @@ class Meter:
     def waits_of_late(self, least_s: float) -> Waits:
         """Returns the waits of the loop since the last call of this method.
 
-        The first call returns the waits since the first batch.
+        The first call after the first batch returns the waits since that batch.
 
         Args:
             least_s: Least length of this time in seconds. A shorter time counts as one of this
