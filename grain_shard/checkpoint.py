@@ -87,9 +87,9 @@ class CheckpointRestore(_OfIterator):
 
     Attributes:
         iterator: An iterator over the same pipeline, or over its epochs. It may be new or in use.
-            With random access, the batch size, the number of hosts and the mesh may differ from the
-            saved ones. With feeds, the number of hosts may differ. A stream can be restored only on
-            the same number of hosts.
+            With random access, the number of hosts and the mesh may differ from the saved ones. The
+            batch size may differ, too, if the state counts records. With feeds, the number of hosts
+            may differ. A stream can be restored only on the same number of hosts.
     """
 
 

@@ -9,7 +9,7 @@ other hosts wait for a missing vote as follows:
   hosts wait for its vote for ten times `timeout_s`. To stop earlier would gain little, because in
   the training step they would wait for the same host.
 
-In the first vote, the other hosts wait only `timeout_s` also for a host that has said nothing.
+The first vote is an exception: the other hosts wait for every missing vote for `timeout_s` only.
 
 A host counts only the time in which its own training loop waits for the vote. The first host that
 stops waiting ends the vote for all hosts.
