@@ -5,8 +5,8 @@ hosts read it. A stream has one state and one file per host. It must be restored
 of hosts. Feeds have one state per feed, which one of the hosts that run the feed writes. Any number
 of hosts can restore feeds. Each host reads the files with the feeds that it runs.
 
-Orbax's v1 API uses the iterators directly, by their methods ``save`` and ``load``. These write and
-read the same files.
+Orbax's v1 API uses the iterators directly, by their methods ``save`` and ``load``. These methods
+write and read the same files.
 
 Example:
     >>> import tempfile
@@ -50,7 +50,7 @@ class CheckpointHandler(ocp.CheckpointHandler):
 
         Raises:
             StateError: The state was saved by another pipeline, or by a stream on another number
-                of hosts.
+                of hosts; or its files are missing or damaged.
         """
         args.iterator.read_state(directory)
         return args.iterator
@@ -87,15 +87,17 @@ class CheckpointRestore(_OfIterator):
 
     Attributes:
         iterator: An iterator over the same pipeline, or over its epochs. It may be new or in use.
-            The batch size, the number of hosts and the mesh may differ from the saved ones.
+            With random access, the number of hosts and the mesh may differ from the saved ones. The
+            batch size may differ, too, if the state counts records. With feeds, the number of hosts
+            may differ. A stream can be restored only on the same number of hosts.
     """
 
 
 class CheckpointItem:
     """A mixin that lets Kauldron save and restore an iterator of `shard_to` in its checkpoints.
 
-    The class has to keep the iterator as its attribute `iter`, as Kauldron's iterators do. A
-    checkpoint can be restored on another number of hosts::
+    With random access or feeds, a checkpoint can be restored on another number of hosts. The class
+    that uses the mixin has to keep the iterator as its attribute `iter`. Kauldron's iterators do::
 
         from kauldron.data.iterators import PyGrainIterator
 

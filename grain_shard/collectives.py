@@ -1,11 +1,12 @@
 """Checks that all hosts run their collectives in the same order.
 
-The only collective of this package is the one of ``read="once"``. It runs between the collectives
-of the training step, and every host must run all of them in the same order. An accelerator runs
-computations in the order in which the training loop dispatched them. If a process has a single CPU
-device, the device may start a later computation first. Then Gloo, the library of collectives on
-CPUs, receives a message of another computation, and the process hangs or aborts. JAX has an option
-that lets each computation end before the next one starts.
+The only collective of this package moves the rows that ``read="once"`` has read to their devices.
+It runs between the collectives of the training step, and every host must run all of them in the
+same order. An accelerator runs computations in the order in which the training loop dispatched
+them. If a process has a single CPU device, the device may start a later computation first. Then
+Gloo, the library of collectives on CPUs, receives a message of another computation, and the process
+hangs or aborts. With ``jax_cpu_enable_async_dispatch`` set to False, JAX ends each computation
+before it starts the next one.
 """
 
 from __future__ import annotations

@@ -30,6 +30,9 @@ def digest(value: Any) -> str:
 def element_digest(element: Any, digits: int = DIGITS) -> str:
     """Returns a few hex digits that stand for the values of an element, the same in every process.
 
+    An array of 1 MiB or more counts only by a sample of its values. An absolute path counts only by
+    its file name.
+
     Example:
         >>> element_digest({"x": np.zeros(2), "y": [b"a"]})
         'aca2'

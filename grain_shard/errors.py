@@ -10,8 +10,8 @@
         └── HostTimeoutError (TimeoutError)    a host did not answer in time
 
 The message of a `ShardingError` has up to four parts, always in the same order: the leaf's path and
-the problem; the leaf's shape and dtype; the mesh axes and sizes; the remedy. A part is left out if
-it is unknown, or if it has nothing to do with the error.
+the problem; the leaf's shape, dtype and spec; the mesh axes and sizes; the remedy. A part is left
+out if it is unknown, or if it has nothing to do with the error.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ShardingError(GrainShardError, ValueError):
         super().__init__(problem)
 
     def with_mesh(self, mesh_axes: Iterable[tuple[str, int]]) -> ShardingError:
-        """Returns this same error, and adds the mesh axes if it has none yet.
+        """Adds the mesh axes to this error if it has none yet, and returns this error.
 
         Args:
             mesh_axes: (name, size) of every mesh axis.
@@ -164,9 +164,9 @@ def describe_leaf(leaf: Any) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the text of an error for other hosts: its class, its message and its place.
+    """Returns the text of an error for other hosts: its class, its message and the notes on it.
 
-    The place is taken from the notes that this package added to the error.
+    Only notes of this package count. For example, a note says in which feed the error was raised.
     """
     ours = "grain_shard: "
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(ours)]
@@ -215,9 +215,9 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def require_steps(name: str, given: Any, remedy: str) -> None:
-    """Raises an error if a schedule is not a dict from steps to values.
+    """Raises an error if a schedule is not a dict from training steps to values.
 
-    The steps have to be integers, the first one 0, in ascending order.
+    The steps have to be integers in ascending order, and the first one has to be 0.
 
     Args:
         name: Name of the values in the message, such as "batch sizes".

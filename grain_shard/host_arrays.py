@@ -15,7 +15,10 @@ ALIGNMENT_BYTES = 64
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an uninitialized array that begins at a multiple of `ALIGNMENT_BYTES`."""
+    """Returns an uninitialized array, whose memory begins at a multiple of `ALIGNMENT_BYTES`.
+
+    The memory of an array of Python objects may begin anywhere.
+    """
     if dtype.hasobject:  # an array of objects must not be made of raw bytes
         return np.empty(shape, dtype)
     raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT_BYTES, np.uint8)
@@ -24,7 +27,10 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def copied(array: np.ndarray) -> np.ndarray:
-    """Returns a contiguous copy of an array that begins at a multiple of `ALIGNMENT_BYTES`."""
+    """Returns a contiguous copy of an array.
+
+    The memory of the copy begins at a multiple of `ALIGNMENT_BYTES`, except for Python objects.
+    """
     copy = empty(array.shape, array.dtype)
     copy[...] = array
     return copy

@@ -2,7 +2,7 @@
 
 Python raises KeyboardInterrupt in the main thread between any two instructions. For example, it may
 come after a lock is taken and before its ``with`` block begins, or inside `threading.Condition`,
-which then fails itself. Most training loops run in the main thread. So the main thread takes no
+whose own code then fails. Most training loops run in the main thread. So the main thread takes no
 lock of this package. It waits by a `Bell`, and leaves work of several steps to another thread, by
 `Uninterrupted`.
 """
@@ -38,7 +38,8 @@ class Bell:
         """Waits until a condition is true.
 
         Args:
-            has_come: Returns the condition. It is called at once, and again after each `ring`.
+            has_come: Returns a true value once the condition is true. It is called at once, and
+                again after each `ring`.
             wait_s: The longest wait, in seconds.
 
         Returns:
@@ -55,7 +56,10 @@ class Bell:
         return come
 
     def ring(self) -> None:
-        """Makes all waiting threads check their conditions again. Call it after the change."""
+        """Makes all waiting threads check their conditions again.
+
+        Call it after the change that may have made a condition true.
+        """
         for rung in list(self._waiting.values()):
             try:
                 rung.release()

@@ -18,8 +18,8 @@ class OrderedResults(Results[T]):
     """Results that several threads make in any order, and that one consumer takes in order.
 
     Only the threads that make results take the lock. The consumer takes no lock, because an
-    interrupt (Ctrl-C) could leave it locked. The thread that stops the results takes none, either.
-    Without the lock, each of their steps is atomic or may be repeated.
+    interrupt (Ctrl-C) could leave it locked. The thread that stops the results takes no lock,
+    either. Each change that is made without the lock is atomic or may be repeated.
 
     Args:
         size: Most results that wait or are unfinished.
@@ -49,7 +49,7 @@ class OrderedResults(Results[T]):
 
     @property
     def room(self) -> int:
-        """Number of results that may begin now."""
+        """Number of results that tasks may begin now, until the buffer is full."""
         return self._size - (self._begun - self._taken)
 
     @abstractmethod
@@ -93,7 +93,7 @@ class OrderedResults(Results[T]):
         return Known(ready, final.error if final is not None else None)
 
     def wake(self) -> None:
-        """Makes the threads that wait for an event, and not for the next result, check it again."""
+        """Makes the threads in `TaskStage.wait_for` check again if their event has happened."""
         self._something_came.ring()
 
     def stop(self) -> None:

@@ -1,9 +1,9 @@
 """`Pace` and `ThreadCount`: the number of threads of a stage, adapted while the threads work.
 
 Threads that wait for a read cost nothing. Threads that compute in Python slow each other down. The
-user need not say which of the two they do. `ReadPace` measures one period, called a window, after
-the other: how many records per second the threads complete, and how many processors they keep busy.
-`ThreadCount` decides the number of threads by these measurements.
+user need not say whether the threads wait or compute. `ReadPace` measures one period, called a
+window, after the other: how many records per second the threads complete, and how many processors
+they keep busy. `ThreadCount` decides the number of threads by these measurements.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Window(NamedTuple):
     """The measurements of one period.
 
     Attributes:
-        rate: Records per second that the threads completed.
-        thread_cores: Number of processors that these threads kept busy.
+        rate: Records per second that the threads of the stage completed.
+        thread_cores: Number of processors that the threads of the stage kept busy.
         process_cores: Number of processors that the whole process kept busy.
         starved: Share of the time, 0 to 1, in which the consumer waited for a result.
     """
@@ -62,11 +62,12 @@ class ThreadCount:
     """Decides how many threads work side by side, from one window to the next.
 
     The count begins with one thread. If the reads wait, the count changes at once to the number of
-    threads that would keep one processor busy. Otherwise twice as many threads are tried, or half
-    as many. A change that helps is kept. A change that does not help is taken back, and the other
-    direction is tried after a rest of some windows. The rest grows with the number of attempts that
-    did not help. If the source becomes slow, more threads are tried first. If it becomes fast,
-    fewer threads are tried first. No change is tried while the consumer hardly waits.
+    threads that would keep one processor busy, but by a factor of 16 at most. Otherwise twice as
+    many threads are tried, or half as many. A change that helps is kept. A change that does not
+    help is taken back, and the other direction is tried after a rest of some windows. The rest
+    grows with the number of attempts that did not help. If the source becomes slow, more threads
+    are tried first. If it becomes fast, fewer threads are tried first. No change is tried while the
+    consumer hardly waits.
 
     Args:
         most: Largest number of threads.
@@ -133,8 +134,8 @@ class ThreadCount:
     def _settle(self, rate: float) -> None:
         """Updates the mean rate of the present number of threads.
 
-        If two windows in a row are far from the mean, the source has changed. The mean then starts
-        again, and the next attempt need not wait.
+        If the rates of two windows in a row differ from the mean by a factor of 2, the source has
+        changed. The mean then starts again, and the next attempt need not wait.
 
         Args:
             rate: Rate of the last window.
@@ -184,7 +185,7 @@ class Pace:
     """The number of threads of a stage that work side by side. Here it is fixed.
 
     The stage also reports its tasks, by which a subclass may adapt the number. The stage holds its
-    lock in all calls, except in those of `consumer_waits` and `consumer_goes_on`.
+    lock while it calls a method, except for `consumer_waits` and `consumer_goes_on`.
 
     Args:
         threads: The number of threads.
@@ -199,7 +200,11 @@ class Pace:
         return self._threads
 
     def limit(self, most: int) -> None:
-        """Sets the largest number of threads, because the system allows no more."""
+        """Lowers the largest number of threads, because the system allows no more threads.
+
+        Args:
+            most: The number of threads that have started.
+        """
         self._threads = most
 
     def begun(self, now: float) -> None:
@@ -360,7 +365,7 @@ class _Sums:
         self._now = start
 
     def until(self, now: float, active: int, starved: bool) -> None:
-        """Adds the time since the last call.
+        """Adds the time from the last call of this method until now to the sums.
 
         Args:
             now: The time in seconds.

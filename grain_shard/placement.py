@@ -6,10 +6,10 @@ methods of one object with a default device. All of them take whole batches. For
 pipeline with `.shard_to`, which reads only this host's rows.
 
 A tree has numpy arrays, `jax.Array`s (typed PRNG keys too) and Python scalars. The result has
-`jax.Array`s in their place. Text stays on the host. A leaf that no device can hold is an error with
-the path of the leaf: Python objects, masked arrays, dates. On the CPU backend the result shares no
-memory with numpy input. With several processes, each process passes the same whole data and keeps
-the parts that its own devices hold. Host data is placed without a collective.
+`jax.Array`s in their place. Text stays on the host. A leaf that no device can hold, such as Python
+objects, a masked array or dates, raises an error with the path of the leaf. On the CPU backend the
+result shares no memory with numpy input. With several processes, each process passes the same whole
+data and keeps the parts that its own devices hold. Host data is placed without a collective.
 """
 
 from grain_shard.public_names import public_names

@@ -39,7 +39,8 @@ class Span(NamedTuple):
         end: End of the work, in seconds, by `time.perf_counter`.
         processor_s: Seconds of the work in which a processor was busy. In the other seconds the
             thread waited for a source, for the interpreter's lock or for a processor.
-        part: Name of the part of the stage, if this part is also counted separately.
+        part: Name of the part of the stage to which the work belongs, if this part is also counted
+            separately; None otherwise.
     """
 
     stage: str
@@ -90,11 +91,13 @@ def counted_by(counter: Counter | None) -> Iterator[None]:
 class span:  # a context manager; @contextmanager on a generator takes 1.5 times as long
     """Measures the work inside a ``with`` block as work of a stage.
 
-    A span inside a worker process is not counted in the main process.
+    Work that raises an error is not counted. A span inside a worker process is not counted in the
+    main process.
 
     Args:
         stage: Name of the stage.
-        part: Name of the part of the stage, if this part is also counted separately.
+        part: Name of the part of the stage to which the work belongs, if this part is also counted
+            separately; None otherwise.
     """
 
     __slots__ = ("_annotation", "_part", "_processor_start", "_stage", "_start")

@@ -42,7 +42,7 @@ class Producer(Iterator[T]):
 class Results(Producer[T]):
     """A producer that keeps its next item until the consumer confirms that it has the item.
 
-    So a consumer that is interrupted in between gets the same item again.
+    So a consumer that is interrupted before it confirms gets the same item again.
     """
 
     @property
@@ -135,7 +135,7 @@ class Task(ABC, Generic[T]):
 
     Attributes:
         begins: Number of results that this task is the first to work on. Results are numbered in
-            this order.
+            the order in which tasks begin them.
         size: Number of records, or of other units, by which the speed of the stage is measured.
     """
 
@@ -170,7 +170,7 @@ class Tasks(ABC, Generic[T]):
         """Returns the next task.
 
         Args:
-            room: Number of new results that the task may begin at most.
+            room: Most new results that the task may begin.
 
         Raises:
             StopIteration: No task is left. Unfinished tasks may still complete results.

@@ -149,7 +149,7 @@ class FlatBatch:
 
     Attributes:
         arrays: The leaves.
-        structure: The structure of the tree, for `unflatten`.
+        structure: The structure of the tree, as a `PyTreeDef` of JAX.
         rows: Size of the leading axis of every leaf that is not a scalar.
     """
 

@@ -5,8 +5,8 @@ This module adds three things:
 
 * An error of any class reaches the training loop. Some errors cannot be pickled, for example if
   their class is defined in the main script, or if they hold a lock. With Grain alone such an error
-  is lost, and the loop hangs. An error that is not an `Exception` ends the worker, and only the
-  log of the worker has it.
+  is lost, and the loop hangs. Also with Grain alone, an error that is not an `Exception` ends the
+  worker, and only the log of the worker has it.
 * Workers ignore Ctrl-C, which a terminal sends to every process. Otherwise each worker would die
   with a traceback, although the loop may catch the interrupt and go on.
 * A worker ends with the process that started it, even if that process is killed.
@@ -54,8 +54,8 @@ class WorkerProcesses(Producer[Any]):
     Args:
         make: Makes the elements of a worker. Each worker calls it for its first element.
         num_workers: Number of processes.
-        buffer_size: Most elements of all workers together that wait or are in the making. Grain
-            keeps at least four elements for each worker.
+        buffer_size: Most elements of all workers together that wait or are in the making. The
+            number may be exceeded, because Grain keeps at least four elements for each worker.
     """
 
     def __init__(self, make: MakeElements, num_workers: int, *, buffer_size: int):
@@ -76,7 +76,7 @@ class WorkerProcesses(Producer[Any]):
     def __next__(self) -> Any:
         """Returns the next element.
 
-        Its arrays may be views of shared memory, which is freed when the arrays are.
+        Its arrays may be views of shared memory. The memory is freed together with the arrays.
 
         Raises:
             ShardingError: `make` cannot be pickled.
@@ -154,8 +154,8 @@ class _Share(grain.IterDataset):
     Grain calls `set_slice` to pass the number of the worker and the number of workers.
 
     Args:
-        make: The pickled function that makes the elements. Grain would copy the function itself for
-            each worker.
+        make: The pickled function that makes the elements. It is given as bytes, because Grain
+            would make a copy of the function for each worker.
     """
 
     def __init__(self, make: bytes):
@@ -228,10 +228,12 @@ def _unpacked(packed: np.ndarray, sizes: np.ndarray) -> Any:
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
-    """Returns the start of each part in bytes, and the end of the last part, as integers.
+    """Returns the start of each part in bytes, and the end of the last part, as an integer array.
+
+    All of these numbers are multiples of `_ALIGNMENT`.
 
     Args:
-        sizes: Bytes of each part. Starts are multiples of `_ALIGNMENT`.
+        sizes: Bytes of each part, as an integer array.
     """
     return np.cumsum([0, *(-(-sizes // _ALIGNMENT) * _ALIGNMENT)])
 
@@ -239,9 +241,9 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
 def sendable(error: BaseException) -> BaseException:
     """Returns an error that can be sent to another process.
 
-    It is the same error if the error can be pickled. Otherwise it is a RuntimeError with the class
-    name, the text and the notes of the error. The cause of an error cannot be sent, so its
-    traceback is added as a note.
+    It is the same error if the error is an `Exception` and can be pickled. Otherwise it is a
+    RuntimeError with the class name, the text and the notes of the error. The cause of an error
+    cannot be sent, so the traceback of the cause is added as a note.
     """
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:

@@ -3,10 +3,13 @@
 A vote is a round in which hosts agree on the number of batches that all of them hand out next. The
 other hosts wait for a missing vote as follows:
 
-* A host that cannot vote says so in the key-value store. It has had no data for `timeout_s`, or its
-  iterator was closed. The other hosts wait for its vote for `timeout_s`.
-* A host that has said nothing has full buffers and a busy training loop. The other hosts wait for
-  ten times `timeout_s`, because without the vote they would wait for it in a collective.
+* A host that cannot vote says so in the key-value store. The reason is that it has had no data for
+  `timeout_s`, or that its iterator was closed. The other hosts wait for its vote for `timeout_s`.
+* A host that has said nothing most likely has full buffers and a busy training loop. The other
+  hosts wait for its vote for ten times `timeout_s`. To stop earlier would gain little, because in
+  the training step they would wait for the same host.
+
+The first vote is an exception: the other hosts wait for every missing vote for `timeout_s` only.
 
 A host counts only the time in which its own training loop waits for the vote. The first host that
 stops waiting ends the vote for all hosts.
@@ -31,7 +34,9 @@ _LOOK_AGAIN = 0.1
 
 
 class Absences:
-    """Finds the hosts that will not vote, and says so for this host. The voting thread calls it.
+    """Finds the hosts that will not vote, and tells the other hosts if this host will not vote.
+
+    The thread that votes for this host calls the methods.
 
     Args:
         rounds: The rounds in which the hosts vote.
@@ -47,7 +52,9 @@ class Absences:
         self._next_look = 0.0
 
     def without_data(self, round_: str) -> None:
-        """Notes that this host has no data to vote on. After `timeout_s` it tells the other hosts.
+        """Notes that this host has no data to vote on.
+
+        If the training loop has waited for `timeout_s`, this tells the other hosts.
 
         Args:
             round_: The round of the vote.

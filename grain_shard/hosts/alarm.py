@@ -7,7 +7,7 @@ key-value store of JAX's distributed runtime. A thread of every process listens 
 other hosts the iterator then raises an error, too.
 
 The training loop of another host may be blocked in a collective, so that it does not ask its
-iterator for a batch. That process then prints the stack of each thread and ends. With
+iterator for a batch. The blocked process then prints the stack of each thread and ends. With
 GRAIN_SHARD_END_PROCESS=0, for notebooks and supervisors, it does not end.
 
 A process that ends because of such an error skips the usual exit, in which JAX would wait for the
@@ -56,7 +56,7 @@ _END_PROCESS = "GRAIN_SHARD_END_PROCESS"
 
 
 class Alarm:
-    """Tells other hosts of a failure of one iterator, and raises their failures on this host.
+    """Tells other hosts of a failure of one iterator; raises failures of other hosts on this host.
 
     Args:
         series: The name of the iterator, the same on all hosts.
@@ -68,8 +68,8 @@ class Alarm:
         series: The argument `series`.
         hosts: The argument `hosts`, as a list.
         slowest: The argument `slowest`.
-        all_know: True once all hosts know that the iterator failed on one of them, or cannot be
-            told.
+        all_know: True once all hosts know that the iterator failed on one of them. It is also True
+            once the other hosts cannot be told.
         is_at_end: True once the training loop has got all batches.
     """
 
@@ -141,8 +141,8 @@ class Alarm:
     def _watch(self, host: int, text: str) -> None:
         """Ends this process if its training loop stays blocked after another host failed.
 
-        The loop is blocked if its thread stays at one instruction and asks for no batch. With
-        GRAIN_SHARD_END_PROCESS=0 the process does not end.
+        The loop is blocked if for 10 seconds its thread stays at one instruction and asks for no
+        batch. With GRAIN_SHARD_END_PROCESS=0 the process does not end.
 
         Args:
             host: Number of the failed host.

@@ -43,8 +43,8 @@ def compare(answers: Answers) -> dict[str, Any]:
         The verdict as JSON. If a field differs, it is ``{"error": message}``, which names the hosts
         and the field. If only the records of the source differ, it is ``{"doubt": message, "of":
         "hosts"}``; if they differ from the restored state, ``"of"`` is ``"state"``. A doubt is not
-        an error yet, because a source may give other records at each read. If nothing differs, it
-        is ``{"contents": digest}``, or ``{}`` if no host has a digest of records.
+        an error yet, because a source may give different records at each read. If nothing differs,
+        the verdict is ``{"contents": digest}``, or ``{}`` if no host has a digest of records.
 
     Example:
         >>> print(compare({0: {"seeds": 1}, 1: {"seeds": 1}, 2: {"seeds": 7}})["error"])
@@ -74,7 +74,13 @@ def compare(answers: Answers) -> dict[str, Any]:
 
 
 def compare_places(answers: Answers) -> dict[str, Any]:
-    """Compares the places at which the hosts save their iterators; the verdict is as `compare`'s.
+    """Compares the places at which the hosts save their iterators.
+
+    Args:
+        answers: The fields of each host's next batch, by host.
+
+    Returns:
+        The verdict as JSON: ``{"error": message}`` if a field differs, else ``{}``.
 
     Example:
         >>> print(compare_places({0: {"next batch": 8}, 1: {"next batch": 7}})["error"])
@@ -174,7 +180,7 @@ def _wrong_rows(answers: Answers) -> list[str]:
 
 
 def _rows_of(answers: Answers, rows: str) -> Iterator[tuple[int, str, str]]:
-    """Yields (host, shards, digest of its rows) for each host that answers with such rows.
+    """Yields (host, its shards as text, digest of its rows) for each host with one kind of rows.
 
     Args:
         answers: The fields of each host, by host.

@@ -38,10 +38,11 @@ def decide(remainder: str, same_rows: bool, answers: Answers) -> int | dict[str,
     """Returns the verdict on the votes of all hosts.
 
     Args:
-        remainder: The treatment of a host whose stream has ended. With "pad" the host goes on with
-            batches of padding until the last stream ends. With "drop" all hosts end. With "error"
-            all hosts raise an error.
-        same_rows: True if every host produces the same batches, so that all have to end at once.
+        remainder: The treatment of a host whose stream has ended before other streams. With "pad"
+            the host goes on with batches of padding until the last stream ends. With "drop" all
+            hosts end. With "error" all hosts raise an error.
+        same_rows: True if every host produces the same batches. If only some of the streams have
+            ended, all hosts then raise an error, whatever `remainder` is.
         answers: Number of batches that each host has ready, by host; 0 if its stream has ended.
 
     Returns:
@@ -162,6 +163,11 @@ class _Votes(Producer[int]):
         Returns:
             The number of batches that every host hands out next, 0 at the end; None if the iterator
             was stopped.
+
+        Raises:
+            BaseException: The error that follows this host's batches, if all of these batches are
+                agreed on.
+            AgreementError: The verdict is an error.
         """
         known = self._wait_for_batches(round_)
         if known is None:
@@ -207,9 +213,10 @@ class _Votes(Producer[int]):
     def _is_worth_a_vote(self, known: Known) -> bool:
         """Returns True if a vote about the new batches is due.
 
-        It is due once the new batches are at least as many as the agreed batches that are left, or
-        once the end is known. An earlier vote agrees on fewer batches, so more votes are needed. A
-        later vote leaves less time before the training loop needs the verdict.
+        It is due once the end is known, or once there are as many new batches as agreed batches
+        that the loop has not got yet, and at least one. An earlier vote agrees on fewer batches, so
+        more votes are needed. A later vote leaves less time before the training loop needs the
+        verdict.
 
         Args:
             known: The batches known by now.
@@ -228,8 +235,8 @@ class _Votes(Producer[int]):
 class AgreedEnd(Results[T]):
     """Hands out global batches up to the end on which all hosts agree.
 
-    A call may be interrupted at any point, for example by Ctrl-C. The next call then goes on, and
-    no vote is lost, because another thread votes.
+    A call of ``next`` may be interrupted at any point, for example by Ctrl-C. The next call then
+    goes on, and no vote is lost, because another thread votes.
 
     Args:
         placed: This host's batches, on the devices.
@@ -293,7 +300,8 @@ class AgreedEnd(Results[T]):
 
         Raises:
             StopIteration: All hosts end, or the iterator was stopped.
-            AgreementError: A host has failed, is late, or has ended where it must not.
+            AgreementError: A host has failed or is late, or a stream ended early and `decide` makes
+                that an error.
         """
         taken = self.taken
         self.start()

@@ -1,9 +1,10 @@
-"""The files of a checkpoint with the states of feeds. A file's name has the feeds in the file.
+"""The files of a checkpoint with the states of feeds. A file's name has the numbers of its feeds.
 
 Hosts that hold the same shards run the same feeds. So each feed is saved by one host only: the
-first host that runs it. The host writes one file for each series of consecutive feeds, and no two
+first host that runs it. The host writes one file for each range of consecutive feeds, and no two
 hosts write the same file. A host that restores lists the folder, and reads only the files with
-feeds that it runs. The number of hosts may have changed::
+feeds that it runs. So the number of hosts may have changed since the save. Four hosts with 16 feeds
+each write these files::
 
     feeds-00000-00015-of-00064.json     feeds 0 to 15 of 64
     feeds-00016-00031-of-00064.json
@@ -56,7 +57,7 @@ class FeedFile(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> FeedFile | None:
-        """Returns the file with a given name; None if files of feeds have no such name."""
+        """Returns the file with a given name; None if it is not the name of a file of feeds."""
         match = _NAME.fullmatch(name)
         file = cls(*map(int, match.groups())) if match else None
         return file if file is not None and file.first <= file.last < file.num_feeds else None

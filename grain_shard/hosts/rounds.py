@@ -103,7 +103,7 @@ class Store:
 
     @_reaching_the_store()
     def delete(self, key: str) -> None:
-        """Deletes the value of a key. If the key is a topic and "/", deletes all its values."""
+        """Deletes the value of a key. For a topic with "/" at its end, deletes all its values."""
         self._client.key_value_delete(f"{self.folder}/{key}")
 
     @_reaching_the_store()
@@ -160,10 +160,10 @@ class Rounds(Store):
         self.name, self.has_failed = "", False
 
     def begin(self, kind: str) -> None:
-        """Names the iterator. The rounds can be used after this.
+        """Names the iterator, and puts its description into the store.
 
-        The thread of the training loop calls this. The name has a counter, and in this thread all
-        hosts open their iterators in the same order.
+        The rounds can be used after this. Only the thread of the training loop may call this: the
+        name has a counter, and in that thread all hosts open their iterators in the same order.
 
         Args:
             kind: The kind of pipeline. An error names it if hosts wait in different rounds.
@@ -214,9 +214,11 @@ class Rounds(Store):
                 that `json.dumps` takes. Only the first host calls this function.
             absent: Returns the hosts that this host stops waiting for, each with the reason. The
                 result is empty while this host goes on waiting. If the argument is None, this host
-                stops waiting for all missing hosts after `patience` times `timeout_s`.
+                stops waiting for all missing hosts after `patience` times `timeout_s`. A host that
+                is not the first waits 5 seconds longer, because the first host's verdict may come
+                late.
             stopped: Returns True to end the wait without a verdict.
-            patience: See `absent`.
+            patience: Number of times `timeout_s` that this host waits, if `absent` is None.
 
         Returns:
             The verdict; None if `stopped` ended the wait.
@@ -240,7 +242,10 @@ class Rounds(Store):
         return verdict
 
     def _try_verdict(self, round_: str, decide: Callable[[Answers], Any]) -> Any:
-        """Waits for the verdict for the length of one call; the first host computes it.
+        """Waits for the verdict for half a second at most, or longer with over 500 hosts.
+
+        The first host computes the verdict and posts it, once all hosts have answered or one of
+        them has failed. Until then, it waits for one missing answer in each call.
 
         Returns:
             The verdict; None if there is no verdict yet.
@@ -270,7 +275,9 @@ class Rounds(Store):
         self._raise_for(self.wait(_verdict(round_), wait_ms=1))
 
     def forget(self, round_: str) -> None:
-        """Deletes the verdict of a round, which all hosts must have read. Only the first host does.
+        """Deletes the verdict of a round. Call it only after all hosts have read the verdict.
+
+        The first host deletes the verdict. On other hosts this does nothing.
 
         Args:
             round_: The round.

@@ -3,8 +3,8 @@
 All hosts run the same program. So the n-th iterator of a dataset on one host belongs to the n-th
 iterator of the same dataset on another host. A dataset is identified by the line of the program
 that made it. If one line makes several datasets, they are numbered in the order in which they were
-first iterated over. So one host may make one more dataset, for example to look at a batch, and the
-names for other datasets stay the same.
+first iterated over. So one host alone may make one more dataset at a line of its own, for example
+to look at a batch. The names for other datasets stay the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Series:
         self._iterators = itertools.count()
 
     def open(self, hosts: Sequence[int]) -> tuple[str, int]:
-        """Returns the name of the dataset's next iterator, and the iterator's number from 0.
+        """Names the dataset's next iterator; returns its name, and its number from 0.
+
+        Each call is for another iterator.
 
         Args:
             hosts: The hosts that hold rows of the iterator's batches.
@@ -53,9 +55,9 @@ class Series:
 
 
 def _caller() -> str:
-    """Returns the line of the innermost caller that is not in this package or in Grain.
+    """Returns file and line of the innermost caller that is not in this package or in Grain.
 
-    It looks like ``train.py:40``; "?" if there is none.
+    The result is a text such as ``train.py:40``. It is "?" if there is no such caller.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN:

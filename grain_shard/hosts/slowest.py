@@ -1,12 +1,13 @@
 """Finds the host that delays the other hosts, while they train.
 
 All hosts wait for each other in the collectives of every training step. So the slow host is the one
-whose training loop waits longest for its *data*. The other hosts wait for it in the step. Every 15
-seconds each host posts in the key-value store of JAX's distributed runtime for how long its loop
-has waited. The first host compares the waits, and every host reads the result.
+whose training loop waits longest for its *data*. The loops of the other hosts wait for this host in
+the training step. Every 15 seconds each host posts in the key-value store of JAX's distributed
+runtime for how long its loop has waited for data. The first host compares the waits, and every host
+reads the result.
 
-This takes two keys per host, which are overwritten each time. No host waits for another. The thread
-that listens for failures does this (`alarm.py`).
+The exchange takes two keys per host, which are overwritten each time. No host waits for another.
+The thread that listens for failures (`alarm.py`) makes the exchange.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class SlowestHost:
         stage: The busiest stage of the host: "read", "batch", "pad" or "place". None if it is not
             measured, as in worker processes.
         wait_s: Seconds per batch in which the host's loop waited for its data.
-        others_wait_s: Median of the same seconds of the other hosts.
+        others_wait_s: Median, over the other hosts, of the seconds per batch in which their loops
+            waited for their own data.
         share: Share of the time, 0 to 1, in which the host's loop waited, minus the median share of
             the other hosts.
     """
@@ -109,9 +111,9 @@ class SlowestOf:
 
     Args:
         hosts: All hosts that run the iterator. The first one compares their waits.
-        waits: Returns the waits of the iterator's loop since the last call. Its argument is the
-            least length of this time in seconds. A background thread calls it. It must not refer to
-            the iterator.
+        waits: Returns the waits of the iterator's loop since the last call. Its argument is
+            the least length of this time in seconds: a shorter time counts as this length. A
+            background thread calls the function, which must not refer to the iterator.
 
     Attributes:
         hosts: The argument `hosts`, as a list.
@@ -129,7 +131,7 @@ class SlowestOf:
         """Keeps the slowest host of a new comparison; logs it if it delays the others.
 
         A host is logged once, after two comparisons in a row have found it. If each comparison
-        finds another host, none of them has a lasting problem. Only the first host and the slowest
+        finds a different host, no host has a lasting problem. Only the first host and the slowest
         host log.
 
         Args:
@@ -157,7 +159,8 @@ def compare_waits(store: Store, iterators: Mapping[str, SlowestOf], least_s: flo
     Args:
         store: The key-value store.
         iterators: The `SlowestOf` of each iterator of this process, by the iterator's name.
-        least_s: Seconds since the last call.
+        least_s: Least length of the compared time, in seconds. A shorter time since the last call
+            counts as this length.
     """
     store.put(_WAITS, {series: one.waits(least_s) for series, one in iterators.items()})
     own = {series: one.hosts for series, one in iterators.items() if one.hosts[0] == store.host}

@@ -1,7 +1,7 @@
 """Writes and reads the files of a checkpoint that hold the state of an iterator.
 
 The state of a random-access pipeline is the same on every host. The first host writes it into
-``state.json``. The state of a stream differs between hosts. Each host writes its own into
+``state.json``. The state of a stream differs between hosts. Each host writes its own state into
 ``state-<host>-of-<hosts>.json``. The states of feeds are in files that any number of hosts can
 read; see `feed_files`.
 """
@@ -55,7 +55,7 @@ def write_state(directory: Any, state: dict[str, Any], feeds: OwnFeeds = _NO_FEE
 
 
 def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
-    """Reads the state for this host's iterator. Files of other hosts are not read.
+    """Reads the state for this host's iterator, and only the files that this host needs.
 
     Args:
         directory: The folder into which the state was written.

@@ -38,7 +38,7 @@ class AcrossHosts:
         hosts: All hosts in the mesh.
         series: Gives each iterator of the dataset a name that is the same on all hosts.
         timeout_s: Longest time, in seconds, that a host waits for another.
-        fields: The fields that must be the same on all hosts and need no batch.
+        fields: The fields that must be the same on all hosts and are known before the first batch.
         shards: The shards of the batch axis that this host holds.
         remainder: The treatment of a stream that ends before the streams of other hosts: "pad",
             "drop" or "error".
@@ -97,7 +97,7 @@ class Together:
             kind: The kind of pipeline.
             stop: Ends any wait of the training loop inside the iterator.
             waits: Returns the waits of the training loop since the last call. Its argument is the
-                least length of this time in seconds.
+                least length of this time in seconds: a shorter time counts as this length.
         """
         if self._rounds is not None and self._alarm is None:
             self._rounds.begin(kind)
@@ -119,7 +119,7 @@ class Together:
         digest: str | None = None,
         is_steady: Callable[[], bool] = lambda: True,
     ) -> str:
-        """Compares the pipeline with the other hosts, and its records with the restored state.
+        """Compares the pipeline with other hosts' pipelines, and its records with a restored state.
 
         Only the first call compares. A later call returns the same result or raises the same error.
 
@@ -130,13 +130,14 @@ class Together:
 
         Returns:
             The digest of the source's records, on which all hosts agree. "" if there is none, or if
-            a source gives other records at each read.
+            a source gives different records at each read.
 
         Raises:
             AgreementError: A field differs, or a host has failed. The same error is raised on every
                 host, and names the hosts and the field.
             HostTimeoutError: A host did not answer in time.
             StateError: The restored state was saved with other records.
+            StopIteration: The iterator was closed during the comparison.
         """
         if self._comparing is None:
             answer = self._answer(fields, digest)
@@ -173,7 +174,7 @@ class Together:
     def compare_places(self, fields: Mapping[str, Any]) -> None:
         """Compares the place that this host saves with the places that the other hosts save.
 
-        Before the first batch there is nothing to compare.
+        A place is the number of the next batch. Before the first batch this does nothing.
 
         Args:
             fields: The next batch, as fields that must be the same on all hosts; empty if batches
@@ -198,6 +199,8 @@ class Together:
 
     def failed(self, error: BaseException) -> None:
         """Tells the other hosts of an error of this host's iterator, unless they know of it.
+
+        They are not told of a KeyboardInterrupt.
 
         Args:
             error: The error.
@@ -238,6 +241,9 @@ class Together:
 
         Args:
             barrier: Name of the barrier, which can be used once in a run.
+
+        Raises:
+            JaxRuntimeError: A host did not come within `timeout_s`.
         """
         if self._across is not None:
             meet(barrier, self._across.hosts, self._across.timeout_s)

@@ -17,7 +17,7 @@ class Epochs(ShardedIterator):
     Each item is an `EpochBatches`, an iterator over the batches of one epoch. The batches of all
     epochs are made ahead as one sequence. So the first batches of an epoch are made while the
     training loop uses the last batches of the previous epoch. All epochs have one state together.
-    Orbax saves it by `grain_shard.checkpoint.CheckpointSave`, or by its v1 API.
+    Orbax saves this state by `grain_shard.checkpoint.CheckpointSave`, or by Orbax's v1 API.
 
     The next epoch starts at its first batch, even if the loop left the previous epoch early. The
     remaining batches of the previous epoch are then skipped. After `set_state` the next epoch has
@@ -97,7 +97,11 @@ class Epochs(ShardedIterator):
         return cast(RandomAccess, self._host)
 
     def _after_last(self) -> tuple[Position, int]:
-        """Returns the position before the next epoch's first batch, and its number of batches."""
+        """Returns the position at which the next epoch begins, and that epoch's number of batches.
+
+        The next epoch is the epoch that ``next`` hands out next. After a restore inside an epoch,
+        it is the remainder of that epoch.
+        """
         host, position = self._batches, self.position
         if self._last == (self._at.run, host.pass_of(position)[0]):
             position = host.next_pass(position)
@@ -115,7 +119,8 @@ class Epochs(ShardedIterator):
     def is_past(self, epoch: int) -> bool:
         """Returns True if another epoch was handed out after a given epoch.
 
-        The result is False if `set_state`, `seek` or `reset` was called after that.
+        The result is False if `set_state`, `seek` or `reset` was called after the other epoch was
+        handed out.
 
         Args:
             epoch: Number of an epoch that was handed out.
@@ -123,13 +128,14 @@ class Epochs(ShardedIterator):
         return self._last is not None and self._last[0] is self._at.run and self._last[1] != epoch
 
     def left(self, run: Run, stop: int) -> int:
-        """Returns the number of batches from the current position to a step of a run.
+        """Returns the number of batches from the current position to the end of an epoch.
 
-        The result is 0 if the iterator has opened another run since.
+        The result is 0 if the iterator has gone to another position since the epoch was handed
+        out, because it then has another run.
 
         Args:
-            run: The run.
-            stop: The step after the last batch that counts.
+            run: The run of the iterator when the epoch was handed out; see `Run`.
+            stop: Number of batches before the end of the epoch, from the beginning of the pipeline.
         """
         return max(0, stop - self.position.step) if run is self._at.run else 0
 
@@ -151,7 +157,7 @@ class EpochBatches(Iterator[Batch]):
         self._stop, self._is_new = epochs.position.step + num_batches, True
 
     def __len__(self) -> int:
-        """Returns the number of batches that this iterator hands out from its first to its last."""
+        """Returns the number of all batches of this iterator, also of those already handed out."""
         return self._num_batches
 
     def __repr__(self) -> str:
@@ -161,14 +167,18 @@ class EpochBatches(Iterator[Batch]):
     def __iter__(self) -> EpochBatches:
         """Returns this iterator.
 
-        If another epoch was handed out before the first batch of this one, goes back to this epoch.
+        If another epoch was handed out before this iterator has handed out its first batch, this
+        goes back to the beginning of this iterator's epoch.
         """
         if self._is_new and self._epochs.is_past(self.epoch):
             self.reset()
         return self
 
     def reset(self) -> None:
-        """Goes back to the first batch of this epoch. The loop over epochs goes on after it."""
+        """Goes back to the first batch of this epoch.
+
+        A loop over the epochs then goes on with the epoch that follows this one.
+        """
         self.__dict__.update(vars(self._epochs.rewind(self.epoch)))
 
     def __next__(self) -> Batch:

@@ -93,7 +93,8 @@ class ExecutorBatches(Producer[int]):
             The batch. No other object refers to its arrays.
 
         Raises:
-            GrainShardError: The executor refuses the task, or has lost it in every try.
+            GrainShardError: The executor refuses the task, or has lost it in every try; or the
+                batches were stopped.
             BaseException: The error that the pipeline raised in the worker.
         """
         tries = 0
@@ -153,6 +154,10 @@ def make_batch(pipeline: bytes, index: int) -> Made:
     Args:
         pipeline: The pickled pair of the batches and the rules for failed reads.
         index: The number of the batch.
+
+    Returns:
+        A tuple (batch, counts of failed reads, seconds of work, name of the worker); or the error,
+        if the batch cannot be made.
     """
     start, process = time.perf_counter(), f"process {os.getpid()} of {socket.gethostname()}"
     try:
@@ -172,6 +177,9 @@ def counted_batch(batching: Batching, rules: FaultRules, index: int) -> tuple[Ba
         batching: The batches.
         rules: The rules for failed reads.
         index: The number of the batch.
+
+    Raises:
+        BaseException: The error of the pipeline. A StopIteration becomes a RuntimeError.
     """
     faults = Faults(rules, is_worker=True)
     try:

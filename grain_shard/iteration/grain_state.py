@@ -3,8 +3,8 @@
 A state of Grain 0.2.18 counts the elements that ``.to_iter_dataset()`` has given; with
 ``.mp_prefetch`` it counts the elements of each worker. The elements are batches if ``.batch``
 stands before ``.to_iter_dataset()``, and records if ``.batch`` follows it. The state does not say
-which. A state of `grain.experimental.ElasticIterator` counts records. No state holds the batch
-size or the order of the records.
+whether its elements are batches or records. A state of `grain.experimental.ElasticIterator` counts
+records. Neither kind of state holds the batch size or the order of the records.
 """
 
 from __future__ import annotations
@@ -65,14 +65,16 @@ class GrainState(NamedTuple):
     def position(self, position_at: Callable[..., T]) -> T:
         """Returns the position after the counted records.
 
-        A warning is logged: the count is taken for records of this pipeline in the same order.
+        This logs a warning, because the position is right only if Grain read the records of this
+        pipeline in the same order.
 
         Args:
             position_at: `HostBatches.position_at` of the pipeline.
 
         Raises:
-            StateError: The state counts elements, which may be batches or records; the message has
-                the `seek` for each case. Or the pipeline has fewer records.
+            StateError: The state counts elements, which may be batches or records (the message has
+                the `seek` for each case); or this pipeline has fewer records than the state
+                counts, or a position that does not count records.
         """
         count, processes = self.given, self.processes
         if self.key == _ELEMENTS and processes == 1:

@@ -41,8 +41,8 @@ class Opened(NamedTuple):
     Attributes:
         position: The position before the first batch.
         batches: The pairs (host batch, position after it).
-        first_digest: Returns the digest of the first whole batch, once it was read, if every host
-            reads the same whole batches; "" otherwise.
+        first_digest: Returns the digest of the first whole batch, if every host reads the same
+            whole batches. Otherwise, and until this batch is read, returns "".
         reads: Returns the number of threads that read side by side, and its reason.
         faults: Returns the counts of failed reads.
     """
@@ -88,7 +88,7 @@ def opened_in_order(
 
     Args:
         iterator: The iterator of host batches. It is closed with the background thread.
-        kind: The kind of the pipeline.
+        kind: The kind of the pipeline. An error of closing the iterator names it.
         buffer_size: Most batches that wait or are unfinished.
         faults: Returns the counts of failed reads.
         first_digest: Returns the digest of the first whole batch, or ""; see `Opened`.
@@ -109,12 +109,12 @@ class HostBatches(ABC):
             whole batches, of which the host keeps its rows; "local" for rows of its own; "feeds"
             for the rows of its feeds.
         compared: The fields that must be the same on all hosts.
-        contents: The contents of the source.
-        padding: The content of rows of padding.
+        contents: The digests of two records of the source; see `Contents`.
+        padding: The values of rows of padding, and the key of their mask.
         own_feeds: The feeds of this host; empty unless the pipeline is made of feeds.
         reads_other_rows: True if this host reads whole batches to keep some of their rows.
-        host_batch_sizes: Rows of this host in a full batch, for each size of full batches. Empty
-            if all full batches have the same size.
+        host_batch_sizes: Rows of this host in a full batch, one number for each size that a full
+            global batch may have. Empty if all full batches have the same size.
     """
 
     kind: str
@@ -128,12 +128,12 @@ class HostBatches(ABC):
     host_batch_sizes: tuple[int, ...] = ()
 
     def num_batches(self) -> int | None:
-        """Returns the number of batches of one pass; None if it is unknown before the end."""
+        """Returns the number of batches from beginning to end; None if unknown before the end."""
         return None
 
     @abstractmethod
     def open(self, position: Position | None) -> Opened:
-        """Returns the batches from a position on. Their threads start with the first ``next``.
+        """Returns the batches from a position on. Threads start to make them at the first ``next``.
 
         Args:
             position: The position before the first batch; None for the beginning.
@@ -162,7 +162,8 @@ class HostBatches(ABC):
     def next_batch(self, position: Position) -> Mapping[str, Any]:
         """Returns the number of the next batch, as fields that hosts compare.
 
-        The result is empty for a stream, whose batches are not counted.
+        If the position counts records, a second field has the first record of the batch. The result
+        is empty for a stream, whose batches are not counted.
 
         Args:
             position: The position before the next batch.
@@ -174,7 +175,7 @@ class HostBatches(ABC):
 
         Args:
             step: Number of batches before the position, from the beginning of the pipeline.
-            record: Number of records before the position, including earlier epochs.
+            record: Number of records before the position, including those of earlier epochs.
 
         Raises:
             ShardingError: There is no such step or record, or the pipeline is a stream or feeds.
@@ -186,7 +187,7 @@ class HostBatches(ABC):
         )
 
     def repeated(self, times: int) -> Any:
-        """Returns the batches of several passes in one sequence.
+        """Returns the batches of several passes in one sequence, as one `HostBatches`.
 
         Each pass has another order and other augmentations.
 

@@ -151,7 +151,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         across: The hosts among which the iterator runs; None if the mesh has only one host.
         passes: The passes that all iterators of the dataset have made. None counts only the passes
             of this iterator.
-        dataset: The dataset, if `shard_to` made it.
+        dataset: The dataset that `shard_to` made; None if the batches come from elsewhere.
 
     Example:
         >>> import jax
@@ -267,7 +267,10 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         run.has_compared = True
 
     def _next_placed(self, at: Cursor) -> Placed:
-        """Waits for the next batch; tells the other hosts if an error or the end comes instead.
+        """Waits for the next batch and returns it, in the final shardings.
+
+        If an error or the end comes in its place, this tells the other hosts. At the first batch of
+        a run, the hosts also compare their pipelines.
 
         Raises:
             StopIteration: The batches end, on every host.
@@ -308,8 +311,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to the position of a saved state, in an iterator that is new or in use.
 
-        The contents of the source are compared with the state when the next batch is read. If they
-        differ, that ``next`` raises a `StateError`.
+        The next call of ``next`` compares the contents of the source with the state. If they
+        differ, that call raises a `StateError`.
 
         Args:
             state: The value that ``get_state`` returned.
@@ -379,7 +382,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
 
         Raises:
             ShardingError: There is no such step or record; both of them or neither is given; or the
-                pipeline is a stream, which finds a step only by reading all batches before it.
+                pipeline is a stream or feeds, which find a step only by reading all batches before.
         """
         self._require_open()
         if (step is None) == (record is None):
@@ -433,7 +436,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
             directory: Orbax's folder, which Orbax may still be creating.
 
         Returns:
-            An awaitable that ends when the files are written.
+            An awaitable that ends when the files are written. If each host writes its own files, it
+            ends when all hosts have written theirs.
         """
         write_files, state, number = self._state_writer(), self.get_state(), next(_SAVES)
 
@@ -451,7 +455,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """Restores a state that `save` wrote, for Orbax's v1 API.
 
         Returns:
-            An awaitable that does nothing: the state is restored when this returns.
+            An awaitable that does nothing, because `load` itself has restored the state.
         """
         # Not inside `done`: Orbax reports an error of `done` as an error of another handler.
         self.read_state(directory)
@@ -462,7 +466,7 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         return done()
 
     def stats(self) -> Stats:
-        """Returns figures of the iterator so far: its work, and how long the loop waited for it."""
+        """Returns figures of the iterator so far: its work, and the time that the loop waited."""
         meter, one = self._meter, self._at.run.together.slowest
         slowest = None if one is None else one.found
         return Stats(meter.total(), meter.recent(), meter.faults(), slowest)

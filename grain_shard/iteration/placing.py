@@ -17,7 +17,7 @@ class Placed(NamedTuple):
     Attributes:
         batch: The global batch.
         position: The position after the batch.
-        size: The "records" and "bytes" of this host's rows of the batch.
+        size: The number of "records" and the number of "bytes" in this host's rows of the batch.
     """
 
     batch: Batch
@@ -30,7 +30,8 @@ class Placer(Protocol):
 
     Attributes:
         mesh_axes: Names and sizes of the mesh axes; empty without a mesh.
-        digest: The digest of this host's rows of the first batch; "" if hosts do not compare it.
+        digest: The digest of this host's rows of the first batch. It is "" before that batch, if
+            all these rows are padding, and if hosts do not compare them.
     """
 
     mesh_axes: tuple[tuple[str, int], ...]
@@ -74,10 +75,12 @@ class Placing:
         return self._placed(batch, self._position)
 
     def padding(self, host: HostBatches, before: int) -> Placed:
-        """Makes a batch that is all padding, for a host whose stream ended before other streams.
+        """Makes a batch that is all padding, and puts it on the devices.
+
+        A host needs such batches if its stream ended before the streams of other hosts.
 
         Args:
-            host: This host's batches. The padding has their shapes and dtypes.
+            host: This host's batches. The padding has the shapes and dtypes of these batches.
             before: Number of batches of padding before this one.
         """
         like = host.first() if self._last is None else self._last

@@ -82,7 +82,8 @@ class RandomAccess(HostBatches):
     def pass_of(self, position: Progress) -> tuple[int, int]:
         """Returns the pass that has the next batch, and the number of batches left in that pass.
 
-        Passes count from 0. After the last batch, the result is (number of passes, 0).
+        A pass goes over the dataset once, as ``iter(ds)`` does. `repeated` makes several passes.
+        They count from 0. After the last batch, the result is (number of passes, 0).
 
         Args:
             position: The position before the next batch.
@@ -252,7 +253,7 @@ class RandomAccess(HostBatches):
         return progress
 
     def _progress_in(self, state: Any) -> Progress | None:
-        """Returns the position of a state; None if this dataset has no such position."""
+        """Returns the position of a state; None if the state has none, or one past this dataset."""
         if not isinstance(state, Mapping):
             return None
         cuts, epochs = self._batching.cuts, self._batching.num_epochs
@@ -290,6 +291,11 @@ def _whole_number(name: str, value: Any) -> int | None:
 def _batches_of_worker(
     batching: Batching, rules: FaultRules, start: int, worker: int, num_workers: int
 ) -> Iterator[tuple[Batch, FaultCounts]]:
-    """Makes every `num_workers`-th batch from `start + worker` on, in a worker process."""
+    """Makes every `num_workers`-th batch from batch `start + worker` on, in a worker process.
+
+    Returns:
+        An iterator over pairs (batch, counts of failed reads). It reads a batch when it is asked
+        for that batch.
+    """
     indices = range(start + worker, batching.num_batches(), num_workers)
     return map(functools.partial(counted_batch, batching, rules), indices)

@@ -1,6 +1,7 @@
 """Warnings about passes over a dataset that are most likely a mistake.
 
-A dataset gives each of the two warnings once.
+One warning is about a second pass that repeats the shuffled order of the first pass. The other is
+about iterators that were left after one batch each. A dataset gives each warning once.
 """
 
 from __future__ import annotations
@@ -51,5 +52,5 @@ class Passes:
         self._looks = self._looks + 1 if is_first else 0
 
     def ends(self) -> None:
-        """Notes that a pass has reached its end, and so was more than a look at the data."""
+        """Notes that a pass has reached its end, so that it was not only a look at one batch."""
         self._one_has_ended, self._looks = True, 0

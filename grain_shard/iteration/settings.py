@@ -31,11 +31,11 @@ class Settings:
         final_shardings: Shardings to which the devices move each batch when it is handed out. The
             hosts then read the rows that `shardings` gives them. None moves nothing.
         rows: The rows that a stream yields on each of several hosts: "global" for the same whole
-            batches on every host, "local" for rows of its own. None takes the argument of
-            `from_iterable`, or "global" without one.
+            batches on every host, "local" for rows of its own. None takes the argument `rows` of
+            `from_iterable`. On several hosts one of the two arguments has to be given.
         remainder: The treatment of a stream that ends before the streams of other hosts, or of a
-            feed that ends before other feeds. "pad" continues it with rows of padding. Any other
-            value ends all of them.
+            feed that ends before other feeds. "pad" continues it with rows of padding. "drop" ends
+            all streams or feeds. "error" raises an error.
         timeout_s: Longest time that one host waits for another, in seconds.
         fault_rules: The rules for failed reads.
     """

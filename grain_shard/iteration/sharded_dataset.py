@@ -135,7 +135,12 @@ class ShardedDataset(grain.IterDataset):
         return Epochs(host, num_epochs=n, **self._how(host))
 
     def _how(self, host: HostBatches) -> dict[str, Any]:
-        """Returns the arguments of `ShardedIterator` for batches of this host."""
+        """Returns the keyword arguments of `ShardedIterator` for batches of this host.
+
+        Raises:
+            ShardingError: A collective moves the batches to their final shardings, and this host
+                may run it in another order than other hosts; see `require_order`.
+        """
         final = self.settings.final_shardings
         if final:  # the move is a collective: its order must be the same on all hosts
             require_order(final.devices())
@@ -187,7 +192,7 @@ class ShardedDataset(grain.IterDataset):
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> NoReturn:
         """Raises a `ShardingError`: Grain slices a dataset only for its worker processes.
 
-        These must not hold batches on devices.
+        Worker processes must not hold batches on devices.
         """
         self._refuse_workers()
 

@@ -34,7 +34,7 @@ class ReadThreads(NamedTuple):
 
 
 def size_of(batch: Any, row_dims: int = 1) -> dict[str, int]:
-    """Returns the number of rows of a batch, as "records", and its number of "bytes".
+    """Returns a dict with a batch's number of rows ("records") and its number of bytes ("bytes").
 
     Args:
         batch: A tree of arrays.

@@ -2,8 +2,9 @@
 
 `Figures` holds sums of a period, and each figure is a property computed from them. `Stats` holds
 the figures of two periods: the whole run, and the last 30 seconds. To add a figure, write one
-property of `Figures` under `@_figure`, which takes the figure's line and format. `Stats.as_dict`,
-``str(stats)`` and the Prometheus metrics are made from these properties.
+property of `Figures` under `@_figure`. This decorator takes the first words of the printed line and
+the format of the figure. `Stats.as_dict`, ``str(stats)`` and the Prometheus metrics are made from
+the properties.
 """
 
 from __future__ import annotations
@@ -161,12 +162,12 @@ class Figures:
 
     @_figure(RATES, "{:,.0f} records/s")
     def records_per_s(self) -> float:
-        """Records per second on this host."""
+        """Records per second on this host, in the batches that were handed out."""
         return self.records / (self.seconds or 1)
 
     @_figure(RATES, "{:,.1f} MB/s", _MB)
     def bytes_per_s(self) -> float:
-        """Bytes per second of the batches handed out, on this host, with rows of padding."""
+        """Bytes per second of this host's rows in the batches handed out, padding included."""
         return self.bytes / (self.seconds or 1)
 
     @_figure(LOOP, "wait {:,.2f} ms", _MS)
@@ -184,15 +185,15 @@ class Figures:
 
     @_figure(THREADS, "read {:,.2f} ms", _MS)
     def read_s(self) -> float | None:
-        """Seconds, of all threads, to read and decode the records of a batch.
+        """Seconds to read and decode the records of a batch, summed over all threads.
 
-        In a stream: the seconds to take the batch from the stream. None if not measured.
+        In a stream it is the time to take the batch from the stream. None if not measured.
         """
         return self._a_batch(READ)
 
     @_figure(THREADS, "of which your functions {:,.2f} ms", _MS)
     def map_s(self) -> float | None:
-        """Seconds per batch, of all threads, that the user's functions took; a part of `read_s`.
+        """Seconds per batch in the user's functions, summed over all threads; a part of `read_s`.
 
         None unless a `MapDataset` is read by record.
         """
@@ -200,12 +201,15 @@ class Figures:
 
     @_figure(THREADS, "batch {:,.2f} ms", _MS)
     def batch_s(self) -> float | None:
-        """Seconds, of all threads, to stack the records of a batch; None if not measured."""
+        """Seconds to stack the records of a batch, summed over all threads.
+
+        None if not measured.
+        """
         return self._a_batch(BATCH)
 
     @_figure(THREADS, "pad {:,.2f} ms", _MS)
     def pad_s(self) -> float | None:
-        """Seconds, of all threads, to pad a batch; None if not measured."""
+        """Seconds to pad a batch, summed over all threads; None if not measured."""
         return self._a_batch(PAD)
 
     @_figure(THREADS, "place {:,.2f} ms", _MS)
@@ -229,8 +233,10 @@ class Figures:
         """Returns the figures of one line of ``str(self)``. A figure that is None or 0 is left out.
 
         Args:
-            line: The first words of the line, such as `LOOP`. The result is the text after them, or
-                "not seen" if no figure is left.
+            line: The first words of the line, such as `LOOP`.
+
+        Returns:
+            The text after the first words; "not seen" if all figures of the line are left out.
         """
         texts = [
             one.words.format(value if isinstance(value, str) else value * one.scale)
@@ -288,7 +294,8 @@ class Stats:
         faults: Counts of failed reads on this host, and the first 1,000 bad records as ``listed``.
             Reads ahead of the loop count, too.
         slowest_host: The host whose loop waits longest for its data, with the length of the wait
-            and the busiest stage. None on a single host, and for the first minute.
+            and the busiest stage. None on a single host. On several hosts it is None until they
+            have compared their waits for the first time, which takes up to a minute.
     """
 
     total: Figures
@@ -298,7 +305,7 @@ class Stats:
 
     @property
     def reads(self) -> ReadThreads:
-        """Number of threads that read now, and its reason; its text is empty if it is not known."""
+        """Number of threads that read now, with the reason; ``str`` of it is "" if not known."""
         return self.total.reads
 
     @property
@@ -312,9 +319,9 @@ class Stats:
     def as_dict(self, prefix: str = "data") -> dict[str, float]:
         """Returns the figures as a flat dict for wandb or TensorBoard.
 
-        For example: ``{"data/wait_share": 0.02, ...}``. Shares, times and rates are those of the
-        last 30 seconds. Counts are those of the whole run. Figures that are None or text are left
-        out.
+        For example: ``{"data/wait_share": 0.02, ...}``. Shares, times and rates are from the
+        last 30 seconds. Sums, such as the number of batches, are from the whole run. Figures that
+        are None or text are left out.
 
         Args:
             prefix: First part of all names, for example to tell evaluation from training.

@@ -74,7 +74,7 @@ class Meter:
         """Notes that the iterator has opened its batches at a position, the first or another one.
 
         Args:
-            reads: Returns the threads that read side by side from now on.
+            reads: Returns the number of threads that read side by side, and its reason.
             faults: Returns the counts of failed reads since the position was opened. The counts
                 from before are kept and added.
         """
@@ -101,7 +101,8 @@ class Meter:
             batch: This host's rows of the batch, as a tree of NumPy arrays.
 
         Returns:
-            The "records" and "bytes" of the host's rows. Without a mask every row is a record.
+            The number of "records" and the number of "bytes" in the host's rows. Without a mask
+            every row is a record.
         """
         self._placed += 1
         size, mask = size_of(batch), mask_of(batch, self._mask_key)
@@ -111,7 +112,7 @@ class Meter:
         """Counts a batch that was handed out to the loop.
 
         Args:
-            size: The "records" and "bytes" that `placed` returned for the batch.
+            size: The numbers of "records" and "bytes" that `placed` returned for the batch.
         """
         loop, now, more = self._loop, self._clock(), {"batches": 1, **size}
         sums = {name: loop.sums.get(name, 0) + number for name, number in more.items()}
@@ -148,7 +149,7 @@ class Meter:
     def recent(self) -> Figures:
         """Returns the figures of the last 30 to 35 seconds, without the first batch.
 
-        Before the second batch, returns all figures.
+        Before the second batch, returns the figures since the first ``next``.
         """
         total = self.total()
         return total if total["batches"] < 2 else total.since(self._kept[0][1])
@@ -156,7 +157,7 @@ class Meter:
     def waits_of_late(self, least_s: float) -> Waits:
         """Returns the waits of the loop since the last call of this method.
 
-        The first call returns the waits since the first batch.
+        The first call after the first batch returns the waits since that batch.
 
         Args:
             least_s: Least length of this time in seconds. A shorter time counts as one of this
