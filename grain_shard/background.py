@@ -115,8 +115,9 @@ class TaskStage(OrderedResults[T]):
             self._running += 1
         if not rank:
             _stages.add(self)
-            # At exit, hooks of JAX and of the user destroy objects that the threads use. Exit hooks
-            # run in reverse order. So this one is registered again, to run before these hooks.
+            # At exit, hooks of JAX and of the user destroy objects that the threads use. The exit
+            # hook that was registered last runs first. So `_end_all` is registered again, to end
+            # the threads before the other hooks run.
             atexit.unregister(_end_all)
             atexit.register(_end_all)
 
@@ -300,7 +301,8 @@ class TaskStage(OrderedResults[T]):
 
     def _deliver(self, number: int, result: T | Raised) -> None:
         if isinstance(result, Raised):
-            # No more results begin. The threads go on, because earlier results may be unfinished.
+            # After an error no further result begins. The threads go on, because earlier results
+            # may be unfinished.
             with self._lock:
                 self._tasks.end()
             self._room_came.ring()

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-DIGITS = 4  # default length of an element's digest
-MANY_DIGITS = 16  # length of a digest that has to differ between many hosts or feeds
-# Arrays up to this size are digested as a whole. A larger one is sampled at even distances.
+DIGITS = 4  # default number of hex digits in an element's digest
+MANY_DIGITS = 16  # hex digits in a digest that has to differ between many hosts or feeds
+# Arrays of up to this many bytes are digested as a whole. From a larger array, the digest takes
+# samples at even distances.
 _MOST_BYTES = 2**20
 
 

@@ -78,8 +78,9 @@ class OrderedResults(Results[T]):
         return cast(Raised, self._final).throw()
 
     def release(self, taken: int) -> None:
-        # `_taken` first: after an interrupt the next call drops the rest. In the other order,
-        # `peek` would miss a dropped result, and report the end.
+        # `_taken` is set first. If an interrupt comes before all results are dropped, the next call
+        # drops the remaining ones. In the other order, `peek` would look for a dropped result, and
+        # report the end.
         self._taken = max(self._taken, taken)
         for number in list(self._results):
             if number < taken:

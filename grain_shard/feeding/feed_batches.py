@@ -201,7 +201,7 @@ def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
         turns: The rows of each feed in the first batch.
     """
     turn_of: dict[str, FeedTurn] = {}
-    with contextlib.suppress(TypeError):  # an object in a row has no digest
+    with contextlib.suppress(TypeError):  # raised if an object in a row has no digest
         for turn in turns:
             same = turn_of.setdefault(element_digest(turn.rows[:1], MANY_DIGITS), turn)
             if same is turn or not turn.rows:

@@ -159,7 +159,7 @@ class FeedReader:
         except IndexError as error:
             if self._feed_state or rows:
                 raise
-            raise IndexError(  # not a note, which would be hard to see among Grain's own notes
+            raise IndexError(  # a new error: a note would be hard to see among Grain's own notes
                 f"the feed failed before its first row ({error}). There may be fewer files than"
                 " feeds.\n  remedy: pass a num_feeds that is at most the number of files, or divide"
                 " the rows of the files among the feeds."

@@ -81,8 +81,9 @@ class Assembler:
         # The tree structure and the leaves of the first batch.
         self._structure: Any = None
         self._leaves: list[_Leaf] = []
-        # The leaves by the number of rows in a host batch. Their shapes are computed only once. To
-        # compute them for each batch would take 5 % more time for batches of twenty leaves.
+        # The leaves by the number of rows in a host batch. So the shapes of the leaves are computed
+        # only once. With batches of twenty leaves, to compute them for each batch would take 5 %
+        # more time.
         self._leaves_by_rows: dict[int, list[_Leaf]] = {}
 
     def __call__(self, batch: Batch) -> Batch:

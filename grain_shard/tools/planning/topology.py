@@ -152,7 +152,9 @@ def _hybrid_mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int) -
     takes its part of the slices that are left.
     """
     between, within = [], []
-    left = slices  # no slice is left in the end: the number of slices divides that of devices
+    # After the loop `left` is 1, because the number of slices divides the number of devices, which
+    # is the product of the axis sizes.
+    left = slices
     for size in axes.values():
         between.append(math.gcd(size, left))
         within.append(size // between[-1])
