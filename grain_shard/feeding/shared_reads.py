@@ -297,10 +297,10 @@ class _Lines(Tasks[None]):
             return part
         if line.begun == line.length or not line.is_for_readers:
             return None
-        # `share` is the limit on the records in memory. It allows three parts: one in use by the
-        # consumer, one that waits, and one that is being read. Of the part in use the consumer
-        # holds at most `size - 1` other records, which `ahead` does not count. With them and the
-        # new part, `ahead + (size - 1) + size` records are in memory.
+        # `share` is the limit on the line's records in memory. It has room for three parts: one
+        # that the consumer uses, one that waits, and one that is being read. `ahead` does not count
+        # the part in use, of which the consumer may still hold `size - 1` records. So with a new
+        # part there are up to `ahead + (size - 1) + size` records in memory.
         share = self._share(line)
         size = line.next_size((share + 1) // 3)
         return line.begin(size) if line.ahead + 2 * size - 1 <= share else None

@@ -89,7 +89,7 @@ class ArrayRows(Sequence[Any]):
 
 def _gather(array: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
     if array.flags.c_contiguous:
-        # In its default mode, np.take would first gather into a temporary buffer. "clip" avoids that.
+        # By default, np.take would first gather into a temporary buffer. mode="clip" avoids that.
         np.take(array, indices, axis=0, out=out, mode="clip")
     else:
         # np.take would first copy all of an array that is not contiguous, for example the

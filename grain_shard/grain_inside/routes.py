@@ -303,9 +303,8 @@ class Route:
         try:
             if len(found) == half and (recovery.masks or type(found[-1]) is not Unreadable):
                 found += self._many(read, indices[half:], recovery)
-            if (
-                failures and type(found[-1]) is not Unreadable
-            ):  # the calls for both halves succeeded
+            # The call for all elements failed, and the calls for both halves of them succeeded.
+            if failures and type(found[-1]) is not Unreadable:
                 return [Unreadable(failures.pop(), among=len(indices))]
             return found
         finally:
