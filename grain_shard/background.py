@@ -106,7 +106,7 @@ class TaskStage(OrderedResults[T]):
             thread = threading.Thread(target=self._run, args=(rank,), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system allows no more threads
+            except RuntimeError:  # raised if the system allows no more threads
                 if not rank:
                     raise
                 self._pace.limit(rank)
@@ -216,7 +216,7 @@ class TaskStage(OrderedResults[T]):
     def _close_tasks(self) -> None:
         try:
             tasks = self._to_close.pop()
-        except IndexError:  # another call has closed them
+        except IndexError:  # another call has closed the tasks
             return
         try:
             tasks.close()
@@ -243,7 +243,7 @@ class TaskStage(OrderedResults[T]):
             with self._lock:
                 self._final, self._is_over = self._final or Raised.of(error), True
             self._wake_all()
-            self._tasks.stop()  # another thread may wait inside `draw`
+            self._tasks.stop()  # ends the wait of a thread inside `draw`
         finally:
             self._thread_ended()
 

@@ -55,7 +55,8 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif value is None or isinstance(value, bool | int | float | complex):
         yield repr(value).encode()
     elif isinstance(value, str | os.PathLike):
-        # Only the name of a file counts: hosts and runs may keep the same files in other folders.
+        # Only the file name of an absolute path counts, because hosts and runs may keep the same
+        # files in different folders.
         text = os.fspath(value)
         yield (os.path.basename(text) if os.path.isabs(text) else text).encode()
     elif isinstance(value, bytes | bytearray | memoryview):

@@ -174,7 +174,7 @@ def describe_error(error: BaseException) -> str:
     places = "; ".join(note.removeprefix(ours) for note in notes)
     try:
         text = str(error)
-    except Exception:  # the user's exception class is faulty; other hosts must get an error anyway
+    except Exception:  # the user's exception class is faulty, but other hosts must get a text
         text = "(the text of this error cannot be read)"
     return f"{type(error).__name__}: {text}" + (f" ({places})" if places else "")
 

@@ -73,7 +73,7 @@ class OrderedResults(Results[T]):
         if self._taken < self._ready:
             try:
                 return cast(T, self._results[self._taken])
-            except KeyError:  # `stop` has cleared the results
+            except KeyError:  # raised if `stop` has cleared the results
                 raise StopIteration from None
         return cast(Raised, self._final).throw()
 
@@ -118,7 +118,7 @@ class OrderedResults(Results[T]):
             if self._final is None:
                 self._results.setdefault(number, result)
             before = self._ready
-            with contextlib.suppress(KeyError):  # the next result is missing, or `stop` cleared it
+            with contextlib.suppress(KeyError):  # raised if the next result is missing or cleared
                 while self._final is None:
                     after = self._results[self._ready]
                     if isinstance(after, Raised):

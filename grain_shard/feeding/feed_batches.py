@@ -227,7 +227,7 @@ class FeedIterator(BatchIterator):
         position: The position at which the feeds start; None for the beginning.
     """
 
-    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # Grain calls close() if __init__ failed
+    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # for close(), if __init__ fails
 
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()

@@ -74,8 +74,8 @@ class FeedsPosition(NamedTuple):
         states = {feed: from_json(saved[str(feed)]) for feed in feeds}
         for feed, feed_state in states.items():
             is_begun = isinstance(feed_state, Mapping) and set(feed_state) == {"state"}
-            # A feed is begun or ended, or step is 0 and no feed is begun. With any other entry the
-            # feed would start from its beginning, so any other entry is an error.
+            # An entry is {"state": ...}, or `ENDED`, or {} before the first batch. With any other
+            # entry the feed would start from its beginning, so any other entry is an error.
             if not (is_begun or feed_state == ENDED or (feed_state == {} and not step)):
                 entry = f"the state has an invalid entry for feed {feed}: {feed_state!r}."
                 raise StateError(f"{entry}\n{_UNCHANGED}")

@@ -102,7 +102,7 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         while type(node) is not _BATCH:
             after.append(node)
             if chooses_batches(node):
-                index_below(node)  # raises if this version of Grain has no such function
+                index_below(node)  # AttributeError if this version of Grain has no such function
                 in_order = False
             elif type(node) is REPEAT:
                 if node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
@@ -308,7 +308,7 @@ def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
     selection, splitting = (getattr(ds, name, None) for name in ("_selection_map", "_config"))
     values.append(getattr(selection, "_proportions", None))
     values.append(getattr(splitting, "length_struct", None))
-    if type(ds) is REINDEX:  # its text shows only the first and the last indices
+    if type(ds) is REINDEX:  # the node's text shows only the first and the last indices
         values.append(_all_of(getattr(ds, "_indices", ())))
     return tuple(str(value) for value in values)
 

@@ -76,7 +76,7 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
 
     try:
         return replaced(ds)
-    except AttributeError:  # this version of Grain names its private parts differently
+    except AttributeError:  # raised if this Grain names its private parts differently
         return ds
 
 

@@ -327,7 +327,8 @@ class Route:
         return elements
 
     def _one_by_one(self, recovery: Recovery) -> Iterator[Any]:
-        # Not by `map`, because a StopIteration of the user's code would end it without an error.
+        # The loop is no `map`, because a StopIteration of the user's code would end a `map` without
+        # an error.
         read_one = single_read_of(self.ds)
         failures: list[Exception] = []
         for index in self.indices.tolist():

@@ -35,8 +35,8 @@ from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.rounds import Store, runtime_client
 from grain_shard.hosts.slowest import SlowestOf, compare_waits
 
-# Keys of the store: the messages for a host, by host and number; and the topic under which hosts
-# confirm that they heard of the failure of a series.
+# Keys of the store: the messages for a host, by the numbers of host and message; and the topic
+# under which hosts confirm that they heard of the failure of an iterator, by the iterator's name.
 _MESSAGE, _HEARD = "messages/{}/{}", "heard/{}"
 # Most seconds that the listening thread waits for a message in one call. Between two calls it
 # exchanges with the other hosts how long the training loops have waited.
@@ -233,15 +233,15 @@ class Listener:
                     of_all = {series: one.slowest for series, one in self.alarms.copy().items()}
                     compare_waits(self._store, of_all, TURN_S)
                 elif not message:
-                    return  # the message of this process to itself, at its exit
+                    return  # an empty message, which this process sends to itself at its exit
                 else:
                     number += 1
                     self._store.put(_HEARD.format(message["series"]), "")
                     alarm = self.alarms.get(message["series"])
                     if alarm is not None and not alarm.all_know:
                         alarm.hear(message["host"], message["text"])
-            except AgreementError:
-                return  # the runtime has ended
+            except AgreementError:  # raised if the runtime has ended
+                return
             except Exception:
                 logging.exception("grain_shard: a report of another host could not be handled")
 
@@ -278,7 +278,7 @@ class Listener:
                     time.sleep(_LOOK_AGAIN_S)
 
 
-@functools.lru_cache(maxsize=1)  # a restarted JAX runtime has another client
+@functools.lru_cache(maxsize=1)  # by the client, as a restarted JAX runtime has a new one
 def listener_of(client: Any) -> Listener:
     """Returns the listener of this process; the first call with a client starts it."""
     return Listener()

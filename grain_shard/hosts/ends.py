@@ -30,7 +30,8 @@ from grain_shard.tasks import Known, Producer, Raised, Results
 
 T = TypeVar("T")
 
-# Most seconds that the voting thread waits for batches before it checks other hosts.
+# Most seconds that the voting thread waits for batches in one call. Between two calls it checks if
+# it was stopped, and if it has to tell the other hosts that this host still waits for data.
 _SLICE_S = 0.5
 
 

@@ -76,7 +76,8 @@ class Assembler:
         self._shardings, self._layout = shardings, layout
         self.mesh_axes: tuple[tuple[str, int], ...] = shardings.mesh_axes
         self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
-        # A digest of this host's first batch; "" without `is_padding`, or if all rows are padding.
+        # A digest of this host's first batch. It is "" before that batch, without `is_padding`, and
+        # if all rows of the batch are padding.
         self.digest = ""
         # The tree structure and the leaves of the first batch.
         self._structure: Any = None
