@@ -32,7 +32,7 @@ _GRACE_S = 5.0
 _FOLDER = "grain_shard"
 # The topic under which each host describes the iterator that it opened last.
 _OPENED = "opened"
-# The key of an answer of a host that failed. Its value is the error.
+# The answer of a host that failed is a dict with this key. The value is the text of the error.
 _FAILED = "failed"
 
 
