@@ -227,7 +227,9 @@ class FeedIterator(BatchIterator):
         position: The position at which the feeds start; None for the beginning.
     """
 
-    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # for close(), if __init__ fails
+    _turns: Producer[list[FeedTurn]] = Items(
+        iter(())
+    )  # Grain calls close() even if __init__ failed
 
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()

@@ -92,7 +92,7 @@ class FeedStreams:
         part = grain.sharding.ShardOptions(shard_index=feed, shard_count=self.num_feeds)
         try:
             ds: Any = self.make_feed(part)
-        except StopIteration as error:  # would end the caller's iterator without an error
+        except StopIteration as error:  # which would end the caller's iterator without an error
             Raised.of(error).throw()
         if not isinstance(ds, grain.IterDataset):
             raise ShardingError(
@@ -181,6 +181,6 @@ class FeedReader:
             iterator = iter(replace_read_ahead(self._feeds.make(self._feed), read))
             if self._feed_state:
                 restore(iterator, self._feed_state["state"], "the feed")
-        except StopIteration as error:  # would look like the end of the feed
+        except StopIteration as error:  # which would look like the end of the feed
             Raised.of(error).throw()
         return iterator

@@ -168,7 +168,7 @@ def compare_waits(store: Store, iterators: Mapping[str, SlowestOf], least_s: flo
             of_hosts = {host: of_all.get(host, {}).get(series) for host in hosts}
             waits = {host: Waits(*own) for host, own in of_hosts.items() if own is not None}
             # If a host has not posted its waits yet, the hosts of this iterator are compared at the
-            # next call.
+            # next call of this function.
             if len(waits) == len(hosts) and (found := slowest(waits)) is not None:
                 verdicts[series] = asdict(found)
         store.put(_SLOWEST, verdicts)

@@ -264,7 +264,7 @@ class RandomAccess(HostBatches):
             return cuts.progress(step) if step <= self._batching.num_batches() else None
         within = epoch < epochs and record <= cuts.records
         if not (within or (epoch, record) == (epochs, 0)) or step > epoch * cuts.records + record:
-            return None  # past the end, or more batches than records
+            return None  # a position past the end, or more batches than records
         return Progress(step, epoch, record)
 
 

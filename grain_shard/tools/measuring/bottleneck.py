@@ -40,7 +40,7 @@ from grain_shard.tools.measuring.measurement import Measurement, Pipeline
 # If the loop waits for less than this share of its time, the pipeline keeps up. No change to the
 # pipeline could gain more than this share.
 _LITTLE_WAIT = 0.1
-# From this share on, a text says that something takes "most" of the waiting or of a stage's time.
+# From this share on, something takes "most" of the waiting, or of a stage's time.
 _MOST = 0.5
 # If the buffer is full for less than this share of the time, a larger buffer does not help.
 _LITTLE_REST = 0.1
