@@ -227,9 +227,8 @@ class FeedIterator(BatchIterator):
         position: The position at which the feeds start; None for the beginning.
     """
 
-    _turns: Producer[list[FeedTurn]] = Items(
-        iter(())
-    )  # Grain calls close() even if __init__ failed
+    # Grain calls `close` even if `__init__` failed.
+    _turns: Producer[list[FeedTurn]] = Items(iter(()))
 
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()

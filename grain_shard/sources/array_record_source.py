@@ -40,8 +40,8 @@ _PATIENCE_S = 5e-3
 _LATE_S, _AGAIN_S = 10.0, 60.0
 
 # array_record raises a RuntimeError or a ValueError for every failure. The text of the error has
-# the answer of the bucket or of the operating system. So a transient error is recognized by words in
-# its text: by a status of the bucket, or by the system's text for one of these error codes.
+# the answer of the bucket or of the operating system. So a transient error is recognized by its
+# text: by a status of the bucket, or by the system's text for one of these error codes.
 _PASSING = "EIO EAGAIN ETIMEDOUT ESTALE ECONNABORTED ECONNREFUSED ECONNRESET ENOTCONN"
 _MAY_HEAL = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b|"
