@@ -106,7 +106,7 @@ class TaskStage(OrderedResults[T]):
             thread = threading.Thread(target=self._run, args=(rank,), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system allows no more threads
+            except RuntimeError:  # raised if the system allows no more threads
                 if not rank:
                     raise
                 self._pace.limit(rank)
@@ -115,8 +115,9 @@ class TaskStage(OrderedResults[T]):
             self._running += 1
         if not rank:
             _stages.add(self)
-            # At exit, hooks of JAX and of the user destroy objects that the threads use. Exit hooks
-            # run in reverse order. So this one is registered again, to run before these hooks.
+            # At exit, hooks of JAX and of the user destroy objects that the threads use. The exit
+            # hook that was registered last runs first. So `_end_all` is registered again, to end
+            # the threads before the other hooks run.
             atexit.unregister(_end_all)
             atexit.register(_end_all)
 
@@ -215,7 +216,7 @@ class TaskStage(OrderedResults[T]):
     def _close_tasks(self) -> None:
         try:
             tasks = self._to_close.pop()
-        except IndexError:  # another call has closed them
+        except IndexError:  # another call has closed the tasks
             return
         try:
             tasks.close()
@@ -242,7 +243,7 @@ class TaskStage(OrderedResults[T]):
             with self._lock:
                 self._final, self._is_over = self._final or Raised.of(error), True
             self._wake_all()
-            self._tasks.stop()  # another thread may wait inside `draw`
+            self._tasks.stop()  # ends the wait of a thread inside `draw`
         finally:
             self._thread_ended()
 
@@ -300,7 +301,8 @@ class TaskStage(OrderedResults[T]):
 
     def _deliver(self, number: int, result: T | Raised) -> None:
         if isinstance(result, Raised):
-            # No more results begin. The threads go on, because earlier results may be unfinished.
+            # After an error no further result begins. The threads go on, because earlier results
+            # may be unfinished.
             with self._lock:
                 self._tasks.end()
             self._room_came.ring()

@@ -38,7 +38,7 @@ def require_order(devices: Iterable[Any]) -> None:
         return
     try:
         is_mixed_up = jax.config.read(_IN_ANY_ORDER)
-    except AttributeError:  # a JAX without this option does not reorder either
+    except AttributeError:  # a JAX without this option keeps the order
         return
     if is_mixed_up:
         raise ShardingError(

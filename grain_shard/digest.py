@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-DIGITS = 4  # default length of an element's digest
-MANY_DIGITS = 16  # length of a digest that has to differ between many hosts or feeds
-# Arrays up to this size are digested as a whole. A larger one is sampled at even distances.
+DIGITS = 4  # default number of hex digits in an element's digest
+MANY_DIGITS = 16  # hex digits in a digest that has to differ between many hosts or feeds
+# Arrays of up to this many bytes are digested as a whole. From a larger array, the digest takes
+# samples at even distances.
 _MOST_BYTES = 2**20
 
 
@@ -57,7 +58,8 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif value is None or isinstance(value, bool | int | float | complex):
         yield repr(value).encode()
     elif isinstance(value, str | os.PathLike):
-        # Only the name of a file counts: hosts and runs may keep the same files in other folders.
+        # Only the file name of an absolute path counts, because hosts and runs may keep the same
+        # files in different folders.
         text = os.fspath(value)
         yield (os.path.basename(text) if os.path.isabs(text) else text).encode()
     elif isinstance(value, bytes | bytearray | memoryview):

@@ -89,7 +89,8 @@ class ShardingError(GrainShardError, ValueError):
         spec = None if self.spec is None else describe_spec(self.spec)
         facts = {"leaf": self.leaf, "spec": spec, "mesh": describe_mesh(self.mesh_axes)}
         known = "   ".join(f"{name}: {fact}" for name, fact in facts.items() if fact)
-        # Align the values of both lines: "leaf:" and "remedy:" differ in length.
+        # "leaf:" is two characters shorter than "remedy:" in the next line. Two more spaces after
+        # it align the values of the two lines.
         known = [f"  {known.replace(': ', ':   ', 1)}"] if known else []
         return "\n".join([head, *known, f"  remedy: {self.remedy}"])
 
@@ -173,7 +174,7 @@ def describe_error(error: BaseException) -> str:
     places = "; ".join(note.removeprefix(ours) for note in notes)
     try:
         text = str(error)
-    except Exception:  # the user's exception class is faulty; other hosts must get an error anyway
+    except Exception:  # the user's exception class is faulty, but other hosts must get a text
         text = "(the text of this error cannot be read)"
     return f"{type(error).__name__}: {text}" + (f" ({places})" if places else "")
 

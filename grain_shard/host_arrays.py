@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-# XLA's CPU backend uses memory that begins at a multiple of 64 bytes without a copy. It copies any
-# other memory. (Seen with jaxlib 0.10 and 0.12. A multiple of 32 is not enough, and numpy promises
-# only 16.) If an array begins so and its shards have a multiple of 64 bytes, each shard begins so.
+# XLA's CPU backend uses an array without a copy if its address is a multiple of 64 bytes. It copies
+# any other array. (Seen with jaxlib 0.10 and 0.12. A multiple of 32 is not enough, and numpy only
+# promises a multiple of 16.) If the address of an array and the size of its shards are multiples of
+# 64 bytes, the address of each shard is one, too.
 ALIGNMENT_BYTES = 64
 
 

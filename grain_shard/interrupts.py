@@ -102,7 +102,7 @@ class Uninterrupted:
         if not self.is_over and is_main and not sys.is_finalizing():
             running = threading.Lock()
             running.acquire()
-            with contextlib.suppress(RuntimeError):  # the system allows no more threads
+            with contextlib.suppress(RuntimeError):  # raised if the system allows no more threads
                 # Not `Thread.start`, which an interrupt may leave half done.
                 _thread.start_new_thread(self._run, (running.release,))
                 running.acquire()

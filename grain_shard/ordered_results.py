@@ -73,13 +73,14 @@ class OrderedResults(Results[T]):
         if self._taken < self._ready:
             try:
                 return cast(T, self._results[self._taken])
-            except KeyError:  # `stop` has cleared the results
+            except KeyError:  # raised if `stop` has cleared the results
                 raise StopIteration from None
         return cast(Raised, self._final).throw()
 
     def release(self, taken: int) -> None:
-        # `_taken` first: after an interrupt the next call drops the rest. In the other order,
-        # `peek` would miss a dropped result, and report the end.
+        # `_taken` is set first. If an interrupt comes before all results are dropped, the next call
+        # drops the remaining ones. In the other order, `peek` would look for a dropped result, and
+        # report the end.
         self._taken = max(self._taken, taken)
         for number in list(self._results):
             if number < taken:
@@ -117,7 +118,7 @@ class OrderedResults(Results[T]):
             if self._final is None:
                 self._results.setdefault(number, result)
             before = self._ready
-            with contextlib.suppress(KeyError):  # the next result is missing, or `stop` cleared it
+            with contextlib.suppress(KeyError):  # raised if the next result is missing or cleared
                 while self._final is None:
                     after = self._results[self._ready]
                     if isinstance(after, Raised):

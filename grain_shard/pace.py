@@ -22,7 +22,8 @@ MOST_THREADS = 128
 # starts with a bad number of threads loses more than a wrong attempt does.
 _WINDOW_S, _WINDOW_TASKS = 0.1, 8
 _FIRST_WINDOW_S = _WINDOW_S / 8
-# If the loop waits for less than this share of the time, the number of threads is good enough.
+# If the loop waits for batches in less than this share of the time, the number of threads is good
+# enough.
 _FED = 0.1
 # If fewer processors than this are busy, no thread computes: all threads wait.
 _IDLE_CORES = 0.25
@@ -37,8 +38,8 @@ _LARGEST_STEP = 16
 _GAIN, _LOSS = 1.05, 0.98
 # If the rate changes by this factor with the same number of threads, the source has changed.
 _CHANGED = 2.0
-# Number of windows without an attempt after the first attempt that did not help, and the largest
-# such number after many attempts.
+# Number of windows without an attempt after an attempt that did not help. It begins with _REST, and
+# doubles with each further attempt that does not help, up to _LONGEST_REST.
 _REST, _LONGEST_REST = 3, 64
 
 
@@ -99,10 +100,12 @@ class ThreadCount:
         """
         first, self._is_first = self._is_first, False
         if first and window.process_cores >= 0.5:
-            self._rest = _REST  # the rate of the first read says little, so the next windows rest
+            # One read says little about the rate. So no attempt is made in the next windows.
+            self._rest = _REST
             self.why = "the first read mostly computed"
         elif window.starved < _FED:
-            self._before, self._rate = None, 0.0  # the consumer was slower than the threads
+            # The consumer was slower than the threads, so the rate was the rate of the consumer.
+            self._before, self._rate = None, 0.0
         elif self._before is not None and not self._helped(*self._before, window.rate):
             pass  # `_helped` has already taken the attempt back
         else:
@@ -163,7 +166,7 @@ class ThreadCount:
         if surely:
             self._up = True
         elif window.thread_cores > 0.9 * self._cores:
-            self._up = False  # all processors are busy
+            self._up = False  # all processors are busy, so more threads would not help
         if self._up and self.threads == self.most:
             self._up = surely
             if waits:
@@ -300,7 +303,7 @@ class ReadPace(Pace):
             self.count.threads, self.count.why = min(self._fixed, self.count.most), "num_threads"
             return
         if start < self._changed:
-            return  # the task began with another number of threads
+            return  # the task began with another number of threads, so it does not count
         if self._window is None:
             self._window = self._new_window(now)
             return
@@ -315,7 +318,8 @@ class ReadPace(Pace):
         threads = self.threads
         self._window_s = min(max(_FIRST_WINDOW_S, 2 * self._window_s), _WINDOW_S)
         self.count.decide(self._measured(window, seconds))
-        # With fewer threads, some that should rest may still read. So the next window begins later.
+        # If there are fewer threads now, a thread that should rest may still read. So the next
+        # window begins only when a read ends that began with the new number.
         self._window = None if self.threads < threads else self._new_window(now)
         if self.threads != threads:
             self._changed = now
@@ -342,7 +346,8 @@ class ReadPace(Pace):
             return False  # too few tasks, or a coarse clock that has not moved
         is_idle = self._process_time() - window.process_start < _IDLE_CORES * seconds
         if not self._window_s or is_idle:
-            return True  # the first read, or all threads wait: more time would show nothing new
+            # The first window is one read. If all threads wait, more time would show nothing new.
+            return True
         return seconds >= self._window_s and window.tasks >= _WINDOW_TASKS
 
     def _measured(self, window: _Sums, seconds: float) -> Window:

@@ -103,7 +103,7 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
     for path, leaf in zip(paths, leaves, strict=True):
         try:
             array = np.asarray(leaf)
-        except (ValueError, TypeError):  # a ragged list (NumPy), or typed PRNG keys (JAX)
+        except (ValueError, TypeError):  # for a ragged list (NumPy), or typed PRNG keys (JAX)
             array = np.empty((), object)
         problem = remedy = ""
         if isinstance(leaf, np.ma.MaskedArray):

@@ -201,7 +201,7 @@ def _warn_of_same_rows(turns: Sequence[FeedTurn]) -> None:
         turns: The rows of each feed in the first batch.
     """
     turn_of: dict[str, FeedTurn] = {}
-    with contextlib.suppress(TypeError):  # an object in a row has no digest
+    with contextlib.suppress(TypeError):  # raised if an object in a row has no digest
         for turn in turns:
             same = turn_of.setdefault(element_digest(turn.rows[:1], MANY_DIGITS), turn)
             if same is turn or not turn.rows:
@@ -227,7 +227,8 @@ class FeedIterator(BatchIterator):
         position: The position at which the feeds start; None for the beginning.
     """
 
-    _turns: Producer[list[FeedTurn]] = Items(iter(()))  # Grain calls close() if __init__ failed
+    # Grain calls `close` even if `__init__` failed.
+    _turns: Producer[list[FeedTurn]] = Items(iter(()))
 
     def __init__(self, ds: FeedBatches, run: FeedRun, position: FeedsPosition | None = None):
         super().__init__()

@@ -14,7 +14,8 @@ from grain_shard.hosts.state_files import FEEDS, KIND
 from grain_shard.reading.fingerprint import Fingerprint, check_fingerprint
 from grain_shard.reading.state_json import from_json, to_json
 
-# Keys of a state: the number of batches handed out, and the treatment of a feed that has ended.
+# Keys of a state: the number of batches handed out, and the user's choice for a feed that has ended
+# ("pad", "drop" or "error").
 _STEP, REMAINDER = "step", "remainder"
 _UNCHANGED = "  remedy: pass set_state() the value that get_state() returned, unchanged."
 
@@ -73,7 +74,8 @@ class FeedsPosition(NamedTuple):
         states = {feed: from_json(saved[str(feed)]) for feed in feeds}
         for feed, feed_state in states.items():
             is_begun = isinstance(feed_state, Mapping) and set(feed_state) == {"state"}
-            # A feed with any other state would start from its beginning, so this is an error.
+            # An entry is {"state": ...}, or `ENDED`, or {} before the first batch. With any other
+            # entry the feed would start from its beginning, so any other entry is an error.
             if not (is_begun or feed_state == ENDED or (feed_state == {} and not step)):
                 entry = f"the state has an invalid entry for feed {feed}: {feed_state!r}."
                 raise StateError(f"{entry}\n{_UNCHANGED}")

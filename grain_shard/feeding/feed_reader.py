@@ -92,7 +92,7 @@ class FeedStreams:
         part = grain.sharding.ShardOptions(shard_index=feed, shard_count=self.num_feeds)
         try:
             ds: Any = self.make_feed(part)
-        except StopIteration as error:  # it would end the caller's iterator without an error
+        except StopIteration as error:  # which would end the caller's iterator without an error
             Raised.of(error).throw()
         if not isinstance(ds, grain.IterDataset):
             raise ShardingError(
@@ -159,7 +159,7 @@ class FeedReader:
         except IndexError as error:
             if self._feed_state or rows:
                 raise
-            raise IndexError(  # not a note, which would be hard to see among Grain's own notes
+            raise IndexError(  # a new error: a note would be hard to see among Grain's own notes
                 f"the feed failed before its first row ({error}). There may be fewer files than"
                 " feeds.\n  remedy: pass a num_feeds that is at most the number of files, or divide"
                 " the rows of the files among the feeds."
@@ -181,6 +181,6 @@ class FeedReader:
             iterator = iter(replace_read_ahead(self._feeds.make(self._feed), read))
             if self._feed_state:
                 restore(iterator, self._feed_state["state"], "the feed")
-        except StopIteration as error:  # it would look like the end of the feed
+        except StopIteration as error:  # which would look like the end of the feed
             Raised.of(error).throw()
         return iterator

@@ -53,7 +53,7 @@ class FeedTurns(Producer[list[FeedTurn]]):
         self._reads.stop()
 
     def __del__(self) -> None:
-        if hasattr(self, "_reads"):  # False if `__init__` failed before
+        if hasattr(self, "_reads"):  # False if `__init__` failed before it made the reads
             self.stop()  # the threads do not refer to this object, so they would run on
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class FeedTurns(Producer[list[FeedTurn]]):
         """
         self._reads.stop()  # first, because a feed may wait for records from it
         failed: BaseException | None = None
-        # This uses no name of a module: at the interpreter's exit the names may be gone.
+        # This loop uses no name of a module: at the interpreter's exit the names may be gone.
         for close in (self._reads.close, *(reader.close for reader in self._readers)):
             try:
                 close()

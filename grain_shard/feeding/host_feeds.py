@@ -61,9 +61,10 @@ class HostFeeds(HostBatches):
         self.compared = {**self.fingerprint, "global_batch_size": ds.rows.global_batch_size}
 
     def open(self, position: FeedsPosition | None) -> Opened:
-        mark_flags_as_parsed()  # an .mp_prefetch in a feed reads absl flags
+        mark_flags_as_parsed()  # an .mp_prefetch in a feed fails if absl's flags are not parsed
         iterator = FeedIterator(self._ds, self._run, position)
-        # Workers have a buffer of their own. Then only one batch waits in this process.
+        # Worker processes have a buffer of their own. So with workers, only one batch waits in this
+        # process.
         buffer_size = 1 if self._run.num_workers else self._run.buffer_size
         return opened_in_order(
             iterator, self.kind, buffer_size, iterator.faults, contents=self.contents

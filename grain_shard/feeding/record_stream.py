@@ -53,7 +53,8 @@ class RecordIterator(grain.DatasetIterator):
     def __init__(self, stream: RecordStream):
         super().__init__()
         self._stream, self._length, self._next_index = stream, len(stream.records), 0
-        # The elements from `_next_index` on; None if the reads have to begin there.
+        # Yields the elements from `_next_index` on; None if the reads from this index on have not
+        # begun.
         self._next_elements: Generator[Any] | None = None
 
     def __next__(self) -> Any:
@@ -67,7 +68,8 @@ class RecordIterator(grain.DatasetIterator):
             try:
                 element = next(self._next_elements)
                 if type(element) is Unreadable and not faults.may_leave_out(element.error):
-                    # `Raised` changes a StopIteration, which would look like the end of the feed.
+                    # `Raised.of` makes a RuntimeError of a StopIteration, because a StopIteration
+                    # would look like the end of the feed.
                     Raised.of(element.error).throw()
             except BaseException as error:
                 self._next_elements = None  # the next call reads the same record again

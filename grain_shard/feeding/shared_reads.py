@@ -29,21 +29,25 @@ from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
 from grain_shard.tasks import Raised, Tasks
 
-# Most records that wait or are unfinished, in all lines together. Grain has 500 for each stream.
+# In this file a line is the records of one stream, and a part is the range of a line's records that
+# one read evaluates.
+#
+# Most records that wait or are unfinished, in all lines together. Grain alone reads up to 500
+# records ahead for each stream.
 _MOST_AHEAD = 2048
-# Most bytes of records that wait or are unfinished, in all lines together. If a batch has more
-# bytes than this, the most is the size of a batch.
+# Most bytes of records that wait or are unfinished, in all lines together. If one batch has more
+# bytes than this, the limit is the size of one batch.
 _BYTES_AHEAD = 2**23
-# Records in the first part of a line, if the source reads many records in a call. Each further part
-# is twice as large. A large first part would delay the first rows.
+# Number of records in the first part of a line, if the source reads many records in a call. Each
+# further part is twice as large. A large first part would delay the first rows.
 _FIRST_CALL = 4
-# Seconds. A record that takes less time is cheap: a hand-over to another thread and back would cost
-# more. The consumer evaluates cheap records itself.
+# Seconds. A record that takes less time is cheap: to hand it to another thread and back would take
+# longer. The consumer (the thread that asks for rows) evaluates cheap records itself.
 _CHEAP_S = 20e-6
-# Seconds. If a part turns out not to be cheap, the consumer evaluates it for this long, and leaves
-# its other records to the readers.
+# Seconds. If the records of a part turn out not to be cheap, the consumer evaluates them for this
+# long, and leaves the other records of the part to the readers (the threads that read ahead).
 _LONGEST_S = 8e-3
-# The largest number of readers. More never gave enough speed to be worth their memory.
+# The largest number of readers. More readers never gave enough speed to be worth their memory.
 _MOST_READERS = 64
 
 
@@ -273,7 +277,7 @@ class _Lines(Tasks[None]):
         with self._lock:
             if not (self._stopped or line.is_for_readers or line.ahead):
                 return line.begin(line.next_size(self._share(line)))
-        self._wanted.ring()  # readers may evaluate this line now, if its records turned out slow
+        self._wanted.ring()  # if the line's records have turned out slow, readers may evaluate them
         return None
 
     def draw(self, room: int) -> Read:
@@ -302,9 +306,10 @@ class _Lines(Tasks[None]):
             return part
         if line.begun == line.length or not line.is_for_readers:
             return None
-        # `share` has room for three parts: one in use, one that waits, and one that is being read.
-        # `ahead` does not count the part in use, of which the consumer may still hold `size - 1`
-        # records.
+        # `share` is the limit on the line's records in memory. It has room for three parts: one
+        # that the consumer uses, one that waits, and one that is being read. `ahead` does not count
+        # the part in use, of which the consumer may still hold `size - 1` records. So with a new
+        # part there are up to `ahead + (size - 1) + size` records in memory.
         share = self._share(line)
         size = line.next_size((share + 1) // 3)
         return line.begin(size) if line.ahead + 2 * size - 1 <= share else None

@@ -89,8 +89,9 @@ class ArrayRows(Sequence[Any]):
 
 def _gather(array: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
     if array.flags.c_contiguous:
-        # By default, numpy would first gather into a temporary buffer. "clip" avoids that.
+        # By default, np.take would first gather into a temporary buffer. mode="clip" avoids that.
         np.take(array, indices, axis=0, out=out, mode="clip")
     else:
-        # np.take would first copy the whole array, for example all windows of a token file.
+        # np.take would first copy all of an array that is not contiguous, for example the
+        # overlapping windows of a token file.
         out[...] = array[indices]

@@ -96,7 +96,7 @@ def _encrypted(blocks: np.ndarray, word_bits: int, keys: tuple[int, ...]) -> np.
     return (left << width) | right
 
 
-@functools.lru_cache(maxsize=64)  # each epoch has another seed
+@functools.lru_cache(maxsize=64)  # by the seed: each epoch has another one
 def _round_keys(seed: int) -> tuple[int, ...]:
     """Returns the keys of the cipher's 4 rounds.
 

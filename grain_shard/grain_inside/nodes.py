@@ -102,7 +102,7 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         while type(node) is not _BATCH:
             after.append(node)
             if chooses_batches(node):
-                index_below(node)  # raises if this version of Grain has no such function
+                index_below(node)  # AttributeError if this version of Grain has no such function
                 in_order = False
             elif type(node) is REPEAT:
                 if node._reseed_each_epoch:  # pyright: ignore[reportAttributeAccessIssue]
@@ -118,8 +118,9 @@ def batch_node(ds: grain.MapDataset) -> BatchNode | None:
         return None
     records = node.parents[0]
     batches = len(records) // size if drop else -(-len(records) // size)
-    # Grain computes its length by a division of floats, which is inexact if records are repeated
-    # without end. If the length differs by more than that, Grain batches in an unknown way.
+    # Grain computes the length of `node` by a division of floats, which is inexact if records are
+    # repeated without end. If the lengths differ by more than the rounding of a float can explain,
+    # this version of Grain batches in an unknown way.
     if abs(len(node) - batches) > batches >> 50:
         return None
     return BatchNode(
@@ -194,7 +195,8 @@ def pads_batches(ds: grain.MapDataset | grain.IterDataset) -> bool:
     batch_fn = getattr(ds, "_batch_fn", None)
     if batch_fn is None:
         return any(map(pads_batches, ds.parents))
-    # The batch function is a functools.partial, whose arguments hold the padded size.
+    # The batch function is `batch_and_pad` itself, or a functools.partial of it, in which the user
+    # has set the padded size.
     return getattr(batch_fn, "func", batch_fn) is grain.experimental.batch_and_pad
 
 
@@ -223,7 +225,7 @@ def below_read_ahead(
         filter, the stream skips elements, so its elements cannot be read by index.
     """
     while type(ds) in (_ITER_SEED, grain.experimental.WithOptionsIterDataset):
-        (ds,) = ds.parents  # these nodes change no element
+        (ds,) = ds.parents  # a node of these two types changes no element
     return read_ahead(ds)
 
 
@@ -306,7 +308,7 @@ def parameters(ds: grain.MapDataset | grain.IterDataset) -> tuple[str, ...]:
     selection, splitting = (getattr(ds, name, None) for name in ("_selection_map", "_config"))
     values.append(getattr(selection, "_proportions", None))
     values.append(getattr(splitting, "length_struct", None))
-    if type(ds) is REINDEX:  # its text shows only the first and the last indices
+    if type(ds) is REINDEX:  # the node's text shows only the first and the last indices
         values.append(_all_of(getattr(ds, "_indices", ())))
     return tuple(str(value) for value in values)
 

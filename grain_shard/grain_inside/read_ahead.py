@@ -64,8 +64,8 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
         if not (changed or functions or flat_map):
             return node
         changed_node = copy.copy(node)
-        # Grain computes this name from the user's function and keeps it. It is asked for before the
-        # function is wrapped.
+        # Grain computes the node's name from the user's function and keeps it. So the name is
+        # computed here, before the function is wrapped.
         getattr(changed_node, "_transform_name", None)
         # A node may also keep its parents in other attributes, and a mix keeps them in a tree.
         for name, value in vars(node).items():
@@ -78,7 +78,7 @@ def replace_read_ahead(ds: grain.IterDataset, make_stream: MakeStream) -> grain.
 
     try:
         return replaced(ds)
-    except AttributeError:  # this version of Grain names its private parts differently
+    except AttributeError:  # raised if this Grain names its private parts differently
         return ds
 
 

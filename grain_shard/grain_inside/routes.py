@@ -180,7 +180,7 @@ class Route:
         try:
             is_read = isinstance(elements, list | ArrayRows)
             if not is_read and self.reads_many:
-                until = NEVER  # a call has read all elements, and would read omitted ones again
+                until = NEVER  # one call reads all elements: a later call would read some again
             return elements if is_read else _taken(elements, until, recovery)
         finally:
             # The traceback of an error among the elements refers to this frame. Without `del`,
@@ -303,11 +303,13 @@ class Route:
         try:
             if len(found) == half and (recovery.masks or type(found[-1]) is not Unreadable):
                 found += self._many(read, indices[half:], recovery)
-            if failures and type(found[-1]) is not Unreadable:  # each element was read alone
+            # The call for all elements failed, and the calls for both halves of them succeeded.
+            if failures and type(found[-1]) is not Unreadable:
                 return [Unreadable(failures.pop(), among=len(indices))]
             return found
         finally:
-            # Otherwise this frame and an error among them would keep each other in memory.
+            # The tracebacks of the errors in `failures` and `found` refer to this frame. Without
+            # this, the frame and the errors would keep each other in memory.
             failures.clear()
             del found
 
@@ -325,7 +327,8 @@ class Route:
         return elements
 
     def _one_by_one(self, recovery: Recovery) -> Iterator[Any]:
-        # Not by `map`, because a StopIteration of the user's code would end it without an error.
+        # The loop is no `map`, because a StopIteration of the user's code would end a `map` without
+        # an error.
         read_one = single_read_of(self.ds)
         failures: list[Exception] = []
         for index in self.indices.tolist():
@@ -336,9 +339,9 @@ class Route:
             else:
                 yield element
                 continue
-            # This is outside the except block, because inside it each new error would be chained to
-            # the earlier errors. The error gets no name here, because its traceback refers to this
-            # frame. With a name, frame and error would keep each other in memory.
+            # `recovered` is called outside the except block. Inside it, Python would chain each new
+            # error to the earlier errors. The error gets no name here, because its traceback refers
+            # to this frame. With a name, frame and error would keep each other in memory.
             yield recovery.recovered(failures.pop(), functools.partial(read_one, index))
 
 

@@ -92,7 +92,7 @@ class Absences:
     def leave(self) -> None:
         """Tells the other hosts that this host has closed its iterator before the end."""
         if self._rounds.name:
-            with contextlib.suppress(AgreementError):  # the runtime has ended
+            with contextlib.suppress(AgreementError):  # raised if the runtime has ended
                 self._rounds.put(_ABSENT, [None, "closed its iterator"])
 
     def _waited_s(self, waits_for: str) -> float:

@@ -35,23 +35,24 @@ from grain_shard.errors import AgreementError, describe_error
 from grain_shard.hosts.rounds import Store, runtime_client
 from grain_shard.hosts.slowest import SlowestOf, compare_waits
 
-# Keys of the store: the messages for a host, by host and number; and the topic under which hosts
-# confirm that they heard of the failure of a series.
+# Keys of the store: the messages for a host, by the numbers of host and message; and the topic
+# under which hosts confirm that they heard of the failure of an iterator, by the iterator's name.
 _MESSAGE, _HEARD = "messages/{}/{}", "heard/{}"
 # Most seconds that the listening thread waits for a message in one call. Between two calls it
 # exchanges with the other hosts how long the training loops have waited.
 TURN_S = 15.0
-# Seconds that the training loop may be blocked after another host failed, and seconds between two
-# checks.
+# After another host failed, a process ends if its training loop is blocked for `_STILL_S` seconds.
+# This is checked every `_LOOK_S` seconds.
 _STILL_S, _LOOK_S = 10.0, 0.5
 # Most seconds that the first process waits for the other hosts to receive an error, and seconds
 # between two checks. The store is in the first process, and ends with it.
 _HEARD_S, _LOOK_AGAIN_S = 5.0, 0.05
 # Most seconds that a process waits at its exit for the listening thread to end.
 _JOIN_S = 30.0
-# Two threads may open iterators at once, but a process needs only one listener.
+# Held while a thread asks for the process's listener. Two threads may open iterators at once, and
+# the process needs only one listener.
 _one_asks = threading.Lock()
-# An environment variable. If it is "0", a process whose training loop is blocked does not end.
+# An environment variable. If it is "0", a process does not end when its training loop is blocked.
 _END_PROCESS = "GRAIN_SHARD_END_PROCESS"
 
 
@@ -80,7 +81,7 @@ class Alarm:
         self._stop: Callable[[], None] | None = stop
         self._failure: AgreementError | None = None
         self.is_at_end = self.all_know = False
-        self._is_over = False  # the training loop has got an error, or the iterator is closed
+        self._is_over = False  # True once the loop has got an error, or the iterator is closed
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
         with _one_asks:
             self._listener = listener_of(runtime_client())
@@ -113,8 +114,8 @@ class Alarm:
 
     def close(self) -> None:
         """Closes the alarm. Failures of other hosts are ignored from now on."""
-        # The listener may keep this alarm. The stop function and the frames of an error refer to
-        # the iterator, which must not be kept.
+        # The listener may keep this alarm in memory. The stop function and the frames of an error
+        # refer to the iterator, which must not stay in memory.
         self._is_over, self._stop, self._failure = True, None, None
         if not self.is_at_end:
             self._listener.left_last = self
@@ -232,22 +233,23 @@ class Listener:
                     of_all = {series: one.slowest for series, one in self.alarms.copy().items()}
                     compare_waits(self._store, of_all, TURN_S)
                 elif not message:
-                    return  # the message of this process to itself, at its exit
+                    return  # an empty message, which this process sends to itself at its exit
                 else:
                     number += 1
                     self._store.put(_HEARD.format(message["series"]), "")
                     alarm = self.alarms.get(message["series"])
                     if alarm is not None and not alarm.all_know:
                         alarm.hear(message["host"], message["text"])
-            except AgreementError:
-                return  # the runtime has ended
+            except AgreementError:  # raised if the runtime has ended
+                return
             except Exception:
                 logging.exception("grain_shard: a report of another host could not be handled")
 
     def _at_exit(self) -> None:
         unhandled = getattr(sys, "last_value", None)
         alarms = [alarm for alarm in self.alarms.values() if not alarm.is_at_end]
-        if self.left_last is not None:  # the unhandled error has most likely closed this iterator
+        if self.left_last is not None:
+            # Most likely the unhandled error has closed the iterator of this alarm.
             alarms.append(self.left_last)
         if unhandled is not None and alarms:
             for alarm in alarms:
@@ -276,7 +278,7 @@ class Listener:
                     time.sleep(_LOOK_AGAIN_S)
 
 
-@functools.lru_cache(maxsize=1)  # a restarted JAX runtime has another client
+@functools.lru_cache(maxsize=1)  # by the client, as a restarted JAX runtime has a new one
 def listener_of(client: Any) -> Listener:
     """Returns the listener of this process; the first call with a client starts it."""
     return Listener()

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 Answers = Mapping[int, Any]
-_MAX_CHARACTERS = 200  # of a field's value in a message; a longer one is cut off
+_MAX_CHARACTERS = 200  # longest value of a field in a message; the end of a longer one is cut off
 # The field for the digest of the first whole batch. Hosts with rows="global" compare it, because
 # they say that all of them produce the same batches.
 FIRST_BATCH = 'first batch of rows="global"'
-# The fields that describe a pipeline. If hosts run the same script and these fields differ, this is
-# the usual reason.
+# The fields that describe a pipeline. If hosts run the same script and one of these fields differs,
+# the usual reason is the one in `_DIVIDED`.
 _OF_THE_PIPELINE = "source", "transforms"
 _DIVIDED = (
     " If all of that is the same, the pipeline most likely depends on jax.process_index(), by a"

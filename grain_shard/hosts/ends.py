@@ -30,7 +30,8 @@ from grain_shard.tasks import Known, Producer, Raised, Results
 
 T = TypeVar("T")
 
-# Most seconds that the voting thread waits for batches before it checks other hosts.
+# Most seconds that the voting thread waits for batches in one call. Between two calls it checks if
+# it was stopped, and if it has to tell the other hosts that this host still waits for data.
 _SLICE_S = 0.5
 
 
@@ -114,8 +115,8 @@ class _Votes(Producer[int]):
         Handed-out batches are included.
         """
         placed = self._placed.known()
-        # Batches that are read count as ready, before they are on the devices. But if a batch
-        # cannot be placed, only the batches before it are ready.
+        # A batch counts as ready once it is read, even before it is on the devices. But if a batch
+        # cannot be placed on the devices, only the batches before it are ready.
         failed = placed.end is not None and not isinstance(placed.end, StopIteration)
         return placed if failed else self._read.known()
 
@@ -145,7 +146,9 @@ class _Votes(Producer[int]):
             self._read.wake()  # `_is_worth_a_vote` may return True now
 
     def __next__(self) -> int:
-        self._is_over = True  # still True after an error, which the alarm tells the other hosts
+        # If the vote raises an error, this stays True. `close` then does not tell the other hosts
+        # that this host leaves, because the alarm tells them of the error.
+        self._is_over = True
         more = self._vote(str(self.number))
         self._is_over = more == 0
         if not more:
@@ -177,7 +180,7 @@ class _Votes(Producer[int]):
             # If a batch that was agreed on fails, the alarm tells the other hosts, because they
             # wait for it in a collective and not in a vote.
             if ready == 0:
-                with contextlib.suppress(AgreementError):  # the store is gone
+                with contextlib.suppress(AgreementError):  # raised if the store is gone
                     self._rounds.fail(round_, describe_error(known.end))
             raise known.end
         self._rounds.put(round_, max(0, ready))
@@ -305,7 +308,7 @@ class AgreedEnd(Results[T]):
         """
         taken = self.taken
         self.start()
-        # An interrupt may have cut short the last release. This completes it.
+        # An interrupt may have cut short the `release` of the last call. This completes it.
         self._voting.release(self._voting.taken)
 
         def need_not_wait(own: Known) -> bool:

@@ -27,7 +27,7 @@ from grain_shard.errors import StateError
 FEED_ENTRIES, NUM_FEEDS = "feeds", "num_feeds"
 
 _NAME = re.compile(r"feeds-(\d+)-(\d+)-of-(\d+)\.json")
-_MOST_NAMES = 8  # most names of files in a message
+_MOST_NAMES = 8  # most names of files that a message lists
 
 
 class OwnFeeds(NamedTuple):

@@ -32,7 +32,7 @@ _GRACE_S = 5.0
 _FOLDER = "grain_shard"
 # The topic under which each host describes the iterator that it opened last.
 _OPENED = "opened"
-# The key of an answer of a host that failed. Its value is the error.
+# The answer of a host that failed is a dict with this key. The value is the text of the error.
 _FAILED = "failed"
 
 
@@ -77,7 +77,8 @@ class Store:
         try:
             self._client.key_value_set(key, text, allow_overwrite=True)
         except jax.errors.JaxRuntimeError as error:
-            # A store with too many calls at once cancels some of them. Putting twice does no harm.
+            # A store with too many calls at once cancels some of them. So a cancelled call is made
+            # once more. If the first call has put the value after all, a second time does no harm.
             if "CANCELLED" not in str(error):
                 raise
             self._client.key_value_set(key, text, allow_overwrite=True)
@@ -257,7 +258,8 @@ class Rounds(Store):
         missing = [host for host in self.hosts if host not in answers]
         failed = {h: a[_FAILED] for h, a in answers.items() if isinstance(a, dict) and _FAILED in a}
         if missing and not failed:
-            # This waits for one answer only. By then most of the other answers have come, too.
+            # This waits for one of the missing answers. When it has come, most of the others have,
+            # too. The next call looks which answers are still missing.
             self.wait(f"{round_}/{missing[-1]}", slice_ms)
             return None
         lines = [f"  host {host}: {text}" for host, text in failed.items()]

@@ -30,7 +30,8 @@ class Series:
         place: The line of the user's program that made the dataset, such as ``train.py:40``.
     """
 
-    # The number of datasets iterated over so far, by their hosts and the line that made them.
+    # Counts the datasets that were iterated over so far. The key stands for the hosts of a dataset,
+    # and for the line of the user's program that made it.
     _datasets: ClassVar[collections.Counter[str]] = collections.Counter()
 
     def __init__(self):

@@ -23,8 +23,9 @@ from grain_shard.hosts.rounds import Store
 
 # Topics: the waits that each host posts, and the verdicts that the first host of an iterator posts.
 _WAITS, _SLOWEST = "waits", "slowest"
-# A host delays the others if the share of time in which its loop waits for data is larger than
-# theirs by at least this. A smaller difference may be chance, and a remedy would gain little.
+# A host delays the other hosts if its loop waits for data in a larger share of the time than their
+# loops do, by at least this difference. A smaller difference may be chance, and a remedy would gain
+# little.
 _MUCH = 0.1
 
 
@@ -169,7 +170,8 @@ def compare_waits(store: Store, iterators: Mapping[str, SlowestOf], least_s: flo
         for series, hosts in own.items():
             of_hosts = {host: of_all.get(host, {}).get(series) for host in hosts}
             waits = {host: Waits(*own) for host, own in of_hosts.items() if own is not None}
-            # If a host has not posted its waits yet, this iterator is compared the next time.
+            # If a host has not posted its waits yet, the hosts of this iterator are compared at the
+            # next call of this function.
             if len(waits) == len(hosts) and (found := slowest(waits)) is not None:
                 verdicts[series] = asdict(found)
         store.put(_SLOWEST, verdicts)

@@ -26,7 +26,8 @@ T = TypeVar("T")
 # The names of two rounds. In the first the hosts compare their pipelines. In the second they say
 # whether their sources give the same records again.
 _START, _STEADY = "start", "steady"
-# The rounds in which the hosts compare the places that they save, by number.
+# The name of the round of a save, by the number of the save. In this round the hosts compare the
+# batches at which their saved states are.
 _SAVE = "save {}"
 
 

@@ -28,14 +28,14 @@ from grain_shard.worker_processes import pickled, sendable
 
 # Seconds before a lost task is submitted again, because another worker may have to start first.
 _PAUSE_S = 1.0
-# A pickled pipeline above this size gives a warning. Its source most likely holds the data, and
-# each task carries the pipeline. Pipelines that read files have some kB.
+# A pickled pipeline of more bytes than this gives a warning, because each task carries the
+# pipeline. Most likely the source holds the data itself. A pipeline that reads files has some kB.
 _LARGE_BYTES = 2**20
 # Most unpickled pipelines that a worker keeps.
 _KEPT = 8
 
 # The result of a task: a batch, the counts of failed reads, the seconds of work, and the name of
-# the worker. If the batch cannot be made, it is the error.
+# the worker. If the batch cannot be made, the result is the error.
 Made = tuple[Batch, FaultCounts, float, str] | BaseException
 
 
@@ -185,7 +185,7 @@ def counted_batch(batching: Batching, rules: FaultRules, index: int) -> tuple[Ba
     try:
         return batching.read_batch(index, faults), faults.counts()
     except StopIteration as error:
-        Raised.of(error).throw()  # a RuntimeError, because StopIteration would end the worker
+        Raised.of(error).throw()  # as a RuntimeError: a StopIteration would end the worker
 
 
 @functools.lru_cache(_KEPT)

@@ -457,7 +457,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         Returns:
             An awaitable that does nothing, because `load` itself has restored the state.
         """
-        # Not inside `done`: Orbax reports an error of `done` as an error of another handler.
+        # The state is restored here and not in `done`, because Orbax reports an error of `done` as
+        # an error of another handler.
         self.read_state(directory)
 
         async def done() -> None:
@@ -477,7 +478,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         A second call does nothing.
         """
         self._require_open()
-        if self._at.run.close.is_begun:  # `_open_anew` was interrupted, or its position was refused
+        # This is True if `_open_anew` was interrupted, or if its position was refused.
+        if self._at.run.close.is_begun:
             self._open_anew(self._at.position)
         self._at.run.start()
 

@@ -94,7 +94,7 @@ class RandomAccess(HostBatches):
             left = cuts.steps_before((number + 1) * epochs) - position.step
             if left:
                 return number, left
-            number += 1  # this pass has no batch left: `drop_remainder` drops its last records
+            number += 1  # no batch of this pass is left: `drop_remainder` drops its last records
         return number, 0
 
     def next_pass(self, position: Progress) -> Progress:
@@ -171,7 +171,8 @@ class RandomAccess(HostBatches):
                 faults.add(counts)
                 return owned(batch), position_after(next(numbers))
 
-            # One batch is copied out of the workers' shared memory ahead of the loop.
+            # A buffer of one: while the loop trains, a thread copies the next batch out of the
+            # shared memory of the workers.
             batches = Background(taken, workers, buffer_size=1, name=THREAD)
             return Opened(start, batches, faults=faults.counts)
         most = min(MOST_THREADS, buffer_size * max(1, batching.records_per_batch))
@@ -264,7 +265,7 @@ class RandomAccess(HostBatches):
             return cuts.progress(step) if step <= self._batching.num_batches() else None
         within = epoch < epochs and record <= cuts.records
         if not (within or (epoch, record) == (epochs, 0)) or step > epoch * cuts.records + record:
-            return None  # impossible, because each batch has at least one record
+            return None  # a position past the end, or more batches than records
         return Progress(step, epoch, record)
 
 

@@ -45,7 +45,7 @@ class Stream(HostBatches):
         self._fault_rules, self.padding = fault_rules, ds.facts.padding
 
     def open(self, position: bytes | None) -> Opened:
-        mark_flags_as_parsed()  # an .mp_prefetch in the stream reads absl flags
+        mark_flags_as_parsed()  # an .mp_prefetch in the stream fails without parsed absl flags
         faults = Faults(self._fault_rules)
         iterator = self._ds.iterate(faults)
         seen = iterator.seen

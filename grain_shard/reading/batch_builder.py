@@ -214,7 +214,7 @@ class BatchBuilder:
         records = self._records[start : start + bad.among].tolist()
         for record in records:
             try:
-                self._template.records[record]  # by Grain alone, without this package's shortcuts
+                self._template.records[record]  # Grain alone reads it, without our shortcuts
             except Exception as another:
                 found = error if bad.among == 1 else another
                 found.add_note(self._place(record, 1))

@@ -20,8 +20,9 @@ from grain_shard.grain_inside.routes import Route
 from grain_shard.grain_inside.source_reads import RANGE, SOURCE
 from grain_shard.tasks import Task
 
-# A random source may by chance give the same two records again. If each record has two equally
-# likely values, this many further reads are all equal in one of four thousand cases.
+# A random source may by chance give the same two records again. So both are read this many more
+# times. If each record has two equally likely values, all reads agree in one of 2**12 (about four
+# thousand) cases.
 _MORE_READS = 6
 # The digest is appended to this field of a state, after this mark. With a separate field, a state
 # would exceed 200 bytes.

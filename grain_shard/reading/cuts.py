@@ -118,9 +118,10 @@ class Cuts:
 
     def has_short(self, epochs: int) -> bool:
         """Returns True if a batch of the first `epochs` epochs is short."""
-        # A stretch is a part of the run with one batch size. All epochs that begin in one stretch
-        # end with batches of the same size. Only the last of these epochs ends in a later stretch.
-        # So two epochs of each stretch are enough: the epoch at its start, and the next one.
+        # A stretch is a part of the run with one batch size. All epochs that begin and end in one
+        # stretch have batches of the same sizes, so it is enough to look at the first one. An epoch
+        # that ends in a later stretch is the epoch at the start of that stretch. So two epochs of
+        # each stretch are enough: the epoch at its start, and the next one.
         begun = {stretch.start.epoch + later for stretch in self._stretches for later in (0, 1)}
         steps = [self.steps_before(epoch + 1) for epoch in begun if epoch < epochs]
         last = [self.cut(step - 1) for step in steps if step > self.begin.step]

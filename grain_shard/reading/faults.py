@@ -34,8 +34,8 @@ OnBadRecord = Literal["error", "mask"]
 # longest one. Up to half of each pause is left out at random, so that the hosts of a job do not all
 # ask the source at the same time.
 _FIRST_PAUSE_S, _GROWTH, _LONGEST_PAUSE_S = 0.1, 3, 10.0
-# If `max_bad_records` is a share, it is taken of at least this many records, even if fewer were
-# read. A few bad records at the beginning say little about the whole source.
+# If `max_bad_records` is a share, it is a share of the records that were read, but of at least this
+# many. A few bad records at the beginning say little about the whole source.
 _SHARE_OF_AT_LEAST = 1000
 # Number of bad records that are listed with their names. Later bad records are only counted.
 _MOST_LISTED = 1000

@@ -81,7 +81,7 @@ def _mixture_in_order(
         after: The nodes that follow the batching.
     """
     if any(map(nodes.chooses_batches, after)):
-        return None  # the records of a batch do not follow from its number after a slice or shuffle
+        return None  # a slice or shuffle of batches changes which records a batch number stands for
     while nodes.keeps_indices(records):
         (records,) = records.parents
     return records if isinstance(records, MixedByRecord) else None

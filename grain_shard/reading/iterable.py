@@ -152,7 +152,8 @@ class _Batches(grain.DatasetIterator):
         self._iterator: Any = iterator
         self._name, self._ds, self._in_use = name, ds, ds.in_use
         self._stateful = _is_stateful(iterator)
-        # A user's iterator with a state is left open, because the user may set it back.
+        # A user's iterator with a state is left open, because the user may restore its state and go
+        # on.
         self._to_close = hasattr(iterator, "close") and (is_own or not self._stateful)
 
     def __next__(self) -> Batch:

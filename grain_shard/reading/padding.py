@@ -146,7 +146,8 @@ class Padding:
         """Returns True if every row of a batch has only pad values."""
         values = self.values(batch.structure.unflatten(batch.arrays))
         return all(
-            # A NaN is not equal to itself. By that, NaNs in the batch and as pad value are found.
+            # A NaN is not equal to itself, so `x != x` finds NaNs. If the pad value is NaN, a NaN
+            # in the batch counts as equal to it.
             np.all((array == value) | ((array != array) & (value != value)))
             for array, value in zip(batch.arrays, values, strict=True)
             if array.ndim
@@ -173,7 +174,8 @@ def _as_dtype(value: Any, array: np.ndarray, keys: Sequence[Any]) -> np.ndarray:
     )
 
 
-# Typed, because 1.0 and 1+0j are equal, but no float dtype holds a complex number.
+# Typed, because the equal keys 1.0 and 1+0j would otherwise share one result, but no float dtype
+# holds a complex number.
 @functools.lru_cache(maxsize=256, typed=True)
 def _fits(value: Any, dtype: np.dtype) -> bool:
     """Returns True if a dtype can hold a value. A float or complex dtype may round the value."""

@@ -72,15 +72,16 @@ class Reads(Tasks[tuple[Batch, Any]]):
             return 0
         batches_left = self._sequence.batches_left
         if not batches_left:
-            # All records are drawn, but a read under way may hand some back. Until all reads are
-            # done, the number is larger than the buffer, so no thread draws. Then it is 0, and
-            # `draw` reports the end.
+            # All records are drawn, but a read under way may hand some of them back. Until all
+            # reads are done, more room is wanted than the buffer has, so no thread calls `draw`.
+            # After that, no room is wanted, and the next `draw` reports the end.
             return self._buffer_size + 1 if self._under_way else 0
         if not self._reads_many:
             return 1
-        # A call for many records costs less for each record. So the next call waits until there is
-        # room for it, up to three quarters of the buffer. During the call, the loop trains on the
-        # other batches of the buffer and on the batches on the devices.
+        # A call for many records costs less for each record. So the next call waits until the
+        # buffer has room for all batches of the call. It waits for three quarters of the buffer at
+        # most. During the call, the loop trains on the other batches of the buffer and on the
+        # batches on the devices.
         batches = self._records_at_a_time() // self._batch_size
         return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
@@ -143,8 +144,8 @@ class Reads(Tasks[tuple[Batch, Any]]):
                 records_in_time(self._pace.seconds_per_record), self._sequence.most_at_a_time
             )
         # A call for many records costs less for each record. So each thread's call gets an equal
-        # share of the whole buffer. The first calls are smaller: one batch, then twice as many
-        # batches each time.
+        # share of the whole buffer. If the share is a batch or more, the first calls are smaller:
+        # one batch, then twice as many batches each time.
         threads = self._pace.threads
         if threads > self._buffer_size:
             part = -(-self._batch_size * self._buffer_size // threads)
@@ -181,7 +182,7 @@ class _Sequence:
         self._position_after = position_after
         self._ahead: deque[BatchBuilder] = deque()  # builders of the next batches
         self.begun = 0
-        self._next: Part | None = None  # the untaken records of the last begun batch
+        self._next: Part | None = None  # records of the last begun batch that no read has yet
         self.most_at_a_time = 1
         self.failure: BaseException | None = None
         self._has_ended = False

@@ -38,7 +38,7 @@ class RetriedRecords(grain.MapDataset):
         try:
             return self._records[index]
         except Exception as error:
-            if isinstance(error, StopIteration):  # it would end the stream without an error
+            if isinstance(error, StopIteration):  # which would end the stream without an error
                 origin = Origin.of(self._records, index)
                 name = record_name(index, "the dataset before .to_iter_dataset", origin)
                 error.add_note(f"grain_shard: while evaluating {name}")

@@ -45,7 +45,7 @@ def is_transient(error: Exception) -> bool:
     if status is not None:
         return status in _BUSY or status >= 500
     if isinstance(error, OSError):
-        causes = error, getattr(error, "reason", None)  # urllib's error holds its cause
+        causes = error, getattr(error, "reason", None)  # urllib's error has its cause as `reason`
         is_lasting = any(isinstance(cause, _LASTING) for cause in causes)
         return not is_lasting and error.errno not in _LASTING_NUMBERS
     return isinstance(error, http.client.IncompleteRead) or getattr(error, "retryable", 0) is True

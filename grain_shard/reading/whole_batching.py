@@ -102,7 +102,9 @@ class _WholeBatch(BatchBuilder):
         ds, (epoch, record, _, size) = batching.batches.ds, batching.cuts.cut(index)
         # The index of the batch in the dataset, which also counts batches that the chain drops.
         below = np.array([epoch * batching.batches.per_epoch + record // size])
-        padded = 0  # unused without padding, and so not computed: `batches.size` may read a batch
+        # Without padding this is unused. It is not computed then, because `batches.size` may read a
+        # batch.
+        padded = 0
         if batching.padding is not None:
             padded = batching.host_batch_size_of(batching.batches.size)
         template = RowTemplate(ds)

@@ -80,13 +80,15 @@ class Assembler:
         self._shardings, self._layout = shardings, layout
         self.mesh_axes: tuple[tuple[str, int], ...] = shardings.mesh_axes
         self._is_padding, self._host_batch_sizes = is_padding, host_batch_sizes
-        # A digest of this host's first batch; "" without `is_padding`, or if all rows are padding.
+        # A digest of this host's first batch. It is "" before that batch, without `is_padding`, and
+        # if all rows of the batch are padding.
         self.digest = ""
         # The tree structure and the leaves of the first batch.
         self._structure: Any = None
         self._leaves: list[_Leaf] = []
-        # The leaves by the number of rows in a host batch. Their shapes are computed only once. To
-        # compute them for each batch would take 5 % more time for batches of twenty leaves.
+        # The leaves by the number of rows in a host batch. So the shapes of the leaves are computed
+        # only once. With batches of twenty leaves, to compute them for each batch would take 5 %
+        # more time.
         self._leaves_by_rows: dict[int, list[_Leaf]] = {}
 
     def __call__(self, batch: Batch) -> Batch:

@@ -115,8 +115,8 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable:
             _require_movable(path, array, sharding, in_background)
-        # device_put is used in two cases. Onto devices of this process it is no collective. It
-        # moves a global array by collectives, which all processes run in the same order.
+        # device_put onto devices of this process is no collective. device_put of a global array
+        # runs collectives, which is right here, because all processes run them in the same order.
         if sharding.is_fully_addressable or not array.is_fully_addressable:
             return jax.device_put(array, sharding)
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

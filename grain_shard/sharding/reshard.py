@@ -30,9 +30,9 @@ class Resharder:
         self._shardings = shardings
         self._moves: list[Any] = []
         self._last: jax.Array | None = None
-        # The batch, the number of its finished moves, and its arrays after them. An interrupt may
-        # end a call between two moves. The next call must not repeat a finished move, because the
-        # other hosts do not repeat it.
+        # The last batch, the number of its finished moves, and its arrays after these moves. An
+        # interrupt may end a call between two moves. The next call must not repeat a finished move,
+        # because the other hosts do not repeat it.
         self._under_way: tuple[Batch, int, Sequence[jax.Array]] | None = None
 
     def __call__(self, batch: Batch) -> Batch:

@@ -174,7 +174,8 @@ class ShardingTree:
         """
         if read == "needed":
             return read
-        # `padded`, `multiple` and `amplification` are the same on all hosts, so any host will do.
+        # `padded`, `multiple` and `amplification` are the same in the layouts of all hosts, so the
+        # first layout is taken.
         layout = next(iter(self.layouts().values()))
         spread = next(iter(self.spread().layouts().values()))
         sizes = map(layout.padded, global_batch_sizes)

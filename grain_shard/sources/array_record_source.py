@@ -27,10 +27,10 @@ from grain_shard.sources.record_files import BUCKET, find_files, open_file
 
 PathOrInstruction = str | os.PathLike[str] | FileInstruction
 
-# Threads that open and read files for all sources of this process. The threads that ask a source
-# for records wait for these threads. If a few calls occupy all of them, more concurrent calls bring
-# no gain, and the pipeline settles for a few. So there must be many threads. With 64 threads, a
-# mount with a latency of 20 ms gave half the records per second.
+# These threads open and read files for all sources of this process. There have to be many of them.
+# If the calls of a few threads of a pipeline occupied them all, a further thread of the pipeline
+# would bring no gain, and the pipeline would choose to use few threads. With 64 threads instead of
+# 256, a mount with a latency of 20 ms gave half the records per second.
 _HELPERS = DaemonThreads("grain-shard-files", 256)
 # A file in the page cache answers in some 10 us, and a thread costs more than that. So files are
 # read side by side only after the first few files have taken this long together, in seconds.
@@ -39,8 +39,9 @@ _PATIENCE_S = 5e-3
 # thousands of late files, the next one is logged only after `_AGAIN_S` seconds.
 _LATE_S, _AGAIN_S = 10.0, 60.0
 
-# array_record raises a RuntimeError or a ValueError for every failure. Its text has the answer of
-# the bucket or of the operating system. So errors that may pass are recognized by these words.
+# array_record raises a RuntimeError or a ValueError for every failure. The text of the error has
+# the answer of the bucket or of the operating system. So a transient error is recognized by its
+# text: by a status of the bucket, or by the system's text for one of these error codes.
 _PASSING = "EIO EAGAIN ETIMEDOUT ESTALE ECONNABORTED ECONNREFUSED ECONNRESET ENOTCONN"
 _MAY_HEAL = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b|"
@@ -126,7 +127,8 @@ class ArrayRecordSource:
             )
         counts = _side_by_side(self._count, self._parts)
         self._ends = list(itertools.accumulate(counts))
-        # A record's position in its file is its index in the source plus the shift of its part.
+        # A record's position in its file is its index in the source plus the shift of its part. The
+        # first record of a part has the index `end - count` and the position `part.start`.
         ends = zip(self._parts, self._ends, counts, strict=True)
         self._shifts = [part.start - (end - count) for part, end, count in ends]
 

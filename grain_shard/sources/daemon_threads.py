@@ -28,7 +28,7 @@ class DaemonThreads:
     def __init__(self, name: str, most: int):
         self._name, self._most = name, most
         self._begin()
-        # A forked process has none of the threads.
+        # A forked process has none of the threads, so it begins again without any.
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:

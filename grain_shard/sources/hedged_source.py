@@ -35,7 +35,8 @@ _LEAST_S = 10e-3
 # The share of all reads that may be repeated, and the most reads that may be repeated in a row.
 _SHARE, _IN_A_ROW = 0.05, 8
 _BATCHED_READS = "_getitems", "__getitems__"
-# A pipeline reads with at most 128 threads. The other half of these threads makes second requests.
+# A pipeline reads with at most 128 threads. Each of them waits for one first request, and for at
+# most one second request. A request takes one of these 256 threads.
 _THREADS = DaemonThreads("grain-shard-hedge", 256)
 # Guards the times and counts of every `HedgedSource`. The thread that forks holds the lock during
 # the fork. If another thread held it, the lock would stay locked in the child for ever.

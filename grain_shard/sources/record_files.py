@@ -10,7 +10,7 @@ from pathlib import Path
 from absl import logging
 from array_record.python.array_record_module import ArrayRecordReader
 
-BUCKET = "gs://"  # the URLs that array_record itself can open
+BUCKET = "gs://"  # the start of the URLs that array_record itself can open
 
 # Patterns for the files of a folder. A folder may hold other files, too, such as a description of
 # the data set.

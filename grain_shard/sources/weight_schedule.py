@@ -22,8 +22,8 @@ import numpy as np
 
 from grain_shard.errors import ShardingError, require_steps
 
-# The longest pattern, in records. Weights that need a longer pattern are rounded to about this many
-# parts.
+# The longest pattern, in records. Weights that need a longer pattern are rounded to integers whose
+# sum is about this number.
 _MAX_PERIOD = 2**16
 
 Parts = tuple[int, ...]  # the weights of one stage as integers, in lowest terms

@@ -80,7 +80,8 @@ class ChipSpec:
 CHIP_SPECS: dict[HardwareType, ChipSpec] = {
     HardwareType.TPU_V4: ChipSpec(275e12, 1200e9, "cloud.google.com/tpu/docs/v4", (64, 256, 192)),
     HardwareType.TPU_V5E: ChipSpec(197e12, 819e9, "cloud.google.com/tpu/docs/v5e", (64, 256, 240)),
-    # JAX's own table of TPUs has 2460 GB/s for v5p. The critical batch size would then be 187.
+    # JAX's own table of TPUs has 2460 GB/s for v5p. The critical batch size by the rates would then
+    # be 187, and not 166.
     HardwareType.TPU_V5P: ChipSpec(
         459e12, 2765e9, "cloud.google.com/tpu/docs/v5p", (128, 512, 480)
     ),

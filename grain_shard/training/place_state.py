@@ -133,7 +133,8 @@ def place_nnx_state_on_shards(
         )
     placed = []
     for (filter_, where), group in zip(rules, groups, strict=True):
-        # A general filter may match nothing: BatchStat does in a model without batch norm.
+        # A filter that is a type, `...` or True may match nothing, for example `nnx.BatchStat` in a
+        # model without batch norm. Any other filter that matches nothing is a mistake.
         if not group and filter_ not in (..., True) and not isinstance(filter_, type):
             raise _matches_nothing(f"the filter {filter_!r}", _names(state), mesh)
         sharding = where if isinstance(where, Sharding) else named_sharding(mesh, where)

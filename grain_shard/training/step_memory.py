@@ -140,8 +140,8 @@ def estimate_max_batch_size(
             f" has {limit:,} bytes: "
             "use a smaller multiple_of, shard the state, or rematerialize activations."
         )
-    # The devices cannot hold a batch with more elements than they have bytes. If the step fits with
-    # such a batch, the step does not use the batch. So the search ends there.
+    # The devices cannot hold a batch that has more elements than the devices have bytes. If a step
+    # with such a batch fits, the step does not use the batch. So the search ends at this size.
     while large_bytes < limit / 4 and _num_elements(make_batch(large)) < limit * jax.device_count():
         small, small_bytes = large, large_bytes
         large *= 4

@@ -86,8 +86,9 @@ def run(args: argparse.Namespace, directory: epath.Path) -> bool:
     with ocp.CheckpointManager(directory) as checkpoints, iter(train_ds) as batches:
         checkpoints.restore(middle, args=ocp.args.Composite(data=CheckpointRestore(batches)))
         resumed = digests(batches)
-    # The last batch of each epoch is short, so the last hosts read fewer rows. Apart from that all
-    # hosts read the same number of rows.
+    # The last batch of each epoch is short, so the last hosts read fewer rows of it. The difference
+    # is at most one host's rows of a batch in each epoch. All hosts read the same number of rows of
+    # every other batch.
     equal = max(reads) - min(reads) <= args.epochs * GLOBAL_BATCH_SIZE // len(reads)
     shares = ", ".join(f"{n:,} reads on host {i}" for i, n in enumerate(reads))
     once = f"{args.epochs} epochs read each of {len(train_source):,} images once ({shares})"

@@ -41,7 +41,7 @@ from grain_shard.tools.measuring.measurement import Measurement, Pipeline
 # If the loop waits for less than this share of its time, the pipeline keeps up. No change to the
 # pipeline could gain more than this share.
 _LITTLE_WAIT = 0.1
-# From this share of the waiting, or of a stage's time, a text says "most".
+# From this share on, something takes "most" of the waiting, or of a stage's time.
 _MOST = 0.5
 # If the buffer is full for less than this share of the time, a larger buffer does not help.
 _LITTLE_REST = 0.1
@@ -210,7 +210,8 @@ def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
         f" {task_ms:,.1f} ms: {work_ms:,.1f} ms at a worker, and {max(0, task_ms - work_ms):,.1f}"
         f" ms on the network and in a queue. The workers ({workers} seen) are {busy:.0%} busy."
     )
-    # With this many tasks submitted at a time, each worker finds a next task when it has done one.
+    # A worker spends `work_ms` of the `task_ms` of a task. So it always has work if
+    # `task_ms / work_ms` of its tasks are submitted at a time.
     enough = math.ceil(workers * task_ms / (work_ms or 1))
     advice = [f"raise cpu_buffer_size ({size} now) to {enough} or more: workers wait for tasks."]
     if busy >= _MOST:

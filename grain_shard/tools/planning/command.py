@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
         else:
             mesh = topology_mesh(args.topology, args.mesh, slices=args.slices)
         planned = plan(mesh, **options)
-    except ShardingError as error:  # a plan depends on the options alone, so they are wrong
+    except ShardingError as error:  # a plan depends on the options alone, so these are wrong
         raise UsageError(str(error)) from None
     size = planned.reads.padded_batch_size
     memory = None

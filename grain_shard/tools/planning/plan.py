@@ -96,8 +96,9 @@ def plan(
         def reads_of(hosts: Sequence[int]) -> RowReads:
             shards = sorted({shard for host in hosts for shard in layouts[host].shards})
             together = dataclasses.replace(layouts[hosts[0]], shards=tuple(shards))
-            # Padding is at the end of a batch. So a row holds a record if its index is below the
-            # number of records in the batch: this number of rows are read on each host.
+            # Padding is at the end of a batch. So a row holds a record, and is read, if its index
+            # is below the number of records in the batch. For each host, `held` has the number of
+            # such rows in a full batch and in the last batch of an epoch.
             held = [
                 np.searchsorted(layouts[host].rows(size), [global_batch_size, rest])
                 for host in hosts
@@ -126,7 +127,7 @@ def plan(
         )
 
     needed, once = reads("needed", target.layouts()), None
-    # The devices may not divide the batch. `once` then stays None.
+    # If the devices do not divide the batch, `way_to_read` raises an error, and `once` stays None.
     with contextlib.suppress(ShardingError):
         target.way_to_read("once", global_batch_size)
         once = reads("once", target.spread().layouts())

@@ -156,7 +156,9 @@ def _hybrid_mesh(axes: Mapping[str, int], devices: Sequence[Any], slices: int) -
     `slices` is then divided by this gcd, and the next axis is treated in the same way.
     """
     between, within = [], []
-    left = slices  # no slice is left in the end: the number of slices divides that of devices
+    # After the loop `left` is 1, because the number of slices divides the number of devices, which
+    # is the product of the axis sizes.
+    left = slices
     for size in axes.values():
         between.append(math.gcd(size, left))
         within.append(size // between[-1])

@@ -18,7 +18,7 @@ def find_warnings(plan: Plan) -> Iterator[str]:
     size, microbatches = plan.reads.padded_batch_size, plan.microbatches or 1
     parts = describe_parts(plan.reads.divisor, microbatches)
     needed = sum(host.rows_per_step for host in plan.needed.hosts)
-    # True if a row is read more than once in a slice.
+    # The next condition is True if a row is read more than once in a slice.
     if needed > plan.global_batch_size + plan.rows_read_again:
         times = f"{plan.needed.amplification:.3g} times"
         once = "once" if plan.num_slices == 1 else "once in each slice that needs it"
@@ -51,7 +51,8 @@ def find_warnings(plan: Plan) -> Iterator[str]:
             f" {plan.global_batch_size} rows do not split into {parts}. Use"
             f" {_larger_batch(plan, plan.reads.divisor * microbatches)}."
         )
-    # Every batch may have padding. The padding beyond that belongs to the short last batch.
+    # Every batch may have padding, because its rows do not split evenly. All further padding is in
+    # the short last batch of an epoch.
     of_last = plan.padded_rows_per_epoch - plan.steps_per_epoch * (size - plan.global_batch_size)
     share = of_last / (plan.steps_per_epoch * size)
     if plan.num_records < plan.global_batch_size:

@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
         # SIGHUP is handled, too. A closing terminal sends it to this process, but not to the hosts,
         # because these run in sessions of their own.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN  # nohup(1) sets SIG_IGN
+        if signal.getsignal(number) != signal.SIG_IGN  # under nohup(1), SIGHUP stays ignored
     }
     try:
         result = run_script(

@@ -196,8 +196,8 @@ class HostProcess:
             os.killpg(self._process.pid, signal.SIGTERM)
             self._reader.join(_GRACE_S)
             os.killpg(self._process.pid, signal.SIGKILL)
-            # There is a timeout, because a daemon that left the group may keep the pipe open for
-            # ever.
+            # There is a timeout, because a daemon that left the process's group may keep the pipe
+            # open for ever.
             self._reader.join(_GRACE_S)
         return self._process.wait()
 
@@ -248,11 +248,12 @@ def host_environment(host: int, hosts: int, devices_per_host: int, port: int) ->
         devices_per_host: Number of CPU devices of each host.
         port: Port of JAX's coordinator.
     """
-    # A real cluster may have set variables like these, with values that contradict the rehearsal.
+    # On a real cluster, variables with these prefixes may be set, to values that contradict the
+    # rehearsal.
     foreign = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "JAX_LOCAL_DEVICE_IDS")
     variables = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     if any(name.lower().endswith("_proxy") for name in variables):
-        variables["no_grpc_proxy"] = "127.0.0.1"  # otherwise gRPC uses the proxy, and hangs
+        variables["no_grpc_proxy"] = "127.0.0.1"  # otherwise gRPC would use a proxy, and hang
     # A collective blocks a thread per device while the devices wait for each other. XLA starts only
     # one thread per core, and JAX 0.10.2 hung on 2 cores with 2 devices per host. So XLA is told to
     # start at least four threads per device.

@@ -25,9 +25,9 @@ from grain_shard.tools.rehearse.result import RehearsalError, RehearsalResult
 
 # A line that Gloo prints on stdout. Gloo is the library for collectives of CPUs on several hosts.
 _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*\n?")
-# JAX prints the first text when a host ends because another host has ended. Then it prints the
-# error of the connection and a stack of C++ functions, whose lines match the second pattern. Other
-# lines of the host may be between them.
+# JAX prints `_LOST_ANOTHER` when a host ends because another host has ended. Then it prints the
+# error of the connection and a stack of C++ functions, whose lines match `_STACK_OF_LOSS`. Other
+# lines of the host may be between these lines.
 _LOST_ANOTHER = "Terminating process because the JAX distributed service detected fatal errors"
 _STACK_OF_LOSS = re.compile(
     r"\*\*\* Check failure stack trace: \*\*\*"
