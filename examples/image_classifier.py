@@ -124,10 +124,9 @@ def save(checkpoints, step, model, optimizer, epochs):
 
 
 def train(directory, num_epochs, told_to_stop):
-    """Trains from the last checkpoint, or from the start if there is none.
+    """Trains from the last checkpoint, if there is one, and saves checkpoints into `directory`.
 
     Args:
-        directory: Folder of the checkpoints.
         num_epochs: Number of epochs of the whole run.
         told_to_stop: Function of a step that returns True if the run should save and stop there.
 
@@ -175,9 +174,7 @@ def say(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=20, help="epochs of the run (default: 20)")
-    parser.add_argument(
-        "--checkpoint-dir", type=Path, required=True, help="folder that all hosts share"
-    )
+    parser.add_argument("--checkpoint-dir", type=Path, required=True, help="shared by all hosts")
     parser.add_argument("--distributed", action="store_true", help="train as one of several hosts")
     args = parser.parse_args()
     if args.distributed:

@@ -12,8 +12,7 @@ script runs on two hosts of four devices each, with losses that are equal up to 
     python -m grain_shard rehearse --hosts 2 --devices-per-host 4 \
         examples/language_model.py --distributed --checkpoint-dir /tmp/language-2
 
-For text of your own, replace the function `documents`, and use your tokenizer in place of
-`np.frombuffer`.
+For text of your own, replace the function `documents`, and `np.frombuffer` by your tokenizer.
 """
 
 import argparse
@@ -53,10 +52,7 @@ def shift(tokens):
 
 
 def make_feed(feed):
-    """Returns one of NUM_FEEDS streams: a part of the documents, packed into rows of LENGTH tokens.
-
-    `feed` has the index of the stream and the number of streams.
-    """
+    """Returns one of NUM_FEEDS streams: a part of the documents, packed into rows of LENGTH."""
     cuts = LENGTH + 1
     pieces = [text[i : i + cuts] for text in documents() for i in range(0, len(text), cuts)]
     stream = (
@@ -115,11 +111,7 @@ def normalized(x):
 
 
 def logits_of(params, batch):
-    """Returns the logits, float32[rows, LENGTH, VOCABULARY].
-
-    On Explicit axes, an operation over a sharded dim needs the sharding of its result
-    (`out_sharding`).
-    """
+    """Returns the logits, float32[rows, LENGTH, VOCABULARY]. Explicit axes need `out_sharding`."""
     rows, places = P("data", None, None), jnp.arange(LENGTH)
     segments = batch["inputs_segment_ids"]
     same_document = segments[:, :, None] == segments[:, None, :]
@@ -141,10 +133,7 @@ def logits_of(params, batch):
 
 @jax.jit(donate_argnums=(0, 1))
 def train_step(params, optimizer_state, batch):
-    """Updates the weights by the mean loss over all tokens of all microbatches.
-
-    Returns the new weights, the new state of the optimizer, and the loss.
-    """
+    """Makes an update by the mean loss over all tokens. Returns new weights and state, and loss."""
     batch["counts"] = (batch["targets_segment_ids"] > 0) & batch["valid_mask"][..., None]
 
     def loss_sum(params, microbatch):
@@ -164,12 +153,8 @@ def train_step(params, optimizer_state, batch):
 
 
 def train(directory, stop):
-    """Trains up to the step `stop`, from the last checkpoint if there is one.
-
-    Returns the step at which training started, and the losses of the steps after it.
-    """
-    # The axes of `make_mesh` are Explicit by default.
-    mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "tensor"))
+    """Trains from the last checkpoint up to a step. Returns the step it began at, and losses."""
+    mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "tensor"))  # Explicit axes
     options = ocp.CheckpointManagerOptions(save_interval_steps=SAVE_EVERY)
     with (
         jax.set_mesh(mesh),
@@ -193,9 +178,7 @@ def train(directory, stop):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300, help="last step (default: 300)")
-    parser.add_argument(
-        "--checkpoint-dir", type=Path, required=True, help="folder that all hosts share"
-    )
+    parser.add_argument("--checkpoint-dir", type=Path, required=True, help="shared by all hosts")
     parser.add_argument("--distributed", action="store_true", help="train as one of several hosts")
     args = parser.parse_args()
     if args.distributed:

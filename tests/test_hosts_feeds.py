@@ -390,7 +390,7 @@ def test_with_error_a_feed_that_lacks_rows_is_named_on_every_host(cases):
 def test_with_error_a_host_may_not_end_before_another(cases):
     for result in cases(case_error_of_a_whole_host):
         assert len(result["batches"]) == 2
-        assert "(the first: host 1) end earlier than the others" in result["error"][1]
+        assert "(the first: host 1) end earlier than the streams of" in result["error"][1]
 
 
 @pytest.mark.parametrize(
