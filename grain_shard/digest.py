@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 DIGITS = 4  # default number of hex digits in an element's digest
-MANY_DIGITS = 16  # hex digits in a digest that has to differ between many hosts or feeds
-# Arrays of up to this many bytes are digested as a whole. From a larger array, the digest takes
+# Hex digits for a comparison among many hosts or feeds, where four could be equal by chance.
+MANY_DIGITS = 16
+# Arrays of fewer bytes than this are digested as a whole. From a larger array, the digest takes
 # samples at even distances.
 _MOST_BYTES = 2**20
 

@@ -89,8 +89,8 @@ class ShardingError(GrainShardError, ValueError):
         spec = None if self.spec is None else describe_spec(self.spec)
         facts = {"leaf": self.leaf, "spec": spec, "mesh": describe_mesh(self.mesh_axes)}
         known = "   ".join(f"{name}: {fact}" for name, fact in facts.items() if fact)
-        # "leaf:" is two characters shorter than "remedy:" in the next line. Two more spaces after
-        # it align the values of the two lines.
+        # The first name, such as "leaf:", is two characters shorter than "remedy:" in the next
+        # line. Two more spaces after it align the values of the two lines.
         known = [f"  {known.replace(': ', ':   ', 1)}"] if known else []
         return "\n".join([head, *known, f"  remedy: {self.remedy}"])
 
@@ -231,6 +231,7 @@ def require_steps(name: str, given: Any, remedy: str) -> None:
     steps = list(given) if isinstance(given, Mapping) else []
     if not all(type(step) is int for step in steps) or steps[:1] != [0] or steps != sorted(steps):
         raise ShardingError(
-            f"{name} are not a dict whose keys are ascending whole numbers from 0 on: {given!r}.",
+            f"{name} must be a dict whose keys are whole numbers in ascending order, and whose"
+            f" first key is 0. Got {given!r}.",
             remedy=remedy,
         )

@@ -331,7 +331,7 @@ class TestBatchSchedule:
         ("sizes", "message"),
         [
             *(
-                (sizes, f"ascending whole numbers from 0 on: {sizes!r}")
+                (sizes, f"whose first key is 0. Got {sizes!r}")
                 for sizes in (
                     {},
                     256,

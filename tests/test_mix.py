@@ -307,7 +307,7 @@ def test_in_feeds_each_feed_has_its_part_of_the_mixture():
         ([component(0).to_iter_dataset()], {0: [1]}, "For streams use grain.IterDataset.mix"),
         ([component(0), component(1, 0)], {0: [1, 1]}, "dataset 1 of the mixture"),
         *(
-            (components(2), weights, f"ascending whole numbers from 0 on: {weights!r}")
+            (components(2), weights, f"whose first key is 0. Got {weights!r}")
             for weights in (
                 [3, 1],
                 {},

@@ -32,14 +32,14 @@ from grain_shard.tasks import Raised, Tasks
 # In this file a line is the records of one stream, and a part is the range of a line's records that
 # one read evaluates.
 #
-# Most records that wait or are unfinished, in all lines together. Grain alone reads up to 500
+# Most records that are being read, or are read and not yet taken, in all lines together. Grain alone reads up to 500
 # records ahead for each stream.
 _MOST_AHEAD = 2048
 # Most bytes of records that wait or are unfinished, in all lines together. If one batch has more
 # bytes than this, the limit is the size of one batch.
 _BYTES_AHEAD = 2**23
 # Number of records in the first part of a line, if the source reads many records in a call. Each
-# further part is twice as large. A large first part would delay the first rows.
+# further part may be twice as large. A large first part would delay the first rows.
 _FIRST_CALL = 4
 # Seconds. A record that takes less time is cheap: to hand it to another thread and back would take
 # longer. The consumer (the thread that asks for rows) evaluates cheap records itself.
@@ -54,7 +54,7 @@ _MOST_READERS = 64
 class SharedReads(TaskStage[None]):
     """The threads (readers) that read ahead for the streams of all feeds of a host.
 
-    The readers start when the first stream is read.
+    The readers start when the first stream that reads ahead is read.
 
     Args:
         faults: The rules for failed reads.

@@ -160,7 +160,8 @@ def _of_file(directory: epath.Path, file: FeedFile) -> dict[str, Any]:
     entries = state.get(FEED_ENTRIES)
     if not isinstance(entries, dict) or set(entries) != set(map(str, file.feeds)):
         raise damaged(
-            path, f"it does not hold exactly feeds {_described(file.feeds)}, as in its name"
+            path,
+            f"its name says feeds {_described(file.feeds)}, and it does not hold exactly these",
         )
     return state
 

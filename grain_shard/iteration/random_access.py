@@ -42,7 +42,7 @@ class RandomAccess(HostBatches):
 
     Args:
         batching: This host's batches. No other object refers to their arrays.
-        contents: The contents of the source of the records.
+        contents: Digests of two records of the source, to compare with other hosts and with states.
         settings: The options of `shard_to`.
     """
 

@@ -35,7 +35,8 @@ class ShardedDataset(grain.IterDataset):
 
     Args:
         parent: This host's batches, as a Grain dataset.
-        host: The same batches, each with the position after it, for an iterator.
+        host: The `HostBatches` that iterators open, at any position. It yields the same batches,
+            each with the position after it, from which a saved state resumes.
         settings: The options of `shard_to`.
         records_per_batch: Returns the number of records in a full global batch; None if it is not
             known.

@@ -1,4 +1,4 @@
-"""`Read`: a task of a thread, which reads some records for batches or for a feed."""
+"""`Read`: a task that reads some records, for batches or for a feed, in one thread."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ _MOST = 0.5
 _LITTLE_REST = 0.1
 # If at most this share of the batches makes up half of the waiting, batches arrive unevenly.
 _FEW = 0.25
-# If the threads keep this many processors busy on average, they compute. With fewer they wait.
+# If the threads that make batches keep this many processors busy together, on average, they
+# compute. With fewer they wait.
 _COMPUTES = 0.5
 # If threads compute for less than this share of their time, they do not wait for a processor.
 _SURELY_WAITS = 0.05

@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
     size = planned.reads.padded_batch_size
     memory = None
     if args.compile is not None:
-        # The script runs on this machine, and JAX must not look for a TPU here.
+        # `load_step` runs the user's script on this machine, where JAX must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
         memory = compile_step(load_step(args.compile), mesh, args.spec, size, args.microbatches)
     if args.picture is not None:
@@ -175,7 +175,7 @@ def _spec(text: str) -> PartitionSpec:
         names = word.split("+")
         if not all(names):
             raise argparse.ArgumentTypeError(
-                f"{text!r} has none of the forms data; data,seq; data+fsdp"
+                f"{text!r} has an empty axis name: write 'data', 'data,seq' or 'data+fsdp'"
             )
         one = None if word == "-" else word
         entries.append(tuple(names) if len(names) > 1 else one)
