@@ -32,8 +32,8 @@ from grain_shard.tasks import Raised, Tasks
 # In this file a line is the records of one stream, and a part is the range of a line's records that
 # one read evaluates.
 #
-# Most records that are being read, or are read and not yet taken, in all lines together. Grain alone reads up to 500
-# records ahead for each stream.
+# Most records that are being read, or are read and not yet taken, in all lines together. Grain
+# alone reads up to 500 records ahead for each stream.
 _MOST_AHEAD = 2048
 # Most bytes of records that wait or are unfinished, in all lines together. If one batch has more
 # bytes than this, the limit is the size of one batch.
