@@ -108,7 +108,7 @@ def test_a_spec_that_does_not_fit_the_record(compiled):
     [
         ("nothing.py:build", "there is no file 'nothing.py'"),
         ("script.py", "'script.py' does not have the form train.py:build"),
-        ("script.py:nothing", "script.py defines no 'nothing'. Remedy: write script.py:name, "),
+        ("script.py:nothing", "script.py defines no 'nothing'. Remedy: write script.py:name with"),
     ],
 )
 def test_what_is_no_function(reference, problem, tmp_path, capsys, monkeypatch):
