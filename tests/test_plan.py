@@ -265,7 +265,12 @@ class TestTopologies:
             ("v5e", 1, {"data": 4}, "no topology of 'v5e'"),
             ("v5e:2x2", 1, {"data": 5}, "a mesh of 5 devices, but there are 4"),
             ("v5e:2x2", 1, {"data": 4, "model": 0}, "mesh axis model=0"),
-            ("v6e:16x16", 1, {"data": 128, "model": 2}, "jax.make_mesh finds no order of the devices for these axes"),
+            (
+                "v6e:16x16",
+                1,
+                {"data": 128, "model": 2},
+                "jax.make_mesh finds no order of the devices for these axes",
+            ),
             ("v5p:2x2x1", 0, {"data": 8}, "slices=0"),
             ("v5p:2x2x1", 2, {"data": 4}, "a mesh of 4 devices, but there are 8"),
         ],
