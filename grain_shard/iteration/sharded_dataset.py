@@ -73,7 +73,7 @@ class ShardedDataset(grain.IterDataset):
 
     @property
     def row_dims(self) -> int:
-        """Number of leading dims of a leaf that count rows: two with microbatches, else one."""
+        """Number of leading dims of a leaf that count rows, two with microbatches and else one."""
         return 1 if self.shardings.microbatches is None else 2
 
     @property

@@ -96,7 +96,7 @@ class BatchLayout:
 
     @property
     def multiple(self) -> int:
-        """Number that must divide the rows of a batch: microbatches times shards."""
+        """The number of microbatches times shards, which must divide the rows of a batch."""
         return self.microbatches * self.divisor
 
     def padded(self, global_batch_size: int) -> int:

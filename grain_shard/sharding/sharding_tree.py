@@ -55,7 +55,7 @@ class ShardingTree:
         (4, (0, 1, 2, 3))
 
     Attributes:
-        prefix: A `Sharding`, or a tree of `Sharding`s that is a prefix of the batch's tree. Dim 0
+        prefix: A `Sharding`, or a tree of shardings that is a prefix of the batch's tree. Dim 0
             of each spec is the dim of the rows, with microbatches too.
         microbatches: Number of microbatches that each batch is cut into. The leaves are then
             ``[microbatches, rows, ...]``. With None the leaves are ``[rows, ...]``.
@@ -234,8 +234,8 @@ class ShardingTree:
             key: Key of the mask in the batch; None for no mask.
 
         Returns:
-            This tree itself if nothing has to be added: there is no mask, a single sharding
-            covers all leaves, or the tree has an entry at `key`.
+            This tree itself if there is no mask, if a single sharding covers all leaves, or if the
+            tree has an entry at `key`.
         """
         if key is None or not isinstance(self.prefix, Mapping) or key in self.prefix:
             return self

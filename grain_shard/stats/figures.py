@@ -139,7 +139,7 @@ class Figures:
 
     @_figure(DONE, "busiest: {}")
     def busiest(self) -> str | None:
-        """The stage whose threads were busiest: "read", "batch", "pad" or "place".
+        """The stage whose threads were busiest ("read", "batch", "pad" or "place").
 
         None if only placement is measured, and it takes less than half of the time.
         """

@@ -311,9 +311,9 @@ class DevicePlacement:
         """Describes the devices, as plain JSON.
 
         Returns:
-            A dict. These entries cover the devices of all processes: ``num_devices``,
-            ``platforms``, ``device_kinds`` and ``devices`` (a dict with ``id``, ``platform`` and
-            ``device_kind`` for each). These entries are about this process: ``hardware_type``
+            A dict. Its entries ``num_devices``, ``platforms``, ``device_kinds`` and ``devices`` (a
+            dict with ``id``, ``platform`` and ``device_kind`` for each) cover the devices of all
+            processes. These entries are about this process: ``hardware_type``
             (of the default device), ``process_index``, ``process_count``, ``local_devices`` (ids)
             and ``memory``. For each of these ids, ``memory`` has a dict with ``bytes_in_use`` and
             ``bytes_limit``, or None if the backend gives no figures.
