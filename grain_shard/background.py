@@ -178,9 +178,10 @@ class TaskStage(OrderedResults[T]):
             self._pace.consumer_goes_on(time.perf_counter())
             if not come and not any(thread.is_alive() for thread in self.threads):
                 raise RuntimeError(
-                    "the iterator has no running background threads, because os.fork() made this"
-                    " process and copied no threads.\n"
-                    "  remedy: call iter(ds) in the process that uses the iterator."
+                    "os.fork() made this process and copied no threads, so the iterator cannot make"
+                    " batches here.\n"
+                    "  remedy: call iter(ds) after the fork, in the process that loops over the"
+                    " batches."
                 )
         return True
 

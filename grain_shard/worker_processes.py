@@ -36,8 +36,8 @@ from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.tasks import Producer, naming_closed
 
 _GUARD = (
-    'put the loop of the main script under if __name__ == "__main__": because each worker imports'
-    " that script."
+    'put the loop of the main script under `if __name__ == "__main__":`, because each worker'
+    " imports that script."
 )
 # A function from the number of a worker, and the number of workers, to the worker's elements.
 MakeElements = Callable[[int, int], Iterator[Any]]

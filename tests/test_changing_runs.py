@@ -215,9 +215,13 @@ class TestWhereNoOtherSizeCanBeHad:
         by_record = sharded(8)
         whole = records().batch(8, batch_fn=stack).shard_to(data_mesh(4))
         with iter(by_record) as one, iter(whole) as other:
-            with pytest.raises(StateError, match="the current pipeline counts batches"):
+            with pytest.raises(
+                StateError, match="the current pipeline counts its position in batches"
+            ):
                 other.set_state(one.get_state())
-            with pytest.raises(StateError, match="the pipeline of the state counts batches"):
+            with pytest.raises(
+                StateError, match="the pipeline of the state counts its position in batches"
+            ):
                 one.set_state(other.get_state())
 
 
@@ -361,9 +365,12 @@ class TestBatchSchedule:
             (lambda ds: ds.filter(lambda r: True).pipe(SCHEDULE), "a .filter drops records"),
             (lambda ds: ds[:0].pipe(SCHEDULE), "the dataset has no records"),
             (lambda ds: ds.batch(4).repeat().pipe(SCHEDULE), "a BatchSchedule follows .batch(4)"),
-            (lambda ds: ds.pipe(SCHEDULE).map(stack).shard_to(), "move this step before"),
-            (lambda ds: ds.pipe(SCHEDULE)[1:].shard_to(), "move this step before"),
-            (lambda ds: ds.pipe(SCHEDULE).to_iter_dataset().map(len).shard_to(), "move this step"),
+            (lambda ds: ds.pipe(SCHEDULE).map(stack).shard_to(), "move this transformation before"),
+            (lambda ds: ds.pipe(SCHEDULE)[1:].shard_to(), "move this transformation before"),
+            (
+                lambda ds: ds.pipe(SCHEDULE).to_iter_dataset().map(len).shard_to(),
+                "move this transformation",
+            ),
             (
                 lambda ds: ds.pipe(SCHEDULE).repeat(2, reseed_each_epoch=False),
                 "call .repeat on the records, before BatchSchedule",

@@ -333,9 +333,9 @@ batch['leaf0']: the leaf is a masked array, whose mask would be lost on the devi
     "a map after .batch that changes the number of rows": (
         lambda: numbered(16, 8).map(lambda b: {"x": b["id"][::2]}).shard_to(data_mesh(4)),
         """\
-batch['x']: batch 0 has 4 rows, but is made of 8 records: a step after .batch changes the number of rows.
+batch['x']: batch 0 has 4 rows, but is made of 8 records: a transformation after .batch changes the number of rows.
   leaf:   int32[4]   mesh: data=4
-  remedy: change the number of rows before .batch, or in a stream: .to_iter_dataset().batch(B).map(...). Its first batch sets the batch size.""",  # noqa: E501
+  remedy: change the number of rows before .batch, or in a stream: .to_iter_dataset().batch(B).map(...). The first batch of a stream sets the batch size.""",  # noqa: E501
     ),
     "records that nobody decoded": (
         lambda: grain.MapDataset.source([b"ab", b"cd"] * 4).batch(4).shard_to(data_mesh(4)),
@@ -366,7 +366,7 @@ batch[1]: the keys of the batch are not strings, so JAX cannot sort the mask's k
             .shard_to(data_mesh(4))
         ),
         """\
-batch['valid_mask']: the batch already has a leaf 'valid_mask', and mask_key gives the mask that name.
+batch['valid_mask']: the batch already has a leaf 'valid_mask', and mask_key gives the mask this name.
   leaf:   int64[4]   mesh: data=4
   remedy: pass another mask_key, or mask_key=None with remainder="drop". (Without a mask, padding would count in every mean.)""",  # noqa: E501
     ),
@@ -430,7 +430,7 @@ def test_a_later_batch_unlike_the_first_is_refused(mesh):
         == """\
 batch['image']: the leaf was float32[8, 2, 3] in the first batch of this host, and has changed.
   leaf:   float16[8, 2, 3]   mesh: data=8
-  remedy: give all batches one tree, and each leaf one shape and dtype, so that a step compiles once."""  # noqa: E501
+  remedy: give all batches the same tree, and each leaf the same shape and dtype in every batch, so that a training step compiles once."""  # noqa: E501
     )
 
 

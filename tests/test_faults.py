@@ -188,8 +188,8 @@ class TestRetries:
         notes = [n for n in caught.value.__notes__ if n.startswith("grain_shard")]
         tried = [f"grain_shard: the read was tried {times + 1} times"] if times else []
         place = (
-            "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset"
-            " before .batch, for batch 0"
+            "grain_shard: while evaluating record 5 of the source Source, which is record 5 of the"
+            " dataset before .batch, for batch 0"
         )
         assert notes == [*tried, place]
 
@@ -662,7 +662,7 @@ class TestOrigins:
         with pytest.raises(BadRecordsError) as caught:
             list(ds.shard_to(data_mesh(2), max_bad_records=0, **options))
         assert (
-            "    record 17 of the source InFiles (record 7 of file-1), "
+            "    record 17 of the source InFiles (record 7 of file-1), which is "
             f"record {above} of the dataset before .batch: ValueError: record 17 is corrupt\n"
         ) in str(caught.value)
 
@@ -673,14 +673,14 @@ class TestOrigins:
         above = list(shuffled(np.arange(40))).index(17)
         assert caught.value.__notes__[0] == (
             "grain_shard: while evaluating record 17 of the source InFiles (record 7 of file-1), "
-            f"record {above} of the dataset before .batch, for batch 0"
+            f"which is record {above} of the dataset before .batch, for batch 0"
         )
 
     def test_a_feed_names_the_file(self):
         with pytest.raises(BadRecordsError) as caught:
             list(masked(of_feeds(InFiles(40, bad(0, 6, 17))), max_bad_records=2))
-        named = "record 17 of the source InFiles (record 7 of file-1), record 8 of feed 1: "
-        assert f"{named}ValueError" in str(caught.value)
+        named = "record 17 of the source InFiles (record 7 of file-1), which is record 8 of feed 1"
+        assert f"{named}: ValueError" in str(caught.value)
 
     @pytest.mark.parametrize("where", [lambda i: 1 / 0, lambda i: "here", lambda i: (i, i), None])
     def test_a_method_of_that_name_that_says_something_else_does_no_harm(self, where):
@@ -690,15 +690,16 @@ class TestOrigins:
 
 
 ONE = (
-    "grain_shard: while evaluating record 5 of the source Source, record 5 of the dataset before"
-    " .batch, for batch 5. The read failed, but a second read succeeded. "
+    "grain_shard: while evaluating record 5 of the source Source, which is record 5 of the dataset"
+    " before .batch, for batch 5. The read failed. Another read, made for this message, succeeded. "
 )
 ONE_OF_SEVERAL = (
     "grain_shard: while evaluating one of the records 4 to 7 of the dataset before .batch, for"
-    " batch 1. The read failed, but a second read succeeded. "
+    " batch 1. The read failed. Another read, made for this message, succeeded. "
 )
 NOT_AGAIN = (
-    "By default a RuntimeError is not tried again. To read again after it, pass retries=Retries"
+    "By default a read is not tried again after a RuntimeError. To try it again, pass"
+    " retries=Retries"
 )
 
 

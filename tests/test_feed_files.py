@@ -216,7 +216,10 @@ def test_files_of_different_steps_and_pipelines_are_named(saved, key, value):
     state = json.loads(other.read_text())
     other.write_text(json.dumps({**state, key: value}))
     error = refusal(folder, feeds)
-    assert f"not of one checkpoint: {key} is {state.get(key)!r} in feeds-00000-00001-of" in error
+    assert (
+        f"come from different checkpoints: {key} is {state.get(key)!r} in feeds-00000-00001-of"
+        in error
+    )
     assert f"and {value!r} in feeds-00002-00003-of-00008.json" in error
 
 
@@ -234,7 +237,7 @@ def test_files_of_another_number_of_feeds_are_another_pipelines(saved):
     with pytest.raises(StateError, match="num_feeds"):
         host.from_state(read_state(folder, host.own_feeds))
     save(folder, [host])
-    assert "not of one checkpoint: feeds-00000-00001-of-00008.json and" in refusal(
+    assert "come from different checkpoints: feeds-00000-00001-of-00008.json and" in refusal(
         folder, host.own_feeds
     )
 

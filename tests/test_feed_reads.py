@@ -254,8 +254,8 @@ def test_a_call_that_fails_names_the_record_and_the_records_before_it_come(optio
     # Grain may have added a note of its own.
     assert [note for note in raised.value.__notes__ if note.startswith("grain_shard: ")] == [
         "grain_shard: the read was tried 5 times",
-        "grain_shard: while evaluating record 301 of the source BatchedSource, record 301 of the"
-        " dataset before .to_iter_dataset",
+        "grain_shard: while evaluating record 301 of the source BatchedSource, which is record 301"
+        " of the dataset before .to_iter_dataset",
         "grain_shard: in feed 0 of 1",
     ]
 
@@ -439,7 +439,7 @@ def test_stopped_while_it_waits_it_returns_although_the_read_does_not(waiting):
     wait(inside)
     rows.stop()
     consumer.join(HANG_S)
-    assert ended == ["the reads of this feed were stopped, as its loop ended"]
+    assert ended == ["the reads of this feed were stopped: the loop has ended"]
     release.set()
     rows.close()
 

@@ -646,8 +646,8 @@ def test_microbatches_make_hosts_share_feeds_if_there_are_too_few(recwarn):
     assert str(warned[0].message) == (
         "this host runs 4 of 4 feeds, but keeps only 8 of the 16 rows that its feeds read for a"
         " batch. The reason is microbatches=4: several hosts need different rows of one feed."
-        " remedy: use a multiple of 8 feeds (microbatches times hosts that hold different rows), so"
-        " that no two such hosts run the same feed."
+        " remedy: make num_feeds a multiple of 8 (4 microbatches times 2 hosts with different"
+        " rows). Then hosts with different rows run different feeds."
     )
 
 
@@ -669,8 +669,9 @@ def test_what_follows_the_batch_of_feeds_is_refused_with_what_to_do(follow, rows
     assert str(refusal.value) == (
         f"{ds} follows the .batch of feeds, where a host has only the rows of its own feeds.\n"
         "  mesh:   data=2\n"
-        "  remedy: move this step into make_feed, where it gets single rows: return ds.map(...)."
-        " Then call .batch(B).shard_to(mesh) on the feeds, with no step in between."
+        "  remedy: move this transformation into make_feed, where it gets single rows: return"
+        " ds.map(...). Then call .batch(B).shard_to(mesh) on the feeds, with no transformation in"
+        " between."
     )
 
 

@@ -48,8 +48,8 @@ def test_a_record_with_a_value_beside_arrays_is_refused(build, rows):
     with pytest.raises(ShardingError) as refusal:
         first(build(), rows=rows)
     assert str(refusal.value) == (
-        "batch['label']: the leaf is a scalar beside arrays, and no .batch stands in the pipeline:"
-        " each record would be split along dim 0 as if it were a batch of rows.\n"
+        "batch['label']: no .batch stands in the pipeline, so each record would be split along dim"
+        " 0, like a batch of rows. But this leaf is a scalar, and has no dim 0.\n"
         "  leaf:   int64[]   mesh: data=8\n"
         "  remedy: call .batch(global_batch_size) before .shard_to. If each element is a whole"
         " batch, give this leaf one value per row, or drop the leaf."
@@ -57,7 +57,7 @@ def test_a_record_with_a_value_beside_arrays_is_refused(build, rows):
 
 
 def test_random_access_is_refused_when_the_pipeline_is_built():
-    with pytest.raises(ShardingError, match="the leaf is a scalar beside arrays"):
+    with pytest.raises(ShardingError, match="But this leaf is a scalar, and has no dim 0"):
         records().shard_to(data_mesh(8))
 
 

@@ -97,8 +97,9 @@ def test_elements_may_be_batches_or_records_and_the_error_has_the_seek_of_both(
         with pytest.raises(StateError) as refusal:
             restore(iterator, tmp_path, by)
         given = next(iter(seek.values()))
-        assert f"call batches.seek({given}) if .batch stood before" in str(refusal.value)
-        assert f"Call batches.seek(record={given}) if .batch followed" in str(refusal.value)
+        text = str(refusal.value)
+        assert f"if .batch stood before .to_iter_dataset(), call batches.seek({given})." in text
+        assert f".batch stood after .to_iter_dataset(), call batches.seek(record={given})." in text
         iterator.seek(**seek)
         assert ids(iterator) == expected
 
@@ -108,7 +109,7 @@ def test_elements_may_be_batches_or_records_and_the_error_has_the_seek_of_both(
     [
         (
             {"next_index": 3},
-            r"seek\(3\) if .batch stood before .+ batches.seek\(record=3\) if .batch followed",
+            r"stood before .+, call batches.seek\(3\)\. .+ after .+ batches.seek\(record=3\)\.",
         ),
         ({"next_index": 3.0}, "the state is not the state of a random-access pipeline"),
         ({"global_next_index": 99}, "there is no record 99"),

@@ -497,7 +497,7 @@ def test_a_host_that_lists_its_files_in_another_order_is_named_with_a_record(res
         assert result["type"] == "AgreementError"
         first, line, remedy = result["text"].splitlines()
         assert "different records at the same index" in first
-        assert line.startswith("  record 0 of SourceMapDataset(source=Files): ")
+        assert line.startswith("  digest of record 0 of SourceMapDataset(source=Files): ")
         assert line.endswith(" on host 2")
         assert "sort the list of files" in remedy
 
@@ -525,7 +525,7 @@ def test_a_state_of_other_contents_is_refused_on_every_host(results):
     for host, result in enumerate(results[case_restored_with_other_contents]):
         assert_refused(result, host)
         assert result["type"] == "StateError"
-        assert "record 0 of SourceMapDataset(source=Files): saved " in result["text"]
+        assert "digest of record 0 of SourceMapDataset(source=Files): saved " in result["text"]
 
 
 def test_a_field_that_is_the_same_everywhere_is_not_named(results):

@@ -65,7 +65,7 @@ def kind(request):
 
 
 class TestEnd:
-    @pytest.mark.filterwarnings("ignore:two iterators of this dataset were left")
+    @pytest.mark.filterwarnings("ignore:two iterators of this dataset gave only")
     def test_breaking_early_again_and_again_leaves_no_thread(self, mesh, kind):
         ds = kind(numbered(80, 8)).shard_to(mesh, num_threads=2)
         started = set()
@@ -569,7 +569,7 @@ def test_in_a_forked_process_it_is_an_error_and_no_hang(tmp_path):
     assert (code, err) == (0, "")
     problem, remedy, end = out.splitlines()
     assert problem.startswith(
-        "child: the iterator has no running background threads, because os.fork() made this"
+        "child: os.fork() made this process and copied no threads, so the iterator cannot make"
     )
     assert (remedy.strip().split()[0], end) == ("remedy:", "end")
 

@@ -260,14 +260,14 @@ def test_a_file_instruction_of_tensorflow_datasets(paths):
             """\
 no file matches 'data/pic-*.array_record'.
   exists: '{tree}/data', which holds dataset_info.json, img-10.array_record, img-2.array_record, \
-more, train-0 (5 in all)
+more, train-0 (files and folders: 5)
   remedy: correct the path. If it is in a bucket, check that this host has the bucket mounted.""",
         ),
         (
             "gs-mount/images/*",
             """\
 no file matches 'gs-mount/images/*'.
-  exists: '{tree}', which holds data, empty, what[1] (3 in all)
+  exists: '{tree}', which holds data, empty, what[1] (files and folders: 3)
   remedy: correct the path. If it is in a bucket, check that this host has the bucket mounted.""",
         ),
         (
@@ -275,14 +275,14 @@ no file matches 'gs-mount/images/*'.
             """\
 there is no file 'data/missing'.
   exists: '{tree}/data', which holds dataset_info.json, img-10.array_record, img-2.array_record, \
-more, train-0 (5 in all)
+more, train-0 (files and folders: 5)
   remedy: correct the path. If it is in a bucket, check that this host has the bucket mounted.""",
         ),
         (
             "empty",
             """\
 no file in the folder 'empty' has "array_record" in its name.
-  exists: '{tree}/empty', which holds nothing (0 in all)
+  exists: '{tree}/empty', which holds nothing (files and folders: 0)
   remedy: pass a pattern that matches the files, such as 'folder/train-*'.""",
         ),
     ],
@@ -296,7 +296,7 @@ def test_what_is_not_found_is_said_with_what_is_there(tree, given, message):
 def test_only_a_few_of_many_names_are_shown(tmp_path):
     for number in range(7):
         (tmp_path / f"val-{number}").touch()
-    with pytest.raises(FileNotFoundError, match=r"val-3, val-4, \.\.\. \(7 in all\)"):
+    with pytest.raises(FileNotFoundError, match=r"val-3, val-4, \.\.\. \(files and folders: 7\)"):
         ArrayRecordSource(str(tmp_path / "train-*"))
 
 
@@ -319,7 +319,7 @@ REFUSED = [
     (None, NO_PATH, None),
     (5, NO_PATH, None),
     ([5], NO_PATH, None),
-    (b"data/train-0", TypeError, "a path is text, not b.data"),
+    (b"data/train-0", TypeError, "b.data/train-0. is not a path: pass a str"),
     ("data/train-0[5:2]", ValueError, r"range \[5:2\] of 'data/train-0' ends before"),
     (["data/train-0", "data/train-*"], ValueError, f"'data/train-0' {TWICE}"),
     (["data/train-0[0:2]", "data/train-0[0:2]"], ValueError, f"'data/train-0.*' {TWICE}"),

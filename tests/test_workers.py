@@ -271,7 +271,7 @@ class TestScripts:
         assert (code, out) == (1, "")
         assert err.count("ShardingError: a worker process imported the main script") == 2
         assert (
-            'no reason is above, put the loop of the main script under if __name__ == "__main'
+            'no reason is above, put the loop of the main script under `if __name__ == "__main'
             in err
         )
 

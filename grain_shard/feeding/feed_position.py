@@ -59,7 +59,7 @@ class FeedsPosition(NamedTuple):
         )
         step = state[_STEP]
         if type(step) is not int or not 0 <= step <= sys.maxsize:
-            problem = f"the state's number of batches is {step!r}, not a whole number from 0 on."
+            problem = f"the state's number of batches is {step!r}, not a whole number of 0 or more."
             raise StateError(f"{problem}\n{_UNCHANGED}")
         saved = state[FEED_ENTRIES]
         if not isinstance(saved, Mapping):
@@ -68,8 +68,9 @@ class FeedsPosition(NamedTuple):
         if missing:
             raise StateError(
                 f"the state has no entry for feeds {', '.join(map(str, missing))}, which this host"
-                f' runs.\n  remedy: join the "{FEED_ENTRIES}" dicts of the states of all hosts, as'
-                " CheckpointRestore does: get_state() returns only the feeds of its own host."
+                " runs.\n  remedy: restore with grain_shard.checkpoint.CheckpointRestore. Or join"
+                f' the "{FEED_ENTRIES}" dicts of the states of all hosts, because get_state()'
+                " returns only the feeds of the host on which it is called."
             )
         states = {feed: from_json(saved[str(feed)]) for feed in feeds}
         for feed, feed_state in states.items():

@@ -162,7 +162,7 @@ class FeedReader:
             raise IndexError(  # a new error: a note would be hard to see among Grain's own notes
                 f"the feed failed before its first row ({error}). There may be fewer files than"
                 " feeds.\n  remedy: pass a num_feeds that is at most the number of files, or divide"
-                " the rows of the files among the feeds."
+                " the rows, instead of the files, among the feeds."
             ) from error
 
     def close(self) -> None:

@@ -96,9 +96,9 @@ class HostFeeds(HostBatches):
     def repeated(self, times: int) -> NoReturn:
         raise ShardingError(
             "ds.epochs(n) needs random access: the length of an epoch of feeds is not known.",
-            remedy="let make_feed return all epochs of a feed, each in an order of its own. Call"
-            " .shuffle().repeat(n) on the MapDataset at its beginning, or put the streams of the"
-            " epochs into an InterleaveIterDataset with cycle_length=1."
+            remedy="let make_feed return all epochs of a feed, each in an order of its own. If"
+            " make_feed begins with a MapDataset, call .shuffle().repeat(n) on that MapDataset. Or"
+            " put the streams of the epochs into an InterleaveIterDataset with cycle_length=1."
             " docs/streams.md#several-epochs shows both.",
         )
 
@@ -158,8 +158,8 @@ def fault_rules_of(
             'on_bad_record="mask" needs feeds that begin with a grain.MapDataset, and feed 0 does'
             " not.",
             remedy="begin make_feed with a grain.MapDataset. Call the .map that may fail before"
-            " .to_iter_dataset(), and .filter after. Or catch the error inside the .map, return a"
-            " marker such as None, and .filter the markers out.",
+            " .to_iter_dataset(), and call .filter after it. Or catch the error inside the .map,"
+            " return a marker such as None, and .filter the markers out.",
         )
     of_hosts = [ds.rows.rows_of(layout) for layout in layouts.values()]
     if sum(map(len, of_hosts)) > len(set().union(*of_hosts)):
@@ -182,8 +182,9 @@ def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) ->
             f"this host runs {run} of {ds.rows.num_feeds} feeds, but keeps only {kept} of the"
             f" {run * ds.rows.per_feed} rows that its feeds read for a batch. The reason is"
             f" microbatches={microbatches}: several hosts need different rows of one feed. remedy:"
-            f" use a multiple of {microbatches * groups} feeds (microbatches times hosts that hold"
-            " different rows), so that no two such hosts run the same feed.",
+            f" make num_feeds a multiple of {microbatches * groups} ({microbatches} microbatches"
+            f" times {groups} hosts with different rows). Then hosts with different rows run"
+            " different feeds.",
             stacklevel=2,
         )
 

@@ -95,7 +95,7 @@ class RecordIterator(grain.DatasetIterator):
         origin = Origin.of(self._stream.records, self._next_index)
         name = record_name(self._next_index, "the dataset before .to_iter_dataset", origin)
         among = element.among if type(element) is Unreadable else 1
-        return name if among == 1 else f"one of the {among} records from {name} on"
+        return name if among == 1 else f"one of {among} records, the first of which is {name}"
 
     def get_state(self) -> dict[str, Any]:
         return {"next_index": self._next_index}

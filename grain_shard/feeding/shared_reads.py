@@ -94,7 +94,7 @@ class SharedReads(TaskStage[None]):
                     yield from line.evaluated(part)
                     continue
                 if not self.wait_for(lambda: line.taken in line.come):
-                    raise RuntimeError("the reads of this feed were stopped, as its loop ended")
+                    raise RuntimeError("the reads of this feed were stopped: the loop has ended")
                 elements = self._lines.take(line)
                 if isinstance(elements[0], Raised):
                     elements[0].throw()

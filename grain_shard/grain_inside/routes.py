@@ -319,7 +319,7 @@ class Route:
             elements = list(elements)
         if len(elements) != len(indices):
             raise ValueError(
-                f"the batched read of {self.ds} gave a {type(result).__name__} of"
+                f"the batched read of {self.ds} returned a {type(result).__name__} of length"
                 f" {len(result) if hasattr(result, '__len__') else len(elements)} for"
                 f" {len(indices)} indices.\n  remedy: let the source's _getitems or __getitems__"
                 " return one record per index, in the order of the indices."

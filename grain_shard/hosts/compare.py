@@ -116,7 +116,7 @@ def _compare_contents(answers: Answers) -> dict[str, Any]:
     elif saved not in (None, records) and records:
         of, error = (
             "state",
-            "the source has other records at the same index now than when the state was saved.",
+            "the source has changed since the state was saved: the same index gives other records.",
         )
         lines = [f"  {name}: saved {saved.get(name)!r}, now {records[name]!r}" for name in records]
         remedy = (

@@ -161,14 +161,14 @@ def _of_file(directory: epath.Path, file: FeedFile) -> dict[str, Any]:
     if not isinstance(entries, dict) or set(entries) != set(map(str, file.feeds)):
         raise damaged(
             path,
-            f"its name says feeds {_described(file.feeds)}, and it does not hold exactly these",
+            f"its name says feeds {_described(file.feeds)}, but it holds a different set of feeds",
         )
     return state
 
 
 def _not_of_one_checkpoint(directory: epath.Path, why: str) -> StateError:
     return StateError(
-        f"the files in {directory} are not of one checkpoint: {why}.\n"
+        f"the files in {directory} come from different checkpoints: {why}.\n"
         "  remedy: restore another step. Save each step into a folder of its own."
     )
 

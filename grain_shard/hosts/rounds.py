@@ -328,11 +328,11 @@ class Rounds(Store):
             f"{hosts_text(silent)} did not answer in time (timeout_s={self.timeout_s:g}).\n"
             + "".join(f"{line}\n" for line in reasons + differences)
             + f"  here:   host {self.host} of {len(self.hosts)}\n"
-            f"  remedy: look at the log of {hosts_text(silent)}. A host that fails, takes fewer"
-            " steps or opens other iterators does not answer. (seek, reset and set_state open an"
-            " iterator, too: call them on all hosts.) If a host is only slow, raise timeout_s of"
-            " .shard_to. To look at a batch on one host alone, iterate over the dataset before"
-            " .shard_to."
+            f"  remedy: look at the log of {hosts_text(silent)}. A host does not answer if it has"
+            " failed, takes fewer steps than this host, or opens other iterators. (Every call of"
+            " iter, seek, reset and set_state opens one: make the same calls on all hosts.) If a"
+            " host is only slow, raise timeout_s of .shard_to. To look at a batch on one host"
+            " alone, iterate over the dataset before .shard_to."
         )
 
 

@@ -135,8 +135,9 @@ class ExecutorBatches(Producer[int]):
         except Exception as error:
             raise GrainShardError(
                 f"the executor {self._name} accepts no task: {describe_error(error)}\n"
-                "  remedy: shut the executor down only after the iterator is closed. If its workers"
-                " died, make a new executor, and pass set_state() the iterator's last get_state()."
+                "  remedy: close the iterator before you shut the executor down. If the executor's"
+                " workers died, make a new executor, make a new iterator with it, and pass the new"
+                " iterator's set_state() the last state of this iterator."
             ) from error
 
     def _result(self, future: Future[Made]) -> Made:

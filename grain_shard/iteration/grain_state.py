@@ -81,18 +81,19 @@ class GrainState(NamedTuple):
             raise StateError(
                 f"an iterator of Grain saved this state after {count} elements, and the state does"
                 " not say whether the elements were batches or records.\n"
-                f"  remedy: call batches.seek({count}) if .batch stood before .to_iter_dataset()."
-                f" Call batches.seek(record={count}) if .batch followed .to_iter_dataset()."
+                f"  remedy: if .batch stood before .to_iter_dataset(), call batches.seek({count})."
+                f" If .batch stood after .to_iter_dataset(), call batches.seek(record={count})."
             )
         if self.key == _ELEMENTS:
             raise StateError(
                 f"iterators of Grain on {processes} processes saved this state after {count}"
                 " batches each, and the state does not say which records the batches had.\n"
-                f"  remedy: call batches.seek(record={processes * count} * b) if each process had"
-                f" every {processes}th record of one shuffled order, in batches of b records. Call"
-                f" batches.seek(record={count} * b) if each process had all records. Begin with the"
-                " next epoch if each process shuffled a part of its own: then no position in the"
-                " order of this pipeline separates the records that were read from the rest."
+                "  remedy: let b be the number of records in a batch of one process. If each"
+                f" process had every {processes}th record of one shuffled order, call"
+                f" batches.seek(record={processes * count} * b). If each process had all records,"
+                f" call batches.seek(record={count} * b). If each process shuffled a part of its"
+                " own, begin with the next epoch: in this pipeline's order, records that were read"
+                " lie among records that were not."
             )
         try:
             position = position_at(step=None, record=count)

@@ -504,8 +504,8 @@ class ShardedIterator(grain.DatasetIterator[Batch]):
         """Refuses to pickle or copy the iterator, because two iterators cannot share threads."""
         raise TypeError(
             "an iterator whose batches are on devices cannot be copied or sent to another process."
-            " Call iter(ds) for a second iterator, and pass its set_state() the get_state() of the"
-            " first."
+            " To make a second iterator, call iter(ds). Then pass the state that get_state() of"
+            " the first one returns to set_state() of the second one."
         )
 
     def __enter__(self) -> ShardedIterator:

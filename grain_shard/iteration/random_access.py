@@ -220,8 +220,9 @@ class RandomAccess(HostBatches):
         if not self._batching.counts_records:
             whole, cut = cut, whole
         raise StateError(
-            f"the state does not fit: {whole} counts batches (because of a batch_fn, or of a .map,"
-            f" slice or shuffle after .batch), and {cut} counts records.\n"
+            f"the state does not fit: {whole} counts its position in batches, because of a"
+            " batch_fn, or of a .map, slice or shuffle after .batch. But"
+            f" {cut} counts its position in records.\n"
             "  remedy: restore with the pipeline that saved the state."
         )
 
@@ -249,7 +250,8 @@ class RandomAccess(HostBatches):
             raise StateError(
                 f"the state is at {stands}, and this dataset of"
                 f" {self._batching.num_batches():,} batches has no such position.\n  remedy: pass"
-                " set_state() an unchanged get_state(), on a pipeline of no fewer epochs."
+                " set_state() the state that get_state() returned, unchanged. The pipeline needs at"
+                " least as many epochs as the pipeline that saved the state."
             )
         return progress
 

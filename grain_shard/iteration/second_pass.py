@@ -37,7 +37,7 @@ class Passes:
         if self._looks >= _LOOKS and not self._told_of_looks:
             self._told_of_looks = True
             warnings.warn(
-                "two iterators of this dataset were left after one batch, and each iter(ds) begins"
+                "two iterators of this dataset gave only one batch each, and each iter(ds) begins"
                 " at the first batch again. Write `it = iter(ds)` once before the loop, and"
                 " `next(it)` in each step.",
                 stacklevel=4,

@@ -161,8 +161,8 @@ class BatchBuilder:
                 flat = FlatBatch.of(batch)
                 if flat.rows < self._num_rows:
                     flat.refuse(
-                        "a batch in the middle of an epoch is short, because a step between .batch"
-                        " and .shard_to changes the order of batches.",
+                        "a batch in the middle of an epoch is short, because a transformation"
+                        " between .batch and .shard_to changes the order of batches.",
                         remedy="shuffle, mix or concatenate before .batch, or use"
                         " .batch(B, drop_remainder=True).",
                     )
@@ -220,7 +220,9 @@ class BatchBuilder:
                 found.add_note(self._place(record, 1))
                 return found
         place, advice = self._place(records[0], len(records)), self.faults.advice(error)
-        error.add_note(f"{place}. The read failed, but a second read succeeded. {advice}")
+        error.add_note(
+            f"{place}. The read failed. Another read, made for this message, succeeded. {advice}"
+        )
         return error
 
     def _place(self, record: int, among: int) -> str:

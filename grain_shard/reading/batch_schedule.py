@@ -39,7 +39,9 @@ class BatchSchedule:
     sizes: Mapping[int, int]
 
     def __post_init__(self) -> None:
-        remedy = "pass a dict from steps to rows, as whole numbers: {0: 256, 1_000: 512}."
+        remedy = (
+            "pass {0: 256, 1_000: 512}, for example: 256 rows from step 0 on, 512 from step 1,000."
+        )
         require_steps("the batch sizes", self.sizes, remedy)
         for step, size in self.sizes.items():
             require_int(f"the batch size from step {step} on", size, 1)
@@ -63,8 +65,9 @@ class BatchSchedule:
             )
         if nodes.is_filtered(ds):
             raise ShardingError(
-                "a .filter drops records, so the records of a batch do not follow from its number.",
-                remedy="filter within grain_shard.feeds, by .to_iter_dataset().filter(...).",
+                "a .filter drops records, so the number of a batch does not determine its records.",
+                remedy="make feeds by grain_shard.feeds(make_feed, ...). In make_feed, filter by"
+                " .to_iter_dataset().filter(...). Feeds take one batch size, not a BatchSchedule.",
             )
         if (node := nodes.batch_node(ds)) is not None and node.only_stacks:
             raise ShardingError(

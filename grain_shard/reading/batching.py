@@ -223,10 +223,10 @@ class Batching(ABC):
         if cuts.has_short(self.num_epochs):
             begin, sizes = cuts.begin, " or ".join(map(str, self.unpadded_sizes))
             from_there = (
-                f", from record {begin.record} of epoch {begin.epoch} on" if begin != START else ""
+                f" from record {begin.record} of epoch {begin.epoch} on" if begin != START else ""
             )
             raise ShardingError(
-                f"the records do not fill the last batch of {sizes} rows{from_there}.",
+                f"the records{from_there} do not fill the last batch of {sizes} rows.",
                 remedy='pass remainder="pad" (adds zeros and a mask) or remainder="drop".',
             )
 

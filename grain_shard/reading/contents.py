@@ -69,7 +69,7 @@ class Contents:
         Returns:
             A dict from the name of a record to its digest; empty if the digest is "".
         """
-        names = [f"record {index} of {self._node}" for index in self._indices]
+        names = [f"digest of record {index} of {self._node}" for index in self._indices]
         return {name: digest[i * DIGITS :][:DIGITS] for i, name in enumerate(names) if digest}
 
     def is_steady(self) -> bool:

@@ -365,8 +365,8 @@ class Faults(Recovery):
         if self._is_worker:
             return
         text = (
-            f"{bad.name} cannot be read, and is left out: {bad.error}. This is bad record number"
-            f" {count}. Further bad records are not logged for {_LOG_EVERY_S} s."
+            f"a record cannot be read, and is left out: {bad.name}: {bad.error}. This is bad record"
+            f" number {count}. Further bad records are not logged for {_LOG_EVERY_S} s."
         )
         logging.log_every_n_seconds(logging.WARNING, text, _LOG_EVERY_S)
         if count > self._most():
@@ -383,8 +383,8 @@ class Faults(Recovery):
         name, times = type(error).__name__, self._retries.times
         if self.may_heal(error):
             return f"For more tries, pass retries=Retries({2 * times or 4}, on={name})"
-        again = f"To read again after it, pass retries=Retries({times or 4}, on={name})"
-        return f"By default a {name} is not tried again. {again}"
+        again = f"To try it again, pass retries=Retries({times or 4}, on={name})"
+        return f"By default a read is not tried again after a {name}. {again}"
 
 
 def read_by_several(rules: FaultRules) -> FaultRules:

@@ -28,8 +28,8 @@ Fingerprint = dict[str, Any]
 WEIGHTS = "weights"  # the field with a mixture's weights: (record, the weights from it on)
 
 HOW_TO_COUNT_RECORDS = (
-    "move every .map and slice before .batch, where they change records, and pass .batch no"
-    " batch_fn."
+    "move every .map and slice before .batch, so that they change records, and leave batch_fn out"
+    " of .batch."
 )
 
 # The place of a function in its file, and the address of an object. They are removed from texts: a
@@ -144,7 +144,7 @@ def check_fingerprint(
     """
     if not isinstance(state, Mapping):
         raise StateError(
-            f"a state is a dict, not {state!r}.\n"
+            f"the state is {state!r}, not a dict.\n"
             "  remedy: pass set_state() the dict that get_state() returned."
         )
     missing = [name for name in (*keys, *current) if name not in (*state, *optional)]
@@ -153,7 +153,7 @@ def check_fingerprint(
         raise StateError(
             f"the state is not the state of {kind}: it lacks {', '.join(map(repr, missing))}."
             f"\n  state:  {dict(state)}"
-            f"\n  remedy: pass set_state() what get_state() of {kind} returned."
+            f"\n  remedy: pass set_state() the dict that get_state() of {kind} returned."
         )
     if changed:
         lines = [f"  {n}: saved {state[n]!r}, now {current[n]!r}" for n in changed]
@@ -161,7 +161,8 @@ def check_fingerprint(
         if "global_batch_size" in changed:
             remedy = (
                 "restore with the batch size of the saved run. A pipeline that makes each batch as"
-                f" a whole cannot change its batch size. In a new run, {HOW_TO_COUNT_RECORDS}"
+                " a whole cannot change its batch size during a run. To be able to change it in a"
+                f" new run, {HOW_TO_COUNT_RECORDS}"
             )
         elif "transforms" in changed:
             remedy += " All stages and their options must be the same. Another number of stages"

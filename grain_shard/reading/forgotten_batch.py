@@ -32,8 +32,8 @@ def refuse_records(ds: grain.MapDataset | grain.IterDataset, element: FlatBatch)
     for path, array in zip(element.paths, element.arrays, strict=True):
         if not array.ndim:
             raise ShardingError(
-                "the leaf is a scalar beside arrays, and no .batch stands in the pipeline: each"
-                " record would be split along dim 0 as if it were a batch of rows.",
+                "no .batch stands in the pipeline, so each record would be split along dim 0, like"
+                " a batch of rows. But this leaf is a scalar, and has no dim 0.",
                 path=path,
                 leaf=describe_leaf(array),
                 remedy="call .batch(global_batch_size) before .shard_to. If each element is a whole"

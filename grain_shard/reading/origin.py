@@ -66,8 +66,8 @@ def record_name(record: int, where: str, origin: Origin | None) -> str:
         origin: The record's place in the source; None if unknown.
 
     Example:
-        >>> record_name(441, "feed 2", Origin(17, "ArrayRecordSource", "train-1", 3))
-        'record 17 of the source ArrayRecordSource (record 3 of train-1), record 441 of feed 2'
+        >>> record_name(441, "feed 2", Origin(17, "Files", "train-1", 3))
+        'record 17 of the source Files (record 3 of train-1), which is record 441 of feed 2'
     """
     name = f"record {record} of {where}"
-    return name if origin is None else f"{origin}, {name}"
+    return name if origin is None else f"{origin}, which is {name}"

@@ -249,7 +249,7 @@ def pad_batch(batch: Batch, size: int, padding: Padding, bad_rows: Sequence[int]
         )
     if mask_key in padded:
         raise ShardingError(
-            f"the batch already has a leaf {mask_key!r}, and mask_key gives the mask that name.",
+            f"the batch already has a leaf {mask_key!r}, and mask_key gives the mask this name.",
             path=f"batch[{mask_key!r}]",
             leaf=describe_leaf(padded[mask_key]),
             remedy=f"pass another mask_key, or {_NO_MASK}",

@@ -125,9 +125,10 @@ class _WholeBatch(BatchBuilder):
             if flat.rows != existing:
                 flat.refuse(
                     f"batch {self._index} has {flat.rows} rows, but is made of {existing} records:"
-                    " a step after .batch changes the number of rows.",
+                    " a transformation after .batch changes the number of rows.",
                     remedy="change the number of rows before .batch, or in a stream:"
-                    " .to_iter_dataset().batch(B).map(...). Its first batch sets the batch size.",
+                    " .to_iter_dataset().batch(B).map(...). The first batch of a stream sets the"
+                    " batch size.",
                 )
         if batching.rows is not None:
             size = batching.batches.size

@@ -256,6 +256,6 @@ class Assembler:
             path=path,
             leaf=None if unlike is None else describe_leaf(unlike),
             mesh_axes=self.mesh_axes,
-            remedy="give all batches one tree, and each leaf one shape and dtype, so that a step"
-            " compiles once.",
+            remedy="give all batches the same tree, and each leaf the same shape and dtype in every"
+            " batch, so that a training step compiles once.",
         )

@@ -144,7 +144,10 @@ def _require_movable(path: str, array: jax.Array, to: Sharding, in_background: b
     elif in_background:
         problem = "the array spans processes, so only a collective can move it. A background thread"
         problem += " must not run collectives"
-        remedy = "let the source yield NumPy arrays, or call distribute_batch in the training loop."
+        remedy = (
+            "let the source yield NumPy arrays. Or call grain_shard.placement.distribute_batch in"
+            " the training loop."
+        )
     else:
         return
     raise ShardingError(

@@ -75,9 +75,9 @@ def check_held(path: str, array: np.ndarray, name_row: Callable[[int], int] = in
         f"{row} holds {array[index]}, which does not fit into {held}, the dtype on the devices.",
         path=path,
         leaf=describe_leaf(array),
-        remedy='call jax.config.update("jax_enable_x64", True) before any other use of JAX. Or drop'
-        " the leaf in .map before .batch, or make it smaller numbers or text, which stays on the"
-        " host.",
+        remedy='call jax.config.update("jax_enable_x64", True) before any other use of JAX. Or, in'
+        " a .map before .batch, drop the leaf, make its numbers smaller, or turn the leaf into"
+        " text, which stays on the host.",
     )
 
 

@@ -122,8 +122,8 @@ class ArrayRecordSource:
         if times > 1:
             raise ValueError(
                 f"{part.path!r} is among the files twice, so its records would be read twice.\n"
-                "  remedy: remove one of the two from the paths or patterns. To give records a"
-                " larger weight, use grain_shard.mix."
+                "  remedy: pass each file once, also by patterns. To give records a larger weight,"
+                " use grain_shard.mix."
             )
         counts = _side_by_side(self._count, self._parts)
         self._ends = list(itertools.accumulate(counts))
@@ -226,7 +226,7 @@ def _parts_of(given: PathOrInstruction) -> list[_Part]:
     if isinstance(given, FileInstruction):
         files, start, stop = [os.fspath(given.filename)], given.skip, given.skip + given.take
     elif not isinstance(given, str | os.PathLike):
-        raise TypeError(f"a path is text, not {given!r}")
+        raise TypeError(f"{given!r} is not a path: pass a str or a pathlib.Path")
     elif records := re.fullmatch(r"(.*)\[(\d+):(\d+)\]", path := os.path.expanduser(given)):
         files, start, stop = [records[1]], int(records[2]), int(records[3])
     else:
@@ -277,9 +277,9 @@ def _side_by_side(function: Callable[..., Any], items: Sequence[tuple[Any, ...]]
                     raise RuntimeError(f"{item[0]!r} did not answer before the program ended")
                 text = (
                     f"{item[0]} has not answered for {_LATE_S:.0f} s or more: check that this host"
-                    " can reach the file. (A bucket is an error only after a quarter of an hour:"
-                    " check this host's credentials for the bucket, or mount the bucket and give"
-                    " the path below the mount's folder.)"
+                    " can reach the file. For a file in a bucket, an error comes only after a"
+                    " quarter of an hour. Check this host's credentials for the bucket, or mount"
+                    " the bucket and give the path below the mount's folder."
                 )
                 logging.log_every_n_seconds(logging.WARNING, text, _AGAIN_S)
             results.append(call.result())

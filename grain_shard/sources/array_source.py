@@ -95,7 +95,7 @@ def _checked(path: str, array: Any) -> Any:
     elif not array.shape:
         problem = "the leaf is a scalar, so it has no axis along which records could lie."
     elif isinstance(array, np.matrix) or hasattr(array, "iloc") or hasattr(array, "tocsr"):
-        problem = "the leaf is a matrix or table, whose indices differ from those of an array."
+        problem = "the leaf is a matrix or a pandas Series, in which leaf[i] need not be record i."
     elif np.dtype(array.dtype).hasobject:
         problem = "the leaf holds Python objects."
     elif isinstance(array, np.ma.MaskedArray):

@@ -61,7 +61,7 @@ def _not_found(path: str) -> FileNotFoundError:
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     return FileNotFoundError(
         f"{problem}.\n  exists: {str(folder)!r}, which holds {shown or 'nothing'}"
-        f" ({len(names)} in all)\n  remedy: {remedy}"
+        f" (files and folders: {len(names)})\n  remedy: {remedy}"
     )
 
 
@@ -81,8 +81,8 @@ def open_file(options: str, path: str) -> ArrayRecordReader:
         raise _refusal(path, reader)
     size = re.search(r"group_size:(\d+)", reader.writer_options_string())
     if size and size[1] != "1":
-        text = f"{path}: to read one record, {size[1]} are decoded (group_size:{size[1]})."
-        text += " Write the file with group_size:1."
+        text = f"{path}: each read of one record decodes {size[1]} records (group_size:{size[1]})."
+        text += " To read faster, write the file again with group_size:1."
         logging.log_first_n(logging.WARNING, text, 1)
     return reader
 

@@ -51,7 +51,8 @@ class WeightSchedule:
         require_steps(
             "the weights of a mixture",
             weights,
-            "pass a dict from records to the weights from there on: {0: [3, 1], 100_000: [1, 1]}.",
+            "pass a dict such as {0: [3, 1], 100_000: [1, 1]}: weights 3 and 1 from record 0 on,"
+            " equal weights from record 100,000 on.",
         )
         starts = list(weights)
         offsets = (0,) * num_components
@@ -186,8 +187,8 @@ def _parts(start: int, weights: Sequence[Any], num_components: int) -> Parts:
         exact = []
     if len(exact) != num_components or isinstance(weights, str) or min(exact) < 0 or not any(exact):
         raise ShardingError(
-            f"the weights from record {start} on are {weights!r}, and must be {num_components}"
-            " numbers of at least 0, not all 0.",
+            f"the weights from record {start} on are {weights!r}, but must be {num_components}"
+            " numbers of at least 0, and not all of them 0.",
             remedy=f"pass a list of {num_components} numbers, one for each dataset. A weight of 0"
             " pauses the dataset. Only the proportions matter.",
         )

@@ -158,8 +158,8 @@ def _require_global(source: Any, target: ShardingTree) -> None:
             mesh_axes=target.mesh_axes,
             remedy="if all hosts yield the same batches, pass grain_shard.from_iterable(source,"
             ' rows="global"). If each host yields its own rows, end the dataset with'
-            ' .shard_to(sharding). from_iterable(source, rows="local") makes a dataset of an'
-            " iterable.",
+            " .shard_to(sharding) instead. To make a dataset of such an iterable, call"
+            ' grain_shard.from_iterable(source, rows="local").',
         )
 
 

@@ -287,7 +287,7 @@ def _random_access(
     """
     if isinstance(ds, grain.MapDataset) and nodes.is_filtered(ds):
         raise ShardingError(
-            "a .filter drops elements, so the records of a batch do not follow from its number.",
+            "a .filter drops elements, so the number of a batch does not determine its records.",
             remedy="filter a stream: .to_iter_dataset().filter(...).batch(B). On several hosts, cut"
             " that stream into grain_shard.feeds, or pass rows= to .shard_to.",
         )

@@ -153,6 +153,6 @@ def _check_can_leave_out(ds: RowMapDataset) -> None:
         )
     if ds.batching.rows_of_padding.mask_key is None:
         raise ShardingError(
-            'on_bad_record="mask" needs a mask, and mask_key=None gives the batches none.',
+            'on_bad_record="mask" needs a mask, but mask_key=None leaves the batches without one.',
             remedy="leave out mask_key=None.",
         )

@@ -76,8 +76,8 @@ class PadToDivisible(Padding, Stage):
         if flat.rows > rows or (flat.rows < rows and self.remainder == "error"):
             flat.refuse(
                 f"the batch has {flat.rows} rows, but a full batch has {rows} rows.",
-                remedy='pass remainder="pad" or "drop" for a short last batch. Give all other'
-                " batches of the stream the same size.",
+                remedy='if the last batch is short, pass remainder="pad" or "drop". Give all other'
+                " batches of the stream the same number of rows.",
             )
         if flat.rows < rows and self.remainder == "drop":
             return DROPPED

@@ -86,14 +86,15 @@ def _refuse_after_batch(ds: grain.MapDataset | grain.IterDataset) -> None:
     if any(isinstance(node, FeedBatches) for node in below):
         raise ShardingError(
             f"{ds} follows the .batch of feeds, where a host has only the rows of its own feeds.",
-            remedy="move this step into make_feed, where it gets single rows: return ds.map(...)."
-            " Then call .batch(B).shard_to(mesh) on the feeds, with no step in between.",
+            remedy="move this transformation into make_feed, where it gets single rows: return"
+            " ds.map(...). Then call .batch(B).shard_to(mesh) on the feeds, with no transformation"
+            " in between.",
         )
     if any(isinstance(node, RowMapDataset) and node.batching.has_several_sizes for node in below):
         raise ShardingError(
             f"{ds} follows batches whose size changes, so it is unknown which batches are full.",
-            remedy="move this step before BatchSchedule, where it gets single records. Only .repeat"
-            " and .to_iter_dataset() may follow BatchSchedule.",
+            remedy="move this transformation before BatchSchedule, where it gets single records."
+            " Only .repeat and .to_iter_dataset() may follow BatchSchedule.",
         )
     if nodes.pads_batches(ds):
         raise ShardingError(

@@ -175,7 +175,8 @@ def _spec(text: str) -> PartitionSpec:
         names = word.split("+")
         if not all(names):
             raise argparse.ArgumentTypeError(
-                f"{text!r} has an empty axis name: write 'data', 'data,seq' or 'data+fsdp'"
+                f"{text!r} has an empty axis name. Put a comma between dims, and a plus between two"
+                " axes of one dim: 'data', 'data,seq' or 'data+fsdp,seq'"
             )
         one = None if word == "-" else word
         entries.append(tuple(names) if len(names) > 1 else one)

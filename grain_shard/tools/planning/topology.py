@@ -87,7 +87,8 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
         except Exception as error:  # RuntimeError; for some names and versions IndexError
             raise ShardingError(
                 f"libtpu makes no topology of {topology!r}: {error}",
-                remedy='write kind and shape, in whole hosts: "v5e:4x8", "v5p:2x2x4".',
+                remedy="write the kind of TPU and the shape of a slice of whole hosts, such as"
+                ' "v5e:4x8" or "v5p:2x2x4".',
             ) from error
     return _mesh(axes, devices, slices)
 

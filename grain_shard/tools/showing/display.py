@@ -79,8 +79,8 @@ def show(batch_or_dataset: Any) -> None:
         tables.append(FittingTable(["dataset", ""], facts, left=2))
     elif isinstance(batch_or_dataset, grain.MapDataset | grain.IterDataset | Iterator):
         raise ShardingError(
-            f"a {type(batch_or_dataset).__name__} does not say what arrays its batches have, and on"
-            " which devices.",
+            f"show got a {type(batch_or_dataset).__name__}, which does not say which arrays its"
+            " batches have, and on which devices.",
             remedy="show one of its batches, or the dataset that .shard_to(mesh) returned.",
         )
     columns = ["leaf", "global array", "rows a device", "bytes a device"]
