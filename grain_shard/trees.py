@@ -116,7 +116,7 @@ def as_arrays(paths: Sequence[str], leaves: Iterable[Any]) -> list[np.ndarray]:
                 " the training step, by jax.random.wrap_key_data."
             )
         elif array.dtype.kind == "O" and not is_text(array):
-            problem = "the leaf holds Python objects (ragged rows, or a None among them)."
+            problem = "the leaf holds Python objects, such as None or rows of different lengths."
             remedy = "pad rows to one shape and replace None by a number in .map, or drop the leaf."
         elif not (is_text(array) or is_numeric(array.dtype)):
             problem = f"JAX has no dtype {array.dtype}."

@@ -143,8 +143,8 @@ def pickled(pipeline: Any) -> bytes:
     except Exception as error:
         raise ShardingError(
             f"the pipeline cannot be sent to a worker process: {type(error).__name__}: {error}.",
-            remedy="open files, connections and locks in the worker: inside make_feed, or in the"
-            " source's first read. An open file, connection or lock cannot be pickled.",
+            remedy="do not keep an open file, connection or lock in the pipeline, because it cannot"
+            " be pickled. Open it in the worker: inside make_feed, or in the source's first read.",
         ) from error
 
 

@@ -58,8 +58,8 @@ def test_a_pipeline_that_differs_may_be_divided_by_the_host(field):
     assert error.splitlines()[1:] == [
         f'  {field}: "6dee7067" on host 0; "6f555ae6" on host 1',
         f"{REMEDY} If all of that is the same, the pipeline most likely depends on"
-        " jax.process_index(), by a slice or by files for each host. Remove that slice, as"
-        " .shard_to gives each host its rows.",
+        " jax.process_index(), by a slice or by files for each host. Remove the slice, and give all"
+        " hosts all files: .shard_to then gives each host its rows.",
     ]
 
 

@@ -253,7 +253,7 @@ batch['label']: the leading axis has 3 rows, but batch['image'] has 4 rows.
     "an object-dtype leaf": (
         lambda: numbered(8, 4, batch_fn=ragged).shard_to(data_mesh(4)),
         """\
-batch['tokens']: the leaf holds Python objects (ragged rows, or a None among them).
+batch['tokens']: the leaf holds Python objects, such as None or rows of different lengths.
   leaf:   object[2]   mesh: data=4
   remedy: pad rows to one shape and replace None by a number in .map, or drop the leaf.""",
     ),

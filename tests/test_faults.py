@@ -771,7 +771,7 @@ def on_8(ds, **options):
         *(
             (
                 lambda most=most: on_8(batches([1]), max_bad_records=most),
-                "neither a number nor a share of the records",
+                "neither a whole number of records nor a share of them",
             )
             for most in (1.5, -1, True, float("nan"), "1")
         ),

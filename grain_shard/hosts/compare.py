@@ -16,7 +16,8 @@ FIRST_BATCH = 'first batch of rows="global"'
 _OF_THE_PIPELINE = "source", "transforms"
 _DIVIDED = (
     " If all of that is the same, the pipeline most likely depends on jax.process_index(), by a"
-    " slice or by files for each host. Remove that slice, as .shard_to gives each host its rows."
+    " slice or by files for each host. Remove the slice, and give all hosts all files: .shard_to"
+    " then gives each host its rows."
 )
 # The rows that a host's pipeline yields: the same whole batches on all hosts ("global"), rows of
 # its own ("local"), or the rows of its feeds ("feeds"). For "local" and "feeds" the hosts compare

@@ -72,7 +72,8 @@ class Retries:
             if not (isinstance(one, type) and issubclass(one, Exception)):
                 raise ShardingError(
                     f"on={one!r} is not an exception class.",
-                    remedy="pass an exception class, or a tuple: Retries(4, on=(KeyError,)).",
+                    remedy="pass an exception class, or a tuple of exception classes:"
+                    " Retries(4, on=(KeyError, OSError)).",
                 )
 
 
@@ -105,7 +106,8 @@ class FaultRules:
         is_number = isinstance(most, numbers.Real) and not isinstance(most, bool)
         if not is_number or not 0 <= most <= largest:  # NaN is refused, too
             raise ShardingError(
-                f"max_bad_records={most!r} is neither a number nor a share of the records.",
+                f"max_bad_records={most!r} is neither a whole number of records nor a share of"
+                " them.",
                 remedy="pass a whole number such as 100, or a share from 0.0 to 1.0 such as 0.01.",
             )
 

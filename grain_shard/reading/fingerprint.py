@@ -165,8 +165,8 @@ def check_fingerprint(
                 f" new run, {HOW_TO_COUNT_RECORDS}"
             )
         elif "transforms" in changed:
-            remedy += " All stages and their options must be the same. Another number of stages"
-            remedy += " changes the seeds, too."
+            remedy += " Its transformations and their options must be the same as now. (transforms"
+            remedy += " is a digest of them. Another number of them changes the seeds, too.)"
         raise StateError(
             f"the state was saved by another pipeline: {', '.join(changed)} changed.\n"
             + "\n".join(lines)

@@ -103,7 +103,7 @@ class Padding:
             leaves = flatten(tree)[0]
             if deeper := [leaf for leaf in leaves if path.startswith(leaf)]:
                 raise ShardingError(
-                    "pad_value has a tree for this leaf, which is a single array.",
+                    "pad_value has a tree for this leaf, but the leaf is a single array.",
                     path=deeper[0],
                     remedy="give this leaf a single number in pad_value.",
                 )

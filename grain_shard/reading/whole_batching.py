@@ -137,8 +137,8 @@ class _WholeBatch(BatchBuilder):
                 flat.refuse(
                     f"batch {self._index} has {flat.rows} rows, more than the {size} of a full"
                     " batch.",
-                    remedy="give every batch but the last of an epoch the same number of rows:"
-                    " shuffle, mix or concatenate before .batch, or use"
+                    remedy="give all batches the same number of rows, except the last batch of an"
+                    " epoch. To do so, shuffle, mix or concatenate before .batch, or use"
                     " .batch(B, drop_remainder=True).",
                 )
         self._batch = take_rows(flat, rows)

@@ -47,7 +47,8 @@ class ShardByMesh(grain.sharding.ShardOptions):
                 " slices for the hosts.",
                 mesh_axes=target.mesh_axes,
                 remedy="order the mesh's devices so that any two hosts hold either the same rows or"
-                ' no row in common. Or let every host read all rows: rows="global".',
+                ' no row in common. Or let every host read all rows, and pass rows="global" to'
+                " .shard_to.",
             )
         super().__init__(
             shard_index=slices.index(layouts[jax.process_index()].shards),

@@ -312,7 +312,7 @@ class ShardingTree:
         problem = "the leaf has no spec."
         remedy = f"add this leaf to the specs, which have {', '.join(map(path_of, prefix))}."
         if any(head[: len(keys)] == keys for head in prefix):
-            problem = "the specs have a tree for this leaf, which is a single array."
+            problem = "the specs have a tree for this leaf, but the leaf is a single array."
             remedy = "give this leaf a single PartitionSpec."
         raise ShardingError(
             problem,

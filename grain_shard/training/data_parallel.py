@@ -152,7 +152,7 @@ def data_parallel_train_step(
         raise TypeError("An nnx.Optimizer holds its own state: use spmd_train_step.")
     if hasattr(state, "apply_gradients"):
         if optimizer is not None and optimizer != state.tx:
-            raise TypeError("A TrainState has its own optimizer: pass None or state.tx.")
+            raise TypeError("A TrainState has its own optimizer: pass optimizer=None.")
         optimizer = None
     elif optimizer is None or not (isinstance(state, tuple) and len(state) == 2):
         raise TypeError(

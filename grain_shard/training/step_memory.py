@@ -148,8 +148,9 @@ def estimate_max_batch_size(
         large_bytes = held_bytes(large)
     if large_bytes == small_bytes:
         raise ValueError(
-            f"The step takes {large_bytes:,} bytes for a batch of {small} rows and also of {large}:"
-            " the step does not use the batch. Pass a step that uses what make_batch returns."
+            f"The step takes {large_bytes:,} bytes for a batch of {small} rows, and as many for"
+            f" {large} rows: the step does not use the batch. Pass a step that uses the batch that"
+            " make_batch returns."
         )
     bytes_per_example = (large_bytes - small_bytes) / (large - small)
     batch_size = small + (limit - small_bytes) / bytes_per_example

@@ -45,8 +45,9 @@ class Stage(ABC):
         if isinstance(ds, grain.experimental.ElasticIterator):
             raise ShardingError(
                 "an ElasticIterator makes the batches of one host, and can be iterated over once.",
-                remedy="call .batch(global_batch_size).shard_to(mesh) on its MapDataset, to restore"
-                " on any number of hosts. Cut a stream into grain_shard.feeds.",
+                remedy="leave it out, and call .batch(global_batch_size).shard_to(mesh) on its"
+                " MapDataset: the state restores on any number of hosts. If its dataset is a"
+                " stream, cut the stream into grain_shard.feeds.",
             )
         if isinstance(ds, grain.MapDataset | grain.IterDataset):
             _refuse_after_batch(ds)
