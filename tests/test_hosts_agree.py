@@ -636,7 +636,8 @@ def test_a_seek_that_the_other_hosts_do_not_call_is_a_timeout_that_says_so(resul
     assert result["type"] == "HostTimeoutError"
     assert "iterator: 0 on hosts 0, 1, 3; 1 on host 2" in result["text"]
     assert (
-        "seek, reset and set_state open an iterator, too: call them on all hosts" in result["text"]
+        "(Every call of iter, seek, reset and set_state opens one: make the same calls on all"
+        " hosts.)" in result["text"]
     )
 
 
