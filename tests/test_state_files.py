@@ -30,7 +30,10 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
 
 def test_a_folder_without_a_state_lists_what_is_there(tmp_path):
     (tmp_path / "state-1-of-2.json").write_text('{"kind": "stream", "parent": {}}')
-    match = r"host 0 of 1(.|\n)*found:  state-1-of-2\.json\n  remedy: restore on the same number"
+    match = (
+        r"host 0 of 1(.|\n)*found:  state-1-of-2\.json\n  remedy: restore on the number of hosts"
+        r" that saved"
+    )
     with pytest.raises(StateError, match=match):
         read_state(tmp_path)
 

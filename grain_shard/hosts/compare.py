@@ -117,7 +117,8 @@ def _compare_contents(answers: Answers) -> dict[str, Any]:
     elif saved not in (None, records) and records:
         of, error = (
             "state",
-            "the source has changed since the state was saved: the same index gives other records.",
+            "the source has changed since the state was saved: it has other records at the same"
+            " index.",
         )
         lines = [f"  {name}: saved {saved.get(name)!r}, now {records[name]!r}" for name in records]
         remedy = (

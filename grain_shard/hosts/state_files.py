@@ -80,7 +80,10 @@ def read_state(directory: Any, feeds: OwnFeeds = _NO_FEEDS) -> dict[str, Any]:
         state = read_object(directory / match[0])
         if KIND not in state:
             return {**state, PROCESSES: int(match[1])}
-    remedy = "restore on the same number of hosts: a stream saves a state of its own on each host."
+    remedy = (
+        "restore on the number of hosts that saved the state, because a stream saves a state of its"
+        " own on each host."
+    )
     if not any(name.startswith("state-") for name in found):
         remedy = "pass the folder into which the state was saved, or restore another step."
     raise StateError(

@@ -136,8 +136,8 @@ class ExecutorBatches(Producer[int]):
             raise GrainShardError(
                 f"the executor {self._name} accepts no task: {describe_error(error)}\n"
                 "  remedy: close the iterator before you shut the executor down. If the executor's"
-                " workers died, make a new executor, make a new iterator with it, and pass the new"
-                " iterator's set_state() the last state of this iterator."
+                " workers died, pass a new executor to .shard_to, make a new iterator, and pass its"
+                " set_state() the last state of this iterator."
             ) from error
 
     def _result(self, future: Future[Made]) -> Made:

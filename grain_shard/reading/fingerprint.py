@@ -165,8 +165,8 @@ def check_fingerprint(
                 f" new run, {HOW_TO_COUNT_RECORDS}"
             )
         elif "transforms" in changed:
-            remedy += " Its transformations and their options must be the same as now. (transforms"
-            remedy += " is a digest of them. Another number of them changes the seeds, too.)"
+            remedy += " All transformations and their options must be the same, because transforms"
+            remedy += " is a digest of them. Their number changes the seeds, too."
         raise StateError(
             f"the state was saved by another pipeline: {', '.join(changed)} changed.\n"
             + "\n".join(lines)

@@ -122,8 +122,8 @@ class ArrayRecordSource:
         if times > 1:
             raise ValueError(
                 f"{part.path!r} is among the files twice, so its records would be read twice.\n"
-                "  remedy: pass each file once, also by patterns. To give records a larger weight,"
-                " use grain_shard.mix."
+                "  remedy: remove one of the two entries of paths (a path, a pattern or a folder)"
+                " that name the file. To give records a larger weight, use grain_shard.mix."
             )
         counts = _side_by_side(self._count, self._parts)
         self._ends = list(itertools.accumulate(counts))
