@@ -64,7 +64,7 @@ def own_train(dataset, sampler, job, place):
 
 # recipe
 def batches_of(dataset, sampler, mesh, num_epochs):
-    def order(epoch):  # of DistributedSampler(dataset, num_replicas=1, rank=0)
+    def order(epoch):  # sampler: DistributedSampler(dataset, num_replicas=1, rank=0)
         sampler.set_epoch(epoch)
         return sampler
 
