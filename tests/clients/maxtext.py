@@ -43,7 +43,7 @@
 # ]
 #
 # [tool.clients]
-# note = "maxtext alone asks for no package; the packages here are those that its trainer imports"
+# note = "maxtext lists no dependencies; the check installs the packages that its trainer imports"
 # ///
 """MaxText: its pre-training loop, with its own Grain input and with feeds of it.
 
