@@ -71,7 +71,7 @@ ELSEWHERE = {
     "test_transforms.py: TestPlaces": ("`grain.experimental.device_put(ds, sharding)`",),
     "test_placement.py: TestShardBatchDim": ("`placement.shard_batch_dim`",),
     "test_placement.py: TestPrefetch": ("`prefetch_to_device` starts", "after `close`"),
-    "test_placement.py: TestPrefetchState": ("it has no state",),
+    "test_placement.py: TestPrefetchState": ("`prefetch_to_device` has no state",),
     "test_meshes.py: test_2d_mesh_with_a_given_second_axis": ("`.create_hybrid_mesh(4, 2)`",),
     "test_meshes.py: test_rules": ("`fsdp_rules()`",),
     "test_place_state.py: test_by_path": ("`DataParallelStrategy`",),

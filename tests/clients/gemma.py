@@ -44,7 +44,7 @@ NUM_FEEDS = 4
 preprocess_data = example.preprocess_data
 
 
-def sharded(dataset, *, batch_size, data_sharding, **options):  # in the place of preprocess_data
+def sharded(dataset, *, batch_size, data_sharding, **options):  # replaces preprocess_data
     options |= {"batch_size": 1, "prefetch_num_workers": 0}
 
     def make_feed(feed):
@@ -56,7 +56,7 @@ def sharded(dataset, *, batch_size, data_sharding, **options):  # in the place o
     return ds.shard_to(data_sharding, mask_key=None)
 
 
-class WithData(ocp.CheckpointManager):  # in its place; set WithData.batches = train_iter
+class WithData(ocp.CheckpointManager):  # replaces ocp.CheckpointManager
     batches = None
 
     def save(self, step, args):

@@ -71,8 +71,8 @@ class ShardedIterator(CheckpointItem, PyGrainIterator): ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sharded(kd.data.py.DataSource):  # or Tfds, or a class of yours
-    shard_by_process: bool = False  # the records of the whole job
+class Sharded(kd.data.py.DataSource):  # or of Tfds, or of your data source
+    shard_by_process: bool = False  # .shard_to divides the records
 
     def __iter__(self):
         ds = self._root_map_ds.batch(self.batch_size)

@@ -58,7 +58,7 @@ def config(job):
 
 # recipe
 def batches_from(step, trainer, tokens):
-    """In the place of `trainer.data_loader(dataset).iter_from_step(step)`."""
+    """Replaces `trainer.data_loader(dataset).iter_from_step(step)`."""
     mapping, batch_name = trainer.compute_axis_mapping, trainer.config.batch_axis_name
     Batch = hax.Axis(batch_name, trainer.config.train_batch_size)
 

@@ -43,7 +43,7 @@
 # ]
 #
 # [tool.clients]
-# note = "maxtext alone asks for no package; the packages here are those that its trainer imports"
+# note = "maxtext lists no dependencies; the check installs the packages that its trainer imports"
 # ///
 """MaxText: its pre-training loop, with its own Grain input and with feeds of it.
 
@@ -74,8 +74,8 @@ multihost._cleanup_orphaned_multiprocessing_processes = lambda: None
 format_and_batch = processing.format_and_batch
 
 
-class Rows:  # a config by which MaxText makes rows: packed, shifted, and not yet in batches
-    grain_use_elastic_iterator = True  # so MaxText makes no batches
+class Rows:  # a config with which MaxText packs and shifts rows, but does not batch them
+    grain_use_elastic_iterator = True  # then MaxText makes no batches
 
     def __init__(self, config):
         self.config = config
@@ -86,7 +86,7 @@ class Rows:  # a config by which MaxText makes rows: packed, shifted, and not ye
 
 def sharded(make_iterator, batch_size, config, mesh, process_indices):
     def make_feed(feed):
-        # MaxText reads the part at the position of this process in this list.
+        # MaxText reads part number hosts.index(jax.process_index()) of len(hosts) parts.
         hosts = [None] * feed.shard_count
         hosts[feed.shard_index] = jax.process_index()
         return make_iterator(config, mesh, hosts)
@@ -95,7 +95,7 @@ def sharded(make_iterator, batch_size, config, mesh, process_indices):
     return iter(ds.shard_to(get_input_data_sharding(config, mesh), mask_key=None))
 
 
-def take_over(bins):  # bins: packing bins of a feed, the same on any hosts
+def take_over(bins):  # bins: number of packing bins of each feed
     processing.format_and_batch = lambda ds, config, _, *args, **kwargs: format_and_batch(
         ds, Rows(config), bins, *args, **kwargs
     )

@@ -67,7 +67,7 @@ def make_model(names, mesh):
 # recipe
 def batches_of(arrays, mesh):
     ds = grain.MapDataset.source(grain_shard.ArraySource(arrays))
-    return iter(ds.batch(16).shard_to(mesh))  # a Pipeline's stages: .map and .random_map of records
+    return iter(ds.batch(16).shard_to(mesh))
 
 
 def train(model, train_step, batches, store, last_step, on_step):

@@ -4,7 +4,7 @@
 #
 # [tool.clients]
 # lowest = ["torch==2.13.0", "jax==0.10.0", "jaxlib==0.10.0"]
-# note = "one torch: any other brings gigabytes of CUDA"
+# note = "only this torch: others bring gigabytes of CUDA"
 # ///
 """A loop over a PyTorch `DataLoader` with a `DistributedSampler`, saved by `torch.save`."""
 
@@ -64,7 +64,7 @@ def own_train(dataset, sampler, job, place):
 
 # recipe
 def batches_of(dataset, sampler, mesh, num_epochs):
-    def order(epoch):  # of DistributedSampler(dataset, num_replicas=1, rank=0)
+    def order(epoch):  # sampler: DistributedSampler(dataset, num_replicas=1, rank=0)
         sampler.set_epoch(epoch)
         return sampler
 
