@@ -346,7 +346,8 @@ class ReadPace(Pace):
             return False  # too few tasks, or a coarse clock that has not moved
         is_idle = self._process_time() - window.process_start < _IDLE_CORES * seconds
         if not self._window_s or is_idle:
-            # The first window is one read. If all threads wait, more time would show nothing new.
+            # The first window ends after one read. A later one ends early if all threads wait,
+            # because more time would show nothing new.
             return True
         return seconds >= self._window_s and window.tasks >= _WINDOW_TASKS
 

@@ -173,13 +173,13 @@ class Together:
         return self._rounds.verdict(round_, decide, stopped=lambda: self._is_closed)
 
     def compare_places(self, fields: Mapping[str, Any]) -> None:
-        """Compares the place that this host saves with the places that the other hosts save.
+        """Raises an error unless all hosts save at the same batch.
 
-        A place is the number of the next batch. Before the first batch this does nothing.
+        Before the first batch this does nothing.
 
         Args:
-            fields: The next batch, as fields that must be the same on all hosts; empty if batches
-                are not counted on every host.
+            fields: The place at which this host saves, for example ``{"next batch": 8}``. It is
+                empty for a stream, whose batches are not counted. Then nothing is compared.
 
         Raises:
             AgreementError: A host is at another batch, or has failed.

@@ -158,7 +158,8 @@ class FaultCounts(NamedTuple):
         bad_records: Number of unreadable records that were left out. A row of padding replaces
             each one, except in feeds.
         listed: The first 1,000 of the bad records.
-        records: Number of records that were read. It is 0 unless bad records may be masked.
+        records: Number of records that were read or left out. It is 0 unless bad records may be
+            masked.
     """
 
     retries: int = 0
@@ -390,5 +391,8 @@ class Faults(Recovery):
 
 
 def read_by_several(rules: FaultRules) -> FaultRules:
-    """Returns a copy of the rules for records that more than one host reads."""
+    """Returns the rules for a pipeline in which several hosts read the same records.
+
+    A record is then left out only for an error that every one of these hosts gets.
+    """
     return replace(rules, is_read_once=False)
