@@ -69,8 +69,8 @@ class ArraySource:
         wanted = np.asarray(indices, np.int64)
         if all(isinstance(array, np.ndarray) for array in self._arrays):
             return ArrayRows.of(Columns(self._arrays, self._structure), wanted)
-        # Rows of zarr and h5py are read here and not later, when the batch is made: a read of a file
-        # may fail, and only a read in this method is tried again. HDF5 takes only ascending
+        # Rows of zarr and h5py are read here and not later, when the batch is made, because a read
+        # may fail, and only reads in this method are tried again. HDF5 takes only ascending
         # indices.
         wanted, places = np.unique(wanted, return_inverse=True)
         arrays = [np.asarray(array[wanted]) for array in self._arrays]

@@ -84,8 +84,8 @@ class DevicePut(Settings, Stage):
                 'on_bad_record="mask" needs random access or feeds: in a stream it is unknown which'
                 " row a record belongs to.",
                 remedy="keep the pipeline a grain.MapDataset down to .batch. Or cut the stream into"
-                " grain_shard.feeds, which leave a bad record out. Or catch the error in the .map that"
-                " raises it, return a marker such as None, and .filter the markers out.",
+                " grain_shard.feeds, which leave a bad record out. Or catch the error in the .map"
+                " that raises it, return a marker such as None, and .filter the markers out.",
             )
         ds, rows = ds.with_own_arrays(), agreed_rows(ds, self.rows) or GLOBAL
         host = Stream(ds, buffer_size=self.cpu_buffer_size, rows=rows, fault_rules=self.fault_rules)
