@@ -597,6 +597,13 @@ def test_an_error_in_make_feed_is_found_when_the_pipeline_is_built():
     assert error.value.__notes__ == ["grain_shard: in feed 0 of 4"]
 
 
+@pytest.mark.parametrize("method", ["map", "filter", "shuffle", "pipe"])
+def test_a_transformation_of_feeds_is_refused_with_the_place_where_it_belongs(method):
+    with pytest.raises(AttributeError, match=rf"^feeds have no \.{method}\.") as error:
+        getattr(numbers([9] * 4), method)
+    assert "remedy: transform rows in make_feed." in str(error.value)
+
+
 FILES = ["a", "b"]
 WITHOUT_A_FILE = {
     "grain finds it": lambda feed: grain.experimental.InterleaveIterDataset(

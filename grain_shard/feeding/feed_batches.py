@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grain
 from absl import logging
@@ -108,6 +108,15 @@ class Feeds(FeedStreams):
             remedy="call .batch(global_batch_size) on the feeds before .shard_to:"
             " feeds(...).batch(B).shard_to(mesh).",
         )
+
+    if not TYPE_CHECKING:  # so that type checkers, too, refuse an attribute that feeds lack
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"feeds have no .{name}.\n"
+                "  remedy: transform rows in make_feed. After feeds(make_feed, num_feeds=...) write"
+                " only .batch(global_batch_size).shard_to(mesh)."
+            )
 
 
 @dataclass(frozen=True)
