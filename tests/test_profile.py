@@ -385,7 +385,7 @@ class TestProfile:
             "  average, mostly reading and decoding records, which keeps 0 processors busy:",
             "  the source, or your functions, wait.",
         ]
-        assert advice.startswith("  - leave num_threads out if this waits for files or a network")
+        assert advice.startswith("  - if this waits for files or a network, leave num_threads out")
 
     def test_busy_is_when_any_thread_is_at_work_however_many_were_seen(self):
         spans = [Span("read", f"t{i}", i, i + 1.0) for i in range(5)]

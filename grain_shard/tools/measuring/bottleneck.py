@@ -299,8 +299,9 @@ def _more_side_by_side(who: str, measured: Measurement, pipeline: Pipeline) -> s
     ask = "have them ask for less" if who == _FUNCTIONS else _ASK_FOR_MANY
     waits = "they wait" if who == _FUNCTIONS else "this waits"
     return (
-        f"leave num_threads out if {waits} for files or a network, so that the number of reads"
-        f" side by side adapts, or {ask}. Larger buffers would not help."
+        f"if {waits} for files or a network, leave num_threads out, so that the number of reads"
+        f" side by side adapts. If num_threads is left out already, {ask}. Larger buffers would not"
+        " help."
     )
 
 
