@@ -20,6 +20,7 @@ from grain_shard.feeding.record_stream import RecordStream
 from grain_shard.feeding.shared_reads import SharedReads
 from grain_shard.grain_inside.read_ahead import replace_read_ahead
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
+from grain_shard.spans import READ, recorded
 from tests import text
 from tests.conftest import HANG_S, background_threads, data_mesh, eventually, wait
 from tests.counting_source import SOURCES, BatchedSource, nothing
@@ -277,6 +278,22 @@ def test_all_feeds_together_have_a_bounded_number_of_threads_and_of_records_ahea
                 # A part of each feed is in use, besides what is ahead.
                 assert len(evaluated) <= 200 * taken + 2 * 2048
             assert len(background_threads()) <= 64
+
+
+def test_functions_that_run_ahead_are_measured_in_the_threads_that_run_them():
+    calls = []
+
+    def row(feed, i):
+        calls.append((threading.current_thread().name, time.perf_counter()))
+        return {"id": np.int32(i)}
+
+    with recorded() as spans:
+        list(feeds_of(row, 2, 4, length=20, options=grain.ReadOptions()))
+    assert len(calls) >= 40
+    for thread, now in calls:
+        assert any(
+            s.thread == thread and s.stage == READ and s.start <= now <= s.end for s in spans
+        )
 
 
 class Alive:

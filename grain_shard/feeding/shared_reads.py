@@ -27,6 +27,7 @@ from grain_shard.interrupts import Bell
 from grain_shard.pace import ReadPace
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
+from grain_shard.spans import READ, span
 from grain_shard.tasks import Raised, Tasks
 
 # In this file a line is the records of one stream, and a part is the range of a line's records that
@@ -137,7 +138,8 @@ class _Line:
 
     def write(self, elements: Elements, start: int, until: float) -> int:
         way = self.way(start, start + len(elements))
-        rows = list(way.finish(elements, until, self.faults))
+        with span(READ):
+            rows = list(way.finish(elements, until, self.faults))
         self._learn(rows[0])
         self.come[start] = rows
         return len(rows)

@@ -86,7 +86,7 @@ class Rows:  # a config with which MaxText packs and shifts rows, but does not b
 
 def sharded(make_iterator, batch_size, config, mesh, process_indices):
     def make_feed(feed):
-        # MaxText reads part number hosts.index(jax.process_index()) of len(hosts) parts.
+        # MaxText reads the part at this host's place in a list of hosts: here the feed's part.
         hosts = [None] * feed.shard_count
         hosts[feed.shard_index] = jax.process_index()
         return make_iterator(config, mesh, hosts)

@@ -265,8 +265,9 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> 
         yield f'pass read="once": the hosts read every row {times} times now.'
     if stage == READ and pipeline.is_stream:
         yield (
-            "add workers, by .mp_prefetch before .shard_to (for feeds: by num_workers), or keep the"
-            " pipeline a MapDataset down to .batch: only one thread reads a stream."
+            "add workers: for a stream by .mp_prefetch before .shard_to, for feeds by num_workers."
+            " One thread runs all functions after .to_iter_dataset(), so call .map before it. Or"
+            " keep the pipeline a MapDataset down to .batch."
         )
     if stage == BATCH:
         yield "make records smaller before .batch: crop, or keep uint8 until the step."
