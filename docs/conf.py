@@ -27,6 +27,7 @@ extensions = [
 exclude_patterns = ["**/.ipynb_checkpoints", "benchmarks/*"]
 templates_path = ["templates"]
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # furo's own underlines names as if they were links
 html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 html_static_path = ["static"]

@@ -29,8 +29,8 @@ class ShardedDataset(grain.IterDataset):
     """A dataset of global batches on the devices, which `shard_to` returns.
 
     Attributes:
-        host: The argument `host`.
-        settings: The argument `settings`.
+        host: This host's batches, which an iterator opens at any position.
+        settings: The options of `shard_to`.
         layout: The rows of a global batch that this host reads.
 
     Args:
