@@ -57,15 +57,20 @@ class Opened(NamedTuple):
 class _WithPositions(Producer[tuple[Batch, Position]]):
     """Pairs each batch of an iterator with the position after it.
 
-    With the first batch it also reads and digests two records of the source; see `Contents`.
+    With the first batch, or at the end, it also reads and digests two records of the source; see
+    `Contents`.
     """
 
     def __init__(self, iterator: BatchIterator, kind: str, contents: Contents):
         self._iterator, self._kind, self._contents = iterator, kind, contents
 
     def __next__(self) -> tuple[Batch, Position]:
-        batch = next(self._iterator)
+        batch = next(self._iterator, None)
+        # They are also read if this host has no batch, because other hosts may have batches, and
+        # all hosts compare contents.
         self._contents.read()
+        if batch is None:
+            raise StopIteration
         return batch, self._iterator.position()
 
     def stop(self) -> None:
