@@ -201,3 +201,11 @@ class TestPicture:
         path = str(tmp_path / "nowhere" / "mesh.svg")
         assert main([*self.ARGUMENTS.split(), "--picture", path]) == 1
         assert path in capsys.readouterr().err
+
+
+def test_an_unknown_chip_is_refused_with_the_names_of_all_chips(capsys):
+    arguments = "plan --hosts 2 --devices-per-host 4 --mesh data=8 --batch 64 --records 100"
+    with pytest.raises(SystemExit) as end:
+        main([*arguments.split(), "--hardware", "v5e"])
+    assert end.value.code == 2
+    assert "argument --hardware: 'v5e' is not one of tpu_v5e, tpu_v5p" in capsys.readouterr().err

@@ -22,6 +22,8 @@ from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
 from grain_shard.tools.showing.tables import FittingTable, to_screen
 from grain_shard.training.hardware import HardwareType
 
+_CHIPS = ", ".join(HardwareType)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``plan`` to its parser."""
@@ -53,9 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     read = "needed: each host reads the rows of its devices; once: each row is read once, and the"
     read += " devices exchange rows; default: auto, which chooses"
     add("--read", choices=("auto", "needed", "once"), default="auto", help=read)
-    chips = ", ".join(chip.value for chip in HardwareType)
-    hardware = f"chip, for advice on the batch size: {chips}; default: the chip of the topology"
-    add("--hardware", type=HardwareType, metavar="CHIP", help=hardware)
+    hardware = f"chip, for advice on the batch size: {_CHIPS}; default: the chip of the topology"
+    add("--hardware", type=_chip, metavar="CHIP", help=hardware)
     compiled = (
         "compile a training step for the slice; NAME is a function that takes the mesh, and returns"
         " the step, its state and one record, the last two as jax.ShapeDtypeStruct"
@@ -120,6 +121,18 @@ def main(args: argparse.Namespace) -> int:
             columns = ["the compiled step", "on a device"]
             to_screen(FittingTable(columns, memory_lines(memory), left=1))
     return 0
+
+
+def _chip(text: str) -> HardwareType:
+    """Returns the chip with a given name.
+
+    Raises:
+        ArgumentTypeError: There is no such name.
+    """
+    try:
+        return HardwareType(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {_CHIPS}") from None
 
 
 def _script_and_name(text: str) -> str:
