@@ -32,6 +32,7 @@ html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = [("pictures.js", {"defer": "defer"})]
 nb_ipywidgets_js = {}  # nothing is loaded from elsewhere
 
 nb_execution_mode = "off"  # notebooks/run.py runs them; the site shows the outputs that they have
