@@ -19,7 +19,7 @@ from grain_shard.tools.libtpu import keep_libtpu_quiet
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``demo`` to its parser."""
     parser.description = (
-        "Train a classifier on 1,797 images of handwritten digits: ArrayRecord files (in the cache"
+        "Train a classifier on 1,500 images of handwritten digits: ArrayRecord files (in the cache"
         " folder, XDG_CACHE_HOME), .shard_to(mesh), nnx.jit, Orbax. No network and no accelerator"
         f" is needed: without one, the mesh has {VIRTUAL_DEVICES} virtual CPU devices. The exit"
         f" code is 0 if {MIN_ACCURACY:.0%} of held-out images are classified correctly, if each"
