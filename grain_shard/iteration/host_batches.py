@@ -65,12 +65,13 @@ class _WithPositions(Producer[tuple[Batch, Position]]):
         self._iterator, self._kind, self._contents = iterator, kind, contents
 
     def __next__(self) -> tuple[Batch, Position]:
-        batch = next(self._iterator, None)
-        # They are also read if this host has no batch, because other hosts may have batches, and
-        # all hosts compare contents.
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            # Other hosts may have a batch although this host has none, and all compare contents.
+            self._contents.read()
+            raise
         self._contents.read()
-        if batch is None:
-            raise StopIteration
         return batch, self._iterator.position()
 
     def stop(self) -> None:
