@@ -156,7 +156,7 @@ def test_a_batched_read_of_another_length_is_an_error(count):
             return iter([np.int32(0)] * count) if len(indices) == 4 else [np.int32(0)]
 
     ds = grain.MapDataset.source(Source()).map(lambda i: {"id": i}).batch(4)
-    with pytest.raises(ValueError, match=f"gave a list_iterator of {count} for 4 indices"):
+    with pytest.raises(ValueError, match=f"returned a list_iterator of length {count} for 4"):
         next(iter(ds.shard_to(data_mesh(2))))
 
 
