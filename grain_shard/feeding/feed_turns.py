@@ -37,7 +37,8 @@ class FeedTurns(Producer[list[FeedTurn]]):
         feed_states: Mapping[int, FeedState],
     ):
         self._rows_per_feed = rows_per_feed
-        self._reads = SharedReads(faults, rows_per_feed * len(feed_states), num_threads)
+        num_feeds = len(feed_states)
+        self._reads = SharedReads(faults, rows_per_feed * num_feeds, num_threads, num_feeds)
         self._readers = [
             FeedReader(feeds, feed, at, self._reads) for feed, at in feed_states.items()
         ]

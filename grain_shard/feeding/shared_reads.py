@@ -61,11 +61,14 @@ class SharedReads(TaskStage[None]):
         faults: The rules for failed reads.
         num_rows: Rows of a batch that come from all these streams together.
         num_threads: Number of readers; None adapts it while they read.
+        num_feeds: Number of feeds that have these streams.
     """
 
-    def __init__(self, faults: Faults, num_rows: int, num_threads: int | None = None):
+    def __init__(
+        self, faults: Faults, num_rows: int, num_threads: int | None = None, num_feeds: int = 1
+    ):
         self.faults: Faults = faults
-        self._lines = _Lines(faults, num_rows)
+        self._lines = _Lines(faults, num_rows, num_feeds)
         pace = ReadPace(num_threads, most=_MOST_READERS)
         super().__init__(self._lines, buffer_size=1, pace=pace, name="grain-shard-feed-read")
 
@@ -225,10 +228,10 @@ class _Lines(Tasks[None]):
         row_bytes: Bytes of a row of the batch; 0 before the first row.
     """
 
-    def __init__(self, faults: Faults, num_rows: int):
+    def __init__(self, faults: Faults, num_rows: int, num_feeds: int):
         self.row_bytes = 0
         self._lines: dict[_Line, None] = {}
-        self._faults, self._num_rows = faults, num_rows
+        self._faults, self._num_rows, self._num_feeds = faults, num_rows, num_feeds
         self._lock = threading.Lock()
         self._wanted = Bell()  # rung when a reader may have a part to draw
         self._stopped = False
@@ -249,7 +252,8 @@ class _Lines(Tasks[None]):
         most, size = self._num_rows, line.record_bytes
         if size:
             most = int(max(_BYTES_AHEAD, self._num_rows * (self.row_bytes or size)) // size)
-        return max(1, min(_MOST_AHEAD, most) // max(1, len(self._lines)))
+        # Feeds open their lines one after another. The first line must not fill the room of all.
+        return max(1, min(_MOST_AHEAD, most) // max(self._num_feeds, len(self._lines)))
 
     def take(self, line: _Line) -> list[Any]:
         """Takes the next evaluated records of a line (the records of one stream).
