@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -29,6 +30,7 @@ from typing import Any, cast
 
 import cloudpickle
 import grain
+import jax
 import numpy as np
 
 from grain_shard.errors import ShardingError
@@ -41,6 +43,12 @@ _GUARD = (
 )
 # A function from the number of a worker, and the number of workers, to the worker's elements.
 MakeElements = Callable[[int, int], Iterator[Any]]
+# The objects of JAX that refer to devices, and their names in an error.
+_ON_DEVICES = {
+    jax.Array: "jax.Array",
+    jax.Device: "jax.Device",
+    jax.sharding.Mesh: "jax.sharding.Mesh",
+}
 # In shared memory, each array of an element begins at a multiple of this many bytes.
 _ALIGNMENT = 64
 
@@ -136,16 +144,38 @@ def pickled(pipeline: Any) -> bytes:
     """Pickles a pipeline for another process.
 
     Raises:
-        ShardingError: The pipeline cannot be pickled.
+        ShardingError: The pipeline cannot be pickled, or refers to devices.
     """
     try:
-        return cloudpickle.dumps(pipeline)
+        with io.BytesIO() as file:
+            _DevicelessPickler(file).dump(pipeline)
+            return file.getvalue()
+    except ShardingError:
+        raise
     except Exception as error:
         raise ShardingError(
             f"the pipeline cannot be sent to a worker process: {type(error).__name__}: {error}.",
             remedy="do not keep an open file, connection or lock in the pipeline, because it cannot"
             " be pickled. Open it in the worker: inside make_feed, or in the source's first read.",
         ) from error
+
+
+class _DevicelessPickler(cloudpickle.Pickler):
+    """Refuses objects of JAX that refer to devices.
+
+    A worker that unpickled such an object would start JAX's backend. On a TPU VM the backend of a
+    second process finds the chips taken.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if (kind := next((k for k in _ON_DEVICES if isinstance(obj, k)), None)) is not None:
+            raise ShardingError(
+                "the pipeline cannot be sent to a worker process, because it refers to a"
+                f" {_ON_DEVICES[kind]}, and the devices belong to this process.",
+                remedy="in the functions and the source of the pipeline, use numpy.asarray(array)"
+                " in place of a jax.Array, and no mesh, sharding or device.",
+            )
+        return super().reducer_override(obj)
 
 
 class _Share(grain.IterDataset):

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 from jax._src import xla_bridge
+from jax.sharding import NamedSharding, PartitionSpec
 
 from grain_shard import BatchLayout, PadToDivisible, ShardBatch, ShardingError, ValidateBatchSize
 from tests.conftest import data_mesh, eventually, ids, numbered, to_numpy
@@ -333,6 +334,26 @@ class TestC10:
         copied = cloudpickle.loads(pickled)
         for ours, theirs in zip(copied, in_worker, strict=True):
             jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+    @pytest.mark.parametrize(
+        ("on_devices", "name"),
+        [
+            (lambda: jax.numpy.zeros(3), "jax.Array"),
+            (lambda: jax.random.key(0), "jax.Array"),
+            (lambda: jax.devices()[0], "jax.Device"),
+            (lambda: NamedSharding(data_mesh(2), PartitionSpec("data")), "jax.sharding.Mesh"),
+        ],
+        ids=["array", "key", "device", "sharding"],
+    )
+    def test_a_function_that_refers_to_a_device_is_refused(self, on_devices, name):
+        # In a worker, a jax.Array would be unpickled by a backend, which opens the chip.
+        found = on_devices()
+        ds = grain.MapDataset.range(8).map(lambda i: {"x": i, "y": found is None}).batch(4)
+        with (
+            iter(ds.shard_to(data_mesh(2), num_workers=1)) as iterator,
+            pytest.raises(ShardingError, match=rf"{name}.*\n(.*\n)*.*numpy\.asarray"),
+        ):
+            next(iterator)
 
     @pytest.mark.parametrize(
         "stage",
