@@ -12,7 +12,7 @@ from pathlib import Path
 from grain_shard.errors import GrainShardError
 from grain_shard.tools.arguments import UsageError, positive_integer
 from grain_shard.tools.demo import MIN_ACCURACY, VIRTUAL_DEVICES
-from grain_shard.tools.extras import EXTRAS, missing, not_installed
+from grain_shard.tools.extras import require
 from grain_shard.tools.libtpu import keep_libtpu_quiet
 
 
@@ -51,8 +51,7 @@ def main(args: argparse.Namespace) -> int:
         GrainShardError: A package is missing, no other hosts are found, or the images cannot be
             written.
     """
-    if lacking := missing(EXTRAS["demo"][0]):
-        raise not_installed("the demo", "demo", lacking)
+    require("demo", "the demo")
     if args.distributed and any(Path(args.distributed).glob("*")):
         raise UsageError(f"{args.distributed} is not empty.\n  remedy: pass a new folder.")
     if not args.distributed:

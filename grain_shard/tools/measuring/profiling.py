@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from grain_shard.errors import GrainShardError, require_int
 from grain_shard.iteration.sharded_dataset import sharded
 from grain_shard.spans import STEP, WAIT
-from grain_shard.tools.extras import missing, not_installed
+from grain_shard.tools.extras import require
 from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
 from grain_shard.tools.measuring.loop import run_loop
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
@@ -67,8 +67,7 @@ class Profile(Measurement):
         Raises:
             GrainShardError: matplotlib is not installed.
         """
-        if lacking := missing(("matplotlib",)):
-            raise not_installed("a timeline", "plot", lacking, ", or print the profile.")
+        require("plot", "a timeline", ", or print the profile.")
         from grain_shard.tools.measuring.timeline_plot import draw
 
         return draw(self, self.bottleneck)

@@ -18,7 +18,7 @@ from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import Mesh
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.tools.extras import missing, not_installed
+from grain_shard.tools.extras import require
 
 # Without these variables libtpu asks the metadata server of a TPU VM, and logs errors if there is
 # none. Their values do not matter, because the topology is given by its name.
@@ -67,9 +67,8 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
         >>> mesh.devices.shape, mesh.devices.flat[0].device_kind  # doctest: +SKIP
         ((32, 8), 'TPU v5 lite')
     """
-    if missing(("libtpu",)):
-        instead = " (Linux on x86-64), or give the number of hosts and devices instead."
-        raise not_installed("the topology of a TPU slice", "plan", ["libtpu"], instead)
+    instead = " (Linux on x86-64), or give the number of hosts and devices instead."
+    require("plan", "the topology of a TPU slice", instead)
     from jax.experimental import topologies
 
     require_int("slices", slices, 1)
