@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -80,15 +79,9 @@ def main(args: argparse.Namespace) -> int:
 
     from grain_shard.tools.demo.digits import digits_folder, write_digits
     from grain_shard.tools.demo.run import compare, run
-    from grain_shard.tools.rehearse.result import RehearsalError
 
     given = contextlib.nullcontext(args.distributed)
-    with given if args.distributed else tempfile.TemporaryDirectory() as name:
-        directory = epath.Path(name)
+    with given if args.distributed else tempfile.TemporaryDirectory() as directory:
         write_digits(digits_folder())
-        try:
-            kept = (run if args.hosts == 1 else compare)(args, directory)
-        except RehearsalError as error:
-            print(f"demo: {error}", file=sys.stderr)
-            return 1
+        kept = (run if args.hosts == 1 else compare)(args, epath.Path(directory))
     return 0 if kept else 1
