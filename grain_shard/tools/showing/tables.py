@@ -44,40 +44,33 @@ class FittingTable:
         left: int,
         row_styles: Sequence[str] = (),
     ):
-        self._columns, self._lines, self._left = columns, list(lines), left
-        self._row_styles = row_styles
+        self._lines = list(lines)
+        self._table = Table(box=box.SIMPLE_HEAD, row_styles=row_styles)
+        for i, head in enumerate(columns):
+            cells = [line[i] for line in self._lines]
+            words = " ".join([head, *cells]).split()
+            is_left = i < left
+            # No column is narrower than its longest unbreakable text.
+            least = max(map(cell_len, words if is_left else [*head.split(), *cells]))
+            justify = "left" if is_left else "right"
+            self._table.add_column(Text(head), justify=justify, min_width=least)
+        for line in self._lines:
+            self._table.add_row(*map(Text, line))  # rich would read words in brackets as a style
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        segments = list(console.render(self._table(), options))
+        segments = list(console.render(self._table, options))
         widths = map(Segment.get_line_length, Segment.split_lines(segments))
         if max(widths, default=0) <= options.max_width:
             yield from segments
             return
         for number, line in enumerate(self._lines):
-            small = Table(box=None, show_header=False, padding=(0, 2))
-            if self._row_styles:
-                small.style = self._row_styles[number % len(self._row_styles)]
-            for column, cell in zip(self._columns, line, strict=True):
+            style = self._table.get_row_style(console, number)
+            small = Table(box=None, show_header=False, padding=(0, 2), style=style)
+            for column, cell in zip(self._table.columns, line, strict=True):
                 if cell:
-                    small.add_row(Text(column), Text(cell))
+                    small.add_row(column.header, Text(cell))
             yield small
             yield ""
-
-    def _table(self) -> Table:
-        """Returns one table, in which no column is narrower than its longest unbreakable text."""
-        table = Table(box=box.SIMPLE_HEAD, row_styles=self._row_styles)
-        for i, head in enumerate(self._columns):
-            cells = [line[i] for line in self._lines]
-            words = " ".join([head, *cells]).split()
-            is_left = i < self._left
-            table.add_column(
-                head,
-                justify="left" if is_left else "right",
-                min_width=max(map(cell_len, words if is_left else [*head.split(), *cells])),
-            )
-        for line in self._lines:
-            table.add_row(*map(Text, line))  # rich would read words in brackets as a style
-        return table
 
 
 class FirstLines:
