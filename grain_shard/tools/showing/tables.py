@@ -11,7 +11,7 @@ from typing import Any
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Console
 from rich.filesize import decimal
 from rich.jupyter import JUPYTER_HTML_FORMAT
 from rich.segment import Segment
@@ -22,7 +22,19 @@ from rich.text import Text
 _TEXT_WIDTH = 100
 
 
-class FittingTable:
+class InNotebooks:
+    """Base class that shows an object as HTML in a notebook, if rich can render its class.
+
+    The notebook also gets plain text: for a terminal, for GitHub before it has loaded the HTML, and
+    for a comparison of two versions of a notebook. Unlike rich's own text, this text has no color
+    codes.
+    """
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": to_html(self), "text/plain": to_text(self)}
+
+
+class FittingTable(InNotebooks):
     """A table for `rich` that stays readable on a narrow screen.
 
     If there is no room for all columns, each line becomes a small table of its own. (A table of
@@ -73,7 +85,7 @@ class FittingTable:
             yield ""
 
 
-class FirstLines:
+class FirstLines(InNotebooks):
     """Tables and texts one below the other, cut off after a number of lines.
 
     Args:
@@ -94,29 +106,13 @@ class FirstLines:
             yield Text("  and more")
 
 
-class InNotebooks:
-    """Base class that shows an object as HTML in a notebook, if rich can render its class.
-
-    The notebook also gets plain text: for a terminal, for GitHub before it has loaded the HTML, and
-    for a comparison of two versions of a notebook. Unlike rich's own text, this text has no color
-    codes.
-    """
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/html": to_html(self), "text/plain": to_text(self)}
-
-
-class _Page(InNotebooks, Group):
-    """A group of tables and texts that a notebook shows as HTML, one below the other."""
-
-
-def to_screen(renderable: Any) -> None:
+def to_screen(renderable: InNotebooks) -> None:
     """Prints a table: in colors if stdout is a terminal, and as HTML in a notebook."""
     console = Console(width=screen_width())
     if console.is_jupyter:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
-        display(_Page(renderable))
+        display(renderable)
     else:
         console.print(renderable, highlight=False)
 
