@@ -72,7 +72,7 @@ def show(batch_or_dataset: Any) -> None:
     batch, tables, row_dims = batch_or_dataset, [], 1
     if (ds := sharded(batch_or_dataset)) is not None:
         batch, row_dims = ds.abstract_batch(), ds.row_dims
-        facts = list(_facts(ds, _global_batch_size(batch, row_dims)))
+        facts = list(_facts(ds, batch))
         is_iterator = isinstance(batch_or_dataset, ShardedIterator)
         if is_iterator and (reads := str(batch_or_dataset.stats().reads)):
             facts.append(("reads side by side", reads))
@@ -99,19 +99,6 @@ def _of_one_microbatch(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
 
 
-def _global_batch_size(batch: Any, row_dims: int) -> int | None:
-    """Returns the number of rows of a global batch.
-
-    None means that the batch has no global array with rows: its leaves are text or scalars.
-
-    Args:
-        batch: A tree of `jax.ShapeDtypeStruct`; text leaves are numpy arrays.
-        row_dims: Number of leading dims that count rows: 2 with microbatches, else 1.
-    """
-    structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    return next((math.prod(s.shape[:row_dims]) for s in structs if s.shape), None)
-
-
 def _lines(batch: Any, row_dims: int) -> Iterator[tuple[str, ...]]:
     paths, leaves, _ = flatten(batch)
     described = [LeafText.of(leaf, row_dims) for leaf in leaves]
@@ -125,7 +112,15 @@ def _lines(batch: Any, row_dims: int) -> Iterator[tuple[str, ...]]:
     yield "a batch", "", "", describe_bytes(total)
 
 
-def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[str, str]]:
+def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
+    """Yields facts of a dataset as text: pairs (name, value).
+
+    Args:
+        ds: The dataset.
+        batch: Its abstract batch. It has no number of rows if its leaves are text or scalars.
+    """
+    structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    global_batch_size = next((math.prod(s.shape[: ds.row_dims]) for s in structs if s.shape), None)
     settings, layout = ds.settings, ds.layout
     axes = describe_mesh(ds.shardings.mesh_axes) or "none"
     yield "mesh", f"{axes}; {layout.num_hosts} hosts" if layout.num_hosts > 1 else axes
