@@ -21,19 +21,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from grain_shard.spans import (
-    BATCH,
-    MAP,
-    PAD,
-    PLACE,
-    READ,
-    STAGES,
-    STEP,
-    TASK,
-    WAIT,
-    WORK,
-    Span,
-)
+from grain_shard.spans import BATCH, MAP, PAD, PLACE, READ, STAGES, STEP, TASK, WAIT, WORK
 from grain_shard.stats.counts import BUSY, MAKING, busiest
 from grain_shard.tools.measuring.loop import covered_s
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
@@ -285,7 +273,7 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> 
 
 
 def _more_side_by_side(who: str, measured: Measurement, pipeline: Pipeline) -> str:
-    full = covered_s(_rests(measured)) / measured.seconds
+    full = covered_s(measured.rests) / measured.seconds
     if full >= _LITTLE_REST:
         return (
             f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) if this waits for files or a"
@@ -310,14 +298,8 @@ def _making_share(measured: Measurement) -> float:
     made = [s for s in measured.spans if s.stage in MAKING]
     if not made:
         return 0.0
-    either_s = covered_s([*made, *_rests(measured)])
+    either_s = covered_s([*made, *measured.rests])
     return 1 - (either_s - covered_s(made)) / measured.seconds
-
-
-def _rests(measured: Measurement) -> list[Span]:
-    """Returns the spans in which a thread that makes batches waited because the buffer was full."""
-    threads = {s.thread for s in measured.spans if s.stage in MAKING}
-    return [s for s in measured.rests if s.thread in threads]
 
 
 def _surely_waits(measured: Measurement) -> bool:
