@@ -91,11 +91,10 @@ def show(batch_or_dataset: Any) -> None:
 
 
 def _of_one_microbatch(leaf: Any) -> Any:
-    if not (isinstance(leaf, jax.ShapeDtypeStruct) and leaf.shape):
-        return leaf
-    sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    sharding = getattr(leaf, "sharding", None)
+    if not (isinstance(sharding, NamedSharding) and leaf.shape):
+        return leaf  # such a leaf is not drawn
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
 
 
@@ -190,8 +189,8 @@ def _dtype(dtype: np.dtype) -> str:
 
 
 def _dims(shape: tuple[int, ...], spec: tuple[Any, ...]) -> str:
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    return ",".join(f"{size}{_at(entry)}" for size, entry in zip(shape, entries, strict=False))
+    pairs = itertools.zip_longest(shape, spec)  # a spec may be shorter than the shape
+    return ",".join(f"{size}{_at(entry)}" for size, entry in pairs)
 
 
 def _at(entry: Any) -> str:
