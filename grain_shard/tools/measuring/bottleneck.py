@@ -172,12 +172,12 @@ def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck
             if _surely_waits(measured)
             else ", or would compute if other processes did not use the processors."
         )
-    return Bottleneck(
+    return _verdict(
         stage,
         f"batches are in the making {_making_share(measured):.0%} of the time, by"
         f" {measured.side_by_side(*MAKING):.1f} threads on average, mostly {_DOING[stage]}, which"
         f" keeps {cores:.2g} processors busy: {finding}",
-        tuple(_advice(stage, who, measured, pipeline)),
+        *_advice(stage, who, measured, pipeline),
     )
 
 
@@ -207,7 +207,7 @@ def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
             "check the network between the workers and this host: more workers would not help.",
             "let the workers send less: uint8 images, converted to floats inside the step.",
         ]
-    return Bottleneck("executor", reason, tuple(advice))
+    return _verdict("executor", reason, *advice)
 
 
 def _who(stage: str, measured: Measurement) -> str:
