@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
@@ -216,25 +215,18 @@ class Plan(InNotebooks):
     def __str__(self) -> str:
         return to_text(self)
 
-    def __rich__(self) -> Any:
-        """Returns all tables of the plan for `rich`, with at most 16 slices and groups of hosts."""
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Yields all tables of the plan for `rich`, with at most 16 slices and groups of hosts."""
+        yield FittingTable(["the job", ""], self._job_lines(), left=2)
+        columns = ["reading", "times each row is read", "rows a host reads a step", "bytes", ""]
         ways = filter(None, (self.needed, self.once))
-        parts: list[Any] = [
-            FittingTable(["the job", ""], self._job_lines(), left=2),
-            FittingTable(
-                ["reading", "times each row is read", "rows a host reads a step", "bytes", ""],
-                map(self._reading_line, ways),
-                left=1,
-            ),
-        ]
+        yield FittingTable(columns, map(self._reading_line, ways), left=1)
         columns = ["rows of a batch", "read a step", "bytes a step", "read an epoch"]
         if self.num_slices > 1:
-            parts.append(FittingTable(["slice", "hosts", *columns], self._slice_lines(), left=3))
-        parts.append(FittingTable(["host", *columns], self._host_lines(), left=2))
+            yield FittingTable(["slice", "hosts", *columns], self._slice_lines(), left=3)
+        yield FittingTable(["host", *columns], self._host_lines(), left=2)
         for warning in self.warnings:
-            text = Text.assemble(("warning: ", "bold yellow"), warning)
-            parts.append(Padding(text, (0, 2)))
-        return Group(*parts)
+            yield Padding(Text.assemble(("warning: ", "bold yellow"), warning), (0, 2))
 
     def _job_lines(self) -> Iterator[tuple[str, str]]:
         axes = describe_mesh(self.mesh.items()) or "none"
