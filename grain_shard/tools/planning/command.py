@@ -190,6 +190,5 @@ def _spec(text: str) -> PartitionSpec:
                 f"{text!r} has an empty axis name. Put a comma between dims, and a plus between two"
                 " axes of one dim: 'data', 'data,seq' or 'data+fsdp,seq'"
             )
-        one = None if word == "-" else word
-        entries.append(tuple(names) if len(names) > 1 else one)
+        entries.append(None if word == "-" else tuple(names))
     return PartitionSpec(*entries)
