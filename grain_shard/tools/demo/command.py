@@ -25,13 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " step compiles once, and if the batches after an interruption are, bit for bit, those of"
         " an uninterrupted run. Otherwise it is 1."
     )
-    parser.add_argument(
-        "--epochs",
-        type=positive_integer,
-        default=10,
-        metavar="N",
-        help="epochs; default: %(default)s",
-    )
+    epochs = "epochs; default: %(default)s"
+    parser.add_argument("--epochs", type=positive_integer, default=10, metavar="N", help=epochs)
     either = parser.add_mutually_exclusive_group()
     hosts = "number of hosts: train on one, then on this many processes, and compare; default: 1"
     either.add_argument("--hosts", type=int, choices=(1, 2, 4, 8), default=1, help=hosts)
