@@ -10,41 +10,31 @@ import sys
 import threading
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from grain_shard.errors import GrainShardError
 from grain_shard.tools.arguments import UsageError
 
-
-class _Subcommand(NamedTuple):
-    """The module of a subcommand, a summary and an example for ``--help``.
-
-    The module has the functions ``add_arguments(parser)`` and ``main(args) -> int``.
-    """
-
-    module: str
-    summary: str
-    example: str
-
-
+# For each subcommand: its module, and a summary and an example for ``--help``. The module has the
+# functions ``add_arguments(parser)`` and ``main(args) -> int``.
 _SUBCOMMANDS = {
-    "demo": _Subcommand(
+    "demo": (
         "grain_shard.tools.demo.command",
         "train a classifier on real images, from files to a checked result",
         "python -m grain_shard demo --hosts 2",
     ),
-    "doctor": _Subcommand(
+    "doctor": (
         "grain_shard.tools.doctor",
         "report versions, devices, and missing parts with their remedies",
         "python -m grain_shard doctor",
     ),
-    "plan": _Subcommand(
+    "plan": (
         "grain_shard.tools.planning.command",
         "show what every host of a pod would read, without the pod",
         "python -m grain_shard plan --topology v5e:16x16 --mesh data=32,model=8 --batch 4096"
         " --records 1281167",
     ),
-    "rehearse": _Subcommand(
+    "rehearse": (
         "grain_shard.tools.rehearse.command",
         "run a multi-host script on this machine, as one process for each host",
         "python -m grain_shard rehearse --hosts 4 train.py",
@@ -145,7 +135,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 
     Only the module of that subcommand is imported, because each import takes seconds.
     """
-    examples = "\n  ".join(["examples:", *(each.example for each in _SUBCOMMANDS.values())])
+    examples = "\n  ".join(["examples:", *(example for *_, example in _SUBCOMMANDS.values())])
     parser = _Parser(
         prog="python -m grain_shard",
         description="Commands of grain_shard, the end of a Grain pipeline.",
@@ -153,14 +143,12 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     choices: Any = parser.add_subparsers(metavar="subcommand", required=True)
-    for name, subcommand in _SUBCOMMANDS.items():
-        choice = choices.add_parser(
-            name, help=subcommand.summary, epilog=f"example: {subcommand.example}"
-        )
+    for name, (module, summary, example) in _SUBCOMMANDS.items():
+        choice = choices.add_parser(name, help=summary, epilog=f"example: {example}")
         if name == called:
-            module = import_module(subcommand.module)
-            module.add_arguments(choice)
-            choice.set_defaults(main=module.main)
+            subcommand = import_module(module)
+            subcommand.add_arguments(choice)
+            choice.set_defaults(main=subcommand.main)
     return parser
 
 

@@ -28,7 +28,6 @@ _PACKAGES = (
     "flax",
 )
 _FEW_FILES = 4096
-_OK = "ok"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +109,7 @@ def checks() -> dict[str, str]:
     for name, (modules, use) in EXTRAS.items():
         lacks = ", ".join(missing(modules))
         remedy = f'lacks {lacks}: pip install "grain-shard[{name}]" (for {use})'
-        found[f"[{name}]"] = remedy if lacks else _OK
+        found[f"[{name}]"] = remedy if lacks else "ok"
     libtpu, has_tpu = _version("libtpu"), tpu_is_here()
     cuda = _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
     found["TPU"] = f"libtpu {libtpu}" if has_tpu else "none"

@@ -21,17 +21,20 @@ def missing(modules: tuple[str, ...]) -> list[str]:
     return [module for module in modules if find_spec(module) is None]
 
 
-def not_installed(use: str, extra: str, modules: list[str], instead: str = "") -> GrainShardError:
-    """Returns the error for a function whose modules are not installed.
+def require(extra: str, use: str, instead: str = "") -> None:
+    """Raises an error if the modules of an optional part are not installed.
 
     Args:
-        use: The function in words, as the subject of a sentence: "a timeline".
-        extra: The optional part that installs the modules: "plot".
-        modules: The modules that are missing.
+        extra: The optional part, such as "plot".
+        use: The function that needs it in words, as the subject of a sentence: "a timeline".
         instead: Words for another remedy, at the end of the message; "" for none.
+
+    Raises:
+        GrainShardError: A module of this part is not installed.
     """
-    packages = " and ".join(_PACKAGES.get(module, module) for module in modules)
-    return GrainShardError(
-        f"{use} needs {packages}, which is not installed.\n"
-        f'  remedy: pip install "grain-shard[{extra}]"{instead}'
-    )
+    if lacking := missing(EXTRAS[extra][0]):
+        packages = " and ".join(_PACKAGES.get(module, module) for module in lacking)
+        raise GrainShardError(
+            f"{use} needs {packages}, which is not installed.\n"
+            f'  remedy: pip install "grain-shard[{extra}]"{instead}'
+        )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import glob
 import os
 
-_NAMES = {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost"}
+NO_TPU = {"TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 
 def tpu_is_here() -> bool:
@@ -32,5 +32,5 @@ def keep_libtpu_quiet() -> None:
     Call this function before JAX starts.
     """
     if not tpu_is_here():
-        for name, value in _NAMES.items():
+        for name, value in NO_TPU.items():
             os.environ.setdefault(name, value)

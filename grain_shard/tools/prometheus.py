@@ -5,24 +5,17 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from grain_shard.iteration.iterator import ShardedIterator
 from grain_shard.spans import WAIT
-from grain_shard.stats.figures import FIGURES, Stats
+from grain_shard.stats.figures import FIGURES
 
 
-class HasStats(Protocol):
-    """An iterator with figures: a `ShardedIterator`, such as ``iter(ds)`` or ``ds.epochs(n)``."""
-
-    def stats(self) -> Stats:
-        """Returns the figures so far."""
-        ...
-
-
-def export(batches: HasStats, dataset: str, registry: CollectorRegistry = REGISTRY) -> None:
+def export(batches: ShardedIterator, dataset: str, registry: CollectorRegistry = REGISTRY) -> None:
     """Lets Prometheus scrape an iterator for as long as the iterator lives.
 
     The figures are computed at each scrape, and are named as in `Stats.as_dict`. Two further sums
@@ -31,7 +24,8 @@ def export(batches: HasStats, dataset: str, registry: CollectorRegistry = REGIST
     the share of time in which the loop waits.
 
     Args:
-        batches: The iterator. The registry does not keep it alive.
+        batches: The iterator, such as ``iter(ds)`` or ``ds.epochs(n)``. The registry does not keep
+            it alive.
         dataset: Value of the label ``dataset``. A later iterator with the same value replaces this
             one. Its sums begin at 0, and Prometheus treats that as a restart.
         registry: The registry that Prometheus scrapes.
@@ -68,7 +62,7 @@ class _Collector:
     """
 
     def __init__(self):
-        self.exported: weakref.WeakValueDictionary[str, HasStats] = weakref.WeakValueDictionary()
+        self.exported = weakref.WeakValueDictionary[str, ShardedIterator]()
 
     def describe(self) -> list[Metric]:
         """Returns an empty list, in place of the names of all metrics.

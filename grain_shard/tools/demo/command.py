@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 from grain_shard.errors import GrainShardError
 from grain_shard.tools.arguments import UsageError, positive_integer
 from grain_shard.tools.demo import MIN_ACCURACY, VIRTUAL_DEVICES
-from grain_shard.tools.extras import EXTRAS, missing, not_installed
+from grain_shard.tools.extras import require
 from grain_shard.tools.libtpu import keep_libtpu_quiet
 
 
@@ -26,13 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " step compiles once, and if the batches after an interruption are, bit for bit, those of"
         " an uninterrupted run. Otherwise it is 1."
     )
-    parser.add_argument(
-        "--epochs",
-        type=positive_integer,
-        default=10,
-        metavar="N",
-        help="epochs; default: %(default)s",
-    )
+    epochs = "epochs; default: %(default)s"
+    parser.add_argument("--epochs", type=positive_integer, default=10, metavar="N", help=epochs)
     either = parser.add_mutually_exclusive_group()
     hosts = "number of hosts: train on one, then on this many processes, and compare; default: 1"
     either.add_argument("--hosts", type=int, choices=(1, 2, 4, 8), default=1, help=hosts)
@@ -51,8 +45,7 @@ def main(args: argparse.Namespace) -> int:
         GrainShardError: A package is missing, no other hosts are found, or the images cannot be
             written.
     """
-    if lacking := missing(EXTRAS["demo"][0]):
-        raise not_installed("the demo", "demo", lacking)
+    require("demo", "the demo")
     if args.distributed and any(Path(args.distributed).glob("*")):
         raise UsageError(f"{args.distributed} is not empty.\n  remedy: pass a new folder.")
     if not args.distributed:
@@ -81,15 +74,9 @@ def main(args: argparse.Namespace) -> int:
 
     from grain_shard.tools.demo.digits import digits_folder, write_digits
     from grain_shard.tools.demo.run import compare, run
-    from grain_shard.tools.rehearse.result import RehearsalError
 
     given = contextlib.nullcontext(args.distributed)
-    with given if args.distributed else tempfile.TemporaryDirectory() as name:
-        directory = epath.Path(name)
+    with given if args.distributed else tempfile.TemporaryDirectory() as directory:
         write_digits(digits_folder())
-        try:
-            kept = (run if args.hosts == 1 else compare)(args, directory)
-        except RehearsalError as error:
-            print(f"demo: {error}", file=sys.stderr)
-            return 1
+        kept = (run if args.hosts == 1 else compare)(args, epath.Path(directory))
     return 0 if kept else 1

@@ -21,19 +21,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from grain_shard.spans import (
-    BATCH,
-    MAP,
-    PAD,
-    PLACE,
-    READ,
-    STAGES,
-    STEP,
-    TASK,
-    WAIT,
-    WORK,
-    Span,
-)
+from grain_shard.spans import BATCH, MAP, PAD, PLACE, READ, STAGES, STEP, TASK, WAIT, WORK
 from grain_shard.stats.counts import BUSY, MAKING, busiest
 from grain_shard.tools.measuring.loop import covered_s
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
@@ -78,89 +66,84 @@ class Bottleneck(NamedTuple):
     advice: tuple[str, ...]
 
 
+def _verdict(name: str, reason: str, *advice: str) -> Bottleneck:
+    """Returns a `Bottleneck`, with each text of the advice as an argument of its own."""
+    return Bottleneck(name, reason, advice)
+
+
 def find_bottleneck(measured: Measurement) -> Bottleneck:
     """Returns the stage that holds the loop up, with the advice that fits the pipeline."""
     pipeline = measured.pipeline or Pipeline()
     if measured.num_batches < min(_ENOUGH, measured.num_batches_asked / 2):
-        return Bottleneck(
+        return _verdict(
             "unseen",
             f"the dataset ended after {measured.num_batches} of the {measured.num_batches_asked}"
             " batches to measure, too few to find the bottleneck.",
-            ("put .repeat() before .batch, and profile again.",),
+            "put .repeat() before .batch, and profile again.",
         )
     waits = f"the loop waits {measured.busy(WAIT):.0%} of the time"
     if measured.busy(WAIT) < _LITTLE_WAIT and measured.figures.stage_s(STEP) > 0:
-        return Bottleneck(
+        return _verdict(
             STEP,
             f"{waits}; the pipeline keeps up with the step.",
-            ("make the training step faster: no change to the pipeline makes the loop faster.",),
+            "make the training step faster: no change to the pipeline makes the loop faster.",
         )
     stage = _busiest(measured)
     if stage == PLACE:
-        return Bottleneck(
+        return _verdict(
             PLACE,
             f"the thread that hands batches to the devices is {measured.busy(PLACE):.0%} busy.",
-            (
-                _SEND_LESS,
-                "merge leaves into fewer, larger ones: each leaf costs one call per device.",
-                "use a larger global batch if batches are small.",
-            ),
+            _SEND_LESS,
+            "merge leaves into fewer, larger ones: each leaf costs one call per device.",
+            "use a larger global batch if batches are small.",
         )
     if stage is not None and pipeline.has_executor:
         return _tasks(measured, pipeline)
     if stage is not None:
         return _making(stage, measured, pipeline)
     if pipeline.num_workers:
-        return Bottleneck(
+        return _verdict(
             "workers",
             f"{waits}, but not for a thread of this process. Worker processes make the batches"
             f" (num_workers={pipeline.num_workers}), and the profile does not see their stages.",
-            (
-                "raise num_workers, as long as processor cores are idle.",
-                "profile once with num_workers=0 to see which stage takes the time.",
-            ),
+            "raise num_workers, as long as processor cores are idle.",
+            "profile once with num_workers=0 to see which stage takes the time.",
         )
     if not measured.figures.stage_s(READ):
-        return Bottleneck(
+        return _verdict(
             "unseen",
             f"{waits}, but the pipeline does not report when it reads batches.",
-            ("end the pipeline with .shard_to(mesh), whose stages report their times.",),
+            "end the pipeline with .shard_to(mesh), whose stages report their times.",
         )
     idle = _idle_share(measured)
     if idle >= _MOST:
         once = 'compare with read="needed", because the devices exchange rows now.'
-        return Bottleneck(
+        return _verdict(
             "handover",
             f"during {idle:.0%} of the waiting no stage was at work: batches were ready, but"
             " something after the pipeline was not.",
-            (
-                "move a .map that follows .shard_to before .batch, or into the step.",
-                *([once] if pipeline.reads_once else []),
-                _SEND_LESS,
-                "use a larger global batch if the training step is very short.",
-            ),
+            "move a .map that follows .shard_to before .batch, or into the step.",
+            *([once] if pipeline.reads_once else []),
+            _SEND_LESS,
+            "use a larger global batch if the training step is very short.",
         )
     making = f"{waits}, and batches are in the making only {_making_share(measured):.0%} of it"
     few, least_s = _longest_waits(measured)
     if few > _FEW * measured.num_batches:
-        return Bottleneck(
+        return _verdict(
             "unseen",
             f"{making}, but the loop waits about as long for most batches: neither a stage nor a"
             " few slow batches explain that.",
-            (
-                "profile more batches, while nothing else needs the processors.",
-                "look for Python code beside the pipeline, in the step or in other threads: while"
-                " that code runs, the threads that make batches cannot run.",
-            ),
+            "profile more batches, while nothing else needs the processors.",
+            "look for Python code beside the pipeline, in the step or in other threads: while"
+            " that code runs, the threads that make batches cannot run.",
         )
-    return Bottleneck(
+    return _verdict(
         "buffer",
         f"{making}: half of the waiting is for {few} of {measured.num_batches} batches"
         f", {least_s * 1e3:,.1f} ms or more for each, and the buffers hold too few ready batches.",
-        (
-            f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) to cover a slow batch.",
-            "or make the slow batches faster: .plot() shows which batches are slow.",
-        ),
+        f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) to cover a slow batch.",
+        "or make the slow batches faster: .plot() shows which batches are slow.",
     )
 
 
@@ -189,12 +172,12 @@ def _making(stage: str, measured: Measurement, pipeline: Pipeline) -> Bottleneck
             if _surely_waits(measured)
             else ", or would compute if other processes did not use the processors."
         )
-    return Bottleneck(
+    return _verdict(
         stage,
         f"batches are in the making {_making_share(measured):.0%} of the time, by"
         f" {measured.side_by_side(*MAKING):.1f} threads on average, mostly {_DOING[stage]}, which"
         f" keeps {cores:.2g} processors busy: {finding}",
-        tuple(_advice(stage, who, measured, pipeline)),
+        *_advice(stage, who, measured, pipeline),
     )
 
 
@@ -224,7 +207,7 @@ def _tasks(measured: Measurement, pipeline: Pipeline) -> Bottleneck:
             "check the network between the workers and this host: more workers would not help.",
             "let the workers send less: uint8 images, converted to floats inside the step.",
         ]
-    return Bottleneck("executor", reason, tuple(advice))
+    return _verdict("executor", reason, *advice)
 
 
 def _who(stage: str, measured: Measurement) -> str:
@@ -290,7 +273,7 @@ def _advice(stage: str, who: str, measured: Measurement, pipeline: Pipeline) -> 
 
 
 def _more_side_by_side(who: str, measured: Measurement, pipeline: Pipeline) -> str:
-    full = covered_s(_rests(measured)) / measured.seconds
+    full = covered_s(measured.rests) / measured.seconds
     if full >= _LITTLE_REST:
         return (
             f"raise cpu_buffer_size ({pipeline.cpu_buffer_size} now) if this waits for files or a"
@@ -315,14 +298,8 @@ def _making_share(measured: Measurement) -> float:
     made = [s for s in measured.spans if s.stage in MAKING]
     if not made:
         return 0.0
-    either_s = covered_s([*made, *_rests(measured)])
+    either_s = covered_s([*made, *measured.rests])
     return 1 - (either_s - covered_s(made)) / measured.seconds
-
-
-def _rests(measured: Measurement) -> list[Span]:
-    """Returns the spans in which a thread that makes batches waited because the buffer was full."""
-    threads = {s.thread for s in measured.spans if s.stage in MAKING}
-    return [s for s in measured.rests if s.thread in threads]
 
 
 def _surely_waits(measured: Measurement) -> bool:

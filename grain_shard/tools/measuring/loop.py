@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -15,28 +15,21 @@ from grain_shard.stats.counts import mask_of, size_of
 from grain_shard.trees import MASK_KEY
 
 
-class Loop(NamedTuple):
-    """The record of a loop that took batches and ran a training step with each.
-
-    Attributes:
-        spans: All spans that any thread recorded during the loop, in the order of their start.
-        sizes: For each batch, a dict with its numbers of "records" and "bytes".
-        read_threads: The number of reading threads at the end of the loop and the reason for it,
-            as text; "" if not known.
-    """
-
-    spans: list[Span]
-    sizes: list[dict[str, int]]
-    read_threads: str
-
-
-def run_loop(ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | None) -> Loop:
-    """Runs a loop over batches, and returns its record, a `Loop`.
+def run_loop(
+    ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | None
+) -> tuple[list[Span], list[dict[str, int]], str]:
+    """Runs a loop that takes batches and runs a training step with each, and records it.
 
     Args:
         ds: The dataset or an iterator. A given iterator is not closed.
         num_batches: Number of batches to take. The loop takes fewer if the dataset ends.
         step: The training step, called with each batch; None for no step.
+
+    Returns:
+        A triple (spans, sizes, read_threads). The spans are all that any thread recorded during the
+        loop, in the order of their start. The sizes are a dict for each batch, with its numbers of
+        "records" and "bytes". The text `read_threads` is the number of reading threads at the end
+        of the loop and the reason for it; "" if not known.
 
     Raises:
         ValueError: The step returned nothing.
@@ -68,7 +61,7 @@ def run_loop(ds: Iterable[Any], num_batches: int, step: Callable[[Any], Any] | N
         # A step that donates its batch deletes the mask. Then all rows count as records.
         if mask is not None and not (isinstance(mask, jax.Array) and mask.is_deleted()):
             size["records"] = int(mask.sum())
-    return Loop(sorted(spans, key=lambda s: s.start), sizes, read_threads)
+    return sorted(spans, key=lambda s: s.start), sizes, read_threads
 
 
 def _take(step: Callable[[Any], Any], batch: Any) -> None:

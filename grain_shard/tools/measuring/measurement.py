@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from grain_shard.iteration.sharded_dataset import ShardedDataset
 from grain_shard.spans import LOOP, PAD, PLACE, ROOM, STAGES, WORK, Span
+from grain_shard.stats.counts import MAKING
 from grain_shard.stats.figures import Figures
 from grain_shard.tools.measuring.loop import covered_s, cut
 
@@ -96,8 +97,9 @@ class Measurement:
 
     @functools.cached_property
     def rests(self) -> tuple[Span, ...]:
-        """Spans in the measured loop in which a thread rested because a buffer was full."""
-        return self._within(ROOM)
+        """Spans in which a thread that makes batches rested because the buffer was full."""
+        threads = {s.thread for s in self.spans if s.stage in MAKING}
+        return tuple(s for s in self._within(ROOM) if s.thread in threads)
 
     def _within(self, *stages: str) -> tuple[Span, ...]:
         return tuple(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from grain_shard.errors import GrainShardError, require_int
 from grain_shard.iteration.sharded_dataset import sharded
-from grain_shard.spans import STEP, WAIT
-from grain_shard.tools.extras import missing, not_installed
+from grain_shard.spans import LOOP, WAIT
+from grain_shard.tools.extras import require
 from grain_shard.tools.measuring.bottleneck import Bottleneck, find_bottleneck
 from grain_shard.tools.measuring.loop import run_loop
 from grain_shard.tools.measuring.measurement import Measurement, Pipeline
@@ -67,8 +67,7 @@ class Profile(Measurement):
         Raises:
             GrainShardError: matplotlib is not installed.
         """
-        if lacking := missing(("matplotlib",)):
-            raise not_installed("a timeline", "plot", lacking, ", or print the profile.")
+        require("plot", "a timeline", ", or print the profile.")
         from grain_shard.tools.measuring.timeline_plot import draw
 
         return draw(self, self.bottleneck)
@@ -171,13 +170,13 @@ def profile(
     """
     require_int("num_batches", num_batches, 1)
     require_int("warmup", warmup, 0)
-    loop = run_loop(ds, warmup + num_batches, step)
-    if not loop.sizes:
+    spans, sizes, read_threads = run_loop(ds, warmup + num_batches, step)
+    if not sizes:
         raise ValueError("the dataset has no batch to measure.")
-    warmup = min(warmup, len(loop.sizes) - 1)
-    sizes = loop.sizes[warmup:]
-    start = [s.start for s in loop.spans if s.stage == WAIT][warmup]
-    end = max(s.end for s in loop.spans if s.stage == (WAIT if step is None else STEP))
+    warmup = min(warmup, len(sizes) - 1)
+    sizes = sizes[warmup:]
+    start = [s.start for s in spans if s.stage == WAIT][warmup]
+    end = max(s.end for s in spans if s.stage in LOOP)
     pipeline = sharded(ds)
     return Profile(
         num_batches=len(sizes),
@@ -185,13 +184,11 @@ def profile(
         warmup=warmup,
         # A clock has a smallest unit, so a short loop may take 0 s. The rates divide by `seconds`.
         seconds=max(end - start, time.get_clock_info("perf_counter").resolution),
-        recorded_spans=tuple(
-            s._replace(start=s.start - start, end=s.end - start) for s in loop.spans
-        ),
+        recorded_spans=tuple(s._replace(start=s.start - start, end=s.end - start) for s in spans),
         pipeline=None if pipeline is None else Pipeline.of(pipeline),
         num_examples=sum(size["records"] for size in sizes),
         num_bytes=sum(size["bytes"] for size in sizes),
-        read_threads=loop.read_threads,
+        read_threads=read_threads,
     )
 
 

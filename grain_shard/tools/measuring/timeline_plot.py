@@ -54,10 +54,8 @@ def draw(measured: Measurement, bottleneck: str) -> Figure:
             bottom = y - _LANE_HEIGHT / 2 + i * height
             color = _COLORS[lane]
             # Every other bar is lighter, so that adjacent spans can be told apart.
-            for shade, every_other in ((1.0, bars[::2]), (0.6, bars[1::2])):
-                axes.broken_barh(
-                    every_other, (bottom, height), facecolor=(color, shade), edgecolor=color
-                )
+            shades = [(color, 1.0), (color, 0.6)]
+            axes.broken_barh(bars, (bottom, height), facecolor=shades, edgecolor=color)
         a_batch = lanes[lane] / measured.num_batches * 1e3
         axes.plot([], [], color=_COLORS[lane], linewidth=7, label=f"{lane} {a_batch:.2f} ms")
     names = [f"{lane}\n(bottleneck)" if lane == bottleneck else lane for lane in lanes]

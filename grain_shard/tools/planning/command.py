@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 
 from grain_shard.errors import ShardingError
 from grain_shard.tools.arguments import UsageError, positive_integer
-from grain_shard.tools.planning.compile_step import compile_step, load_step, memory_lines
+from grain_shard.tools.planning.compile_step import compile_step, load_step, memory_table
 from grain_shard.tools.planning.picture import draw_mesh
 from grain_shard.tools.planning.plan import plan
 from grain_shard.tools.planning.topology import hosts_mesh, topology_mesh
-from grain_shard.tools.showing.tables import FittingTable, to_screen
+from grain_shard.tools.showing.tables import to_screen
 from grain_shard.training.hardware import HardwareType
 
 _CHIPS = ", ".join(HardwareType)
@@ -106,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
     if args.compile is not None:
         # `load_step` runs the user's script on this machine, where JAX must not look for a TPU.
         jax.config.update("jax_platforms", "cpu")
-        memory = compile_step(load_step(args.compile), mesh, args.spec, size, args.microbatches)
+        memory = compile_step(load_step(*args.compile), mesh, args.spec, size, args.microbatches)
     if args.picture is not None:
         rows_of = "a batch" if args.microbatches is None else "a microbatch"
         num_rows = size // (args.microbatches or 1)
@@ -118,8 +118,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         to_screen(planned)
         if memory is not None:
-            columns = ["the compiled step", "on a device"]
-            to_screen(FittingTable(columns, memory_lines(memory), left=1))
+            to_screen(memory_table(memory))
     return 0
 
 
@@ -135,8 +134,8 @@ def _chip(text: str) -> HardwareType:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {_CHIPS}") from None
 
 
-def _script_and_name(text: str) -> str:
-    """Returns the text, such as ``train.py:build``, if the script exists.
+def _script_and_name(text: str) -> tuple[str, str]:
+    """Returns the script and the name of a text such as ``train.py:build``, if the script exists.
 
     Raises:
         ArgumentTypeError: The text has another form, or there is no such file.
@@ -146,7 +145,7 @@ def _script_and_name(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} does not have the form train.py:build")
     if not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {path!r}")
-    return text
+    return path, name
 
 
 def _picture(text: str) -> Path:
@@ -191,6 +190,5 @@ def _spec(text: str) -> PartitionSpec:
                 f"{text!r} has an empty axis name. Put a comma between dims, and a plus between two"
                 " axes of one dim: 'data', 'data,seq' or 'data+fsdp,seq'"
             )
-        one = None if word == "-" else word
-        entries.append(tuple(names) if len(names) > 1 else one)
+        entries.append(None if word == "-" else tuple(names))
     return PartitionSpec(*entries)

@@ -18,17 +18,17 @@ from grain_shard.errors import ShardingError
 from grain_shard.sharding.assemble import Assembler
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.tools.arguments import UsageError
-from grain_shard.tools.showing.tables import describe_bytes
+from grain_shard.tools.showing.tables import FittingTable, describe_bytes
 from grain_shard.training.step_memory import StepMemory, lower, step_memory
 from grain_shard.trees import MASK_KEY
 
 
-def memory_lines(memory: StepMemory) -> list[tuple[str, str]]:
-    """Returns the lines of a table of the step's memory on one device: pairs (use, size as text).
+def memory_table(memory: StepMemory) -> FittingTable:
+    """Returns a table of the step's memory on one device, with a line for each use.
 
     The last line says that the step takes the batch as `shard_to` hands it out.
     """
-    return [
+    lines = [
         ("state and batch", describe_bytes(memory.argument_bytes)),
         ("results, less donated memory", describe_bytes(memory.output_bytes - memory.alias_bytes)),
         ("temporaries", describe_bytes(memory.temp_bytes)),
@@ -36,18 +36,19 @@ def memory_lines(memory: StepMemory) -> list[tuple[str, str]]:
         ("in all", describe_bytes(memory.total_bytes)),
         ("the batch goes in", "as .shard_to hands it out"),
     ]
+    return FittingTable(["the compiled step", "on a device"], lines, left=1)
 
 
-def load_step(reference: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
+def load_step(path: str, name: str) -> Callable[[Mesh], tuple[Any, Any, Any]]:
     """Runs a script, but not as ``__main__``, and returns the function of the given name.
 
     Args:
-        reference: The script and the name, such as ``script.py:name``.
+        path: The script.
+        name: Name of the function.
 
     Raises:
         UsageError: The script defines no such name.
     """
-    path, _, name = reference.rpartition(":")
     names = runpy.run_path(path)
     if name not in names:
         raise UsageError(
@@ -113,12 +114,12 @@ def _batch(record: Any, shardings: ShardingTree, global_batch_size: int) -> Any:
     layout = next(iter(shardings.layouts().values()))
     host_batch_size = len(layout.rows(global_batch_size))
 
+    if isinstance(record, dict):
+        record = {**record, MASK_KEY: ShapeDtypeStruct((), np.bool_)}
+        shardings = shardings.with_mask(MASK_KEY)
+
     def rows(leaf: Any) -> np.ndarray:
         zero = np.zeros((), leaf.dtype)
         return np.broadcast_to(zero, (host_batch_size, *leaf.shape))  # without allocating the rows
 
-    batch = jax.tree.map(rows, record)
-    if isinstance(batch, dict):
-        batch[MASK_KEY] = np.ones(host_batch_size, np.bool_)
-        shardings = shardings.with_mask(MASK_KEY)
-    return Assembler(shardings, layout).abstract(batch)
+    return Assembler(shardings, layout).abstract(jax.tree.map(rows, record))

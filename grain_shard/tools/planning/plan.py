@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import grain
-import numpy as np
 
 from grain_shard.errors import ShardingError, describe_spec, require_choice, require_int
 from grain_shard.reading.padding import Remainder
@@ -93,19 +93,14 @@ def plan(
         return None if record_bytes is None else rows * record_bytes
 
     def reads(mode: Literal["needed", "once"], layouts: dict[int, BatchLayout]) -> Reads:
-        def reads_of(hosts: Sequence[int]) -> RowReads:
+        def reads_of(*hosts: int) -> RowReads:
             shards = sorted({shard for host in hosts for shard in layouts[host].shards})
             together = dataclasses.replace(layouts[hosts[0]], shards=tuple(shards))
-            # Padding is at the end of a batch. So a row holds a record, and is read, if its index
-            # is below the number of records in the batch. For each host, `held` has the number of
-            # such rows in a full batch and in the last batch of an epoch.
-            held = [
-                np.searchsorted(layouts[host].rows(size), [global_batch_size, rest])
-                for host in hosts
-            ]
-            of_full, of_last = np.sum(held, axis=0).tolist()
+            of_hosts = [layouts[host].ranges(size) for host in hosts]
+            of_full = sum(_rows_with_records(rows, global_batch_size) for rows in of_hosts)
+            of_last = sum(_rows_with_records(rows, rest) for rows in of_hosts)
             return RowReads(
-                hosts=tuple(hosts),
+                hosts=hosts,
                 slice=slice_of_host[hosts[0]],
                 rows=tuple(together.ranges(size)),
                 rows_per_step=of_full,
@@ -113,17 +108,16 @@ def plan(
                 bytes_per_step=bytes_of(of_full),
             )
 
-        of_slices: dict[int, list[int]] = {}
-        for host in layouts:
-            of_slices.setdefault(slice_of_host[host], []).append(host)
+        in_slices = sorted(layouts, key=slice_of_host.__getitem__)
+        by_slice = itertools.groupby(in_slices, slice_of_host.__getitem__)
         first = next(iter(layouts.values()))
         return Reads(
             read=mode,
             divisor=first.divisor,
             padded_batch_size=size,
             amplification=first.amplification,
-            hosts=tuple(reads_of([host]) for host in layouts),
-            slices=tuple(reads_of(of_slices[number]) for number in sorted(of_slices)),
+            hosts=tuple(map(reads_of, layouts)),
+            slices=tuple(reads_of(*hosts) for _, hosts in by_slice),
         )
 
     needed, once = reads("needed", target.layouts()), None
@@ -132,13 +126,9 @@ def plan(
         target.way_to_read("once", global_batch_size)
         once = reads("once", target.spread().layouts())
     blocks = [num_shards(sharding) for sharding in target.named()] or [1]
-    as_it_is = needed if once is None or read == "needed" else once
-    read_again = sum(
-        min(stop, global_batch_size) - min(start, global_batch_size)
-        for of_slice in as_it_is.slices
-        for start, stop in of_slice.rows
-    )
-    read_again -= global_batch_size  # the first read of each row is not counted
+    slices = (once if once and read == "once" else needed).slices
+    read_by_slices = sum(_rows_with_records(part.rows, global_batch_size) for part in slices)
+    read_again = read_by_slices - global_batch_size  # the first read of each row is not counted
     planned = Plan(
         device_kind=devices[0].device_kind,
         hardware=hardware or detect_hardware(devices[0]),
@@ -167,6 +157,19 @@ def plan(
         bytes_read_again=bytes_of(read_again),
     )
     return dataclasses.replace(planned, warnings=tuple(find_warnings(planned)))
+
+
+def _rows_with_records(ranges: Iterable[tuple[int, int]], num_records: int) -> int:
+    """Returns the number of rows that hold a record, and so are read.
+
+    Padding is at the end of a batch. So a row holds a record if its index is below the number of
+    records in the batch.
+
+    Args:
+        ranges: The rows of a padded batch, as (start, stop) ranges.
+        num_records: Number of records in the batch.
+    """
+    return sum(min(stop, num_records) - min(start, num_records) for start, stop in ranges)
 
 
 def _num_batches(

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
@@ -171,9 +170,7 @@ class Plan(InNotebooks):
     @property
     def reads(self) -> Reads:
         """The reads that `shard_to` chooses: the attribute `needed` or the attribute `once`."""
-        reads = self.needed if self.read == "needed" else self.once
-        assert reads is not None
-        return reads
+        return self.once if self.once and self.read == "once" else self.needed
 
     def records(self, host: int, step: int) -> np.ndarray:
         """Returns the indices of the records that a host reads for a batch, ascending: int64[n].
@@ -218,25 +215,18 @@ class Plan(InNotebooks):
     def __str__(self) -> str:
         return to_text(self)
 
-    def __rich__(self) -> Any:
-        """Returns all tables of the plan for `rich`, with at most 16 slices and groups of hosts."""
-        ways = [reads for reads in (self.needed, self.once) if reads is not None]
-        parts: list[Any] = [
-            FittingTable(["the job", ""], self._job_lines(), left=2),
-            FittingTable(
-                ["reading", "times each row is read", "rows a host reads a step", "bytes", ""],
-                map(self._reading_line, ways),
-                left=1,
-            ),
-        ]
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Yields all tables of the plan for `rich`, with at most 16 slices and groups of hosts."""
+        yield FittingTable(["the job", ""], self._job_lines(), left=2)
+        columns = ["reading", "times each row is read", "rows a host reads a step", "bytes", ""]
+        ways = filter(None, (self.needed, self.once))
+        yield FittingTable(columns, map(self._reading_line, ways), left=1)
         columns = ["rows of a batch", "read a step", "bytes a step", "read an epoch"]
         if self.num_slices > 1:
-            parts.append(FittingTable(["slice", "hosts", *columns], self._slice_lines(), left=3))
-        parts.append(FittingTable(["host", *columns], self._host_lines(), left=2))
+            yield FittingTable(["slice", "hosts", *columns], self._slice_lines(), left=3)
+        yield FittingTable(["host", *columns], self._host_lines(), left=2)
         for warning in self.warnings:
-            text = Text.assemble(("warning: ", "bold yellow"), warning)
-            parts.append(Padding(text, (0, 2)))
-        return Group(*parts)
+            yield Padding(Text.assemble(("warning: ", "bold yellow"), warning), (0, 2))
 
     def _job_lines(self) -> Iterator[tuple[str, str]]:
         axes = describe_mesh(self.mesh.items()) or "none"
@@ -261,14 +251,12 @@ class Plan(InNotebooks):
             same = f"{len(groups)} groups of hosts, the first: {describe_few(groups[0])}"
         yield "same rows", same
         if self.num_slices > 1:
-            yield "between slices", f"nothing is exchanged: {self._read_again()}"
-
-    def _read_again(self) -> str:
-        if not self.rows_read_again:
-            return "each slice reads rows of its own"
-        of_bytes = self.bytes_read_again
-        size = "" if of_bytes is None else f" ({describe_bytes(of_bytes)})"
-        return f"{self.rows_read_again:,} rows{size} a step are read again where they are needed"
+            size, again = self.bytes_read_again, "each slice reads rows of its own"
+            if self.rows_read_again:
+                again = f"{self.rows_read_again:,} rows"
+                again += "" if size is None else f" ({describe_bytes(size)})"
+                again += " a step are read again where they are needed"
+            yield "between slices", f"nothing is exchanged: {again}"
 
     def _slice_lines(self) -> Iterator[tuple[str, ...]]:
         for of_slice in self.reads.slices[:_MAX_LINES]:

@@ -18,14 +18,13 @@ from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import Mesh
 
 from grain_shard.errors import ShardingError, require_int
-from grain_shard.tools.extras import missing, not_installed
+from grain_shard.tools.extras import require
+from grain_shard.tools.libtpu import NO_TPU
 
 # Without these variables libtpu asks the metadata server of a TPU VM, and logs errors if there is
 # none. Their values do not matter, because the topology is given by its name.
-_NO_TPU_HERE = {
+_NO_TPU_HERE = NO_TPU | {
     "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     # Several processes may load libtpu at once, because none of them opens a chip.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -67,9 +66,8 @@ def topology_mesh(topology: str, axes: Mapping[str, int], *, slices: int = 1) ->
         >>> mesh.devices.shape, mesh.devices.flat[0].device_kind  # doctest: +SKIP
         ((32, 8), 'TPU v5 lite')
     """
-    if missing(("libtpu",)):
-        instead = " (Linux on x86-64), or give the number of hosts and devices instead."
-        raise not_installed("the topology of a TPU slice", "plan", ["libtpu"], instead)
+    instead = " (Linux on x86-64), or give the number of hosts and devices instead."
+    require("plan", "the topology of a TPU slice", instead)
     from jax.experimental import topologies
 
     require_int("slices", slices, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import types
@@ -47,29 +48,25 @@ def main(args: argparse.Namespace) -> int:
     def stop(number: int, frame: types.FrameType | None) -> None:
         raise _Stopped(number)
 
-    previous = {
-        number: signal.signal(number, stop)
+    with contextlib.ExitStack() as cleanup:
         # SIGHUP is handled, too. A closing terminal sends it to this process, but not to the hosts,
         # because these run in sessions of their own.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN  # under nohup(1), SIGHUP stays ignored
-    }
-    try:
-        result = run_script(
-            [*(["-m"] if args.module else []), args.script, *args.args],
-            hosts=args.hosts,
-            devices_per_host=args.devices_per_host,
-            timeout_s=args.timeout,
-            echo=sys.stdout,
-        )
-    except _Stopped as stopped:
-        (number,) = stopped.args
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        print(f"rehearse: stopped by {name}; no host runs any more", file=sys.stderr)
-        return 128 + number
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # under nohup(1), SIGHUP stays ignored
+                cleanup.callback(signal.signal, number, signal.signal(number, stop))
+        try:
+            result = run_script(
+                [*(["-m"] if args.module else []), args.script, *args.args],
+                hosts=args.hosts,
+                devices_per_host=args.devices_per_host,
+                timeout_s=args.timeout,
+                echo=sys.stdout,
+            )
+        except _Stopped as stopped:
+            (number,) = stopped.args
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            print(f"rehearse: stopped by {name}; no host runs any more", file=sys.stderr)
+            return 128 + number
     if result.exit_code != 0:
         print("rehearse:", "\n".join(result.verdict()), file=sys.stderr)
     return result.exit_code

@@ -150,7 +150,6 @@ class HostProcess:
             errors="replace",
             start_new_session=True,  # a signal to the process's group then reaches its children too
         )
-        assert self._process.stdout is not None
         stdout = self._process.stdout
         self._reader = threading.Thread(target=self._read, args=(stdout,), daemon=True)
         self._waiter = threading.Thread(target=self._wait, daemon=True)

@@ -176,8 +176,7 @@ def run_script(
                     if processes[host].reap() != 0 and failed_host is None:
                         failed_host = host
         alone = {int(note.name) for note in notes.iterdir()}
-        is_alone = failed_host in alone or (not running and len(alone) == hosts)
-        not_joined = hosts > 1 and is_alone
+        not_joined = hosts > 1 and (failed_host in alone or (not running and len(alone) == hosts))
     while not events.empty():
         record(*events.get())
     returncodes = [process.reap() for process in processes]

@@ -72,7 +72,7 @@ def show(batch_or_dataset: Any) -> None:
     batch, tables, row_dims = batch_or_dataset, [], 1
     if (ds := sharded(batch_or_dataset)) is not None:
         batch, row_dims = ds.abstract_batch(), ds.row_dims
-        facts = list(_facts(ds, _global_batch_size(batch, row_dims)))
+        facts = list(_facts(ds, batch))
         is_iterator = isinstance(batch_or_dataset, ShardedIterator)
         if is_iterator and (reads := str(batch_or_dataset.stats().reads)):
             facts.append(("reads side by side", reads))
@@ -91,25 +91,11 @@ def show(batch_or_dataset: Any) -> None:
 
 
 def _of_one_microbatch(leaf: Any) -> Any:
-    if not (isinstance(leaf, jax.ShapeDtypeStruct) and leaf.shape):
-        return leaf
-    sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    sharding = getattr(leaf, "sharding", None)
+    if not (isinstance(sharding, NamedSharding) and leaf.shape):
+        return leaf  # such a leaf is not drawn
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
-
-
-def _global_batch_size(batch: Any, row_dims: int) -> int | None:
-    """Returns the number of rows of a global batch.
-
-    None means that the batch has no global array with rows: its leaves are text or scalars.
-
-    Args:
-        batch: A tree of `jax.ShapeDtypeStruct`; text leaves are numpy arrays.
-        row_dims: Number of leading dims that count rows: 2 with microbatches, else 1.
-    """
-    structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    return next((math.prod(s.shape[:row_dims]) for s in structs if s.shape), None)
 
 
 def _lines(batch: Any, row_dims: int) -> Iterator[tuple[str, ...]]:
@@ -125,7 +111,15 @@ def _lines(batch: Any, row_dims: int) -> Iterator[tuple[str, ...]]:
     yield "a batch", "", "", describe_bytes(total)
 
 
-def _facts(ds: ShardedDataset, global_batch_size: int | None) -> Iterator[tuple[str, str]]:
+def _facts(ds: ShardedDataset, batch: Any) -> Iterator[tuple[str, str]]:
+    """Yields facts of a dataset as text: pairs (name, value).
+
+    Args:
+        ds: The dataset.
+        batch: Its abstract batch. It has no number of rows if its leaves are text or scalars.
+    """
+    structs = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    global_batch_size = next((math.prod(s.shape[: ds.row_dims]) for s in structs if s.shape), None)
     settings, layout = ds.settings, ds.layout
     axes = describe_mesh(ds.shardings.mesh_axes) or "none"
     yield "mesh", f"{axes}; {layout.num_hosts} hosts" if layout.num_hosts > 1 else axes
@@ -195,8 +189,8 @@ def _dtype(dtype: np.dtype) -> str:
 
 
 def _dims(shape: tuple[int, ...], spec: tuple[Any, ...]) -> str:
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    return ",".join(f"{size}{_at(entry)}" for size, entry in zip(shape, entries, strict=False))
+    pairs = itertools.zip_longest(shape, spec)  # a spec may be shorter than the shape
+    return ",".join(f"{size}{_at(entry)}" for size, entry in pairs)
 
 
 def _at(entry: Any) -> str:

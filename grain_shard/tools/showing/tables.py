@@ -11,7 +11,7 @@ from typing import Any
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Console
 from rich.filesize import decimal
 from rich.jupyter import JUPYTER_HTML_FORMAT
 from rich.segment import Segment
@@ -22,7 +22,19 @@ from rich.text import Text
 _TEXT_WIDTH = 100
 
 
-class FittingTable:
+class InNotebooks:
+    """Base class that shows an object as HTML in a notebook, if rich can render its class.
+
+    The notebook also gets plain text: for a terminal, for GitHub before it has loaded the HTML, and
+    for a comparison of two versions of a notebook. Unlike rich's own text, this text has no color
+    codes.
+    """
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": to_html(self), "text/plain": to_text(self)}
+
+
+class FittingTable(InNotebooks):
     """A table for `rich` that stays readable on a narrow screen.
 
     If there is no room for all columns, each line becomes a small table of its own. (A table of
@@ -44,43 +56,36 @@ class FittingTable:
         left: int,
         row_styles: Sequence[str] = (),
     ):
-        self._columns, self._lines, self._left = columns, list(lines), left
-        self._row_styles = row_styles
+        self._lines = list(lines)
+        self._table = Table(box=box.SIMPLE_HEAD, row_styles=row_styles)
+        for i, head in enumerate(columns):
+            cells = [line[i] for line in self._lines]
+            words = " ".join([head, *cells]).split()
+            is_left = i < left
+            # No column is narrower than its longest unbreakable text.
+            least = max(map(cell_len, words if is_left else [*head.split(), *cells]))
+            justify = "left" if is_left else "right"
+            self._table.add_column(Text(head), justify=justify, min_width=least)
+        for line in self._lines:
+            self._table.add_row(*map(Text, line))  # rich would read words in brackets as a style
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        segments = list(console.render(self._table(), options))
+        segments = list(console.render(self._table, options))
         widths = map(Segment.get_line_length, Segment.split_lines(segments))
         if max(widths, default=0) <= options.max_width:
             yield from segments
             return
         for number, line in enumerate(self._lines):
-            small = Table(box=None, show_header=False, padding=(0, 2))
-            if self._row_styles:
-                small.style = self._row_styles[number % len(self._row_styles)]
-            for column, cell in zip(self._columns, line, strict=True):
+            style = self._table.get_row_style(console, number)
+            small = Table(box=None, show_header=False, padding=(0, 2), style=style)
+            for column, cell in zip(self._table.columns, line, strict=True):
                 if cell:
-                    small.add_row(Text(column), Text(cell))
+                    small.add_row(column.header, Text(cell))
             yield small
             yield ""
 
-    def _table(self) -> Table:
-        """Returns one table, in which no column is narrower than its longest unbreakable text."""
-        table = Table(box=box.SIMPLE_HEAD, row_styles=self._row_styles)
-        for i, head in enumerate(self._columns):
-            cells = [line[i] for line in self._lines]
-            words = " ".join([head, *cells]).split()
-            is_left = i < self._left
-            table.add_column(
-                head,
-                justify="left" if is_left else "right",
-                min_width=max(map(cell_len, words if is_left else [*head.split(), *cells])),
-            )
-        for line in self._lines:
-            table.add_row(*map(Text, line))  # rich would read words in brackets as a style
-        return table
 
-
-class FirstLines:
+class FirstLines(InNotebooks):
     """Tables and texts one below the other, cut off after a number of lines.
 
     Args:
@@ -101,29 +106,13 @@ class FirstLines:
             yield Text("  and more")
 
 
-class InNotebooks:
-    """Base class that shows an object as HTML in a notebook, if rich can render its class.
-
-    The notebook also gets plain text: for a terminal, for GitHub before it has loaded the HTML, and
-    for a comparison of two versions of a notebook. Unlike rich's own text, this text has no color
-    codes.
-    """
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/html": to_html(self), "text/plain": to_text(self)}
-
-
-class _Page(InNotebooks, Group):
-    """A group of tables and texts that a notebook shows as HTML, one below the other."""
-
-
-def to_screen(renderable: Any) -> None:
+def to_screen(renderable: InNotebooks) -> None:
     """Prints a table: in colors if stdout is a terminal, and as HTML in a notebook."""
     console = Console(width=screen_width())
     if console.is_jupyter:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
-        display(_Page(renderable))
+        display(renderable)
     else:
         console.print(renderable, highlight=False)
 
