@@ -12,11 +12,10 @@ from pathlib import Path
 import grain
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 import grain_shard
 from grain_shard import rehearse
-from tests.on_hosts import APIS, data_mesh, restore, save
+from tests.on_hosts import APIS, data_mesh, part_of, restore, save, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -25,16 +24,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 def valid_ids(batch):
     """The ids of the valid rows of the global batch."""
-    ids, mask = (
-        multihost_utils.process_allgather(batch[name], tiled=True) for name in ("id", "valid_mask")
-    )
-    return ids[mask].tolist()
+    batch = whole(batch)
+    return batch["id"][batch["valid_mask"]].tolist()
 
 
 def stream():
     mesh = data_mesh()
-    options = grain_shard.ShardByMesh(mesh)
-    records = grain.MapDataset.range(40)[options.shard_index :: options.shard_count]
+    records = grain.MapDataset.range(40)[part_of(grain_shard.ShardByMesh(mesh))]
     ds = records.map(lambda i: {"id": np.int32(i)}).to_iter_dataset().batch(4)
     return iter(ds.shard_to(mesh, rows="local", timeout_s=30))
 

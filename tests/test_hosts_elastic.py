@@ -1,7 +1,7 @@
 """On real processes: a run goes on with another number of hosts and another batch size at once.
 
 The acceptance run: 4 hosts with batches of 32, killed; 2 with 48, killed; 1 with 20, killed; 3 with
-64. Below it, what else changes in the middle of a run, on 2 and on 4 hosts.
+64. What else changes in the middle of a run: test_hosts_changing_runs.py.
 """
 
 import itertools
@@ -11,16 +11,11 @@ import sys
 from pathlib import Path
 
 import grain
-import jax
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard import BatchSchedule, rehearse
-from tests.on_hosts import cases_of, data_mesh, end_job, restore, run_cases, run_jobs, save
+from tests.on_hosts import data_mesh, end_job, restore, run_jobs, save, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -30,9 +25,9 @@ JOBS = [(4, 2, 32, 2), (2, 2, 48, 2), (1, 8, 20, 3), (3, 2, 64, None)]
 KINDS = ("random access", "epochs", "feeds")
 
 
-def records(num_records=NUM_RECORDS):
+def records():
     return (
-        grain.MapDataset.range(num_records)
+        grain.MapDataset.range(NUM_RECORDS)
         .seed(5)
         .shuffle()
         .random_map(lambda i, rng: {"id": np.int32(i), "noise": rng.normal(size=2)})
@@ -52,7 +47,7 @@ def make_feed(feed):
 
 def valid_rows(batch):
     """The valid rows of the global batch, by leaf."""
-    batch = {name: multihost_utils.process_allgather(x, tiled=True) for name, x in batch.items()}
+    batch = whole(batch)
     mask = batch.pop("valid_mask")
     return {name: x[mask].tolist() for name, x in batch.items()}
 
@@ -158,100 +153,3 @@ def test_so_it_is_of_feeds_each_of_which_goes_on_at_its_own_record(reports):
         alone = [int(row["id"]) for row in make_feed(options)]
         assert [i for of, i in rows if of == feed] == alone
     assert sorted(i for _, i in rows) == [i for i in range(NUM_RECORDS) if i % 7]
-
-
-# The functions named case_... run on 2 and then on 4 hosts, and return what the tests look at.
-
-HOSTS = (2, 4)
-SCHEDULE = {0: 12, 3: 32, 5: 20}
-FOR_ALL_DEVICES = {0: 16, 3: 32, 5: 24}  # read="once" needs batches that all devices divide
-
-
-def mesh_with_models():
-    """Rows over four devices; each is held by two, which may be of two hosts."""
-    return Mesh(np.array(jax.devices()).reshape(2, 4).T, ("data", "model"))
-
-
-def ids_of(batches):
-    return [valid_rows({k: b[k] for k in ("id", "valid_mask")})["id"] for b in batches]
-
-
-def scheduled(sizes=SCHEDULE):
-    return records(130).pipe(BatchSchedule(sizes)).repeat(2)
-
-
-def case_schedule():
-    found = {}
-    for name, mesh in {"data": data_mesh(), "model": mesh_with_models()}.items():
-        for read, sizes in {"needed": SCHEDULE, "once": FOR_ALL_DEVICES}.items():
-            ds = scheduled(sizes).shard_to(mesh, P("data"), read=read, timeout_s=20)
-            with iter(ds) as iterator:
-                found[f"{name} {read}"] = ids_of(iterator)
-    return found
-
-
-def case_seek():
-    with iter(scheduled().shard_to(data_mesh(), timeout_s=20)) as iterator:
-        iterator.seek(6)
-        rest = ids_of(iterator)
-        iterator.seek(record=133)
-        return rest, ids_of(iterator)
-
-
-def case_epochs_of_which_one_is_left_early():
-    with records(50).batch(16).shard_to(data_mesh(), timeout_s=20).epochs(3) as epochs:
-        seen = []
-        for batches in epochs:
-            some = itertools.islice(batches, 1 if batches.epoch == 1 else None)
-            seen.append((batches.epoch, len(batches), ids_of(some)))
-        return seen
-
-
-@pytest.fixture(scope="module")
-def runs():
-    cases = cases_of(globals())
-    return {
-        hosts: rehearse.run(
-            run_cases, cases, hosts=hosts, devices_per_host=8 // hosts, timeout_s=150
-        )
-        for hosts in HOSTS
-    }
-
-
-@pytest.fixture(params=HOSTS, ids=lambda hosts: f"{hosts} hosts")
-def case(runs, request):
-    """From a case's name, what every host returned; all of them the same."""
-
-    def result(name):
-        first, *others = [of_host[f"case_{name}"] for of_host in runs[request.param]]
-        assert "Traceback" not in str(first), first
-        assert all(other == first for other in others)
-        return first
-
-    return result
-
-
-def test_a_schedule_has_the_same_batches_on_any_hosts_and_mesh(case):
-    needed = [batch["id"].tolist() for batch in scheduled()]
-    assert [len(batch) for batch in needed[:7]] == [12, 12, 12, 32, 32, 20, 10]
-    once = [batch["id"].tolist() for batch in scheduled(FOR_ALL_DEVICES)]
-    assert [len(batch) for batch in once[:6]] == [16, 16, 16, 32, 32, 18]
-    assert case("schedule") == {
-        "data needed": needed,
-        "data once": once,
-        "model needed": needed,
-        "model once": once,
-    }
-
-
-def test_any_step_and_any_record_can_be_sought(case):
-    from_step, from_record = case("seek")
-    in_order = [int(record["id"]) for record in records(130).repeat(2)]
-    assert from_step == [batch["id"].tolist() for batch in scheduled()][6:]
-    assert [row for batch in from_record for row in batch] == in_order[133:]
-
-
-def test_epochs_are_the_same_on_all_hosts(case):
-    whole = [batch["id"].tolist() for batch in records(50).batch(16).repeat(3)]
-    seen = [tuple(of_epoch) for of_epoch in case("epochs_of_which_one_is_left_early")]
-    assert seen == [(0, 4, whole[:4]), (1, 4, whole[4:5]), (2, 4, whole[8:])]

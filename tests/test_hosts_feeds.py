@@ -18,7 +18,6 @@ import grain
 import jax
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -27,13 +26,14 @@ from grain_shard import rehearse
 from tests import text
 from tests.on_hosts import (
     APIS,
-    assembled,
+    assembled_batches,
     cases_of,
     data_mesh,
     own_parts,
     restore,
     run_cases,
     save,
+    whole,
 )
 from tests.pipelines import IN_TURN
 
@@ -76,11 +76,6 @@ def own_parts_on_all_meshes():
 
 
 # In the test's process.
-
-
-def assembled_batches(of_hosts):
-    """The global batches; every host has as many."""
-    return [assembled(parts) for parts in zip(*of_hosts, strict=True)]
 
 
 def digest(batch):
@@ -235,11 +230,6 @@ def test_each_host_opens_the_files_of_its_own_feeds_and_no_others(jobs, api):
 
 
 # Two hosts: what can go wrong.
-
-
-def whole(batch):
-    """The global batch as numpy arrays, on every host."""
-    return {name: multihost_utils.process_allgather(x, tiled=True) for name, x in batch.items()}
 
 
 def numbers(feed, lengths=(30,) * 8):
