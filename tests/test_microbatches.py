@@ -6,7 +6,6 @@ import math
 import grain
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -257,53 +256,6 @@ def test_workers_make_them_too(mesh):
     ds = numbered(20, 8).shard_to(mesh, microbatches=2, num_workers=1)
     expected = numbered(20, 8).shard_to(mesh, microbatches=2)
     assert as_lists(ds, "id", "valid_mask") == as_lists(expected, "id", "valid_mask")
-
-
-# What they are for.
-
-
-def loss(w, batch):
-    """The sum over rows, and their number: sums add up, means do not."""
-    errors = (batch["tokens"] @ w - batch["id"]) ** 2
-    return jnp.sum(errors * batch["valid_mask"])
-
-
-def whole_gradient(w, batch):
-    return jax.grad(loss)(w, batch) / jnp.sum(batch["valid_mask"])
-
-
-def accumulated_gradient(w, batch):
-    def add(total, microbatch):
-        return total + jax.grad(loss)(w, microbatch), None
-
-    total, _ = jax.lax.scan(add, jnp.zeros_like(w), batch)
-    return total / jnp.sum(batch["valid_mask"])
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("data"), P("data", "model")])
-def test_gradients_accumulated_by_a_scan_are_those_of_the_whole_batch(axis_type, spec):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2)
-    w = jnp.linspace(-1, 1, 8)
-    specs = {"id": P("data"), "tokens": spec}
-
-    def batches(**options):
-        ds = random_access(44, 16).map(lambda b: {k: b[k] for k in ("id", "tokens")})
-        return ds.shard_to(mesh, specs, **options)
-
-    traces = []
-
-    @jax.jit
-    def step(w, batch):
-        traces.append(batch)
-        return accumulated_gradient(w, batch)
-
-    with jax.set_mesh(mesh):
-        pairs = zip(batches(microbatches=4), batches(), strict=True)
-        for batch, whole in pairs:  # 16, 16 and 12 records
-            expected = jax.jit(whole_gradient)(w, whole)
-            np.testing.assert_allclose(step(w, batch), expected, rtol=1e-4)
-    assert len(traces) == 1
 
 
 # The state.
