@@ -6,7 +6,9 @@ return what the tests look at.
 
 import itertools
 import json
+import os
 import pickle
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +21,16 @@ import pytest
 import grain_shard
 from grain_shard import rehearse
 from tests.conftest import eventually
-from tests.on_hosts import data_mesh, model_over_hosts, or_traceback, own_rows
+from tests.on_hosts import (
+    APIS,
+    data_mesh,
+    model_over_hosts,
+    or_traceback,
+    own_rows,
+    part_of,
+    restore,
+    save,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -45,20 +56,24 @@ def run_alone(case, directory):
     eventually((directory / str(1 - jax.process_index())).exists)
 
 
+def records(num_records, part=slice(None)):
+    return grain.MapDataset.range(num_records)[part].map(lambda i: {"id": np.int32(i)})
+
+
 def numbered(num_records, part=slice(None)):
     """A stream of records that carry their number."""
-    records = grain.MapDataset.range(num_records)[part].map(lambda i: {"id": np.int32(i)})
-    return records.to_iter_dataset(grain.ReadOptions(1, 1))
+    return records(num_records, part).to_iter_dataset(grain.ReadOptions(1, 1))
 
 
-def own_part(mesh):
-    options = grain_shard.ShardByMesh(mesh)
-    return slice(options.shard_index, None, options.shard_count)
+def own(num_records, mesh=None):
+    """The part of these that belongs to this host."""
+    return numbered(num_records, part_of(grain_shard.ShardByMesh(mesh or data_mesh())))
 
 
-def one_in_ten(host, ds):
-    """Host 1 filters out 90 %."""
-    return ds.filter(lambda record: host != 1 or record["id"] % 20 == 1)
+def local(ds, mesh=None, **options):
+    """An iterator over batches of 4 of a stream with the rows of this host."""
+    ds = ds.batch(4).shard_to(mesh or data_mesh(), rows="local", **{"timeout_s": 20, **options})
+    return iter(ds)
 
 
 def batches_of(iterator):
@@ -70,16 +85,12 @@ def batches_of(iterator):
                 result["batches"].append(own_rows(batch))
                 result["shapes"].add((batch["id"].shape, batch["valid_mask"].shape))
         except Exception as error:
-            result["error"] = describe(error)
+            result |= {"error": type(error).__name__, "text": str(error)}
             try:
                 next(iterator)
             except Exception as again:
                 result["same error again"] = again is error
     return result
-
-
-def describe(error):
-    return {"type": type(error).__name__, "text": str(error)}
 
 
 def case_unsaid(host, _):
@@ -89,51 +100,45 @@ def case_unsaid(host, _):
 
 
 def case_local(host, _):
-    mesh = data_mesh()
-    ds = numbered(22, own_part(mesh)).batch(4).shard_to(mesh, rows="local", timeout_s=20)
-    return batches_of(iter(ds))
+    return batches_of(local(own(22)))
 
 
 def case_local_random_access(host, _):
-    mesh = data_mesh()
-    records = grain.MapDataset.range(22)[own_part(mesh)].map(lambda i: {"id": np.int32(i)})
-    return batches_of(iter(records.batch(4).shard_to(mesh, rows="local", timeout_s=20)))
+    own_records = records(22, part_of(grain_shard.ShardByMesh(data_mesh())))
+    return batches_of(local(own_records))
 
 
-def uneven(host, remainder):
-    mesh = data_mesh()
-    ds = one_in_ten(host, numbered(100, own_part(mesh))).batch(4)
-    return ds.shard_to(mesh, rows="local", remainder=remainder, timeout_s=20)
+def uneven(host, remainder="pad"):
+    """Host 1 filters out 90 %."""
+    ds = own(100).filter(lambda record: host != 1 or record["id"] % 20 == 1)
+    return local(ds, remainder=remainder)
 
 
 def case_uneven_drop(host, _):
-    return batches_of(iter(uneven(host, "drop")))
+    return batches_of(uneven(host, "drop"))
 
 
 def case_state_of_uneven(host, _):
     """All batches, and the continuation from the state after 0, 1, ...; host 1's own ones are 2."""
-    continuations = {"all": batches_of(iter(uneven(host, "pad")))}
+    continuations = {"all": batches_of(uneven(host))}
     for taken in (0, 1, 2, 5, 13):
-        with iter(uneven(host, "pad")) as iterator:
+        with uneven(host) as iterator:
             for _ in range(taken):
                 next(iterator)
             state = json.loads(json.dumps(iterator.get_state()))
-        iterator = iter(uneven(host, "pad"))
+        iterator = uneven(host)
         iterator.set_state(state)
         continuations[taken] = batches_of(iterator)
     return continuations
 
 
-def case_no_record_pad(host, _):
-    mesh = data_mesh()
-    ds = numbered(22, own_part(mesh)).filter(lambda record: host == 0).batch(4)
-    return batches_of(iter(ds.shard_to(mesh, rows="local", timeout_s=15)))
-
-
-def case_no_record_drop(host, _):
-    mesh = data_mesh()
-    ds = numbered(22, own_part(mesh)).filter(lambda record: host == 0).batch(4)
-    return batches_of(iter(ds.shard_to(mesh, rows="local", remainder="drop", timeout_s=15)))
+def case_no_record(host, _):
+    """By the remainder."""
+    ds = own(22).filter(lambda record: host == 0)
+    return {
+        remainder: batches_of(local(ds, remainder=remainder, timeout_s=15))
+        for remainder in ("pad", "drop")
+    }
 
 
 def case_global(host, _):
@@ -152,9 +157,7 @@ def raising(host, at):
             raise ValueError(f"bad record {at}")
         return record
 
-    mesh = data_mesh()
-    ds = numbered(40, own_part(mesh)).map(check).batch(4)
-    return batches_of(iter(ds.shard_to(mesh, rows="local", timeout_s=20)))
+    return batches_of(local(own(40).map(check)))
 
 
 def case_raises_in_the_first_batch(host, _):
@@ -171,9 +174,7 @@ def stalling(host, stalls_on, release, num_records=40):
             eventually(release.exists)
         return record
 
-    mesh = data_mesh()
-    ds = numbered(num_records, own_part(mesh)).map(stall).batch(4)
-    return iter(ds.shard_to(mesh, rows="local", timeout_s=2))
+    return local(own(num_records).map(stall), timeout_s=2)
 
 
 def case_host_1_stalls(host, release, stalls_on=1):
@@ -218,37 +219,50 @@ def case_long_pause_in_the_loop(host, release):
 
 def case_model_axis_over_hosts(host, _):
     mesh = model_over_hosts()
-    options = grain_shard.ShardByMesh(mesh)
-    ds = numbered(22, own_part(mesh)).batch(4).shard_to(mesh, rows="local", timeout_s=20)
-    result = batches_of(iter(ds))
-    return {**result, "slice": (options.shard_index, options.shard_count)}
-
-
-def case_model_axis_over_uneven_hosts(host, _):
-    mesh = model_over_hosts()
-    ds = one_in_ten(host % 2, numbered(100, own_part(mesh))).batch(4)
-    return batches_of(iter(ds.shard_to(mesh, rows="local", timeout_s=20)))
+    shards = grain_shard.ShardByMesh(mesh)
+    result = batches_of(local(own(22, mesh), mesh))
+    return {**result, "slice": (shards.shard_index, shards.shard_count)}
 
 
 def case_model_axis_and_slices_by_process(host, _):
-    options = grain.sharding.ShardByJaxProcess()
-    part = slice(options.shard_index, None, options.shard_count)
-    ds = numbered(64, part).batch(4).shard_to(model_over_hosts(), rows="local", timeout_s=20)
-    return batches_of(iter(ds))
+    ds = numbered(64, part_of(grain.sharding.ShardByJaxProcess()))
+    return batches_of(local(ds, model_over_hosts()))
 
 
 def case_one_host_has_rows_left(host, _):
     """The continuation from where the streams of the other three have ended."""
-    mesh = data_mesh()
-    few = numbered(80, own_part(mesh)).filter(lambda record: host == 0 or record["id"] < 8)
-    ds = few.batch(4).shard_to(mesh, rows="local", timeout_s=20)
-    with iter(ds) as iterator:
+    few = own(80).filter(lambda record: host == 0 or record["id"] < 8)
+    with local(few) as iterator:
         for _ in range(3):
             next(iterator)
         state = iterator.get_state()
-    iterator = iter(ds)
+    iterator = local(few)
     iterator.set_state(state)
     return batches_of(iterator)
+
+
+def slow_disk_of_host_1(event, args):
+    """Host 1 begins to write when a host that did not wait for it would be done."""
+    if event == "open" and os.path.basename(os.fsdecode(args[0])) == "state-1-of-2.json":
+        threading.Event().wait(1)
+
+
+def case_saved_by_orbax(host, directory):
+    """By API, the names of the files, what follows the save, and what follows the restore."""
+    sys.addaudithook(slow_disk_of_host_1)
+    found = {}
+    for api in APIS:
+        directory.joinpath(api).mkdir(parents=True, exist_ok=True)
+        with local(own(40)) as iterator:
+            next(iterator)
+            save(api, directory / api, 0, iterator)
+            uninterrupted = [own_rows(batch) for batch in iterator]
+        with local(own(40)) as iterator:
+            restore(api, directory / api, 0, iterator)
+            resumed = [own_rows(batch) for batch in iterator]
+        names = sorted(path.name for path in directory.joinpath(api).rglob("state*"))
+        found[api] = names, uninterrupted, resumed
+    return found
 
 
 def cases(*prefixes):
@@ -312,6 +326,12 @@ def merged(of_hosts):
     return batches
 
 
+def texts(results, error):
+    """What each host says, all of which ended by this error, also when they are asked again."""
+    assert [(r["error"], r["same error again"]) for r in results] == [(error, True)] * len(results)
+    return [result["text"] for result in results]
+
+
 def batches_in(results):
     assert [result["error"] for result in results] == [None] * len(results)
     return merged([result["batches"] for result in results])
@@ -367,23 +387,30 @@ def test_a_streams_state_continues_on_the_same_hosts_also_past_the_end_of_one(re
         assert batches_in(of_hosts) == whole[taken:], f"after {taken} batches"
 
 
+@pytest.mark.parametrize("api", APIS)
+def test_a_state_saved_by_orbax_is_one_file_a_host_and_continues_on_as_many_hosts(result_of, api):
+    """Of random access and feeds: test_hosts_elastic.py."""
+    for of_host in result_of(case_saved_by_orbax):
+        names, uninterrupted, resumed = of_host[api]
+        assert names == ["state-0-of-2.json", "state-1-of-2.json"]
+        assert resumed == uninterrupted
+        assert [len(rows) for rows in resumed] == [4, 4, 4, 4]
+
+
 def test_hosts_that_go_on_with_padding_alone_do_not_count_as_feeding_the_same_rows(result_of):
     batches = batches_in(result_of(case_one_host_has_rows_left))
     assert batches == [[48, 52, 56, 60], [64, 68, 72, 76]]
 
 
 def test_a_host_with_no_record_at_all_is_an_error_on_every_host(result_of):
-    results = result_of(case_no_record_pad)
-    types = [result["error"]["type"] for result in results]
-    assert types == ["AgreementError", "ShardingError"], "host 1 is the one without a record"
-    for result in results:
-        assert "the stream of this host has no batch" in result["error"]["text"]
-        assert result["batches"] == []
-        assert result["same error again"]
+    others, own = ([result["pad"]] for result in result_of(case_no_record))
+    for text in texts(others, "AgreementError") + texts(own, "ShardingError"):
+        assert "the stream of this host has no batch" in text
+    assert others[0]["batches"] == own[0]["batches"] == []
 
 
 def test_a_host_with_no_record_at_all_ends_all_with_drop(result_of):
-    assert batches_in(result_of(case_no_record_drop)) == []
+    assert batches_in([result["drop"] for result in result_of(case_no_record)]) == []
 
 
 def test_global_rows_are_those_of_the_one_stream_that_every_host_produces(result_of):
@@ -395,11 +422,10 @@ def test_global_rows_are_those_of_the_one_stream_that_every_host_produces(result
 
 
 def test_global_streams_of_different_lengths_are_an_error_on_every_host(result_of):
-    for result in result_of(case_global_of_different_lengths):
-        assert len(result["batches"]) == 3, "the batches that both have"
-        assert result["error"]["type"] == "AgreementError"
-        assert "host 1) end earlier than the streams of the other hosts" in result["error"]["text"]
-        assert result["same error again"]
+    results = result_of(case_global_of_different_lengths)
+    for text in texts(results, "AgreementError"):
+        assert "host 1) end earlier than the streams of the other hosts" in text
+    assert [len(result["batches"]) for result in results] == [3, 3], "the batches that both have"
 
 
 @pytest.mark.parametrize(
@@ -411,32 +437,27 @@ def test_a_stream_that_raises_is_raised_where_it_did_and_named_elsewhere(
 ):
     other, own = result_of(case)
     assert len(other["batches"]) == len(own["batches"]) == batches
-    assert own["error"]["type"] == "ValueError"
-    assert f"bad record {bad}" in own["error"]["text"]
-    assert other["error"]["type"] == "AgreementError"
-    assert f"host 1: ValueError: bad record {bad}" in other["error"]["text"]
-    assert own["same error again"]
-    assert other["same error again"]
+    assert f"bad record {bad}" in texts([own], "ValueError")[0]
+    assert f"host 1: ValueError: bad record {bad}" in texts([other], "AgreementError")[0]
 
 
 @pytest.mark.parametrize(("case", "stalled"), [(case_host_1_stalls, 1), (case_host_0_stalls, 0)])
 def test_a_host_whose_stream_stalls_is_named_on_every_host(result_of, case, stalled):
-    for result in result_of(case):
+    results = result_of(case)
+    for text in texts(results, "HostTimeoutError"):
+        assert f"host {stalled} did not answer in time (timeout_s=2)" in text
+        assert f"host {stalled} still waited for the data of its next batch" in text
+    for result in results:
         assert len(result["batches"]) == 2
-        assert result["error"]["type"] == "HostTimeoutError"
-        assert f"host {stalled} did not answer in time (timeout_s=2)" in result["error"]["text"]
-        said = f"host {stalled} still waited for the data of its next batch"
-        assert said in result["error"]["text"]
-        assert result["same error again"]
         assert result["seconds"] < 60
 
 
 def test_a_host_that_takes_fewer_steps_is_named_by_those_that_wait_for_it(result_of):
     result, _ = result_of(case_host_1_leaves)
     assert len(result["batches"]) >= 2
-    assert result["error"]["type"] == "HostTimeoutError"
-    assert "host 1 did not answer in time (timeout_s=2)" in result["error"]["text"]
-    assert "host 1 closed its iterator" in result["error"]["text"]
+    (text,) = texts([result], "HostTimeoutError")
+    assert "host 1 did not answer in time (timeout_s=2)" in text
+    assert "host 1 closed its iterator" in text
 
 
 def test_a_long_pause_in_the_loop_is_no_timeout(result_of):
@@ -452,16 +473,9 @@ def test_hosts_that_hold_the_same_rows_get_the_same_slice(result_of):
     assert batches_in(results) == EACH_HOSTS_OWN
 
 
-def test_a_model_axis_over_uneven_hosts_loses_and_repeats_nothing(result_of):
-    batches = batches_in(result_of(case_model_axis_over_uneven_hosts))
-    assert len(batches) == 13
-    assert sorted(itertools.chain(*batches)) == sorted(HOST_0 + HOST_1)
-
-
 def test_slices_by_process_under_a_model_axis_are_caught_on_every_host(result_of):
-    for result in result_of(case_model_axis_and_slices_by_process):
-        assert result["batches"] == []
-        assert result["error"]["type"] == "AgreementError"
+    results = result_of(case_model_axis_and_slices_by_process)
+    for text in texts(results, "AgreementError"):
         for hosts in ("hosts 0, 2", "hosts 1, 3"):
-            text = f"{hosts} hold the same shards, but their pipelines yield different rows"
-            assert text in result["error"]["text"]
+            assert f"{hosts} hold the same shards, but their pipelines yield different rows" in text
+    assert [result["batches"] for result in results] == [[]] * 4
