@@ -157,7 +157,7 @@ def run_jobs(run_job, jobs, directory):
                 str(directory),
                 hosts=hosts,
                 devices_per_host=devices_per_host,
-                timeout_s=90,
+                timeout_s=120,
             )
             assert is_last, "it was to be killed"
         except rehearse.RehearsalError as error:

@@ -7,6 +7,7 @@ The acceptance run: 4 hosts with batches of 32, killed; 2 with 48, killed; 1 wit
 import itertools
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -15,14 +16,20 @@ import numpy as np
 import pytest
 
 import grain_shard
+from tests import text
 from tests.on_hosts import data_mesh, end_job, restore, run_jobs, save, whole
+from tests.test_hosts_feeds import digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 NUM_RECORDS, NUM_FEEDS = 300, 4
-# Hosts, devices of each, batch size, and the batches until the save.
+# Hosts, devices of each, batch size, and the batches until the save. At no save are a feed's bins,
+# of which there are 6, all used up. Three hosts run parts of the four feeds.
 JOBS = [(4, 2, 32, 2), (2, 2, 48, 2), (1, 8, 20, 3), (3, 2, 64, None)]
-KINDS = ("random access", "epochs", "feeds")
+# Each kind of pipeline, with one of Orbax's interfaces.
+KINDS = {"random access": "v1", "epochs": "manager", "feeds": "manager", "feeds, v1": "v1"}
+FEEDS = ("feeds", "feeds, v1")
+WORKERS = {"feeds": (0, 2, 1, 1), "random access": (0, 0, 1, 0)}  # of a host, in each job
 
 
 def records():
@@ -32,14 +39,6 @@ def records():
         .shuffle()
         .random_map(lambda i, rng: {"id": np.int32(i), "noise": rng.normal(size=2)})
     )
-
-
-def make_feed(feed):
-    """Its part of the records, without the multiples of 7."""
-    part = grain.MapDataset.range(NUM_RECORDS).seed(3).shuffle()
-    ds = part[feed.shard_index :: feed.shard_count].to_iter_dataset()
-    ds = ds.filter(lambda i: i % 7 != 0)
-    return ds.map(lambda i: {"id": np.int32(i), "feed": np.int32(feed.shard_index)})
 
 
 # On the hosts.
@@ -52,29 +51,40 @@ def valid_rows(batch):
     return {name: x[mask].tolist() for name, x in batch.items()}
 
 
+def valid_rows_of_feeds(batch, global_batch_size):
+    """By feed, a digest of each valid row of the global batch."""
+    batch, rows = whole(batch), [[] for _ in range(NUM_FEEDS)]
+    for row in np.flatnonzero(batch.pop("valid_mask")).tolist():
+        of_feed = rows[row * NUM_FEEDS // global_batch_size]
+        of_feed.append(digest({name: leaf[row] for name, leaf in batch.items()}))
+    return rows
+
+
 def run_job(job, directory):
     """Trains from the checkpoints of the job before; writes what it did, and is killed."""
-    written = []
-    sys.addaudithook(lambda event, args: note_writing(written, event, args))
+    opened = []
+    sys.addaudithook(lambda event, args: note_opening(opened, event, args))
     report = {kind: train(kind, job, Path(directory)) for kind in KINDS}
-    end_job(job, JOBS, directory, {**report, "written": written})
+    end_job(job, JOBS, directory, {**report, "opened": opened})
 
 
-def note_writing(written, event, args):
+def note_opening(opened, event, args):
+    """Notes the path of each file of a state, and whether it is opened to be read."""
     if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
-        path, _, flags = args
-        if "state" in os.path.basename(os.fsdecode(path)) and flags & os.O_ACCMODE != os.O_RDONLY:
-            written.append(os.fsdecode(path))
+        path, flags = os.fsdecode(args[0]), args[2]
+        if re.search(r"state[^/]*$|feeds-[^/]*$", path):
+            opened.append((path, flags & os.O_ACCMODE == os.O_RDONLY))
 
 
 def train(kind, job, directory):
-    hosts, _, global_batch_size, num_batches = JOBS[job]
-    if kind == "feeds":
-        ds = grain_shard.feeds(make_feed, num_feeds=NUM_FEEDS).batch(global_batch_size)
+    _, _, global_batch_size, num_batches = JOBS[job]
+    num_workers = WORKERS.get(kind, [0] * len(JOBS))[job]
+    if kind in FEEDS:
+        ds = grain_shard.feeds(text.packed, num_feeds=NUM_FEEDS).batch(global_batch_size)
     else:
         ds = records().batch(global_batch_size)
-    ds = ds.shard_to(data_mesh(), timeout_s=30, num_workers=int(hosts == 1))
-    api = "v1" if kind == "epochs" else "manager"
+    ds = ds.shard_to(data_mesh(), timeout_s=30, num_workers=num_workers)
+    api, done = KINDS[kind], []
     with ds.epochs(2) if kind == "epochs" else iter(ds) as iterator:
         if job % 2:
             next(iterator)  # restore into one that is in use
@@ -83,9 +93,15 @@ def train(kind, job, directory):
         restored = iterator.get_state()
         epochs = iterator if kind == "epochs" else [iterator]
         batches = itertools.chain.from_iterable(epochs)
-        done = [valid_rows(batch) for batch in itertools.islice(batches, num_batches)]
+        for batch in itertools.islice(batches, num_batches):
+            is_of_feeds = kind in FEEDS
+            done.append(
+                valid_rows_of_feeds(batch, global_batch_size) if is_of_feeds else valid_rows(batch)
+            )
         if num_batches is not None:
             save(api, directory / kind, job, iterator)
+            for entry in iterator.get_state().get("feeds", {}).values():
+                assert entry["state"]["next_row"], "bins half used up"
             next(batches)  # lost when the job is killed
     return {"batches": done, "restored": [restored.get(key) for key in ("step", "record")]}
 
@@ -132,24 +148,40 @@ def test_killed_and_resumed_with_other_hosts_and_sizes_it_is_one_run(reports, ki
 def test_a_state_of_random_access_is_written_once_by_one_host(reports, directory, kind):
     for of_hosts, of_next_job, job in zip(reports, reports[1:], itertools.count()):
         checkpoint = f"{kind}/{job}"
-        written = [path for of_host in of_hosts for path in of_host["written"]]
-        assert len([path for path in written if f"/{checkpoint}" in path]) == 1
+        opened = [one for of_host in of_hosts for one in of_host["opened"]]
+        written = [path for path, is_read in opened if not is_read and f"/{checkpoint}" in path]
+        assert len(written) == 1
         (path,) = (directory / checkpoint / "data").glob("*state*")
         state = json.loads(path.read_text())
         assert [state["step"], state["record"]] == of_next_job[0][kind]["restored"]
 
 
-def test_so_it_is_of_feeds_each_of_which_goes_on_at_its_own_record(reports):
-    by_job = batches_of(reports, "feeds")
-    assert [len(batch["id"]) for batch in by_job[2]] == [20, 20, 20]
-    rows = [
-        (feed, i)
-        for batches in by_job
-        for batch in batches
-        for feed, i in zip(batch["feed"], batch["id"], strict=True)
-    ]
+@pytest.mark.parametrize("kind", FEEDS)
+def test_each_feed_of_packed_text_goes_on_at_its_own_row(reports, kind):
+    by_job = batches_of(reports, kind)
+    assert [[len(rows) for rows in batch] for batch in by_job[2]] == [[5] * NUM_FEEDS] * 3
     for feed in range(NUM_FEEDS):
-        options = grain.sharding.ShardOptions(feed, NUM_FEEDS)
-        alone = [int(row["id"]) for row in make_feed(options)]
-        assert [i for of, i in rows if of == feed] == alone
-    assert sorted(i for _, i in rows) == [i for i in range(NUM_RECORDS) if i % 7]
+        alone = text.packed(grain.sharding.ShardOptions(feed, NUM_FEEDS))  # plain Grain
+        rows = [row for batches in by_job for batch in batches for row in batch[feed]]
+        assert rows == [digest(row) for row in alone]
+
+
+@pytest.mark.parametrize("kind", FEEDS)
+def test_each_host_opens_the_files_of_its_own_feeds_and_no_others(reports, kind):
+    def files(*ranges):
+        return [f"feeds-{first:05d}-{last:05d}-of-00004.json" for first, last in ranges]
+
+    def opened(of_host, reading):
+        paths = [Path(path) for path, is_read in of_host["opened"] if is_read == reading]
+        return [p.name for p in paths if "feeds-" in p.name and f"/{kind}/" in str(p)]
+
+    each, halves, all_feeds = (
+        files(*zip(range(4), range(4), strict=True)),
+        files((0, 1), (2, 3)),
+        files((0, 3)),
+    )
+    written = [[opened(of_host, reading=False) for of_host in job] for job in reports]
+    assert written[:2] == [[[name] for name in each], [[name] for name in halves]]
+    assert written[2:] == [[all_feeds], [[]] * 3]
+    read = [[opened(of_host, reading=True) for of_host in job] for job in reports]
+    assert read == [[[]] * 4, [each[:2], each[2:]], [halves], [all_feeds] * 3]

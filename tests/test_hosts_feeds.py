@@ -1,18 +1,13 @@
 """Feeds on 1, 2 and 4 hosts: the same global batches, from filtered, mixed and packed real text.
 
-Also when the run goes from 4 hosts to 2, to 1, and to 4 again, in the middle of the epoch and of
-packing, with the files that each host then opens (far more hosts, simulated: test_feed_files.py);
-and runs in which a feed fails or has nothing to give.
+And runs in which a feed fails or has nothing to give. A run that goes on with other hosts, in the
+middle of packing: test_hosts_elastic.py.
 
 The functions named ``case_...`` run on two hosts, one after the other in one set of processes.
 """
 
 import hashlib
-import itertools
 import json
-import os
-import sys
-from pathlib import Path
 
 import grain
 import jax
@@ -25,14 +20,11 @@ import grain_shard
 from grain_shard import rehearse
 from tests import text
 from tests.on_hosts import (
-    APIS,
     assembled_batches,
     cases_of,
     data_mesh,
     own_parts,
-    restore,
     run_cases,
-    save,
     whole,
 )
 from tests.pipelines import IN_TURN
@@ -118,115 +110,6 @@ def test_the_global_batches_are_the_same_on_any_hosts_and_mesh(hosts, expected):
         batches = assembled_batches([found[name] for found in of_hosts])
         assert [digest(batch) for batch in batches] == expected[mesh.get("num_feeds", 8)], name
     assert len(expected[8]) > 30
-
-
-# From 4 hosts to 2, to 1, to 4.
-
-# Hosts, the batches until the save, and the worker processes of each host. No number of batches is
-# one at which a feed's bins, of which there are 6, are all used up: a feed gives 2 rows to a batch.
-JOBS = [(4, 7, 0), (2, 4, 2), (1, 8, 3), (4, None, 0)]
-
-
-def run_job(job, directory):
-    """Goes on from the checkpoint of the job before, by each of Orbax's interfaces."""
-    reports, (_, num_batches, num_workers) = {}, JOBS[job]
-    opened = {api: {"read": [], "written": []} for api in APIS}
-    for api in APIS:
-        ds = sharded(**(SEQ if job == 1 else DATA), num_workers=num_workers)
-        note_opening(opened[api], Path(directory, api))
-        with iter(ds) as batches:
-            if job % 2:
-                next(batches)  # restore into one that is in use
-            if job:
-                restore(api, Path(directory, api), job - 1, batches)
-            restored = batches.get_state()
-            taken = [own_parts(batch) for batch in itertools.islice(batches, num_batches)]
-            saved = batches.get_state()
-            if num_batches is not None:
-                save(api, Path(directory, api), job, batches)
-        reports[api] = taken, restored, saved, opened[api]
-    return reports
-
-
-def note_opening(opened, directory):
-    """Notes the names of the files of feeds below a folder that this process opens from now on."""
-
-    def note(event, args):
-        if event == "open" and isinstance(args[0], str | os.PathLike):
-            path = Path(os.fsdecode(args[0]))
-            if path.name.startswith("feeds-") and directory in path.parents:
-                is_read = args[2] & os.O_ACCMODE == os.O_RDONLY
-                opened["read" if is_read else "written"].append(path.name)
-
-    sys.addaudithook(note)  # for good: there is no way to take it back
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """Of each job, by API: its global batches; the states and the files of each host."""
-    directory = str(tmp_path_factory.mktemp("checkpoints"))
-    jobs = []
-    for job, (hosts, *_) in enumerate(JOBS):
-        of_hosts = rehearse.run(
-            run_job, job, directory, hosts=hosts, devices_per_host=8 // hosts, timeout_s=120
-        )
-        by_api = {}
-        for api in APIS:
-            taken, *others = zip(*(reports[api] for reports in of_hosts), strict=True)
-            by_api[api] = assembled_batches(taken), *others
-        jobs.append(by_api)
-    return jobs
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_saved_on_4_hosts_it_goes_on_with_the_same_batches_on_2_on_1_and_on_4(jobs, api, expected):
-    of_jobs = [job[api][0] for job in jobs]
-    assert [digest(batch) for batch in itertools.chain(*of_jobs)] == expected[8]
-    assert [len(batches) for batches in of_jobs[:-1]] == [7, 4, 8]
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_each_token_of_each_document_is_trained_on_exactly_once(jobs, api):
-    trained = [t for job in jobs for batch in job[api][0] for t in text.tokens_of(batch)]
-    documents = [
-        document
-        for feed in range(8)
-        for document in text.mixed(grain.sharding.ShardOptions(feed, 8))
-    ]
-    assert sorted(trained) == sorted(
-        (int(document["document"][0]), position, int(token))
-        for document in documents
-        for position, token in enumerate(document["tokens"])
-    )
-    assert len(trained) > 50_000
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_a_checkpoint_holds_one_entry_for_each_feed_saved_by_a_host_that_runs_it(jobs, api):
-    for (hosts, *_), job in zip(JOBS[:-1], jobs, strict=False):
-        saved = [state["feeds"] for state in job[api][2]]
-        assert len(saved) == hosts
-        feeds_of_host = 8 // hosts
-        for host, feeds in enumerate(saved):
-            first = host * feeds_of_host
-            assert list(feeds) == [str(feed) for feed in range(first, first + feeds_of_host)]
-            assert any(entry["state"]["next_row"] for entry in feeds.values()), "bins half used up"
-    for restored in jobs[-1][api][1]:
-        assert restored["step"] == 19
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_each_host_opens_the_files_of_its_own_feeds_and_no_others(jobs, api):
-    def files(*ranges):
-        return [f"feeds-{first:05d}-{last:05d}-of-00008.json" for first, last in ranges]
-
-    quarters = files((0, 1), (2, 3), (4, 5), (6, 7))
-    halves, whole = files((0, 3), (4, 7)), files((0, 7))
-    written = [[of_host["written"] for of_host in job[api][3]] for job in jobs]
-    assert written[0] == [[name] for name in quarters]
-    assert written[1:] == [[[name] for name in halves], [whole], [[]] * 4]
-    read = [[of_host["read"] for of_host in job[api][3]] for job in jobs]
-    assert read == [[[]] * 4, [quarters[:2], quarters[2:]], [halves], [whole] * 4]
 
 
 # Two hosts: what can go wrong.
