@@ -78,18 +78,10 @@ def case_mixture_with_other_weights_from_record_16_on(states):
         return json.loads(json.dumps(iterator.get_state()))
 
 
-class Records:
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return {"id": np.int32(index)}
-
-
 def case_grains_loader_with_a_part_for_each_process(_):
     options = grain.sharding.ShardByJaxProcess()
     loader = grain.DataLoader(
-        data_source=Records(),
+        data_source=[{"id": np.int32(i)} for i in range(20)],
         sampler=grain.samplers.IndexSampler(20, options, num_epochs=1, shuffle=False),
         operations=[grain.transforms.Batch(8 // options.shard_count)],
         worker_count=0,
@@ -365,6 +357,9 @@ def test_microbatches_are_the_same_batch_reshaped(case, name):
         assembled_batches([of_host[name, count] for of_host in of_hosts]) for count in (None, 2)
     )
     assert len(found) == len(expected) == 3
+    if name.startswith(("random access", "stream")):
+        rows = [batch["id"][batch["valid_mask"]].tolist() for batch in expected]
+        assert flat(rows) == list(range(44))
     # Of a stream that yields each host's own rows, these are reshaped.
     groups = len(of_hosts) if name == "local stream" else 1
     for batch, before in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Streams on several hosts: whose rows they yield, where they end, and what stops them.
+"""Streams and feeds on several hosts: whose rows they yield, where they end, and what stops them.
 
 The functions named ``case_...`` run on the hosts, one after the other in one set of processes, and
 return what the tests look at.
@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 
 import grain
+import grain_shard
 import jax
 import numpy as np
 import pytest
-
-import grain_shard
 from grain_shard import rehearse
 from tests.conftest import eventually
 from tests.on_hosts import (
@@ -31,6 +30,7 @@ from tests.on_hosts import (
     restore,
     save,
 )
+from tests.pipelines import IN_TURN
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -86,6 +86,7 @@ def batches_of(iterator):
                 result["shapes"].add((batch["id"].shape, batch["valid_mask"].shape))
         except Exception as error:
             result |= {"error": type(error).__name__, "text": str(error)}
+            result["notes"] = getattr(error, "__notes__", [])
             try:
                 next(iterator)
             except Exception as again:
@@ -139,11 +140,6 @@ def case_no_record(host, _):
         remainder: batches_of(local(ds, remainder=remainder, timeout_s=15))
         for remainder in ("pad", "drop")
     }
-
-
-def case_global(host, _):
-    ds = numbered(33).filter(lambda record: record["id"] % 3 != 0).batch(8)
-    return batches_of(iter(ds.shard_to(data_mesh(), rows="global", timeout_s=20)))
 
 
 def case_global_of_different_lengths(host, _):
@@ -263,6 +259,95 @@ def case_saved_by_orbax(host, directory):
         names = sorted(path.name for path in directory.joinpath(api).rglob("state*"))
         found[api] = names, uninterrupted, resumed
     return found
+
+
+# Four feeds, in batches of 8.
+
+
+def numbers(feed, lengths=(30,) * 4):
+    """Rows that say their feed and their place in it; 100 * feed + place."""
+    first = 100 * feed.shard_index
+    # A source, unlike MapDataset.range, has contents, which the hosts compare.
+    numbers = grain.MapDataset.source(range(first, first + 30)).map(lambda i: {"id": np.int32(i)})
+    rows = numbers.to_iter_dataset(IN_TURN)
+    return rows.filter(lambda row: row["id"] < first + lengths[feed.shard_index])
+
+
+def feeds(make_feed, mesh=None, **options):
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    return iter(ds.shard_to(mesh or data_mesh(), timeout_s=20, **options))
+
+
+def of_lengths(lengths, **options):
+    return feeds(lambda feed: numbers(feed, lengths), **options)
+
+
+UNEVEN = [[0, 1, 100, 101, 300], [2, 102, 103], [104]]
+# By name: the rows of each feed, of which 0 and 1 are host 0's; the remainder; the batches.
+ENDS = {
+    "each feed goes on to its own end": ([3, 5, 0, 1], "pad", UNEVEN),
+    "a host without a row": ([0, 0, 3, 2], "pad", [[200, 201, 300, 301], [202]]),
+    "no row at all": ([0, 0, 0, 0], "pad", []),
+    "all stop at the first feed that lacks rows": (
+        [6, 6, 6, 5],
+        "drop",
+        [[0, 1, 100, 101, 200, 201, 300, 301], [2, 3, 102, 103, 202, 203, 302, 303]],
+    ),
+}
+
+
+def case_ends_of_feeds(host, _):
+    return {
+        name: batches_of(of_lengths(lengths, remainder=remainder))
+        for name, (lengths, remainder, _) in ENDS.items()
+    }
+
+
+def case_states_of_uneven_feeds(host, _):
+    """By the number of batches taken, this host's state, and the continuation."""
+    found = {}
+    with of_lengths([3, 5, 0, 1]) as batches:
+        for taken, _ in enumerate(batches, 1):
+            state = json.loads(json.dumps(batches.get_state()))
+            rest = of_lengths([3, 5, 0, 1])
+            rest.set_state(state)
+            found[taken] = state, batches_of(rest)
+    return found
+
+
+def case_a_feed_lacks_rows(host, _):
+    return batches_of(of_lengths([6, 6, 6, 5], remainder="error"))
+
+
+def case_a_hosts_feeds_end_first(host, _):
+    return batches_of(of_lengths([6, 6, 4, 4], remainder="error"))
+
+
+def case_a_feed_raises(host, _):
+    def check(row):
+        if row["id"] == 304:
+            raise ValueError("a bad row")
+        return row
+
+    return batches_of(feeds(lambda feed: numbers(feed).map(check)))
+
+
+def case_a_feed_cannot_be_made(host, _):
+    def make_feed(feed):
+        if feed.shard_index == 2:
+            raise FileNotFoundError("no such shard")
+        return numbers(feed)
+
+    return batches_of(feeds(make_feed))
+
+
+def case_a_feed_depends_on_its_host(host, _):
+    """A model axis over the hosts: both run all feeds, and must get the same."""
+
+    def make_feed(feed):
+        return numbers(feed).map(lambda row: {"id": row["id"] + np.int32(host)})
+
+    return batches_of(feeds(make_feed, model_over_hosts(), read="needed"))
 
 
 def cases(*prefixes):
@@ -413,14 +498,6 @@ def test_a_host_with_no_record_at_all_ends_all_with_drop(result_of):
     assert batches_in([result["drop"] for result in result_of(case_no_record)]) == []
 
 
-def test_global_rows_are_those_of_the_one_stream_that_every_host_produces(result_of):
-    results = result_of(case_global)
-    records = [i for i in range(33) if i % 3]
-    assert batches_in(results) == [records[:8], records[8:16], records[16:]]
-    for host, result in enumerate(results):
-        assert set(result["batches"][0]) == set(range(4 * host, 4 * host + 4))
-
-
 def test_global_streams_of_different_lengths_are_an_error_on_every_host(result_of):
     results = result_of(case_global_of_different_lengths)
     for text in texts(results, "AgreementError"):
@@ -479,3 +556,53 @@ def test_slices_by_process_under_a_model_axis_are_caught_on_every_host(result_of
         for hosts in ("hosts 0, 2", "hosts 1, 3"):
             assert f"{hosts} hold the same shards, but their pipelines yield different rows" in text
     assert [result["batches"] for result in results] == [[]] * 4
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_hosts_with_feeds_stop_together(result_of, name):
+    assert batches_in([result[name] for result in result_of(case_ends_of_feeds)]) == ENDS[name][2]
+
+
+def test_a_hosts_own_state_goes_on_also_where_its_feeds_have_ended(result_of):
+    of_hosts = result_of(case_states_of_uneven_feeds)
+    for taken, rest in ((1, UNEVEN[1:]), (2, UNEVEN[2:]), (3, [])):
+        states, continuations = zip(*(of_host[taken] for of_host in of_hosts), strict=True)
+        assert batches_in(continuations) == rest
+        assert [state["step"] for state in states] == [taken, taken]
+        assert [list(state["feeds"]) for state in states] == [["0", "1"], ["2", "3"]]
+
+
+def test_with_error_a_feed_that_lacks_rows_is_named_on_every_host(result_of):
+    other, own = result_of(case_a_feed_lacks_rows)
+    for text in texts([own], "ShardingError") + texts([other], "AgreementError"):
+        assert "feed 3 has only 1 rows left for the last batch, which takes 2 rows of each" in text
+
+
+def test_with_error_the_feeds_of_a_host_may_not_end_before_those_of_another(result_of):
+    results = result_of(case_a_hosts_feeds_end_first)
+    assert [len(result["batches"]) for result in results] == [2, 2]
+    for text in texts(results, "AgreementError"):
+        assert "(the first: host 1) end earlier than the streams of" in text
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "said", "feed", "batches"),
+    [
+        (case_a_feed_raises, "ValueError", "a bad row", 3, 2),
+        (case_a_feed_cannot_be_made, "FileNotFoundError", "no such shard", 2, 0),
+    ],
+)
+def test_a_feed_that_fails_is_named_on_every_host(result_of, case, error, said, feed, batches):
+    other, own = result_of(case)
+    assert len(other["batches"]) == len(own["batches"]) == batches
+    assert texts([own], error) == [said]
+    assert f"grain_shard: in feed {feed} of 4" in own["notes"]
+    (text,) = texts([other], "AgreementError")
+    assert f"host 1: {error}: {said} (in feed {feed} of 4)" in text
+
+
+def test_a_feed_that_is_another_one_on_another_host_is_an_error_on_every_host(result_of):
+    results = result_of(case_a_feed_depends_on_its_host)
+    assert [result["batches"] for result in results] == [[], []]
+    for text in texts(results, "AgreementError"):
+        assert "hosts 0, 1 run the same feeds, but get different rows" in text
