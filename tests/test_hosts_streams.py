@@ -4,6 +4,7 @@ The functions named ``case_...`` run on the hosts, one after the other in one se
 return what the tests look at.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -11,15 +12,19 @@ import pickle
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
+from unittest import mock
 
 import grain
-import grain_shard
 import jax
 import numpy as np
 import pytest
+
+import grain_shard
 from grain_shard import rehearse
-from tests.conftest import eventually
+from grain_shard.iteration import host_batches
+from tests.conftest import HANG_S, eventually
 from tests.on_hosts import (
     APIS,
     data_mesh,
@@ -350,6 +355,49 @@ def case_a_feed_depends_on_its_host(host, _):
     return batches_of(feeds(make_feed, model_over_hosts(), read="needed"))
 
 
+BUFFERS = [(1, 1), (4, 2)]  # on the host, on the devices
+AHEAD = {
+    "stream": lambda **options: local(own(400), **options),
+    "feeds": functools.partial(feeds, numbers),
+}
+
+
+def case_batches_made_ahead(host, _):
+    return {(kind, buffers): made_ahead(kind, buffers) for kind in AHEAD for buffers in BUFFERS}
+
+
+def made_ahead(kind, buffers):
+    """After each batch, how many more were made, and how many of these are on the host.
+
+    As the hosts have to agree on the end, batches wait for their votes, too.
+    """
+    here, came = [], threading.Condition()
+    unwatched = host_batches._WithPositions.__next__
+
+    def watched(self):
+        batch, position = unwatched(self)
+        with came:
+            here.append(weakref.ref(batch["id"]))
+            came.notify_all()
+        return batch, position
+
+    def alive():
+        return sum(batch() is not None for batch in here)
+
+    options, found = dict(zip(("cpu_buffer_size", "device_buffer_size"), buffers, strict=True)), []
+    with (
+        mock.patch.object(host_batches._WithPositions, "__next__", watched),
+        AHEAD[kind](**options) as batches,
+    ):
+        for step in range(1, 9):
+            next(batches)
+            with came:
+                assert came.wait_for(lambda: len(here) >= step + sum(buffers), HANG_S), "hangs"
+            eventually(lambda: alive() <= buffers[0] + 1)
+            found.append((len(here) - step, alive()))
+    return found
+
+
 def cases(*prefixes):
     return [f for name, f in globals().items() if name.startswith(prefixes)]
 
@@ -606,3 +654,16 @@ def test_a_feed_that_is_another_one_on_another_host_is_an_error_on_every_host(re
     assert [result["batches"] for result in results] == [[], []]
     for text in texts(results, "AgreementError"):
         assert "hosts 0, 1 run the same feeds, but get different rows" in text
+
+
+@pytest.mark.parametrize("kind", AHEAD)
+@pytest.mark.parametrize("buffers", BUFFERS)
+def test_batches_are_made_as_far_ahead_as_the_buffers_go_and_one_more_is_on_its_way(
+    result_of, kind, buffers
+):
+    """C9. Of random access: `TestMemory` in test_lifecycle.py. Of workers: test_feed_workers.py."""
+    on_host, on_devices = buffers
+    for of_host in result_of(case_batches_made_ahead):
+        found = of_host[kind, buffers]
+        assert {ahead for ahead, _ in found} == {on_host + on_devices}
+        assert {alive for _, alive in found} <= {on_host, on_host + 1}
