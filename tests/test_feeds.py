@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard.feeding.host_feeds import warn_of_shared_feeds
-from grain_shard.sharding.layout import BatchLayout
 from grain_shard.tools.planning.topology import hosts_mesh
 from tests import text
 from tests.conftest import HANG_S, Made, background_threads, data_mesh, eventually, ids
@@ -119,18 +118,6 @@ def test_with_error_feeds_have_to_end_together(num_workers):
             match="feed 1 has only 1 rows left for the last batch, which takes 2",
         ):
             next(apart)
-
-
-def test_a_host_takes_of_each_feed_the_rows_that_it_holds():
-    ds = numbers([9] * 4).batch(16)
-    table = {  # shards of 8: the feeds and, of each, which of its 4 rows
-        (0, 1): {0: [0, 1, 2, 3]},
-        (3,): {1: [2, 3]},
-        (3, 4): {1: [2, 3], 2: [0, 1]},
-        (0, 7): {0: [0, 1], 3: [2, 3]},
-    }
-    for shards, rows in table.items():
-        assert ds.of_host(BatchLayout(divisor=8, shards=shards)).rows.by_feed == rows
 
 
 def test_every_leaf_has_its_place_whatever_its_rank_and_text_stays_on_the_host():
