@@ -75,6 +75,20 @@ def model_over_hosts():
     return Mesh(np.array(jax.devices()).reshape(2, -1), ("model", "data"))
 
 
+def part_of(shards):
+    """Returns the slice of a dataset that belongs to a shard.
+
+    Args:
+        shards: A `ShardByMesh`, a feed, or any other of Grain's shard options.
+    """
+    return slice(shards.shard_index, None, shards.shard_count)
+
+
+def whole(batch):
+    """On a host: returns the leaves of a global batch as numpy arrays, by their name."""
+    return {name: multihost_utils.process_allgather(x, tiled=True) for name, x in batch.items()}
+
+
 APIS = ("manager", "v1")  # Orbax's CheckpointManager, and its newer functions
 
 
@@ -143,7 +157,7 @@ def run_jobs(run_job, jobs, directory):
                 str(directory),
                 hosts=hosts,
                 devices_per_host=devices_per_host,
-                timeout_s=90,
+                timeout_s=120,
             )
             assert is_last, "it was to be killed"
         except rehearse.RehearsalError as error:
@@ -208,6 +222,11 @@ def assembled(of_hosts):
             np.testing.assert_array_equal(part, leaf[index], name)
         batch[name] = leaf
     return batch
+
+
+def assembled_batches(of_hosts):
+    """Returns the global batches, each by `assembled`; every host must have as many."""
+    return [assembled(parts) for parts in zip(*of_hosts, strict=True)]
 
 
 class KeyValues:

@@ -32,27 +32,13 @@ def waits(monkeypatch):
 # How long host 0 waits for others, in a vote in which hosts 0 and 1 have answered; whether it is
 # the first vote, the topics, and the hosts that it gives up, with the reason.
 BUSY = "did not ask for its next batch"
+NO_DATA = "still waited for the data of its next batch"
 WAITS = [
-    (9, False, {"absent": {2: ["7", "still waited for the data of its next batch"]}}, {}),
+    (9, False, {"absent": {2: ["7", NO_DATA]}}, {}),
     (11, False, {}, {}),
-    (
-        11,
-        False,
-        {"absent": {2: ["7", "still waited for the data of its next batch"]}},
-        {2: "still waited for the data of its next batch"},
-    ),
-    (
-        11,
-        False,
-        {"absent": {2: ["6", "still waited for the data of its next batch"]}},
-        {},
-    ),  # its data have come since then
-    (
-        11,
-        False,
-        {"absent": {1: ["7", "still waited for the data of its next batch"]}},
-        {},
-    ),  # and it has voted
+    (11, False, {"absent": {2: ["7", NO_DATA]}}, {2: NO_DATA}),
+    (11, False, {"absent": {2: ["6", NO_DATA]}}, {}),  # its data have come since then
+    (11, False, {"absent": {1: ["7", NO_DATA]}}, {}),  # and it has voted
     (11, False, {"absent": {2: [None, "closed its iterator"]}}, {2: "closed its iterator"}),
     (11, True, {}, {2: ""}),
     (101, False, {}, {2: BUSY}),
@@ -68,9 +54,7 @@ def test_a_wait_ends_where_it_is_in_vain(waits, seconds, is_first, topics, given
 
 
 def test_it_looks_now_and_then(waits):
-    of = Absences(
-        rounds_with({"absent": {2: ["7", "still waited for the data of its next batch"]}})
-    )
+    of = Absences(rounds_with({"absent": {2: ["7", NO_DATA]}}))
     waits(of, 10.5)
     assert of.absent("7", False)
     assert not of.absent("7", False)
@@ -85,7 +69,7 @@ def test_a_host_says_that_it_has_no_data(waits):
     assert rounds.get_all("absent") == {}, "the loop does not wait"
     waits(of, 11)
     of.without_data("7")
-    assert rounds.get_all("absent") == {0: ["7", "still waited for the data of its next batch"]}
+    assert rounds.get_all("absent") == {0: ["7", NO_DATA]}
 
 
 def test_a_host_without_data_learns_that_others_have_given_up(waits):

@@ -28,6 +28,13 @@ def lines_of(answers):
             [{"records": 8}, {"records": 8}, {"records": 9}],
             ["  records: 8 on hosts 0, 1; 9 on host 2"],
         ),
+        (
+            [{"step": 1, "records": 22, "seeds": n} for n in (1, 9)] + [{"step": 1, "seeds": 1}],
+            [
+                "  records: 22 on hosts 0, 1; nothing on host 2",
+                "  seeds: 1 on hosts 0, 2; 9 on host 1",
+            ],
+        ),
         ([{"mask": "bool[8]"}, {}], ['  mask: "bool[8]" on host 0; nothing on host 1']),
         ([{"mask": None}, {}], ["  mask: null on host 0; nothing on host 1"]),
         (

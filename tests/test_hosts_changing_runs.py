@@ -1,9 +1,11 @@
-"""On several hosts: mixtures, loaders, the mesh in use and pad values.
+"""On several hosts: mixtures, schedules, epochs, microbatches, loaders and pad values.
 
 The functions named ``case_...`` run on 2 and on 4 hosts, one after the other in one set of
 processes for each, and return what the tests look at.
 """
 
+import functools
+import itertools
 import json
 
 import grain
@@ -14,10 +16,19 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import grain_shard
-from grain_shard import from_iterable, rehearse
-from tests.on_hosts import cases_of, data_mesh, run_cases
+from grain_shard import BatchSchedule, from_iterable, rehearse
+from tests.on_hosts import (
+    assembled_batches,
+    cases_of,
+    data_mesh,
+    model_over_hosts,
+    own_parts,
+    part_of,
+    run_cases,
+)
+from tests.pipelines import IN_TURN, flat, shared_out
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 HOSTS = (2, 4)
 NUM_DEVICES = 8
@@ -27,24 +38,11 @@ WEIGHTS = {0: [3, 1], 24: [1, 1], 40: [0, 1]}
 # On the hosts.
 
 
-def rows_of(batch, key="id"):
-    """The rows of a leaf that this host's devices hold, by row: its value, and if it is valid."""
-    rows = {}
-    shards = zip(batch[key].addressable_shards, batch["valid_mask"].addressable_shards, strict=True)
-    for values, mask in shards:
-        start = values.index[0].start or 0
-        for row, (value, valid) in enumerate(
-            zip(np.asarray(values.data).tolist(), np.asarray(mask.data).tolist(), strict=True)
-        ):
-            rows[start + row] = (value, valid)
-    return rows
-
-
 def batches_of(ds):
-    """The rows of every batch; or the text of the error."""
+    """This host's parts of every batch; or the text of the error."""
     try:
         with iter(ds) as iterator:
-            return [rows_of(batch) for batch in iterator]
+            return [own_parts(batch) for batch in iterator]
     except grain_shard.GrainShardError as error:
         return str(error)
 
@@ -63,8 +61,9 @@ def mixture(weights):
     return grain_shard.mix(records, weights).batch(8)
 
 
-def case_mixture(_):
-    return batches_of(mixture(WEIGHTS).shard_to(data_mesh(), timeout_s=20))
+def case_mixture_on_the_mesh_in_use(_):
+    with jax.set_mesh(data_mesh()):
+        return batches_of(mixture(WEIGHTS).shard_to(P("data"), timeout_s=20))
 
 
 def case_mixture_with_other_weights_from_record_16_on(states):
@@ -73,54 +72,27 @@ def case_mixture_with_other_weights_from_record_16_on(states):
         iterator = iter(mixture({0: [3, 1], 16: [1, 3]}).shard_to(data_mesh(), timeout_s=20))
         with iterator:
             iterator.set_state(states["mixture"])
-            return [rows_of(batch) for batch in iterator]
+            return [own_parts(batch) for batch in iterator]
     with iter(mixture({0: [3, 1]}).shard_to(data_mesh(), timeout_s=20)) as iterator:
         next(iterator), next(iterator)
         return json.loads(json.dumps(iterator.get_state()))
 
 
-def case_mixture_in_feeds(_):
-    def make_feed(feed):
-        part = slice(feed.shard_index, None, feed.shard_count)
-        datasets = [
-            grain.MapDataset.range(first, first + 40).map(lambda i: {"id": i})[part]
-            for first in (0, 1000)
-        ]
-        ds = grain_shard.mix(datasets, {0: [3, 1], 4: [1, 3]})
-        return ds.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-
-    feeds = grain_shard.feeds(make_feed, num_feeds=4).batch(16)
-    return batches_of(feeds.shard_to(data_mesh(), timeout_s=20))
-
-
-def case_mesh_in_use(_):
-    with jax.set_mesh(data_mesh()):
-        return batches_of(mixture(WEIGHTS).shard_to(P("data"), timeout_s=20))
-
-
-class Records:
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return {"id": np.int32(index)}
-
-
 def case_grains_loader_with_a_part_for_each_process(_):
     options = grain.sharding.ShardByJaxProcess()
     loader = grain.DataLoader(
-        data_source=Records(),
+        data_source=[{"id": np.int32(i)} for i in range(20)],
         sampler=grain.samplers.IndexSampler(20, options, num_epochs=1, shuffle=False),
         operations=[grain.transforms.Batch(8 // options.shard_count)],
         worker_count=0,
     )
     ds = from_iterable(loader, rows="local").shard_to(data_mesh(), timeout_s=20)
     with iter(ds) as iterator:
-        first = rows_of(next(iterator))
+        first = own_parts(next(iterator))
         state = json.loads(json.dumps(iterator.get_state()))
     with iter(ds) as iterator:
         iterator.set_state(state)
-        return [first, *(rows_of(batch) for batch in iterator)]
+        return [first, *(own_parts(batch) for batch in iterator)]
 
 
 def own_batches(num_batches):
@@ -192,11 +164,102 @@ def case_pad_value_of_feeds(_):
     def make_feed(feed):
         first = 10 * feed.shard_index
         records = grain.MapDataset.range(first, first + 4).map(lambda i: {"id": np.int32(i)})
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        return records.to_iter_dataset(options).filter(lambda r: r["id"] % 10 < feed.shard_index)
+        return records.to_iter_dataset(IN_TURN).filter(lambda r: r["id"] % 10 < feed.shard_index)
 
     feeds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
     return batches_of(feeds.shard_to(data_mesh(), pad_value={"id": -1}, timeout_s=20))
+
+
+SCHEDULE = {0: 12, 3: 32, 5: 20}
+FOR_ALL_DEVICES = {0: 16, 3: 32, 5: 24}  # read="once" needs batches that all devices divide
+SIZES = {"needed": SCHEDULE, "once": FOR_ALL_DEVICES}
+
+
+def records(num_records):
+    numbers = grain.MapDataset.range(num_records).seed(5).shuffle()
+    return numbers.map(lambda i: {"id": np.int32(i)})
+
+
+def scheduled(sizes=SCHEDULE):
+    return records(130).pipe(BatchSchedule(sizes)).repeat(2)
+
+
+def mesh_with_models():
+    """Rows over four devices; each is held by two, which may be of two hosts."""
+    return Mesh(np.array(jax.devices()).reshape(2, 4).T, ("data", "model"))
+
+
+def case_schedule(_):
+    return {
+        (of_mesh.__name__, read): batches_of(
+            scheduled(sizes).shard_to(of_mesh(), P("data"), read=read, timeout_s=20)
+        )
+        for of_mesh in (data_mesh, mesh_with_models)
+        for read, sizes in SIZES.items()
+    }
+
+
+def case_seek(_):
+    with iter(scheduled().shard_to(data_mesh(), timeout_s=20)) as iterator:
+        iterator.seek(6)
+        rest = [own_parts(batch) for batch in iterator]
+        iterator.seek(record=133)
+        return {"step": rest, "record": [own_parts(batch) for batch in iterator]}
+
+
+def case_epochs_of_which_one_is_left_early(_):
+    with records(50).batch(16).shard_to(data_mesh(), timeout_s=20).epochs(3) as epochs:
+        seen = {}
+        for batches in epochs:
+            some = itertools.islice(batches, 1 if batches.epoch == 1 else None)
+            seen[batches.epoch, len(batches)] = [own_parts(batch) for batch in some]
+        return seen
+
+
+def with_vectors(part=slice(None)):
+    numbers = grain.MapDataset.range(44)[part]
+    return numbers.map(lambda i: {"id": np.int32(i), "x": np.arange(4, dtype=np.float32) + i})
+
+
+def random_access(mesh):
+    return with_vectors().batch(16)
+
+
+def stream(mesh):
+    return with_vectors().to_iter_dataset(IN_TURN).batch(16)
+
+
+def local_stream(mesh):
+    shards = grain_shard.ShardByMesh(mesh)
+    own = with_vectors(part_of(shards)).to_iter_dataset(IN_TURN)
+    return own.batch(16 // shards.shard_count)
+
+
+def in_feeds(mesh):
+    return shared_out(with_vectors(), 8, 16)
+
+
+IN_MICROBATCHES = {
+    "random access": (random_access, model_over_hosts, {"read": "needed"}),
+    "random access, once": (random_access, model_over_hosts, {"read": "once"}),
+    "stream": (stream, data_mesh, {"rows": "global"}),
+    "stream, model over hosts": (stream, model_over_hosts, {"rows": "global"}),
+    "local stream": (local_stream, data_mesh, {"rows": "local"}),
+    "feeds": (in_feeds, data_mesh, {}),
+    "feeds, model over hosts": (in_feeds, model_over_hosts, {"read": "needed"}),
+    "feeds, once": (in_feeds, model_over_hosts, {"read": "once"}),
+}
+
+
+def case_microbatches(_):
+    """By kind and number of microbatches, the batches."""
+    return {
+        (name, count): batches_of(
+            build(mesh()).shard_to(mesh(), P("data"), microbatches=count, timeout_s=20, **options)
+        )
+        for name, (build, mesh, options) in IN_MICROBATCHES.items()
+        for count in (None, 2)
+    }
 
 
 # Here.
@@ -218,65 +281,97 @@ def runs():
     return results
 
 
-@pytest.fixture(params=HOSTS)
-def case(runs, request):
-    """From a case's name to what every host of a run returned."""
-
-    def results(name):
-        of_hosts = [of_host[f"case_{name}"] for of_host in runs[request.param]]
-        for result in of_hosts:
-            assert "Traceback" not in str(result), result
-        return of_hosts
-
+def of_case(of_hosts, name):
+    results = [of_host[f"case_{name}"] for of_host in of_hosts]
+    for result in results:
+        assert "Traceback" not in str(result), result
     return results
 
 
+@pytest.fixture(params=HOSTS, ids=lambda hosts: f"{hosts} hosts")
+def case(runs, request):
+    """From a case's name to what every host of a run returned."""
+    return functools.partial(of_case, runs[request.param])
+
+
 def joined(of_hosts):
-    """The rows of every batch, in order, of all hosts together; None for a row of padding."""
-    batches = []
-    for parts in zip(*of_hosts, strict=True):
-        rows = {row: value for part in parts for row, value in part.items()}
-        assert sorted(rows) == list(range(len(rows)))
-        batches.append([value if valid else None for _, (value, valid) in sorted(rows.items())])
-    return batches
+    """The ids of every batch, of all hosts together; None for a row of padding."""
+    return [
+        np.where(batch["valid_mask"], batch["id"], None).tolist()
+        for batch in assembled_batches(of_hosts)
+    ]
+
+
+def valid(of_hosts):
+    """The ids of every batch without padding, of all hosts together."""
+    return [batch["id"][batch["valid_mask"]].tolist() for batch in assembled_batches(of_hosts)]
+
+
+def each_valid(of_hosts):
+    """`valid` of each entry of dicts of batches."""
+    return {key: valid([of_host[key] for of_host in of_hosts]) for key in of_hosts[0]}
 
 
 def alone(ds):
-    """The same of a dataset of batches, by Grain alone; the last batch filled up."""
-    batches = [np.asarray(ds[i]["id"]).tolist() for i in range(len(ds))]
-    return [batch + [None] * (len(batches[0]) - len(batch)) for batch in batches]
+    """The same of a dataset of batches, by Grain alone."""
+    return [np.asarray(batch["id"]).tolist() for batch in ds]
 
 
-def test_a_mixture_is_the_same_on_any_number_of_hosts(case):
-    assert joined(case("mixture")) == alone(mixture(WEIGHTS))
+def test_a_mixture_is_the_same_on_any_number_of_hosts_also_on_the_mesh_in_use(case):
+    assert valid(case("mixture_on_the_mesh_in_use")) == alone(mixture(WEIGHTS))
 
 
 def test_weights_change_where_another_number_of_hosts_goes_on(runs):
-    of_hosts = [
-        of_host["case_mixture_with_other_weights_from_record_16_on"] for of_host in runs[HOSTS[1]]
-    ]
-    assert "Traceback" not in str(of_hosts)
-    assert joined(of_hosts) == alone(mixture({0: [3, 1], 16: [1, 3]}))[2:]
+    of_hosts = of_case(runs[HOSTS[1]], "mixture_with_other_weights_from_record_16_on")
+    assert valid(of_hosts) == alone(mixture({0: [3, 1], 16: [1, 3]}))[2:]
 
 
-def test_a_mixture_in_feeds_is_the_same_on_any_number_of_hosts(case):
-    batches = joined(case("mixture_in_feeds"))
-    # Of each of 4 feeds 4 rows: first 3 to 1, then 1 to 3.
-    assert batches[0][:4] == [0, 4, 1000, 8]
-    assert batches[1][:4] == [1004, 12, 1008, 1012]
-    assert batches[0][12:] == [3, 7, 1003, 11]
-    rows = [row for batch in batches for row in batch if row is not None]
-    assert len(rows) == len(set(rows))
+def test_a_schedule_has_the_same_batches_on_any_hosts_and_mesh(case):
+    assert [len(batch) for batch in alone(scheduled())[:7]] == [12, 12, 12, 32, 32, 20, 10]
+    assert each_valid(case("schedule")) == {
+        (mesh, read): alone(scheduled(sizes))
+        for mesh in ("data_mesh", "mesh_with_models")
+        for read, sizes in SIZES.items()
+    }
 
 
-def test_the_mesh_in_use_may_span_hosts(case):
-    assert joined(case("mesh_in_use")) == alone(mixture(WEIGHTS))
+def test_any_step_and_any_record_can_be_sought(case):
+    found = each_valid(case("seek"))
+    assert found["step"] == alone(scheduled())[6:]
+    assert flat(found["record"]) == [int(one["id"]) for one in records(130).repeat(2)][133:]
+
+
+def test_epochs_are_the_same_on_all_hosts(case):
+    expected = alone(records(50).batch(16).repeat(3))
+    assert each_valid(case("epochs_of_which_one_is_left_early")) == {
+        (0, 4): expected[:4],
+        (1, 4): expected[4:5],
+        (2, 4): expected[8:],
+    }
+
+
+@pytest.mark.parametrize("name", IN_MICROBATCHES)
+def test_microbatches_are_the_same_batch_reshaped(case, name):
+    of_hosts = case("microbatches")
+    expected, found = (
+        assembled_batches([of_host[name, count] for of_host in of_hosts]) for count in (None, 2)
+    )
+    assert len(found) == len(expected) == 3
+    if name.startswith(("random access", "stream")):
+        rows = [batch["id"][batch["valid_mask"]].tolist() for batch in expected]
+        assert flat(rows) == list(range(44))
+    # Of a stream that yields each host's own rows, these are reshaped.
+    groups = len(of_hosts) if name == "local stream" else 1
+    for batch, before in zip(found, expected, strict=True):
+        assert batch.keys() == before.keys() == {"id", "x", "valid_mask"}
+        for leaf, array in before.items():
+            reshaped = array.reshape(groups, 2, -1, *array.shape[1:]).swapaxes(0, 1)
+            np.testing.assert_array_equal(batch[leaf], reshaped.reshape(2, -1, *array.shape[1:]))
 
 
 def test_a_loader_with_a_part_for_each_process_gives_every_record_once(case):
     batches = joined(case("grains_loader_with_a_part_for_each_process"))
-    rows = [row for batch in batches for row in batch if row is not None]
-    assert sorted(rows) == list(range(20))
+    assert sorted(row for row in flat(batches) if row is not None) == list(range(20))
     assert {len(batch) for batch in batches} == {8}
 
 
@@ -284,11 +379,13 @@ def test_generators_that_end_at_different_times_end_together_with_the_pad_value(
     of_hosts = case("generators_that_end_at_different_times")
     assert {len(batches) for batches in of_hosts} == {len(of_hosts)}
     rows_each = NUM_DEVICES // len(of_hosts)
-    for host, batches in enumerate(of_hosts):
-        values = [value for batch in batches for value, valid in batch.values() if valid]
-        assert values == [100 * host + i for i in range(rows_each * (host + 1))]
+    batches = assembled_batches(of_hosts)
+    for host in range(len(of_hosts)):
+        own = slice(rows_each * host, rows_each * (host + 1))
+        values = [batch["id"][own][batch["valid_mask"][own]].tolist() for batch in batches]
+        assert flat(values) == [100 * host + i for i in range(rows_each * (host + 1))]
         for batch in batches[host + 1 :]:
-            assert set(batch.values()) == {(-1, False)}
+            assert batch["id"][own].tolist() == [-1] * rows_each
 
 
 def test_of_the_same_whole_batches_every_host_keeps_its_rows(case):
@@ -320,23 +417,15 @@ def test_prefetch_to_device_refuses_what_could_lose_rows(case):
         assert on_one == [list(range(8)), list(range(10, 17))]
 
 
-def rows_with_padding(of_hosts):
-    """The same as `joined`, with what rows of padding hold."""
-    return [
-        [value for part in parts for _, (value, _) in sorted(part.items())]
-        for parts in zip(*of_hosts, strict=True)
-    ]
-
-
 def test_the_pad_value_is_in_hosts_that_hold_nothing_else(case):
     of_hosts = case("pad_value_of_random_access")
     assert joined(of_hosts) == [list(range(8)), [8, 9, *[None] * 6]]
-    assert rows_with_padding(of_hosts) == [list(range(8)), [8, 9, *[-1] * 6]]
+    assert alone(assembled_batches(of_hosts)) == [list(range(8)), [8, 9, *[-1] * 6]]
 
 
 def test_the_pad_value_is_in_the_rows_of_feeds_that_have_ended(case):
     of_hosts = case("pad_value_of_feeds")
-    assert rows_with_padding(of_hosts) == [
+    assert alone(assembled_batches(of_hosts)) == [
         [-1, -1, 10, -1, 20, 21, 30, 31],
         [-1, -1, -1, -1, -1, -1, 32, -1],
     ]

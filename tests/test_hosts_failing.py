@@ -10,16 +10,21 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import traceback
 
+import grain
 import jax
 import numpy as np
 import pytest
+from absl import logging
 
 import grain_shard
 from grain_shard import rehearse
+from grain_shard.hosts import alarm
 from grain_shard.tools.rehearse import host_process
-from tests.conftest import HANG_S
+from tests.conftest import HANG_S, eventually
+from tests.on_hosts import data_mesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -145,95 +150,67 @@ def test_hosts_that_end_in_good_order_end_nobody_else(runs, kind):
 # On hosts that handle what is raised.
 
 
-def records_that_fail_on_host_1_from(record):
-    import grain
+def records_that_fail_on_host_1_from(record, meanwhile=lambda: None):
+    """The records; host 0 calls a function when it reads one that fails on host 1."""
 
     def load(i):
-        if jax.process_index() == 1 and i >= record:
-            raise OSError("the bucket is gone")
+        if i >= record:
+            if jax.process_index() == 1:
+                raise OSError("the bucket is gone")
+            meanwhile()
         return {"x": np.full(4, i, np.float32)}
 
     return grain.MapDataset.range(16 * 8).map(load)
 
 
 def what_they_raise():
-    """The errors of two iterators, one after the other, and what a third one sums up."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    texts = []
-    for first_bad in (16 * 3, 16 * 5, 10**6):
-        records = records_that_fail_on_host_1_from(first_bad)
-        total = 0.0
-        with iter(records.batch(16).shard_to(mesh, cpu_buffer_size=1)) as batches:
+    """The errors of two iterators, as they are printed, and what a third one sums up.
+
+    When host 1 fails, host 0 is in the loop of the first one, and inside ``next`` of the second.
+    """
+    found, iterators = [], []
+
+    def hear_of_the_failure():
+        eventually(lambda: iterators and iterators[-1]._at.run.together._alarm._failure is not None)
+
+    def nothing():
+        pass
+
+    for first_bad, in_loop, in_next in (
+        (16 * 3, hear_of_the_failure, nothing),
+        (16 * 5, nothing, hear_of_the_failure),
+        (10**6, nothing, nothing),
+    ):
+        records, total = records_that_fail_on_host_1_from(first_bad, in_next), 0.0
+        with iter(records.batch(16).shard_to(data_mesh(), cpu_buffer_size=1)) as batches:
+            iterators.append(batches)
             try:
                 # No collective, so that the other host comes to its iterator.
                 for batch in batches:
                     total += sum(float(s.data.sum()) for s in batch["x"].addressable_shards)
-                    if first_bad < 10**6 and jax.process_index() == 0 and total:
-                        wait_for_the_failure_of(batches)
-                texts.append(str(total))
+                    if jax.process_index() == 0:
+                        in_loop()
+                found.append(total)
             except (OSError, grain_shard.AgreementError) as error:
-                texts.append(f"{type(error).__name__}: {error}")
+                found.append(traceback.format_exc())
                 with pytest.raises(type(error)):  # and again
                     next(batches)
-    return texts
-
-
-def wait_for_the_failure_of(batches):
-    from tests.conftest import eventually
-
-    eventually(lambda: batches._at.run.together._alarm._failure is not None)
+        iterators.clear()
+    return found
 
 
 def test_a_loop_that_handles_the_failure_can_go_on_with_another_iterator():
-    first, second = rehearse.run(what_they_raise, hosts=2, devices_per_host=2)
-    for text in first[:2]:
-        assert text.startswith("AgreementError: host 1 failed")
+    heard, failed = rehearse.run(what_they_raise, hosts=2, devices_per_host=2)
+    for text in heard[:2]:
+        assert "AgreementError: host 1 failed" in text
         assert "OSError: the bucket is gone" in text
-    assert [text.split(":")[0] for text in second[:2]] == ["OSError", "OSError"]
-    total = sum(4.0 * i for i in range(16 * 8))
-    assert float(first[2]) + float(second[2]) == total
-
-
-def what_a_loop_raises_that_waits():
-    """The error of a host that is inside ``next`` when another one fails, as it is printed."""
-    import grain
-
-    from tests.conftest import eventually
-
-    started = []
-
-    def load(i):
-        if i >= 16 * 3:
-            if jax.process_index() == 1:
-                raise OSError("the bucket is gone")
-            eventually(lambda: started and started[0]._at.run.together._alarm._failure is not None)
-        return {"x": np.full(4, i, np.float32)}
-
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    ds = grain.MapDataset.range(16 * 8).map(load).batch(16).shard_to(mesh)
-    with iter(ds) as batches:
-        started.append(batches)
-        try:
-            list(batches)
-        except (OSError, grain_shard.AgreementError):
-            return traceback.format_exc()
-
-
-def test_the_failure_of_another_host_is_told_without_what_ended_the_wait_for_it():
-    heard, failed = rehearse.run(what_a_loop_raises_that_waits, hosts=2, devices_per_host=2)
-    assert "OSError: the bucket is gone" in failed
-    assert "AgreementError: host 1 failed" in heard
-    assert "During handling" not in heard
+        assert "During handling" not in text, "what ended the wait for host 1 is not told"
+    assert all("\nOSError: the bucket is gone" in text for text in failed[:2])
+    assert heard[2] + failed[2] == sum(4.0 * i for i in range(16 * 8))
 
 
 def what_a_loop_that_stands_still_lives_through():
     """Host 0 stands still, as in a collective, when host 1 has failed; it is told to stay."""
-    import threading
-
-    from absl import logging
-
-    from grain_shard.hosts import alarm
-
     os.environ["GRAIN_SHARD_END_PROCESS"] = "0"
     alarm._STILL_S = 0.5
     lines, logged = [], threading.Event()
@@ -245,9 +222,8 @@ def what_a_loop_that_stands_still_lives_through():
         return True
 
     logging.get_absl_logger().addFilter(keep)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     records = records_that_fail_on_host_1_from(16 * 3)
-    with iter(records.batch(16).shard_to(mesh)) as batches:
+    with iter(records.batch(16).shard_to(data_mesh())) as batches:
         next(batches)
         if jax.process_index() == 0:
             logged.wait()

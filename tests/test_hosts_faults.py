@@ -9,10 +9,9 @@ import grain
 import jax
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 from grain_shard.reading import faults
-from tests.on_hosts import data_mesh, end_job, restore, run_jobs, save
+from tests.on_hosts import data_mesh, end_job, restore, run_jobs, save, whole
 
 pytestmark = pytest.mark.slow
 
@@ -79,9 +78,7 @@ def train(job, directory):
         if job:
             restore("manager", directory, 0, iterator)
         for batch in iterator:
-            rows.append(
-                {n: multihost_utils.process_allgather(x, tiled=True) for n, x in batch.items()}
-            )
+            rows.append(whole(batch))
             if len(rows) == num_batches:
                 save("manager", directory, 0, iterator)
                 break

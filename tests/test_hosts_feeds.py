@@ -1,24 +1,15 @@
 """Feeds on 1, 2 and 4 hosts: the same global batches, from filtered, mixed and packed real text.
 
-Also when the run goes from 4 hosts to 2, to 1, and to 4 again, in the middle of the epoch and of
-packing, with the files that each host then opens (far more hosts, simulated: test_feed_files.py);
-and runs in which a feed fails or has nothing to give.
-
-The functions named ``case_...`` run on two hosts, one after the other in one set of processes.
+Where feeds end, and what stops them: test_hosts_streams.py. A run that goes on with other hosts, in
+the middle of packing: test_hosts_elastic.py.
 """
 
 import hashlib
-import itertools
-import json
-import os
-import sys
-from pathlib import Path
 
 import grain
 import jax
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -26,16 +17,9 @@ import grain_shard
 from grain_shard import rehearse
 from tests import text
 from tests.on_hosts import (
-    APIS,
-    assembled,
-    cases_of,
-    data_mesh,
+    assembled_batches,
     own_parts,
-    restore,
-    run_cases,
-    save,
 )
-from tests.pipelines import IN_TURN
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -78,11 +62,6 @@ def own_parts_on_all_meshes():
 # In the test's process.
 
 
-def assembled_batches(of_hosts):
-    """The global batches; every host has as many."""
-    return [assembled(parts) for parts in zip(*of_hosts, strict=True)]
-
-
 def digest(batch):
     leaves = [(name, str(batch[name].dtype), batch[name].tobytes()) for name in sorted(batch)]
     return hashlib.sha256(repr(leaves).encode()).hexdigest()[:16]
@@ -123,294 +102,3 @@ def test_the_global_batches_are_the_same_on_any_hosts_and_mesh(hosts, expected):
         batches = assembled_batches([found[name] for found in of_hosts])
         assert [digest(batch) for batch in batches] == expected[mesh.get("num_feeds", 8)], name
     assert len(expected[8]) > 30
-
-
-# From 4 hosts to 2, to 1, to 4.
-
-# Hosts, the batches until the save, and the worker processes of each host. No number of batches is
-# one at which a feed's bins, of which there are 6, are all used up: a feed gives 2 rows to a batch.
-JOBS = [(4, 7, 0), (2, 4, 2), (1, 8, 3), (4, None, 0)]
-
-
-def run_job(job, directory):
-    """Goes on from the checkpoint of the job before, by each of Orbax's interfaces."""
-    reports, (_, num_batches, num_workers) = {}, JOBS[job]
-    opened = {api: {"read": [], "written": []} for api in APIS}
-    for api in APIS:
-        ds = sharded(**(SEQ if job == 1 else DATA), num_workers=num_workers)
-        note_opening(opened[api], Path(directory, api))
-        with iter(ds) as batches:
-            if job % 2:
-                next(batches)  # restore into one that is in use
-            if job:
-                restore(api, Path(directory, api), job - 1, batches)
-            restored = batches.get_state()
-            taken = [own_parts(batch) for batch in itertools.islice(batches, num_batches)]
-            saved = batches.get_state()
-            if num_batches is not None:
-                save(api, Path(directory, api), job, batches)
-        reports[api] = taken, restored, saved, opened[api]
-    return reports
-
-
-def note_opening(opened, directory):
-    """Notes the names of the files of feeds below a folder that this process opens from now on."""
-
-    def note(event, args):
-        if event == "open" and isinstance(args[0], str | os.PathLike):
-            path = Path(os.fsdecode(args[0]))
-            if path.name.startswith("feeds-") and directory in path.parents:
-                is_read = args[2] & os.O_ACCMODE == os.O_RDONLY
-                opened["read" if is_read else "written"].append(path.name)
-
-    sys.addaudithook(note)  # for good: there is no way to take it back
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """Of each job, by API: its global batches; the states and the files of each host."""
-    directory = str(tmp_path_factory.mktemp("checkpoints"))
-    jobs = []
-    for job, (hosts, *_) in enumerate(JOBS):
-        of_hosts = rehearse.run(
-            run_job, job, directory, hosts=hosts, devices_per_host=8 // hosts, timeout_s=120
-        )
-        by_api = {}
-        for api in APIS:
-            taken, *others = zip(*(reports[api] for reports in of_hosts), strict=True)
-            by_api[api] = assembled_batches(taken), *others
-        jobs.append(by_api)
-    return jobs
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_saved_on_4_hosts_it_goes_on_with_the_same_batches_on_2_on_1_and_on_4(jobs, api, expected):
-    of_jobs = [job[api][0] for job in jobs]
-    assert [digest(batch) for batch in itertools.chain(*of_jobs)] == expected[8]
-    assert [len(batches) for batches in of_jobs[:-1]] == [7, 4, 8]
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_each_token_of_each_document_is_trained_on_exactly_once(jobs, api):
-    trained = [t for job in jobs for batch in job[api][0] for t in text.tokens_of(batch)]
-    documents = [
-        document
-        for feed in range(8)
-        for document in text.mixed(grain.sharding.ShardOptions(feed, 8))
-    ]
-    assert sorted(trained) == sorted(
-        (int(document["document"][0]), position, int(token))
-        for document in documents
-        for position, token in enumerate(document["tokens"])
-    )
-    assert len(trained) > 50_000
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_a_checkpoint_holds_one_entry_for_each_feed_saved_by_a_host_that_runs_it(jobs, api):
-    for (hosts, *_), job in zip(JOBS[:-1], jobs, strict=False):
-        saved = [state["feeds"] for state in job[api][2]]
-        assert len(saved) == hosts
-        feeds_of_host = 8 // hosts
-        for host, feeds in enumerate(saved):
-            first = host * feeds_of_host
-            assert list(feeds) == [str(feed) for feed in range(first, first + feeds_of_host)]
-            assert any(entry["state"]["next_row"] for entry in feeds.values()), "bins half used up"
-    for restored in jobs[-1][api][1]:
-        assert restored["step"] == 19
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_each_host_opens_the_files_of_its_own_feeds_and_no_others(jobs, api):
-    def files(*ranges):
-        return [f"feeds-{first:05d}-{last:05d}-of-00008.json" for first, last in ranges]
-
-    quarters = files((0, 1), (2, 3), (4, 5), (6, 7))
-    halves, whole = files((0, 3), (4, 7)), files((0, 7))
-    written = [[of_host["written"] for of_host in job[api][3]] for job in jobs]
-    assert written[0] == [[name] for name in quarters]
-    assert written[1:] == [[[name] for name in halves], [whole], [[]] * 4]
-    read = [[of_host["read"] for of_host in job[api][3]] for job in jobs]
-    assert read == [[[]] * 4, [quarters[:2], quarters[2:]], [halves], [whole] * 4]
-
-
-# Two hosts: what can go wrong.
-
-
-def whole(batch):
-    """The global batch as numpy arrays, on every host."""
-    return {name: multihost_utils.process_allgather(x, tiled=True) for name, x in batch.items()}
-
-
-def numbers(feed, lengths=(30,) * 8):
-    """Rows that say their feed and their place in it; 100 * feed + place."""
-    first = 100 * feed.shard_index
-    # A source, unlike MapDataset.range, has contents, which the hosts compare.
-    records = grain.MapDataset.source(range(first, first + 30)).map(lambda i: {"id": np.int32(i)})
-    rows = records.to_iter_dataset(IN_TURN)
-    return rows.filter(lambda row: row["id"] < first + lengths[feed.shard_index])
-
-
-def on_two_hosts(make_feed, **options):
-    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
-    return ds.shard_to(data_mesh(), timeout_s=20, **options)
-
-
-def of_lengths(lengths, **options):
-    return on_two_hosts(lambda feed: numbers(feed, lengths), **options)
-
-
-def outcome(ds, state=None):
-    """The valid ids of each global batch; the error that ended it, if one did."""
-    result = {"batches": [], "states": [], "error": None}
-    with iter(ds) as batches:
-        if state is not None:
-            batches.set_state(state)
-        try:
-            for batch in batches:
-                batch = whole(batch)
-                result["batches"].append(batch["id"][batch["valid_mask"]].tolist())
-                result["states"].append(json.loads(json.dumps(batches.get_state())))
-        except Exception as error:
-            result["error"] = type(error).__name__, str(error), getattr(error, "__notes__", [])
-            failure = error
-        if result["error"]:
-            with pytest.raises(type(failure)) as again:
-                next(batches)
-            assert again.value is failure
-    return result
-
-
-UNEVEN = [[0, 1, 100, 101, 300], [2, 102, 103], [104]]
-# By name: the rows of each feed, of which 0 and 1 are host 0's; the remainder; the batches.
-ENDS = {
-    "each feed goes on to its own end": ([3, 5, 0, 1], "pad", UNEVEN),
-    "a host without a row": ([0, 0, 3, 2], "pad", [[200, 201, 300, 301], [202]]),
-    "no row at all": ([0, 0, 0, 0], "pad", []),
-    "all stop at the first feed that lacks rows": (
-        [6, 6, 6, 5],
-        "drop",
-        [[0, 1, 100, 101, 200, 201, 300, 301], [2, 3, 102, 103, 202, 203, 302, 303]],
-    ),
-}
-
-
-def case_ends():
-    return {
-        name: outcome(of_lengths(lengths, remainder=remainder))
-        for name, (lengths, remainder, _) in ENDS.items()
-    }
-
-
-def case_uneven_states():
-    """The batches after each state of this host."""
-    ds = of_lengths([3, 5, 0, 1])
-    states = outcome(ds)["states"]
-    return [outcome(ds, state)["batches"] for state in states], states
-
-
-def case_error():
-    return outcome(of_lengths([6, 6, 6, 5], remainder="error"))
-
-
-def case_error_of_a_whole_host():
-    return outcome(of_lengths([6, 6, 4, 4], remainder="error"))
-
-
-def raising(feed):
-    def check(row):
-        if row["id"] == 304:
-            raise ValueError("a bad row")
-        return row
-
-    return numbers(feed).map(check)
-
-
-def case_a_feed_raises():
-    return outcome(on_two_hosts(raising))
-
-
-def not_made(feed):
-    if feed.shard_index == 2:
-        raise FileNotFoundError("no such shard")
-    return numbers(feed)
-
-
-def case_a_feed_cannot_be_made():
-    return outcome(on_two_hosts(not_made))
-
-
-def case_a_feed_depends_on_its_host():
-    """A model axis over the hosts: both run all feeds, and must get the same."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("model", "data"))
-    host = np.int32(jax.process_index())
-    ds = grain_shard.feeds(
-        lambda feed: numbers(feed).map(lambda row: {"id": row["id"] + host}), num_feeds=4
-    )
-    return outcome(ds.batch(8).shard_to(mesh, read="needed", timeout_s=20))
-
-
-@pytest.fixture(scope="module")
-def cases():
-    functions = cases_of(globals())
-    of_hosts = rehearse.run(run_cases, functions, hosts=2, devices_per_host=2, timeout_s=240)
-
-    def results_of(case):
-        results = [of_host[case.__name__] for of_host in of_hosts]
-        assert not any("Traceback" in str(result) for result in results), results
-        return results
-
-    return results_of
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_the_hosts_stop_together(cases, name):
-    for results in cases(case_ends):
-        assert results[name]["batches"] == ENDS[name][2]
-        assert results[name]["error"] is None
-
-
-def test_a_hosts_own_state_goes_on_also_where_its_feeds_have_ended(cases):
-    for host, (continuations, states) in enumerate(cases(case_uneven_states)):
-        assert continuations == [UNEVEN[1:], UNEVEN[2:], []]
-        assert [state["step"] for state in states] == [1, 2, 3]
-        assert list(states[0]["feeds"]) == [["0", "1"], ["2", "3"]][host]
-
-
-def test_with_error_a_feed_that_lacks_rows_is_named_on_every_host(cases):
-    other, own = (result["error"] for result in cases(case_error))
-    assert own[0] == "ShardingError"
-    assert other[0] == "AgreementError"
-    for kind, message, _ in (other, own):
-        assert (
-            "feed 3 has only 1 rows left for the last batch, which takes 2 rows of each feed"
-            in message
-        ), kind
-
-
-def test_with_error_a_host_may_not_end_before_another(cases):
-    for result in cases(case_error_of_a_whole_host):
-        assert len(result["batches"]) == 2
-        assert "(the first: host 1) end earlier than the streams of" in result["error"][1]
-
-
-@pytest.mark.parametrize(
-    ("case", "kind", "text", "feed", "batches"),
-    [
-        (case_a_feed_raises, "ValueError", "a bad row", 3, 2),
-        (case_a_feed_cannot_be_made, "FileNotFoundError", "no such shard", 2, 0),
-    ],
-)
-def test_a_feed_that_fails_is_named_on_every_host(cases, case, kind, text, feed, batches):
-    other, own = cases(case)
-    assert len(other["batches"]) == len(own["batches"]) == batches
-    assert own["error"][:2] == (kind, text)
-    assert f"grain_shard: in feed {feed} of 4" in own["error"][2]
-    assert other["error"][0] == "AgreementError"
-    assert f"host 1: {kind}: {text} (in feed {feed} of 4)" in other["error"][1]
-
-
-def test_a_feed_that_is_another_one_on_another_host_is_an_error_on_every_host(cases):
-    for result in cases(case_a_feed_depends_on_its_host):
-        assert result["batches"] == []
-        assert "hosts 0, 1 run the same feeds, but get different rows" in result["error"][1]

@@ -21,33 +21,18 @@ from jax.sharding import PartitionSpec as P
 
 import grain_shard
 from grain_shard import rehearse
-from tests.conftest import read_for_batches
+from tests.conftest import CountingSource, read_for_batches
 from tests.on_hosts import assembled, or_traceback, own_parts
 
 pytestmark = pytest.mark.slow
 
 HOSTS = (1, 2, 4)
 NUM_DEVICES = 8
-RECORD_BYTES = 32
 
 
-class CountingSource:
-    """Records of 32 bytes; remembers what is read of them."""
-
-    def __init__(self, num_records):
-        self._num_records = num_records
-        self.read = []  # (record, bytes)
-
-    def __len__(self):
-        return self._num_records
-
+class EncodedSource(CountingSource):
     def __getitem__(self, index):
-        data = (np.arange(8, dtype=np.int32) + 8 * index).tobytes()
-        self.read.append((int(index), len(data)))
-        return data
-
-    def __repr__(self):
-        return f"CountingSource({self._num_records})"
+        return (np.arange(8, dtype=np.int32) + 8 * super().__getitem__(index)).tobytes()
 
 
 def decode(data):
@@ -64,9 +49,9 @@ def records(source):
     return grain.MapDataset.source(source).seed(3).map(decode).random_map(augment)
 
 
-def shape(sizes, names):
+def shape(sizes, names, **options):
     """Devices to a mesh of this shape; on H hosts, 8/H devices in a row are a host's."""
-    return lambda devices: Mesh(devices.reshape(sizes), names)
+    return lambda devices: Mesh(devices.reshape(sizes), names, **options)
 
 
 def permuted(devices):
@@ -77,6 +62,7 @@ def permuted(devices):
 DATA = P("data")
 ONE_AXIS = shape((8,), ("data",))
 MODEL_OVER_HOSTS = shape((2, 4), ("model", "data"))
+EXPLICIT = shape((2, 4), ("model", "data"), axis_types=(AxisType.Explicit,) * 2)
 SEQ = shape((2, 4), ("data", "seq"))
 PER_LEAF = {
     "id": P("data"),
@@ -123,12 +109,7 @@ CASES = {
         amplification=(1, 2, 4),
     ),
     "replicated": Case(spec=P(), amplification=(1, 2, 4)),
-    "Explicit axes": Case(
-        lambda devices: Mesh(
-            devices.reshape(2, 4), ("model", "data"), axis_types=(AxisType.Explicit,) * 2
-        ),
-        amplification=(1, 2, 2),
-    ),
+    "Explicit axes": Case(EXPLICIT, amplification=(1, 2, 2)),
     "jax.make_mesh": Case(lambda devices: jax.make_mesh((8,), ("data",))),
     "a spec for each leaf": Case(SEQ, PER_LEAF, amplification=(1, 1, 2)),
     "leaves cut by different axes": Case(
@@ -161,13 +142,7 @@ CASES = {
     "once: replicated": Case(spec=P(), amplification=(1, 2, 4), **ONCE),
     "once: a spec for each leaf": Case(SEQ, PER_LEAF, amplification=(1, 1, 2), **ONCE),
     "once: leaves cut by different axes": Case(SEQ, ACROSS, amplification=(1, 2, 4), **ONCE),
-    "once: Explicit axes": Case(
-        lambda devices: Mesh(
-            devices.reshape(2, 4), ("model", "data"), axis_types=(AxisType.Explicit,) * 2
-        ),
-        amplification=(1, 2, 2),
-        **ONCE,
-    ),
+    "once: Explicit axes": Case(EXPLICIT, amplification=(1, 2, 2), **ONCE),
     "once: B not divisible by the devices": Case(
         MODEL_OVER_HOSTS, batched=lambda ds: ds.batch(6), amplification=(1, 2, 2), **ONCE
     ),
@@ -206,7 +181,7 @@ def run_cases(cases):
 
 
 def run_case(case, devices):
-    source, mesh = CountingSource(case.num_records), case.mesh(devices)
+    source, mesh = EncodedSource(case.num_records), case.mesh(devices)
     sharded = case.batched(records(source)).shard_to(mesh, case.spec, timeout_s=20, **case.options)
     source.read.clear()  # what was looked at when the pipeline was built
     batches, states = [], []
@@ -260,7 +235,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 def expected_batches(case):
     """The padded batches, and the number of valid rows of each."""
-    batches = list(case.batched(records(CountingSource(case.num_records))))
+    batches = list(case.batched(records(EncodedSource(case.num_records))))
     valid = [len(batch["id"]) for batch in batches]
     if case.options.get("remainder") == "drop":
         batches, valid = batches[:-1], valid[:-1]
@@ -305,24 +280,13 @@ def test_the_global_batches_are_those_of_plain_grain_bit_for_bit(runs, name):
                 assert (array.dtype, array.tobytes()) == (batch[name].dtype, batch[name].tobytes())
 
 
-def test_22_records_in_batches_of_4_come_in_6_batches_on_every_host(runs):
-    for _, results in of_each_host_count(runs, "22 records, B=4, 4 shards"):
-        masks = [
-            [{"valid_mask": batch["valid_mask"]} for batch in result["batches"]]
-            for result in results
-        ]
-        valid = [assembled(parts)["valid_mask"].sum() for parts in zip(*masks, strict=True)]
-        assert valid == [4, 4, 4, 4, 4, 2]
-
-
 @every_case
 def test_a_host_reads_what_its_devices_hold_and_with_once_its_share(runs, name):
     case = CASES[name]
     expected, valid = expected_batches(case)
     ids = [batch["id"][:count].tolist() for batch, count in zip(expected, valid, strict=True)]
     for hosts, results in of_each_host_count(runs, name):
-        assert {count for result in results for _, count in result["read"]} == {RECORD_BYTES}
-        reads = [Counter(record for record, _ in result["read"]) for result in results]
+        reads = [Counter(result["read"]) for result in results]
         mode = case.reads[HOSTS.index(hosts)]
         if mode == "once":
             assert_read_once(case, ids, reads)
@@ -362,45 +326,14 @@ def assert_read_once(case, ids, reads):
 
 
 @every_case
-def test_the_rows_held_are_the_computed_amplification(runs, name):
+def test_every_host_holds_its_share_of_the_rows_by_the_computed_amplification(runs, name):
     case = CASES[name]
     for hosts, results in of_each_host_count(runs, name):
         amplification = case.amplification[HOSTS.index(hosts)]
         assert [result["amplification"] for result in results] == [amplification] * hosts
         held = [len(held_rows(result["batches"][0], case.rows)) for result in results]
         assert sum(held) == amplification * case.rows
-
-
-@pytest.mark.parametrize(
-    ("name", "rows_a_step"),  # on 1, 2 and 4 hosts, of batches of 8
-    [
-        ("1-D", (8, 4, 2)),
-        ("permuted", (8, 4, 2)),
-        ("(data, model)", (8, 4, 2)),
-        ("P((data, fsdp))", (8, 4, 2)),
-        ("to_iter_dataset()", (8, 4, 2)),
-        ("(model, data)", (8, 8, 4)),
-        ("sequence axis", (8, 4, 4)),
-        ("replicated", (8, 8, 8)),
-        ("a map after batch", (8, 8, 8)),
-        ("once: (model, data)", (8, 4, 2)),
-        ("once: sequence axis", (8, 4, 2)),
-        ("once: replicated", (8, 4, 2)),
-        ("once: leaves cut by different axes", (8, 4, 2)),
-        ("auto: (model, data)", (8, 4, 2)),
-        ("auto: sequence axis", (8, 4, 2)),
-        ("auto: 1-D", (8, 4, 2)),
-    ],
-)
-def test_bytes_that_each_host_reads_for_two_full_batches(runs, name, rows_a_step):
-    expected, _ = expected_batches(CASES[name])
-    in_full_batches = {*expected[0]["id"].tolist(), *expected[1]["id"].tolist()}
-    for hosts, results in of_each_host_count(runs, name):
-        rows = rows_a_step[HOSTS.index(hosts)]
-        for result in results:
-            read = sum(count for record, count in result["read"] if record in in_full_batches)
-            # A host whose rows of the third batch are padding may have looked at record 0 first.
-            assert read - 2 * rows * RECORD_BYTES in (0, RECORD_BYTES)
+        assert len(set(held)) == 1 or name == "leaves cut by different axes"
 
 
 @every_case

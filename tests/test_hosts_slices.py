@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import grain_shard
 from grain_shard import rehearse
 from tests.conftest import CountingSource, read_for_batches
+from tests.on_hosts import assembled_batches, own_parts
+from tests.test_hosts_same_batches import padded
 from tests.test_slices import Device
 
 pytestmark = pytest.mark.slow
@@ -40,11 +42,6 @@ class Case:
 
 CASES = {
     "replicas over slices": Case(lambda d: Mesh(d.reshape(2, 2, 2), ("replica", "model", "data"))),
-    "replicas over slices, Explicit": Case(
-        lambda d: Mesh(
-            d.reshape(2, 2, 2), ("replica", "model", "data"), axis_types=(AxisType.Explicit,) * 3
-        )
-    ),
     "model over slices and hosts": Case(lambda d: Mesh(d.reshape(4, 2), ("model", "data"))),
     "data over slices, model over hosts": Case(
         lambda d: Mesh(d.reshape(2, 2, 2).swapaxes(1, 2).reshape(4, 2), ("data", "model")),
@@ -92,11 +89,7 @@ def run_case(case):
             for batch in batches:
                 # Waited for: JAX's CPU backend deadlocks on many collectives in flight.
                 jax.block_until_ready(batch)
-                shards = {
-                    name: [(shard.index, np.asarray(shard.data)) for shard in x.addressable_shards]
-                    for name, x in batch.items()
-                }
-                got.append(shards)
+                got.append(own_parts(batch))
     return {"batches": got, "read": read_for_batches(source.read, RECORDS)}
 
 
@@ -115,53 +108,30 @@ def plain_batches(case):
     """The batches of plain Grain, padded, and in microbatches."""
     ds = grain.MapDataset.range(RECORDS).seed(3).shuffle().map(lambda i: record(np.int32(i)))
     for batch in ds.batch(ROWS):
-        count = len(batch["id"])
-        batch["valid_mask"] = np.ones(count, np.bool_)
-        yield {name: in_microbatches(padded(x), case) for name, x in batch.items()}
-
-
-def padded(x):
-    return np.concatenate([x, np.zeros((ROWS - len(x), *x.shape[1:]), x.dtype)])
-
-
-def in_microbatches(x, case):
-    return x if case.microbatches is None else x.reshape(case.microbatches, -1, *x.shape[1:])
+        batch = padded(batch, ROWS)
+        if case.microbatches is not None:
+            for name, x in batch.items():
+                batch[name] = x.reshape(case.microbatches, -1, *x.shape[1:])
+        yield batch
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_shard_is_that_of_plain_grain(runs, name):
-    expected = list(plain_batches(CASES[name]))
-    for of_host in runs:
-        batches = of_host[name]["batches"]
-        assert len(batches) == len(expected)
-        for batch, plain in zip(batches, expected, strict=True):
-            assert set(batch) == set(plain)
-            for leaf, shards in batch.items():
-                for index, data in shards:
-                    np.testing.assert_array_equal(data, plain[leaf][index], leaf)
+    batches = assembled_batches([of_host[name]["batches"] for of_host in runs])
+    for batch, plain in zip(batches, plain_batches(CASES[name]), strict=True):
+        assert set(batch) == set(plain)
+        for leaf, array in batch.items():
+            np.testing.assert_array_equal(array, plain[leaf], leaf)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_is_read_once_in_each_slice_that_needs_it(runs, name):
-    case = CASES[name]
-    of_slices = [Counter() for _ in range(SLICES)]
-    for host, of_host in enumerate(runs):
-        of_slices[slice_of_host(host)].update(of_host[name]["read"])
-    for read in of_slices:
+def test_a_row_is_read_once_in_each_slice_that_needs_it_as_the_plan_says(runs, name):
+    case, reads = CASES[name], [Counter(of_host[name]["read"]) for of_host in runs]
+    for first in range(0, HOSTS, HOSTS_PER_SLICE):
+        of_slice = sum(reads[first : first + HOSTS_PER_SLICE], Counter())
         # A host whose rows of a batch are all padding looks at one record, once.
-        once = Counter(read.keys())
-        assert (read - once).total() <= HOSTS_PER_SLICE
-    assert set().union(*of_slices) == set(range(RECORDS))
-    assert sum(len(read) for read in of_slices) in range(
-        case.amplification * RECORDS, case.amplification * RECORDS + HOSTS + 1
-    )
-    shares = [len(of_host[name]["read"]) for of_host in runs]
-    assert max(shares) <= case.amplification * 3 * ROWS // HOSTS
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_plan_says_so(runs, name):
-    case = CASES[name]
+        assert (of_slice - Counter(of_slice.keys())).total() <= HOSTS_PER_SLICE
+    assert set().union(*reads) == set(range(RECORDS))
     devices = [
         Device(i, i // DEVICES_PER_HOST, slice_of_host(i // DEVICES_PER_HOST))
         for i in range(HOSTS * DEVICES_PER_HOST)
@@ -173,7 +143,9 @@ def test_the_plan_says_so(runs, name):
         num_records=RECORDS,
         microbatches=case.microbatches,
     )
-    assert planned.read == "once"
-    assert planned.reads.amplification == case.amplification
-    for host, of_host in zip(planned.reads.hosts, runs, strict=True):
-        assert 0 <= len(of_host[name]["read"]) - host.rows_per_epoch <= 1
+    assert (planned.read, planned.reads.amplification) == ("once", case.amplification)
+    rows = [host.rows_per_epoch for host in planned.reads.hosts]
+    assert sum(rows) == case.amplification * RECORDS
+    assert max(rows) <= case.amplification * 3 * ROWS // HOSTS
+    for read, planned_rows in zip(reads, rows, strict=True):
+        assert 0 <= read.total() - planned_rows <= 1

@@ -1,15 +1,20 @@
-"""Streams on several hosts: whose rows they yield, where they end, and what stops them.
+"""Streams and feeds on several hosts: whose rows they yield, where they end, and what stops them.
 
 The functions named ``case_...`` run on the hosts, one after the other in one set of processes, and
 return what the tests look at.
 """
 
+import functools
 import itertools
 import json
+import os
 import pickle
+import sys
 import threading
 import time
+import weakref
 from pathlib import Path
+from unittest import mock
 
 import grain
 import jax
@@ -18,8 +23,19 @@ import pytest
 
 import grain_shard
 from grain_shard import rehearse
-from tests.conftest import eventually
-from tests.on_hosts import data_mesh, model_over_hosts, or_traceback, own_rows
+from grain_shard.iteration import host_batches
+from tests.conftest import HANG_S, eventually
+from tests.on_hosts import (
+    APIS,
+    data_mesh,
+    model_over_hosts,
+    or_traceback,
+    own_rows,
+    part_of,
+    restore,
+    save,
+)
+from tests.pipelines import IN_TURN
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -45,20 +61,24 @@ def run_alone(case, directory):
     eventually((directory / str(1 - jax.process_index())).exists)
 
 
+def records(num_records, part=slice(None)):
+    return grain.MapDataset.range(num_records)[part].map(lambda i: {"id": np.int32(i)})
+
+
 def numbered(num_records, part=slice(None)):
     """A stream of records that carry their number."""
-    records = grain.MapDataset.range(num_records)[part].map(lambda i: {"id": np.int32(i)})
-    return records.to_iter_dataset(grain.ReadOptions(1, 1))
+    return records(num_records, part).to_iter_dataset(grain.ReadOptions(1, 1))
 
 
-def own_part(mesh):
-    options = grain_shard.ShardByMesh(mesh)
-    return slice(options.shard_index, None, options.shard_count)
+def own(num_records, mesh=None):
+    """The part of these that belongs to this host."""
+    return numbered(num_records, part_of(grain_shard.ShardByMesh(mesh or data_mesh())))
 
 
-def one_in_ten(host, ds):
-    """Host 1 filters out 90 %."""
-    return ds.filter(lambda record: host != 1 or record["id"] % 20 == 1)
+def local(ds, mesh=None, **options):
+    """An iterator over batches of 4 of a stream with the rows of this host."""
+    ds = ds.batch(4).shard_to(mesh or data_mesh(), rows="local", **{"timeout_s": 20, **options})
+    return iter(ds)
 
 
 def batches_of(iterator):
@@ -70,16 +90,13 @@ def batches_of(iterator):
                 result["batches"].append(own_rows(batch))
                 result["shapes"].add((batch["id"].shape, batch["valid_mask"].shape))
         except Exception as error:
-            result["error"] = describe(error)
+            result |= {"error": type(error).__name__, "text": str(error)}
+            result["notes"] = getattr(error, "__notes__", [])
             try:
                 next(iterator)
             except Exception as again:
                 result["same error again"] = again is error
     return result
-
-
-def describe(error):
-    return {"type": type(error).__name__, "text": str(error)}
 
 
 def case_unsaid(host, _):
@@ -89,56 +106,45 @@ def case_unsaid(host, _):
 
 
 def case_local(host, _):
-    mesh = data_mesh()
-    ds = numbered(22, own_part(mesh)).batch(4).shard_to(mesh, rows="local", timeout_s=20)
-    return batches_of(iter(ds))
+    return batches_of(local(own(22)))
 
 
 def case_local_random_access(host, _):
-    mesh = data_mesh()
-    records = grain.MapDataset.range(22)[own_part(mesh)].map(lambda i: {"id": np.int32(i)})
-    return batches_of(iter(records.batch(4).shard_to(mesh, rows="local", timeout_s=20)))
+    own_records = records(22, part_of(grain_shard.ShardByMesh(data_mesh())))
+    return batches_of(local(own_records))
 
 
-def uneven(host, remainder):
-    mesh = data_mesh()
-    ds = one_in_ten(host, numbered(100, own_part(mesh))).batch(4)
-    return ds.shard_to(mesh, rows="local", remainder=remainder, timeout_s=20)
+def uneven(host, remainder="pad"):
+    """Host 1 filters out 90 %."""
+    ds = own(100).filter(lambda record: host != 1 or record["id"] % 20 == 1)
+    return local(ds, remainder=remainder)
 
 
 def case_uneven_drop(host, _):
-    return batches_of(iter(uneven(host, "drop")))
+    return batches_of(uneven(host, "drop"))
 
 
 def case_state_of_uneven(host, _):
     """All batches, and the continuation from the state after 0, 1, ...; host 1's own ones are 2."""
-    continuations = {"all": batches_of(iter(uneven(host, "pad")))}
+    continuations = {"all": batches_of(uneven(host))}
     for taken in (0, 1, 2, 5, 13):
-        with iter(uneven(host, "pad")) as iterator:
+        with uneven(host) as iterator:
             for _ in range(taken):
                 next(iterator)
             state = json.loads(json.dumps(iterator.get_state()))
-        iterator = iter(uneven(host, "pad"))
+        iterator = uneven(host)
         iterator.set_state(state)
         continuations[taken] = batches_of(iterator)
     return continuations
 
 
-def case_no_record_pad(host, _):
-    mesh = data_mesh()
-    ds = numbered(22, own_part(mesh)).filter(lambda record: host == 0).batch(4)
-    return batches_of(iter(ds.shard_to(mesh, rows="local", timeout_s=15)))
-
-
-def case_no_record_drop(host, _):
-    mesh = data_mesh()
-    ds = numbered(22, own_part(mesh)).filter(lambda record: host == 0).batch(4)
-    return batches_of(iter(ds.shard_to(mesh, rows="local", remainder="drop", timeout_s=15)))
-
-
-def case_global(host, _):
-    ds = numbered(33).filter(lambda record: record["id"] % 3 != 0).batch(8)
-    return batches_of(iter(ds.shard_to(data_mesh(), rows="global", timeout_s=20)))
+def case_no_record(host, _):
+    """By the remainder."""
+    ds = own(22).filter(lambda record: host == 0)
+    return {
+        remainder: batches_of(local(ds, remainder=remainder, timeout_s=15))
+        for remainder in ("pad", "drop")
+    }
 
 
 def case_global_of_different_lengths(host, _):
@@ -152,9 +158,7 @@ def raising(host, at):
             raise ValueError(f"bad record {at}")
         return record
 
-    mesh = data_mesh()
-    ds = numbered(40, own_part(mesh)).map(check).batch(4)
-    return batches_of(iter(ds.shard_to(mesh, rows="local", timeout_s=20)))
+    return batches_of(local(own(40).map(check)))
 
 
 def case_raises_in_the_first_batch(host, _):
@@ -171,9 +175,7 @@ def stalling(host, stalls_on, release, num_records=40):
             eventually(release.exists)
         return record
 
-    mesh = data_mesh()
-    ds = numbered(num_records, own_part(mesh)).map(stall).batch(4)
-    return iter(ds.shard_to(mesh, rows="local", timeout_s=2))
+    return local(own(num_records).map(stall), timeout_s=2)
 
 
 def case_host_1_stalls(host, release, stalls_on=1):
@@ -218,37 +220,182 @@ def case_long_pause_in_the_loop(host, release):
 
 def case_model_axis_over_hosts(host, _):
     mesh = model_over_hosts()
-    options = grain_shard.ShardByMesh(mesh)
-    ds = numbered(22, own_part(mesh)).batch(4).shard_to(mesh, rows="local", timeout_s=20)
-    result = batches_of(iter(ds))
-    return {**result, "slice": (options.shard_index, options.shard_count)}
-
-
-def case_model_axis_over_uneven_hosts(host, _):
-    mesh = model_over_hosts()
-    ds = one_in_ten(host % 2, numbered(100, own_part(mesh))).batch(4)
-    return batches_of(iter(ds.shard_to(mesh, rows="local", timeout_s=20)))
+    shards = grain_shard.ShardByMesh(mesh)
+    result = batches_of(local(own(22, mesh), mesh))
+    return {**result, "slice": (shards.shard_index, shards.shard_count)}
 
 
 def case_model_axis_and_slices_by_process(host, _):
-    options = grain.sharding.ShardByJaxProcess()
-    part = slice(options.shard_index, None, options.shard_count)
-    ds = numbered(64, part).batch(4).shard_to(model_over_hosts(), rows="local", timeout_s=20)
-    return batches_of(iter(ds))
+    ds = numbered(64, part_of(grain.sharding.ShardByJaxProcess()))
+    return batches_of(local(ds, model_over_hosts()))
 
 
 def case_one_host_has_rows_left(host, _):
     """The continuation from where the streams of the other three have ended."""
-    mesh = data_mesh()
-    few = numbered(80, own_part(mesh)).filter(lambda record: host == 0 or record["id"] < 8)
-    ds = few.batch(4).shard_to(mesh, rows="local", timeout_s=20)
-    with iter(ds) as iterator:
+    few = own(80).filter(lambda record: host == 0 or record["id"] < 8)
+    with local(few) as iterator:
         for _ in range(3):
             next(iterator)
         state = iterator.get_state()
-    iterator = iter(ds)
+    iterator = local(few)
     iterator.set_state(state)
     return batches_of(iterator)
+
+
+def slow_disk_of_host_1(event, args):
+    """Host 1 begins to write when a host that did not wait for it would be done."""
+    if event == "open" and os.path.basename(os.fsdecode(args[0])) == "state-1-of-2.json":
+        threading.Event().wait(1)
+
+
+def case_saved_by_orbax(host, directory):
+    """By API, the names of the files, what follows the save, and what follows the restore."""
+    sys.addaudithook(slow_disk_of_host_1)
+    found = {}
+    for api in APIS:
+        directory.joinpath(api).mkdir(parents=True, exist_ok=True)
+        with local(own(40)) as iterator:
+            next(iterator)
+            save(api, directory / api, 0, iterator)
+            uninterrupted = [own_rows(batch) for batch in iterator]
+        with local(own(40)) as iterator:
+            restore(api, directory / api, 0, iterator)
+            resumed = [own_rows(batch) for batch in iterator]
+        names = sorted(path.name for path in directory.joinpath(api).rglob("state*"))
+        found[api] = names, uninterrupted, resumed
+    return found
+
+
+# Four feeds, in batches of 8.
+
+
+def numbers(feed, lengths=(30,) * 4):
+    """Rows that say their feed and their place in it; 100 * feed + place."""
+    first = 100 * feed.shard_index
+    # A source, unlike MapDataset.range, has contents, which the hosts compare.
+    numbers = grain.MapDataset.source(range(first, first + 30)).map(lambda i: {"id": np.int32(i)})
+    rows = numbers.to_iter_dataset(IN_TURN)
+    return rows.filter(lambda row: row["id"] < first + lengths[feed.shard_index])
+
+
+def feeds(make_feed, mesh=None, **options):
+    ds = grain_shard.feeds(make_feed, num_feeds=4).batch(8)
+    return iter(ds.shard_to(mesh or data_mesh(), timeout_s=20, **options))
+
+
+def of_lengths(lengths, **options):
+    return feeds(lambda feed: numbers(feed, lengths), **options)
+
+
+UNEVEN = [[0, 1, 100, 101, 300], [2, 102, 103], [104]]
+# By name: the rows of each feed, of which 0 and 1 are host 0's; the remainder; the batches.
+ENDS = {
+    "each feed goes on to its own end": ([3, 5, 0, 1], "pad", UNEVEN),
+    "a host without a row": ([0, 0, 3, 2], "pad", [[200, 201, 300, 301], [202]]),
+    "no row at all": ([0, 0, 0, 0], "pad", []),
+    "all stop at the first feed that lacks rows": (
+        [6, 6, 6, 5],
+        "drop",
+        [[0, 1, 100, 101, 200, 201, 300, 301], [2, 3, 102, 103, 202, 203, 302, 303]],
+    ),
+}
+
+
+def case_ends_of_feeds(host, _):
+    return {
+        name: batches_of(of_lengths(lengths, remainder=remainder))
+        for name, (lengths, remainder, _) in ENDS.items()
+    }
+
+
+def case_states_of_uneven_feeds(host, _):
+    """By the number of batches taken, this host's state, and the continuation."""
+    found = {}
+    with of_lengths([3, 5, 0, 1]) as batches:
+        for taken, _ in enumerate(batches, 1):
+            state = json.loads(json.dumps(batches.get_state()))
+            rest = of_lengths([3, 5, 0, 1])
+            rest.set_state(state)
+            found[taken] = state, batches_of(rest)
+    return found
+
+
+def case_a_feed_lacks_rows(host, _):
+    return batches_of(of_lengths([6, 6, 6, 5], remainder="error"))
+
+
+def case_a_hosts_feeds_end_first(host, _):
+    return batches_of(of_lengths([6, 6, 4, 4], remainder="error"))
+
+
+def case_a_feed_raises(host, _):
+    def check(row):
+        if row["id"] == 304:
+            raise ValueError("a bad row")
+        return row
+
+    return batches_of(feeds(lambda feed: numbers(feed).map(check)))
+
+
+def case_a_feed_cannot_be_made(host, _):
+    def make_feed(feed):
+        if feed.shard_index == 2:
+            raise FileNotFoundError("no such shard")
+        return numbers(feed)
+
+    return batches_of(feeds(make_feed))
+
+
+def case_a_feed_depends_on_its_host(host, _):
+    """A model axis over the hosts: both run all feeds, and must get the same."""
+
+    def make_feed(feed):
+        return numbers(feed).map(lambda row: {"id": row["id"] + np.int32(host)})
+
+    return batches_of(feeds(make_feed, model_over_hosts(), read="needed"))
+
+
+BUFFERS = [(1, 1), (4, 2)]  # on the host, on the devices
+AHEAD = {
+    "stream": lambda **options: local(own(400), **options),
+    "feeds": functools.partial(feeds, numbers),
+}
+
+
+def case_batches_made_ahead(host, _):
+    return {(kind, buffers): made_ahead(kind, buffers) for kind in AHEAD for buffers in BUFFERS}
+
+
+def made_ahead(kind, buffers):
+    """After each batch, how many more were made, and how many of these are on the host.
+
+    As the hosts have to agree on the end, batches wait for their votes, too.
+    """
+    here, came = [], threading.Condition()
+    unwatched = host_batches._WithPositions.__next__
+
+    def watched(self):
+        batch, position = unwatched(self)
+        with came:
+            here.append(weakref.ref(batch["id"]))
+            came.notify_all()
+        return batch, position
+
+    def alive():
+        return sum(batch() is not None for batch in here)
+
+    options, found = dict(zip(("cpu_buffer_size", "device_buffer_size"), buffers, strict=True)), []
+    with (
+        mock.patch.object(host_batches._WithPositions, "__next__", watched),
+        AHEAD[kind](**options) as batches,
+    ):
+        for step in range(1, 9):
+            next(batches)
+            with came:
+                assert came.wait_for(lambda: len(here) >= step + sum(buffers), HANG_S), "hangs"
+            eventually(lambda: alive() <= buffers[0] + 1)
+            found.append((len(here) - step, alive()))
+    return found
 
 
 def cases(*prefixes):
@@ -312,6 +459,12 @@ def merged(of_hosts):
     return batches
 
 
+def texts(results, error):
+    """What each host says, all of which ended by this error, also when they are asked again."""
+    assert [(r["error"], r["same error again"]) for r in results] == [(error, True)] * len(results)
+    return [result["text"] for result in results]
+
+
 def batches_in(results):
     assert [result["error"] for result in results] == [None] * len(results)
     return merged([result["batches"] for result in results])
@@ -367,39 +520,37 @@ def test_a_streams_state_continues_on_the_same_hosts_also_past_the_end_of_one(re
         assert batches_in(of_hosts) == whole[taken:], f"after {taken} batches"
 
 
+@pytest.mark.parametrize("api", APIS)
+def test_a_state_saved_by_orbax_is_one_file_a_host_and_continues_on_as_many_hosts(result_of, api):
+    """Of random access and feeds: test_hosts_elastic.py."""
+    for of_host in result_of(case_saved_by_orbax):
+        names, uninterrupted, resumed = of_host[api]
+        assert names == ["state-0-of-2.json", "state-1-of-2.json"]
+        assert resumed == uninterrupted
+        assert [len(rows) for rows in resumed] == [4, 4, 4, 4]
+
+
 def test_hosts_that_go_on_with_padding_alone_do_not_count_as_feeding_the_same_rows(result_of):
     batches = batches_in(result_of(case_one_host_has_rows_left))
     assert batches == [[48, 52, 56, 60], [64, 68, 72, 76]]
 
 
 def test_a_host_with_no_record_at_all_is_an_error_on_every_host(result_of):
-    results = result_of(case_no_record_pad)
-    types = [result["error"]["type"] for result in results]
-    assert types == ["AgreementError", "ShardingError"], "host 1 is the one without a record"
-    for result in results:
-        assert "the stream of this host has no batch" in result["error"]["text"]
-        assert result["batches"] == []
-        assert result["same error again"]
+    others, own = ([result["pad"]] for result in result_of(case_no_record))
+    for text in texts(others, "AgreementError") + texts(own, "ShardingError"):
+        assert "the stream of this host has no batch" in text
+    assert others[0]["batches"] == own[0]["batches"] == []
 
 
 def test_a_host_with_no_record_at_all_ends_all_with_drop(result_of):
-    assert batches_in(result_of(case_no_record_drop)) == []
-
-
-def test_global_rows_are_those_of_the_one_stream_that_every_host_produces(result_of):
-    results = result_of(case_global)
-    records = [i for i in range(33) if i % 3]
-    assert batches_in(results) == [records[:8], records[8:16], records[16:]]
-    for host, result in enumerate(results):
-        assert set(result["batches"][0]) == set(range(4 * host, 4 * host + 4))
+    assert batches_in([result["drop"] for result in result_of(case_no_record)]) == []
 
 
 def test_global_streams_of_different_lengths_are_an_error_on_every_host(result_of):
-    for result in result_of(case_global_of_different_lengths):
-        assert len(result["batches"]) == 3, "the batches that both have"
-        assert result["error"]["type"] == "AgreementError"
-        assert "host 1) end earlier than the streams of the other hosts" in result["error"]["text"]
-        assert result["same error again"]
+    results = result_of(case_global_of_different_lengths)
+    for text in texts(results, "AgreementError"):
+        assert "host 1) end earlier than the streams of the other hosts" in text
+    assert [len(result["batches"]) for result in results] == [3, 3], "the batches that both have"
 
 
 @pytest.mark.parametrize(
@@ -411,32 +562,27 @@ def test_a_stream_that_raises_is_raised_where_it_did_and_named_elsewhere(
 ):
     other, own = result_of(case)
     assert len(other["batches"]) == len(own["batches"]) == batches
-    assert own["error"]["type"] == "ValueError"
-    assert f"bad record {bad}" in own["error"]["text"]
-    assert other["error"]["type"] == "AgreementError"
-    assert f"host 1: ValueError: bad record {bad}" in other["error"]["text"]
-    assert own["same error again"]
-    assert other["same error again"]
+    assert f"bad record {bad}" in texts([own], "ValueError")[0]
+    assert f"host 1: ValueError: bad record {bad}" in texts([other], "AgreementError")[0]
 
 
 @pytest.mark.parametrize(("case", "stalled"), [(case_host_1_stalls, 1), (case_host_0_stalls, 0)])
 def test_a_host_whose_stream_stalls_is_named_on_every_host(result_of, case, stalled):
-    for result in result_of(case):
+    results = result_of(case)
+    for text in texts(results, "HostTimeoutError"):
+        assert f"host {stalled} did not answer in time (timeout_s=2)" in text
+        assert f"host {stalled} still waited for the data of its next batch" in text
+    for result in results:
         assert len(result["batches"]) == 2
-        assert result["error"]["type"] == "HostTimeoutError"
-        assert f"host {stalled} did not answer in time (timeout_s=2)" in result["error"]["text"]
-        said = f"host {stalled} still waited for the data of its next batch"
-        assert said in result["error"]["text"]
-        assert result["same error again"]
         assert result["seconds"] < 60
 
 
 def test_a_host_that_takes_fewer_steps_is_named_by_those_that_wait_for_it(result_of):
     result, _ = result_of(case_host_1_leaves)
     assert len(result["batches"]) >= 2
-    assert result["error"]["type"] == "HostTimeoutError"
-    assert "host 1 did not answer in time (timeout_s=2)" in result["error"]["text"]
-    assert "host 1 closed its iterator" in result["error"]["text"]
+    (text,) = texts([result], "HostTimeoutError")
+    assert "host 1 did not answer in time (timeout_s=2)" in text
+    assert "host 1 closed its iterator" in text
 
 
 def test_a_long_pause_in_the_loop_is_no_timeout(result_of):
@@ -452,16 +598,72 @@ def test_hosts_that_hold_the_same_rows_get_the_same_slice(result_of):
     assert batches_in(results) == EACH_HOSTS_OWN
 
 
-def test_a_model_axis_over_uneven_hosts_loses_and_repeats_nothing(result_of):
-    batches = batches_in(result_of(case_model_axis_over_uneven_hosts))
-    assert len(batches) == 13
-    assert sorted(itertools.chain(*batches)) == sorted(HOST_0 + HOST_1)
-
-
 def test_slices_by_process_under_a_model_axis_are_caught_on_every_host(result_of):
-    for result in result_of(case_model_axis_and_slices_by_process):
-        assert result["batches"] == []
-        assert result["error"]["type"] == "AgreementError"
+    results = result_of(case_model_axis_and_slices_by_process)
+    for text in texts(results, "AgreementError"):
         for hosts in ("hosts 0, 2", "hosts 1, 3"):
-            text = f"{hosts} hold the same shards, but their pipelines yield different rows"
-            assert text in result["error"]["text"]
+            assert f"{hosts} hold the same shards, but their pipelines yield different rows" in text
+    assert [result["batches"] for result in results] == [[]] * 4
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_hosts_with_feeds_stop_together(result_of, name):
+    assert batches_in([result[name] for result in result_of(case_ends_of_feeds)]) == ENDS[name][2]
+
+
+def test_a_hosts_own_state_goes_on_also_where_its_feeds_have_ended(result_of):
+    of_hosts = result_of(case_states_of_uneven_feeds)
+    for taken, rest in ((1, UNEVEN[1:]), (2, UNEVEN[2:]), (3, [])):
+        states, continuations = zip(*(of_host[taken] for of_host in of_hosts), strict=True)
+        assert batches_in(continuations) == rest
+        assert [state["step"] for state in states] == [taken, taken]
+        assert [list(state["feeds"]) for state in states] == [["0", "1"], ["2", "3"]]
+
+
+def test_with_error_a_feed_that_lacks_rows_is_named_on_every_host(result_of):
+    other, own = result_of(case_a_feed_lacks_rows)
+    for text in texts([own], "ShardingError") + texts([other], "AgreementError"):
+        assert "feed 3 has only 1 rows left for the last batch, which takes 2 rows of each" in text
+
+
+def test_with_error_the_feeds_of_a_host_may_not_end_before_those_of_another(result_of):
+    results = result_of(case_a_hosts_feeds_end_first)
+    assert [len(result["batches"]) for result in results] == [2, 2]
+    for text in texts(results, "AgreementError"):
+        assert "(the first: host 1) end earlier than the streams of" in text
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "said", "feed", "batches"),
+    [
+        (case_a_feed_raises, "ValueError", "a bad row", 3, 2),
+        (case_a_feed_cannot_be_made, "FileNotFoundError", "no such shard", 2, 0),
+    ],
+)
+def test_a_feed_that_fails_is_named_on_every_host(result_of, case, error, said, feed, batches):
+    other, own = result_of(case)
+    assert len(other["batches"]) == len(own["batches"]) == batches
+    assert texts([own], error) == [said]
+    assert f"grain_shard: in feed {feed} of 4" in own["notes"]
+    (text,) = texts([other], "AgreementError")
+    assert f"host 1: {error}: {said} (in feed {feed} of 4)" in text
+
+
+def test_a_feed_that_is_another_one_on_another_host_is_an_error_on_every_host(result_of):
+    results = result_of(case_a_feed_depends_on_its_host)
+    assert [result["batches"] for result in results] == [[], []]
+    for text in texts(results, "AgreementError"):
+        assert "hosts 0, 1 run the same feeds, but get different rows" in text
+
+
+@pytest.mark.parametrize("kind", AHEAD)
+@pytest.mark.parametrize("buffers", BUFFERS)
+def test_batches_are_made_as_far_ahead_as_the_buffers_go_and_one_more_is_on_its_way(
+    result_of, kind, buffers
+):
+    """C9. Of random access: `TestMemory` in test_lifecycle.py. Of workers: test_feed_workers.py."""
+    on_host, on_devices = buffers
+    for of_host in result_of(case_batches_made_ahead):
+        found = of_host[kind, buffers]
+        assert {ahead for ahead, _ in found} == {on_host + on_devices}
+        assert {alive for _, alive in found} <= {on_host, on_host + 1}

@@ -6,7 +6,6 @@ import math
 import grain
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -20,30 +19,6 @@ from tests.conftest import data_mesh, ids, numbered, to_numpy
 from tests.pipelines import shared_out
 
 # Who holds which rows.
-
-
-@pytest.mark.parametrize(
-    ("divisor", "shards", "microbatches", "global_batch_size", "rows", "ranges"),
-    [
-        # One microbatch is the batch.
-        (2, (1,), 1, 8, [4, 5, 6, 7], [(4, 8)]),
-        # Of each microbatch a host has the rows of its shards.
-        (2, (0,), 2, 8, [0, 1, 4, 5], [(0, 2), (4, 6)]),
-        (2, (1,), 2, 8, [2, 3, 6, 7], [(2, 4), (6, 8)]),
-        (2, (1,), 4, 8, [1, 3, 5, 7], [(1, 2), (3, 4), (5, 6), (7, 8)]),
-        (4, (1, 2), 2, 8, [1, 2, 5, 6], [(1, 3), (5, 7)]),
-        (4, (0, 3), 2, 16, [0, 1, 6, 7, 8, 9, 14, 15], [(0, 2), (6, 10), (14, 16)]),
-        # A host that has all shards has all rows, in their order.
-        (2, (0, 1), 2, 8, [0, 1, 2, 3, 4, 5, 6, 7], [(0, 8)]),
-        (1, (0,), 3, 6, [0, 1, 2, 3, 4, 5], [(0, 6)]),
-    ],
-)
-def test_the_rows_of_a_host(divisor, shards, microbatches, global_batch_size, rows, ranges):
-    layout = BatchLayout(divisor, shards, microbatches=microbatches)
-    assert layout.rows(global_batch_size).tolist() == rows
-    assert layout.ranges(global_batch_size) == ranges
-    assert layout.multiple == microbatches * divisor
-    assert layout.global_batch_size(len(rows)) == global_batch_size
 
 
 def test_rows_that_the_shards_of_the_microbatches_do_not_divide():
@@ -86,6 +61,8 @@ def test_the_rows_of_every_host_are_those_that_jax_says_its_devices_hold(data):
     for host, layout in layouts.items():
         rows = layout.rows(size).tolist()
         assert rows == sorted(expected[host])
+        assert layout.multiple == microbatches * layout.divisor
+        assert layout.global_batch_size(len(rows)) == size
         assert [row for start, stop in layout.ranges(size) for row in range(start, stop)] == rows
         assert layout.amplification == pytest.approx(sum(map(len, expected.values())) / size)
 
@@ -98,24 +75,20 @@ def as_lists(ds, *keys):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "num_records", "global_batch_size", "microbatches", "expected"),
+    ("num_records", "microbatches", "expected"),
     [
-        (1, 6, 6, 3, [[[0, 1], [2, 3], [4, 5]]]),
-        (2, 8, 4, 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
-        (2, 8, 4, 1, [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]),
         # A short last batch is padded at its end, so that its last microbatches may be padding.
-        (2, 6, 4, 2, [[[0, 1], [2, 3]], [[4, 5], [None, None]]]),
+        (6, 2, [[[0, 1], [2, 3]], [[4, 5], [-1, -1]]]),
         # Two shards of three microbatches take a multiple of 6.
-        (2, 5, 4, 3, [[[0, 1], [2, 3], [None, None]], [[4, None], [None, None], [None, None]]]),
+        (5, 3, [[[0, 1], [2, 3], [-1, -1]], [[4, -1], [-1, -1], [-1, -1]]]),
     ],
 )
-def test_table(num_devices, num_records, global_batch_size, microbatches, expected):
-    ds = numbered(num_records, global_batch_size).shard_to(
-        data_mesh(num_devices), microbatches=microbatches, pad_value=-1
-    )
-    valid = [[[i is not None for i in row] for row in batch] for batch in expected]
-    padded = [[[-1 if i is None else i for i in row] for row in batch] for batch in expected]
-    assert as_lists(ds, "id", "valid_mask") == list(zip(padded, valid, strict=True))
+def test_padding_is_at_the_end(num_records, microbatches, expected):
+    with jax.set_mesh(data_mesh(2)):
+        ds = numbered(num_records, 4).shard_to(microbatches=microbatches, pad_value=-1)
+        found = as_lists(ds, "id", "valid_mask")
+    assert [batch_ids for batch_ids, _ in found] == expected
+    assert [mask for _, mask in found] == [(np.array(batch) >= 0).tolist() for batch in expected]
 
 
 def record(i):
@@ -257,53 +230,6 @@ def test_workers_make_them_too(mesh):
     ds = numbered(20, 8).shard_to(mesh, microbatches=2, num_workers=1)
     expected = numbered(20, 8).shard_to(mesh, microbatches=2)
     assert as_lists(ds, "id", "valid_mask") == as_lists(expected, "id", "valid_mask")
-
-
-# What they are for.
-
-
-def loss(w, batch):
-    """The sum over rows, and their number: sums add up, means do not."""
-    errors = (batch["tokens"] @ w - batch["id"]) ** 2
-    return jnp.sum(errors * batch["valid_mask"])
-
-
-def whole_gradient(w, batch):
-    return jax.grad(loss)(w, batch) / jnp.sum(batch["valid_mask"])
-
-
-def accumulated_gradient(w, batch):
-    def add(total, microbatch):
-        return total + jax.grad(loss)(w, microbatch), None
-
-    total, _ = jax.lax.scan(add, jnp.zeros_like(w), batch)
-    return total / jnp.sum(batch["valid_mask"])
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("data"), P("data", "model")])
-def test_gradients_accumulated_by_a_scan_are_those_of_the_whole_batch(axis_type, spec):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (axis_type,) * 2)
-    w = jnp.linspace(-1, 1, 8)
-    specs = {"id": P("data"), "tokens": spec}
-
-    def batches(**options):
-        ds = random_access(44, 16).map(lambda b: {k: b[k] for k in ("id", "tokens")})
-        return ds.shard_to(mesh, specs, **options)
-
-    traces = []
-
-    @jax.jit
-    def step(w, batch):
-        traces.append(batch)
-        return accumulated_gradient(w, batch)
-
-    with jax.set_mesh(mesh):
-        pairs = zip(batches(microbatches=4), batches(), strict=True)
-        for batch, whole in pairs:  # 16, 16 and 12 records
-            expected = jax.jit(whole_gradient)(w, whole)
-            np.testing.assert_allclose(step(w, batch), expected, rtol=1e-4)
-    assert len(traces) == 1
 
 
 # The state.

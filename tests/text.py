@@ -81,14 +81,3 @@ def packed(feed):
     return grain.experimental.FirstFitPackIterDataset(
         mixed(feed), length_struct={"tokens": LENGTH, "document": LENGTH}, num_packing_bins=6
     )
-
-
-def tokens_of(rows):
-    """Returns every token of packed rows as (document, position, token), without padding.
-
-    Args:
-        rows: The leaves of a batch: arrays ``[rows, LENGTH]``.
-    """
-    real = rows["tokens_segment_ids"] > 0
-    columns = (rows["document"], rows["tokens_positions"], rows["tokens"])
-    return list(zip(*(column[real].tolist() for column in columns), strict=True))
