@@ -181,7 +181,7 @@ class Assembler:
             index: The slices of the shard in the global array, one per dim.
             global_shape: Shape of the global array.
         """
-        dim = 0 if self._shardings.microbatches is None else 1  # the dim of the rows
+        dim = self._shardings.row_dim
         first, stop, _ = index[dim].indices(global_shape[dim])
         start = self._layout.host_row(first, global_shape[dim])
         return (*index[:dim], slice(start, start + stop - first), *index[dim + 1 :])
@@ -223,8 +223,7 @@ class Assembler:
             ]
         leaves = self._leaves_by_rows[flat.rows]
         for leaf, array in zip(leaves, flat.arrays, strict=True):
-            if leaf.sharding is not None:
-                check_fits(leaf.path, array, leaf.sharding, leaf.global_shape)
+            check_fits(leaf.path, array, leaf.sharding, leaf.global_shape)
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = element_digest(flat.arrays, MANY_DIGITS)
         self._structure, self._leaves = flat.structure, leaves
