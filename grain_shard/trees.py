@@ -167,16 +167,16 @@ class FlatBatch:
         """
         leaves, structure = leaves_of(batch)
         if not all(type(leaf) is np.ndarray and is_numeric(leaf.dtype) for leaf in leaves):
-            leaves = as_arrays(_paths(structure), leaves)
+            leaves = as_arrays(flatten(batch)[0], leaves)
         sizes = {len(array) for array in leaves if array.ndim}
         if len(sizes) != 1:
-            _refuse_sizes(_paths(structure), leaves)
+            _refuse_sizes(flatten(batch)[0], leaves)
         return cls(leaves, structure, sizes.pop())
 
     @property
     def paths(self) -> list[str]:
         """Paths of the leaves, such as ``batch['image']``. Slow, so only messages use them."""
-        return _paths(self.structure)
+        return flatten(self.structure.unflatten(range(self.structure.num_leaves)))[0]
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
         """Raises a `ShardingError` that shows the first leaf.
@@ -188,10 +188,6 @@ class FlatBatch:
         raise ShardingError(
             problem, path=self.paths[0], leaf=describe_leaf(self.arrays[0]), remedy=remedy
         )
-
-
-def _paths(structure: Any) -> list[str]:
-    return flatten(structure.unflatten(range(structure.num_leaves)))[0]
 
 
 def _refuse_sizes(paths: Sequence[str], arrays: Sequence[np.ndarray]) -> NoReturn:
