@@ -222,8 +222,8 @@ class Assembler:
                 for path, array, sharding in zip(flat.paths, flat.arrays, shardings, strict=True)
             ]
         leaves = self._leaves_by_rows[flat.rows]
-        for leaf, array in zip(leaves, flat.arrays, strict=True):
-            check_fits(leaf.path, array, leaf.sharding, leaf.global_shape)
+        for leaf in leaves:
+            check_fits(leaf.path, leaf.dtype, leaf.sharding, leaf.global_shape)
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = element_digest(flat.arrays, MANY_DIGITS)
         self._structure, self._leaves = flat.structure, leaves

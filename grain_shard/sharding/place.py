@@ -111,7 +111,7 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
     """
     if sharding is None:
         return array
-    check_fits(path, array, sharding, array.shape)
+    check_fits(path, array.dtype, sharding, array.shape)
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable:
             _require_movable(path, array, sharding, in_background)

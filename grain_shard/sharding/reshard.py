@@ -45,7 +45,7 @@ class Resharder:
         if not self._moves:
             shardings = self._shardings.match(batch)
             for path, leaf, sharding in zip(paths, leaves, shardings, strict=True):
-                check_fits(path, leaf, sharding, leaf.shape)
+                check_fits(path, leaf.dtype, sharding, leaf.shape)
             self._moves = [move_to(step.match(batch)) for step in self._shardings.moves()]
         if self._under_way is None or self._under_way[0] is not batch:
             self._under_way = batch, 0, [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

@@ -16,14 +16,12 @@ from grain_shard.sharding.layout import batch_axes, round_up
 DATA_AXIS = "data"
 
 
-def check_fits(
-    path: str, leaf: np.ndarray, sharding: Sharding | None, shape: tuple[int, ...]
-) -> None:
+def check_fits(path: str, dtype: Any, sharding: Sharding | None, shape: tuple[int, ...]) -> None:
     """Checks that each dim of a leaf splits evenly over the mesh axes that shard the dim.
 
     Args:
         path: Path of the leaf, e.g. ``batch['tokens']``.
-        leaf: The leaf, or this host's rows of it. Only its dtype is used, for the message.
+        dtype: Dtype of the leaf, for the message.
         sharding: Sharding of the leaf; None for text, which always fits.
         shape: Global shape of the leaf.
 
@@ -42,7 +40,7 @@ def check_fits(
                 f"dim {dim} has size {shape[dim]}, which is not divisible by mesh {plural}"
                 f" {', '.join(map(repr, axes))} (size {count}).",
                 path=path,
-                leaf=f"{leaf.dtype}[{', '.join(map(str, shape))}]",
+                leaf=f"{dtype}[{', '.join(map(str, shape))}]",
                 spec=sharding.spec,
                 mesh_axes=sharding.mesh.shape.items(),
                 remedy=f"pad dim {dim} to {up} before .batch, or drop {', '.join(map(repr, axes))}"
