@@ -135,18 +135,14 @@ class Assembler:
         """
         on_host, structure = jax.tree.flatten(self._learn(batch))
         shardings = (final or self._shardings).match(structure.unflatten(on_host))
-        return structure.unflatten(
-            [
-                array
-                if sharding is None
-                else jax.ShapeDtypeStruct(
-                    leaf.global_shape,
-                    jax.dtypes.canonicalize_dtype(leaf.dtype),
-                    sharding=sharding,
-                )
-                for array, leaf, sharding in zip(on_host, self._leaves, shardings, strict=True)
-            ]
-        )
+
+        def on_devices(array: np.ndarray, leaf: _Leaf, sharding: Sharding | None) -> Any:
+            if sharding is None:
+                return array
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            return jax.ShapeDtypeStruct(leaf.global_shape, dtype, sharding=sharding)
+
+        return structure.unflatten(map(on_devices, on_host, self._leaves, shardings))
 
     def _place(self, leaf: _Leaf, rows: np.ndarray) -> jax.Array | np.ndarray:
         array = rows.reshape(leaf.cut)
