@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,8 +29,9 @@ def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
     """
-    pairs, structure = _sorted(jax.tree_util.tree_flatten_with_path, tree)
-    return [path_of(keys, root) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
+    leaves, structure = leaves_of(tree)
+    paths = [path_of(keys, root) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return paths, leaves, structure
 
 
 def path_of(keys: Iterable[Any], root: str = ROOT) -> str:
@@ -49,12 +50,8 @@ def leaves_of(tree: Any) -> tuple[list[Any], Any]:
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
     """
-    return _sorted(jax.tree.flatten, tree)
-
-
-def _sorted(flatten: Callable[..., Any], tree: Any) -> Any:
     try:
-        return flatten(tree)
+        return jax.tree.flatten(tree)
     except ValueError:
         pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_mixed_keys)[0]
         for keys, node in pairs:
