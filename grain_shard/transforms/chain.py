@@ -187,9 +187,8 @@ class _Chain(Stage):
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
         if self.put.rows == "local":
-            return self(
-                ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
-            )
+            options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+            return self(ds.to_iter_dataset(options))
         padded = self._padded(ds, self.put.shardings.layout().divisor)
         return self._reading(padded, self.read, *padded.batching.global_batch_sizes)
 
