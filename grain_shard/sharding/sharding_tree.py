@@ -124,7 +124,7 @@ class ShardingTree:
 
     @property
     def row_dim(self) -> int:
-        """Index of the dim of the rows in a leaf: 1 if the dim of the microbatches comes first."""
+        """Index of the dim of the rows in a leaf; 1 if the dim of the microbatches comes first."""
         return 0 if self.microbatches is None else 1
 
     @property
