@@ -11,7 +11,7 @@ before it starts the next one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from grain_shard.errors import ShardingError
 _IN_ANY_ORDER = "jax_cpu_enable_async_dispatch"
 
 
-def require_order(devices: Iterable[Any]) -> None:
+def require_order(devices: Sequence[Any]) -> None:
     """Raises an error if this process may run collectives in another order than other processes.
 
     Args:
@@ -32,7 +32,6 @@ def require_order(devices: Iterable[Any]) -> None:
         ShardingError: Several processes take part, and this one has a single CPU device, which may
             change the order.
     """
-    devices = list(devices)
     own = [device for device in devices if device.process_index == jax.process_index()]
     if len(own) == len(devices) or len(own) != 1 or own[0].platform != "cpu":
         return

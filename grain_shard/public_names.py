@@ -35,9 +35,8 @@ def public_names(
     def get(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = module_of[name]
-        if module is None:  # ``from . import name`` in the stub: the name is a module
-            return importlib.import_module(f"{package}.{name}")
-        return getattr(importlib.import_module(f"{package}.{module}"), name)
+        # With ``from . import name`` in the stub, the name is a module itself.
+        module = importlib.import_module(f"{package}.{module_of[name] or name}")
+        return getattr(module, name) if module_of[name] else module
 
     return get, lambda: names, names

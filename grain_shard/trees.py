@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,8 +29,9 @@ def flatten(tree: Any, root: str = ROOT) -> tuple[list[str], list[Any], Any]:
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
     """
-    pairs, structure = _sorted(jax.tree_util.tree_flatten_with_path, tree)
-    return [path_of(keys, root) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
+    leaves, structure = leaves_of(tree)
+    paths = [path_of(keys, root) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return paths, leaves, structure
 
 
 def path_of(keys: Iterable[Any], root: str = ROOT) -> str:
@@ -49,12 +50,8 @@ def leaves_of(tree: Any) -> tuple[list[Any], Any]:
     Raises:
         ShardingError: A dict has keys that cannot be sorted.
     """
-    return _sorted(jax.tree.flatten, tree)
-
-
-def _sorted(flatten: Callable[..., Any], tree: Any) -> Any:
     try:
-        return flatten(tree)
+        return jax.tree.flatten(tree)
     except ValueError:
         pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_has_mixed_keys)[0]
         for keys, node in pairs:
@@ -167,16 +164,16 @@ class FlatBatch:
         """
         leaves, structure = leaves_of(batch)
         if not all(type(leaf) is np.ndarray and is_numeric(leaf.dtype) for leaf in leaves):
-            leaves = as_arrays(_paths(structure), leaves)
+            leaves = as_arrays(flatten(batch)[0], leaves)
         sizes = {len(array) for array in leaves if array.ndim}
         if len(sizes) != 1:
-            _refuse_sizes(_paths(structure), leaves)
+            _refuse_sizes(flatten(batch)[0], leaves)
         return cls(leaves, structure, sizes.pop())
 
     @property
     def paths(self) -> list[str]:
         """Paths of the leaves, such as ``batch['image']``. Slow, so only messages use them."""
-        return _paths(self.structure)
+        return flatten(self.structure.unflatten(range(self.structure.num_leaves)))[0]
 
     def refuse(self, problem: str, remedy: str) -> NoReturn:
         """Raises a `ShardingError` that shows the first leaf.
@@ -188,10 +185,6 @@ class FlatBatch:
         raise ShardingError(
             problem, path=self.paths[0], leaf=describe_leaf(self.arrays[0]), remedy=remedy
         )
-
-
-def _paths(structure: Any) -> list[str]:
-    return flatten(structure.unflatten(range(structure.num_leaves)))[0]
 
 
 def _refuse_sizes(paths: Sequence[str], arrays: Sequence[np.ndarray]) -> NoReturn:

@@ -10,7 +10,6 @@ import pytest
 
 from grain_shard.training import hardware
 from grain_shard.training.hardware import (
-    CHIP_SPECS,
     BatchSizeRecommendation,
     HardwareType,
     detect_hardware,
@@ -110,7 +109,7 @@ def test_batch_sizes_of_a_chip(hardware_type, min_size, optimal, critical, roofl
     assert sizes.max_memory_batch_size is None
     assert sizes.notes.startswith("Tokens or examples per chip")
     if roofline is not None:
-        spec = CHIP_SPECS[hardware_type]
+        spec = hardware_type.spec
         assert roofline_batch_size(spec.flops_per_second, spec.bytes_per_second) == roofline
         assert spec.source
 

@@ -96,8 +96,8 @@ def test_the_picture_of_the_rooms_is_drawn_from_the_imports(tmp_path):
 # Grain's and JAX's private parts.
 
 
-# Public, says Python, in spite of their names: of NamedTuple, os and sys, and a module.
-OF_PYTHON = {"_replace", "_asdict", "_fields", "_exit", "_current_frames", "_thread"}
+# Public, says Python, in spite of their names: of NamedTuple, Enum, os and sys, and a module.
+OF_PYTHON = {"_replace", "_asdict", "_fields", "_value_", "_exit", "_current_frames", "_thread"}
 
 
 def private_names(path):

@@ -135,18 +135,14 @@ class Assembler:
         """
         on_host, structure = jax.tree.flatten(self._learn(batch))
         shardings = (final or self._shardings).match(structure.unflatten(on_host))
-        return structure.unflatten(
-            [
-                array
-                if sharding is None
-                else jax.ShapeDtypeStruct(
-                    leaf.global_shape,
-                    jax.dtypes.canonicalize_dtype(leaf.dtype),
-                    sharding=sharding,
-                )
-                for array, leaf, sharding in zip(on_host, self._leaves, shardings, strict=True)
-            ]
-        )
+
+        def on_devices(array: np.ndarray, leaf: _Leaf, sharding: Sharding | None) -> Any:
+            if sharding is None:
+                return array
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            return jax.ShapeDtypeStruct(leaf.global_shape, dtype, sharding=sharding)
+
+        return structure.unflatten(map(on_devices, on_host, self._leaves, shardings))
 
     def _place(self, leaf: _Leaf, rows: np.ndarray) -> jax.Array | np.ndarray:
         array = rows.reshape(leaf.cut)
@@ -181,7 +177,7 @@ class Assembler:
             index: The slices of the shard in the global array, one per dim.
             global_shape: Shape of the global array.
         """
-        dim = 0 if self._shardings.microbatches is None else 1  # the dim of the rows
+        dim = self._shardings.row_dim
         first, stop, _ = index[dim].indices(global_shape[dim])
         start = self._layout.host_row(first, global_shape[dim])
         return (*index[:dim], slice(start, start + stop - first), *index[dim + 1 :])
@@ -222,9 +218,8 @@ class Assembler:
                 for path, array, sharding in zip(flat.paths, flat.arrays, shardings, strict=True)
             ]
         leaves = self._leaves_by_rows[flat.rows]
-        for leaf, array in zip(leaves, flat.arrays, strict=True):
-            if leaf.sharding is not None:
-                check_fits(leaf.path, array, leaf.sharding, leaf.global_shape)
+        for leaf in leaves:
+            check_fits(leaf.path, leaf.dtype, leaf.sharding, leaf.global_shape)
         if self._is_padding is not None and not self._is_padding(flat):
             self.digest = element_digest(flat.arrays, MANY_DIGITS)
         self._structure, self._leaves = flat.structure, leaves

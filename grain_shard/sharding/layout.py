@@ -199,11 +199,9 @@ def _shards_of_devices(sharding: Sharding) -> tuple[Sequence[Any], np.ndarray, i
         devices = list(sharding.device_set)
         return devices, np.zeros(len(devices), np.int64), 1
     mesh = cast(Mesh, sharding.mesh)
-    axes = batch_axes(sharding.spec)
-    sizes = [mesh.shape[axis] for axis in axes]
-    along = np.indices(mesh.devices.shape).reshape(len(mesh.shape), -1)
-    # Numpy needs at least one index, and `axes` is empty if dim 0 is not sharded. So an axis of
-    # size 1, on which every index is 0, is added in front.
-    of_axes = along[[mesh.axis_names.index(axis) for axis in axes]]
-    shard = np.ravel_multi_index((0 * along[0], *of_axes), (1, *sizes))
-    return list(mesh.devices.flat), np.asarray(shard), math.prod(sizes)
+    along = np.indices(mesh.devices.shape)
+    # The mesh axes of dim 0 count the shards like the digits of a number, the first axis slowest.
+    shard = np.zeros(mesh.devices.shape, np.int64)
+    for axis in batch_axes(sharding.spec):
+        shard = shard * mesh.shape[axis] + along[mesh.axis_names.index(axis)]
+    return list(mesh.devices.flat), shard.ravel(), int(shard.max()) + 1

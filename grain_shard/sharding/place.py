@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,12 +41,8 @@ def place_tree(data: Any, target: ShardingTree, *, in_background: bool = False) 
         return data  # e.g. the optax state of plain SGD, a tree without leaves
     arrays = [_as_array(path, leaf, target) for path, leaf in zip(paths, leaves, strict=True)]
     shardings = target.match(structure.unflatten(arrays))
-    return structure.unflatten(
-        [
-            _place(path, array, sharding, in_background)
-            for path, array, sharding in zip(paths, arrays, shardings, strict=True)
-        ]
-    )
+    place = partial(_place, in_background=in_background)
+    return structure.unflatten(map(place, paths, arrays, shardings))
 
 
 def place_leaf(path: str, leaf: Any, sharding: Sharding) -> jax.Array | np.ndarray:
@@ -111,7 +108,7 @@ def _place(path: str, array: Any, sharding: Sharding | None, in_background: bool
     """
     if sharding is None:
         return array
-    check_fits(path, array, sharding, array.shape)
+    check_fits(path, array.dtype, sharding, array.shape)
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable:
             _require_movable(path, array, sharding, in_background)

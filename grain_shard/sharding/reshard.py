@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 
 from grain_shard.sharding.sharding_tree import ShardingTree
 from grain_shard.sharding.specs import check_fits
-from grain_shard.trees import Batch, flatten
+from grain_shard.trees import Batch, flatten, leaves_of
 
 
 class Resharder:
@@ -41,13 +41,11 @@ class Resharder:
         Raises:
             ShardingError: The size of a mesh axis does not divide the dim that it shards.
         """
-        paths, leaves, structure = flatten(batch)
+        leaves, structure = leaves_of(batch)
         if not self._moves:
-            for path, leaf, sharding in zip(
-                paths, leaves, self._shardings.match(batch), strict=True
-            ):
-                if sharding is not None:
-                    check_fits(path, leaf, sharding, leaf.shape)
+            shardings = self._shardings.match(batch)
+            for path, leaf, sharding in zip(flatten(batch)[0], leaves, shardings, strict=True):
+                check_fits(path, leaf.dtype, sharding, leaf.shape)
             self._moves = [move_to(step.match(batch)) for step in self._shardings.moves()]
         if self._under_way is None or self._under_way[0] is not batch:
             self._under_way = batch, 0, [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

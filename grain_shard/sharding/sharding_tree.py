@@ -19,12 +19,7 @@ from jax.tree_util import KeyPath
 
 from grain_shard.digest import digest
 from grain_shard.errors import ShardingError, describe_leaf, describe_mesh, require_int
-from grain_shard.sharding.layout import (
-    BatchLayout,
-    describe_parts,
-    mesh_axes_of,
-    round_up,
-)
+from grain_shard.sharding.layout import BatchLayout, describe_parts, mesh_axes_of, round_up
 from grain_shard.sharding.specs import (
     as_sharding,
     default_spec,
@@ -126,6 +121,11 @@ class ShardingTree:
     def named(self) -> list[NamedSharding]:
         """Returns the distinct `NamedSharding`s of the tree; all other shardings have no mesh."""
         return [s for s in self.shardings() if isinstance(s, NamedSharding)]
+
+    @property
+    def row_dim(self) -> int:
+        """Index of the dim of the rows in a leaf; 1 if the dim of the microbatches comes first."""
+        return 0 if self.microbatches is None else 1
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, int], ...]:
@@ -288,17 +288,13 @@ class ShardingTree:
                     remedy="remove this leaf from the specs, or correct its name.",
                 )
         return [
-            None
-            if is_text(leaf)
-            else fitted(
-                prefix[head], self._rank(leaf), self.microbatches is not None and leaf.ndim > 0
-            )
+            None if is_text(leaf) else fitted(prefix[head], leaf.ndim, self.row_dim)
             for head, (_, leaf) in zip(heads, leaves, strict=True)
         ]
 
     def _rank(self, leaf: Any) -> int:
         """Returns how many dims of a leaf a spec may name: the dim of the rows and all after it."""
-        return leaf.ndim if self.microbatches is None else max(0, leaf.ndim - 1)
+        return max(0, leaf.ndim - self.row_dim)
 
     def _head(self, prefix: Mapping[KeyPath, Sharding], keys: KeyPath, leaf: Any) -> KeyPath:
         """Returns the key path of a leaf's sharding in `prefix`: a start of the leaf's key path.

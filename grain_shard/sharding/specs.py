@@ -16,13 +16,13 @@ from grain_shard.sharding.layout import batch_axes, round_up
 DATA_AXIS = "data"
 
 
-def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int, ...]) -> None:
+def check_fits(path: str, dtype: Any, sharding: Sharding | None, shape: tuple[int, ...]) -> None:
     """Checks that each dim of a leaf splits evenly over the mesh axes that shard the dim.
 
     Args:
         path: Path of the leaf, e.g. ``batch['tokens']``.
-        leaf: The leaf, or this host's rows of it. Only its dtype is used, for the message.
-        sharding: Sharding of the leaf.
+        dtype: Dtype of the leaf, for the message.
+        sharding: Sharding of the leaf; None for text, which always fits.
         shape: Global shape of the leaf.
 
     Raises:
@@ -40,7 +40,7 @@ def check_fits(path: str, leaf: np.ndarray, sharding: Sharding, shape: tuple[int
                 f"dim {dim} has size {shape[dim]}, which is not divisible by mesh {plural}"
                 f" {', '.join(map(repr, axes))} (size {count}).",
                 path=path,
-                leaf=f"{leaf.dtype}[{', '.join(map(str, shape))}]",
+                leaf=f"{dtype}[{', '.join(map(str, shape))}]",
                 spec=sharding.spec,
                 mesh_axes=sharding.mesh.shape.items(),
                 remedy=f"pad dim {dim} to {up} before .batch, or drop {', '.join(map(repr, axes))}"
@@ -183,17 +183,17 @@ def num_shards(sharding: NamedSharding) -> int:
     return math.prod(sharding.mesh.shape[axis] for axis in batch_axes(sharding.spec))
 
 
-def fitted(sharding: Sharding, rank: int, has_microbatches: bool = False) -> Sharding:
-    """Returns the sharding with its spec cut to a leaf's rank.
+def fitted(sharding: Sharding, rank: int, row_dim: int = 0) -> Sharding:
+    """Returns the sharding of a leaf, whose spec has no more entries than the leaf has dims.
 
     Args:
         sharding: A sharding of any kind. One without a spec is returned unchanged.
-        rank: Number of the leaf's dims that the spec may name: the dim of the rows and all after
-            it.
-        has_microbatches: True if the leaf is ``[microbatches, rows, ...]``. The dim of the
-            microbatches is not sharded, because every device holds rows of each microbatch.
+        rank: Number of dims of the leaf.
+        row_dim: Index of the dim of the rows, to which the first entry of the spec belongs. The dim
+            of the microbatches before it is not sharded, because every device holds rows of each
+            microbatch.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
-    spec = PartitionSpec(*[None] * has_microbatches, *sharding.spec[:rank])
+    spec = PartitionSpec(*(*[None] * row_dim, *sharding.spec)[:rank])
     return sharding if spec == sharding.spec else sharding.update(spec=spec)

@@ -172,13 +172,11 @@ def _compiled_step(
 
     def step(state: Any, batch: Any, rngs: Any) -> tuple[Any, dict[str, jax.Array]]:
         keywords = {} if rngs is None else {"rngs": rngs}
-        loss_and_gradients = jax.value_and_grad(loss_fn)
+        params = state.params if optimizer is None else state[0]
+        loss, gradients = jax.value_and_grad(loss_fn)(params, batch, **keywords)
         if optimizer is None:
-            loss, gradients = loss_and_gradients(state.params, batch, **keywords)
             return state.apply_gradients(grads=gradients), {"loss": loss}
-        params, opt_state = state
-        loss, gradients = loss_and_gradients(params, batch, **keywords)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        updates, opt_state = optimizer.update(gradients, state[1], params)
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
     @jax.jit

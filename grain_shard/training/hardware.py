@@ -19,46 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class HardwareType(enum.StrEnum):
-    """A kind of chip for which this module has batch sizes. Any other chip is `UNKNOWN`.
-
-    Example:
-        >>> HardwareType("tpu_v5e")
-        <HardwareType.TPU_V5E: 'tpu_v5e'>
-        >>> print(HardwareType.H100, HardwareType.H100 == "h100")
-        h100 True
-    """
-
-    TPU_V5E = "tpu_v5e"
-    TPU_V5P = "tpu_v5p"
-    TPU_V4 = "tpu_v4"
-    TPU_V6E = "tpu_v6e"
-    TPU7X = "tpu7x"
-    H100 = "h100"
-    H200 = "h200"
-    A100 = "a100"
-    V100 = "v100"
-    B200 = "b200"
-    GB200 = "gb200"
-    L4 = "l4"
-    MI300X = "mi300x"
-    CPU = "cpu"
-    UNKNOWN = "unknown"
-
-    def shortfall(self, batch_size: int) -> str | None:
-        """Returns why a batch is too small for this chip; None if it is large enough.
-
-        Args:
-            batch_size: Tokens or examples per chip. The critical batch size is large enough.
-
-        Example:
-            >>> print(HardwareType.CPU.shortfall(8))
-            Batch size 8 is below critical size 16 for cpu: a larger batch costs little extra time.
-        """
-        is_enough = batch_size >= get_batch_size_recommendation(self).critical_batch_size
-        return None if is_enough else validate_batch_size(batch_size, self)[1]
-
-
 @dataclass(frozen=True)
 class ChipSpec:
     """The two peak rates of a chip that determine its critical batch size.
@@ -77,32 +37,64 @@ class ChipSpec:
     sizes_of_datarax: tuple[int, int, int] | None = None
 
 
-CHIP_SPECS: dict[HardwareType, ChipSpec] = {
-    HardwareType.TPU_V4: ChipSpec(275e12, 1200e9, "cloud.google.com/tpu/docs/v4", (64, 256, 192)),
-    HardwareType.TPU_V5E: ChipSpec(197e12, 819e9, "cloud.google.com/tpu/docs/v5e", (64, 256, 240)),
+class HardwareType(enum.StrEnum):
+    """A kind of chip for which this module has batch sizes. Any other chip is `UNKNOWN`.
+
+    Attributes:
+        spec: The peak rates of the chip; None for `CPU` and `UNKNOWN`.
+
+    Example:
+        >>> HardwareType("tpu_v5e")
+        <HardwareType.TPU_V5E: 'tpu_v5e'>
+        >>> print(HardwareType.H100, HardwareType.H100 == "h100")
+        h100 True
+    """
+
+    spec: ChipSpec | None
+
+    def __new__(cls, name: str, spec: ChipSpec | None = None) -> HardwareType:
+        chip = str.__new__(cls, name)
+        chip._value_, chip.spec = name, spec
+        return chip
+
+    TPU_V5E = "tpu_v5e", ChipSpec(197e12, 819e9, "cloud.google.com/tpu/docs/v5e", (64, 256, 240))
     # JAX's own table of TPUs has 2460 GB/s for v5p. The critical batch size by the rates would then
     # be 187, and not 166.
-    HardwareType.TPU_V5P: ChipSpec(
-        459e12, 2765e9, "cloud.google.com/tpu/docs/v5p", (128, 512, 480)
-    ),
-    HardwareType.TPU_V6E: ChipSpec(918e12, 1638e9, "cloud.google.com/tpu/docs/v6e"),
+    TPU_V5P = "tpu_v5p", ChipSpec(459e12, 2765e9, "cloud.google.com/tpu/docs/v5p", (128, 512, 480))
+    TPU_V4 = "tpu_v4", ChipSpec(275e12, 1200e9, "cloud.google.com/tpu/docs/v4", (64, 256, 192))
+    TPU_V6E = "tpu_v6e", ChipSpec(918e12, 1638e9, "cloud.google.com/tpu/docs/v6e")
     # JAX shows a TPU7x chip as two devices, one per core. Each device has half of both rates, so
     # the ratio of the rates is the same.
-    HardwareType.TPU7X: ChipSpec(2307e12, 7370e9, "cloud.google.com/tpu/docs/tpu7x"),
+    TPU7X = "tpu7x", ChipSpec(2307e12, 7370e9, "cloud.google.com/tpu/docs/tpu7x")
+    H100 = (
+        "h100",
+        ChipSpec(989e12, 3350e9, "How to Scale Your Model, chapter on GPUs, SXM", (64, 320, 298)),
+    )
+    H200 = "h200", ChipSpec(989e12, 4800e9, "How to Scale Your Model, chapter on GPUs")
+    A100 = "a100", ChipSpec(312e12, 2039e9, "NVIDIA A100 datasheet, 80 GB SXM", (32, 256, 240))
     # A V100 has no bf16 units, so its fp16 rate is used.
-    HardwareType.V100: ChipSpec(125e12, 900e9, "NVIDIA V100 datasheet, SXM2", (16, 128, 96)),
-    HardwareType.A100: ChipSpec(312e12, 2039e9, "NVIDIA A100 datasheet, 80 GB SXM", (32, 256, 240)),
-    HardwareType.H100: ChipSpec(
-        989e12, 3350e9, "How to Scale Your Model, chapter on GPUs, SXM", (64, 320, 298)
-    ),
-    HardwareType.H200: ChipSpec(989e12, 4800e9, "How to Scale Your Model, chapter on GPUs"),
-    HardwareType.B200: ChipSpec(2250e12, 8000e9, "How to Scale Your Model, chapter on GPUs"),
+    V100 = "v100", ChipSpec(125e12, 900e9, "NVIDIA V100 datasheet, SXM2", (16, 128, 96))
+    B200 = "b200", ChipSpec(2250e12, 8000e9, "How to Scale Your Model, chapter on GPUs")
     # One of the GPUs of a GB200 NVL72, which has 72. NVIDIA gives 576 TB/s for all, and 360 PFLOP/s
     # with sparsity, which is twice the dense rate.
-    HardwareType.GB200: ChipSpec(2500e12, 8000e9, "NVIDIA GB200 NVL72 product page"),
-    HardwareType.L4: ChipSpec(121e12, 300e9, "NVIDIA L4 figures, half of the rate with sparsity"),
-    HardwareType.MI300X: ChipSpec(1307e12, 5300e9, "AMD MI300X figures"),
-}
+    GB200 = "gb200", ChipSpec(2500e12, 8000e9, "NVIDIA GB200 NVL72 product page")
+    L4 = "l4", ChipSpec(121e12, 300e9, "NVIDIA L4 figures, half of the rate with sparsity")
+    MI300X = "mi300x", ChipSpec(1307e12, 5300e9, "AMD MI300X figures")
+    CPU = "cpu"
+    UNKNOWN = "unknown"
+
+    def shortfall(self, batch_size: int) -> str | None:
+        """Returns why a batch is too small for this chip; None if it is large enough.
+
+        Args:
+            batch_size: Tokens or examples per chip. The critical batch size is large enough.
+
+        Example:
+            >>> print(HardwareType.CPU.shortfall(8))
+            Batch size 8 is below critical size 16 for cpu: a larger batch costs little extra time.
+        """
+        is_enough = batch_size >= get_batch_size_recommendation(self).critical_batch_size
+        return None if is_enough else validate_batch_size(batch_size, self)[1]
 
 
 @dataclass(frozen=True)
@@ -184,7 +176,8 @@ def detect_hardware(device: Any = None) -> HardwareType:
     # A GPU's kind is a product name ("NVIDIA A100-SXM4-80GB"), of which one word must be the model.
     # So "NVIDIA L40S" is no L4. AMD's "gfx942" matches no chip: MI300A, MI300X and MI325X share it.
     names = {tpu, *re.split(r"[\s\-_]+", kind)}
-    return next((chip for chip in CHIP_SPECS if chip.value in names), HardwareType.UNKNOWN)
+    chips = (chip for chip in HardwareType if chip.spec is not None and chip.value in names)
+    return next(chips, HardwareType.UNKNOWN)
 
 
 def get_batch_size_recommendation(
@@ -209,10 +202,10 @@ def get_batch_size_recommendation(
     if chip is HardwareType.CPU:
         rule = f"{notes} A rule of thumb, because CPUs differ too much."
         return BatchSizeRecommendation(1, 32, 16, notes=rule)
-    if chip is HardwareType.UNKNOWN:
+    spec = chip.spec
+    if spec is None:
         cautious = f"{notes} Cautious sizes, because the chip is unknown."
         return BatchSizeRecommendation(32, 128, 64, notes=cautious)
-    spec = CHIP_SPECS[chip]
     critical = roofline_batch_size(spec.flops_per_second, spec.bytes_per_second)
     notes += (
         f" {spec.flops_per_second / 1e12:g} TFLOP/s over {spec.bytes_per_second / 1e9:g} GB/s"

@@ -143,21 +143,18 @@ def shard_to(
     if rows is not None:
         require_choice("rows", rows, get_args(Rows))
     require_choice("read", read, get_args(Read))
-    if rows != "local" and isinstance(ds, grain.MapDataset | grain.IterDataset):
+    threads, buffer_size = None, DevicePut.cpu_buffer_size
+    if rows != "local":
         ds, read_options = _random_access(ds)
         if read_options is not None:
             threads, buffer_size = (max(1, option) for option in read_options)
-            num_threads = threads if num_threads is None else num_threads
-            cpu_buffer_size = buffer_size if cpu_buffer_size is None else cpu_buffer_size
-    if cpu_buffer_size is None:
-        cpu_buffer_size = DevicePut.cpu_buffer_size
     target = ShardingTree.of(mesh_or_sharding, spec, microbatches=microbatches)
     target = target.with_mask(mask_key)
     put = DevicePut(
         target,
-        cpu_buffer_size=cpu_buffer_size,
+        cpu_buffer_size=buffer_size if cpu_buffer_size is None else cpu_buffer_size,
         device_buffer_size=device_buffer_size,
-        num_threads=num_threads,
+        num_threads=threads if num_threads is None else num_threads,
         num_workers=num_workers,
         executor=executor,
         fault_rules=FaultRules(retries, on_bad_record, max_bad_records),
@@ -166,7 +163,8 @@ def shard_to(
         timeout_s=timeout_s,
     )
     try:
-        return _Chain(put, mask_key, pad_value, read)(ds)
+        pad = PadToDivisible(1, remainder, mask_key, pad_value=pad_value)
+        return _Chain(put, pad, read)(ds)
     except ShardingError as error:
         raise error.with_mesh(target.mesh_axes) from None
 
@@ -178,21 +176,19 @@ class _Chain(Stage):
     Attributes:
         put: The last stage, with most settings. Its `shardings` are the shardings of the batches
             that the loop gets.
-        mask_key: The key of the mask in a batch; None for no mask.
-        pad_value: The value in rows of padding: a number, or a tree prefix of numbers.
+        pad: The second stage. The kind of the pipeline decides the divisor, which replaces the
+            divisor of this stage.
         read: "auto", "needed" or "once", see `shard_to`.
     """
 
     put: DevicePut
-    mask_key: str | None
-    pad_value: Any
+    pad: PadToDivisible
     read: Read
 
     def of_random_access(self, ds: RowMapDataset) -> ShardedDataset:
         if self.put.rows == "local":
-            return self(
-                ds.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
-            )
+            options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+            return self(ds.to_iter_dataset(options))
         padded = self._padded(ds, self.put.shardings.layout().divisor)
         return self._reading(padded, self.read, *padded.batching.global_batch_sizes)
 
@@ -261,17 +257,11 @@ class _Chain(Stage):
             num_shards: Number of shards that a batch of `ds` is cut into: all shards, or only this
                 host's if `ds` yields this host's rows.
         """
-        microbatches, remainder = self.put.shardings.microbatches or 1, self.put.remainder
-        pad = PadToDivisible(
-            num_shards * microbatches,
-            remainder=remainder,
-            mask_key=self.mask_key,
-            pad_value=self.pad_value,
-        )
-        divide = ValidateBatchSize(
-            num_shards, must_divide=remainder != "pad", microbatches=microbatches
-        )
-        return ds.pipe(divide).pipe(pad)
+        microbatches = self.put.shardings.microbatches or 1
+        must_divide = self.pad.remainder != "pad"
+        validate = ValidateBatchSize(num_shards, must_divide, microbatches=microbatches)
+        pad = replace(self.pad, divisor=num_shards * microbatches)
+        return ds.pipe(validate).pipe(pad)
 
 
 def _random_access(
@@ -291,6 +281,4 @@ def _random_access(
             remedy="filter a stream: .to_iter_dataset().filter(...).batch(B). On several hosts, cut"
             " that stream into grain_shard.feeds, or pass rows= to .shard_to.",
         )
-    if isinstance(ds, grain.IterDataset) and (below := nodes.below_read_ahead(ds)) is not None:
-        return below
-    return ds, None
+    return nodes.below_read_ahead(ds) or (ds, None)
