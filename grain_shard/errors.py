@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 
@@ -39,7 +38,6 @@ class GrainShardError(Exception):
             super().add_note(note)
 
 
-@dataclass(eq=False, repr=False)
 class ShardingError(GrainShardError, ValueError):
     """The data, the mesh, the spec or the batch size do not fit together.
 
@@ -59,17 +57,23 @@ class ShardingError(GrainShardError, ValueError):
           remedy: use 8 rows.
     """
 
-    problem: str
-    _: KW_ONLY
-    remedy: str
-    path: str | None = None
-    leaf: str | None = None
-    spec: Any = None
-    mesh_axes: Iterable[tuple[str, int]] = ()
-
-    def __post_init__(self) -> None:
-        self.mesh_axes = tuple(self.mesh_axes)
-        super().__init__(self.problem)
+    def __init__(
+        self,
+        problem: str,
+        *,
+        remedy: str,
+        path: str | None = None,
+        leaf: str | None = None,
+        spec: Any = None,
+        mesh_axes: Iterable[tuple[str, int]] = (),
+    ):
+        self.problem: str = problem
+        self.remedy: str = remedy
+        self.path: str | None = path
+        self.leaf: str | None = leaf
+        self.spec: Any = spec
+        self.mesh_axes: tuple[tuple[str, int], ...] = tuple(mesh_axes)
+        super().__init__(problem)
 
     def with_mesh(self, mesh_axes: Iterable[tuple[str, int]]) -> ShardingError:
         """Adds the mesh axes to this error if it has none yet, and returns this error.
