@@ -16,13 +16,7 @@ import jax
 from etils import epath
 
 from grain_shard.errors import StateError
-from grain_shard.hosts.feed_files import (
-    FeedFile,
-    OwnFeeds,
-    read_feeds,
-    read_object,
-    write_feeds,
-)
+from grain_shard.hosts.feed_files import FeedFile, OwnFeeds, read_feeds, read_object, write_feeds
 
 # The key of a state for the kind of its pipeline, and the three kinds.
 KIND = "kind"
