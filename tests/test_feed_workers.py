@@ -3,7 +3,6 @@
 Most of these start processes, a second or two each; hence few and long tests.
 """
 
-import functools
 import gc
 import itertools
 import os
@@ -21,7 +20,7 @@ from jax._src import xla_bridge
 
 import grain_shard
 from grain_shard.feeding.feed_batches import FeedRun
-from grain_shard.feeding.feed_turns import FeedTurns
+from grain_shard.feeding.feed_turns import TurnSettings
 from grain_shard.feeding.host_feeds import HostFeeds
 from grain_shard.reading.faults import FAIL_AT_ONCE, Faults
 from grain_shard.sharding.layout import BatchLayout
@@ -367,7 +366,7 @@ def test_what_a_worker_is_given_holds_nothing_of_a_device():
     ds = grain_shard.feeds(text.packed, num_feeds=4).batch(8)
     of_host = ds.shard_to(data_mesh(4)).parents[0]
     pickled = cloudpickle.dumps(
-        functools.partial(FeedTurns, of_host.feeds, Faults(FAIL_AT_ONCE), of_host.rows.per_feed, 1)
+        TurnSettings(of_host.feeds, of_host.rows.per_feed, 1, Faults(FAIL_AT_ONCE))
     )
     for name in (b"Mesh", b"Device", b"NamedSharding", b"PartitionSpec", b"jaxlib", b"Array"):
         assert name not in pickled

@@ -8,7 +8,6 @@ the step.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +20,7 @@ from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_position import FeedsPosition
 from grain_shard.feeding.feed_reader import FeedStreams, FeedTurn, MakeFeed
 from grain_shard.feeding.feed_rows import FeedRows, row_stacker
-from grain_shard.feeding.feed_turns import FeedTurns, FeedWorkers
+from grain_shard.feeding.feed_turns import FeedTurns, FeedWorkers, TurnSettings
 from grain_shard.reading.contents import without_digest
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.padding import Padding
@@ -247,21 +246,18 @@ class FeedIterator(BatchIterator):
         self._closed = self._end = Raised(ValueError(closed), None)
         self._ds, self._run = ds, run
         self._stacker: RowStacker | None = None
-        self._go_to(position or FeedsPosition.at_start(ds.rows.by_feed))
+        self._go_to(position or FeedsPosition.at(0, ds.rows.by_feed, {}))
 
     def _go_to(self, position: FeedsPosition) -> None:
         ds, run, states = self._ds, self._run, position.feed_states()
         self._position = position
         self._end: Raised | None = None
         self._faults = Faults(run.fault_rules)
-        open_turns = functools.partial(
-            FeedTurns, ds.feeds, self._faults, ds.rows.per_feed, run.num_threads
-        )
+        settings = TurnSettings(ds.feeds, ds.rows.per_feed, run.num_threads, self._faults)
         if run.num_workers:
-            workers = run.num_workers, run.buffer_size
-            self._turns = FeedWorkers(open_turns, self._faults, states, *workers)
+            self._turns = FeedWorkers(settings, states, run.num_workers, run.buffer_size)
         else:
-            self._turns = open_turns(states)
+            self._turns = FeedTurns(settings, states)
 
     def __next__(self) -> Batch:
         if self._end is not None:
