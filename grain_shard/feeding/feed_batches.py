@@ -271,8 +271,7 @@ class FeedIterator(BatchIterator):
                     if not self._ds.has_compared_rows:
                         self._ds.has_compared_rows = True
                         _warn_of_same_rows(turns)
-                    rows = ((row, turn.feed) for turn in turns for row in turn.rows)
-                    self._stacker = row_stacker(*next(rows))
+                    self._stacker = row_stacker(next(turn for turn in turns if turn.rows))
                 batch = self._ds.rows.join(turns, self._stacker)
         except Exception as error:
             # The feeds have already given the rows of this batch. A further ``next`` would skip
@@ -294,12 +293,10 @@ class FeedIterator(BatchIterator):
         return self._position.to_state(self._ds.feeds.fingerprint)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        before, (state, _) = self._turns, without_digest(state)
+        ds, before, (state, _) = self._ds, self._turns, without_digest(state)
         # The new feeds replace the old ones before the old ones are closed. If closing raises an
         # error, the iterator is at the new position already, and uses no closed feed.
-        self._go_to(
-            FeedsPosition.of_state(state, self._ds.feeds.fingerprint, self._ds.rows.by_feed)
-        )
+        self._go_to(FeedsPosition.of_state(state, ds.feeds.fingerprint, ds.rows.by_feed))
         before.close()
 
     def stop(self) -> None:

@@ -84,7 +84,7 @@ class HostFeeds(HostBatches):
             with contextlib.closing(FeedTurns(settings, {feed: {}})) as turns:
                 (turn,) = next(turns)
             if turn.rows:
-                return self._ds.rows.join((), row_stacker(turn.rows[0], feed))
+                return self._ds.rows.join((), row_stacker(turn))
         raise ShardingError(
             "no feed has a row, so the shapes of a batch are unknown.",
             remedy="check that the source has records, and that a .filter in make_feed keeps some.",
@@ -162,9 +162,8 @@ def fault_rules_of(
             " return a marker such as None, and .filter the markers out.",
         )
     of_hosts = [ds.rows.rows_of(layout) for layout in layouts.values()]
-    if sum(map(len, of_hosts)) > len(set().union(*of_hosts)):
-        return read_by_several(rules)
-    return rules
+    is_shared = sum(map(len, of_hosts)) > len(set().union(*of_hosts))
+    return read_by_several(rules) if is_shared else rules
 
 
 def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:
