@@ -143,11 +143,8 @@ class _Votes(Producer[int]):
             return None
         ready = known.results - self.agreed
         if ready <= 0 and known.end is not None and not isinstance(known.end, StopIteration):
-            # If a batch that was agreed on fails, the alarm tells the other hosts, because they
-            # wait for it in a collective and not in a vote.
-            if ready == 0:
-                with contextlib.suppress(AgreementError):  # raised if the store is gone
-                    self._rounds.fail(round_, describe_error(known.end))
+            with contextlib.suppress(AgreementError):  # raised if the store is gone
+                self._rounds.fail(round_, describe_error(known.end))
             raise known.end
         self._rounds.put(round_, max(0, ready))
         more = self._rounds.verdict(
