@@ -154,7 +154,7 @@ def test_few_questions_are_asked_where_the_buffers_are_full():
     for _ in range(48):
         next(batches)
         # So the buffer is full again, as it is where steps take longer than batches.
-        eventually(lambda: batches._votes.known().results >= batches._votes.handed_out + 8)
+        eventually(lambda: batches._read.known().results >= batches._votes.handed_out + 8)
     assert batches._votes.number <= 48 / 4 + 2
     batches.close()
 

@@ -8,7 +8,6 @@ the step.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +20,7 @@ from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_position import FeedsPosition
 from grain_shard.feeding.feed_reader import FeedStreams, FeedTurn, MakeFeed
 from grain_shard.feeding.feed_rows import FeedRows, row_stacker
-from grain_shard.feeding.feed_turns import FeedTurns, FeedWorkers
+from grain_shard.feeding.feed_turns import FeedTurns, FeedWorkers, TurnSettings
 from grain_shard.reading.contents import without_digest
 from grain_shard.reading.faults import FaultCounts, FaultRules, Faults
 from grain_shard.reading.padding import Padding
@@ -247,21 +246,18 @@ class FeedIterator(BatchIterator):
         self._closed = self._end = Raised(ValueError(closed), None)
         self._ds, self._run = ds, run
         self._stacker: RowStacker | None = None
-        self._go_to(position or FeedsPosition.at_start(ds.rows.by_feed))
+        self._go_to(position or FeedsPosition.at(0, ds.rows.by_feed, {}))
 
     def _go_to(self, position: FeedsPosition) -> None:
         ds, run, states = self._ds, self._run, position.feed_states()
         self._position = position
         self._end: Raised | None = None
         self._faults = Faults(run.fault_rules)
-        open_turns = functools.partial(
-            FeedTurns, ds.feeds, self._faults, ds.rows.per_feed, run.num_threads
-        )
+        settings = TurnSettings(ds.feeds, ds.rows.per_feed, run.num_threads, self._faults)
         if run.num_workers:
-            workers = run.num_workers, run.buffer_size
-            self._turns = FeedWorkers(open_turns, self._faults, states, *workers)
+            self._turns = FeedWorkers(settings, states, run.num_workers, run.buffer_size)
         else:
-            self._turns = open_turns(states)
+            self._turns = FeedTurns(settings, states)
 
     def __next__(self) -> Batch:
         if self._end is not None:
@@ -275,8 +271,7 @@ class FeedIterator(BatchIterator):
                     if not self._ds.has_compared_rows:
                         self._ds.has_compared_rows = True
                         _warn_of_same_rows(turns)
-                    rows = ((row, turn.feed) for turn in turns for row in turn.rows)
-                    self._stacker = row_stacker(*next(rows))
+                    self._stacker = row_stacker(next(turn for turn in turns if turn.rows))
                 batch = self._ds.rows.join(turns, self._stacker)
         except Exception as error:
             # The feeds have already given the rows of this batch. A further ``next`` would skip
@@ -298,12 +293,10 @@ class FeedIterator(BatchIterator):
         return self._position.to_state(self._ds.feeds.fingerprint)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        before, (state, _) = self._turns, without_digest(state)
+        ds, before, (state, _) = self._ds, self._turns, without_digest(state)
         # The new feeds replace the old ones before the old ones are closed. If closing raises an
         # error, the iterator is at the new position already, and uses no closed feed.
-        self._go_to(
-            FeedsPosition.of_state(state, self._ds.feeds.fingerprint, self._ds.rows.by_feed)
-        )
+        self._go_to(FeedsPosition.of_state(state, ds.feeds.fingerprint, ds.rows.by_feed))
         before.close()
 
     def stop(self) -> None:

@@ -32,9 +32,15 @@ class FeedsPosition(NamedTuple):
     pickled_states: Mapping[int, bytes]
 
     @classmethod
-    def at_start(cls, feeds: Iterable[int]) -> FeedsPosition:
-        """Returns the position of the given feeds before the first batch."""
-        return cls(0, dict.fromkeys(feeds, pickle.dumps({})))
+    def at(cls, step: int, feeds: Iterable[int], state: FeedState) -> FeedsPosition:
+        """Returns a position at which all feeds have the same state: at the start or past the end.
+
+        Args:
+            step: Number of batches that were handed out, batches of padding included.
+            feeds: The numbers of the feeds.
+            state: The state of each feed.
+        """
+        return cls(step, dict.fromkeys(feeds, pickle.dumps(state)))
 
     @classmethod
     def of_state(
@@ -80,7 +86,7 @@ class FeedsPosition(NamedTuple):
             if not (is_begun or feed_state == ENDED or (feed_state == {} and not step)):
                 entry = f"the state has an invalid entry for feed {feed}: {feed_state!r}."
                 raise StateError(f"{entry}\n{_UNCHANGED}")
-        return cls(step, {feed: pickle.dumps(states[feed]) for feed in states})
+        return cls(step, {feed: pickle.dumps(state) for feed, state in states.items()})
 
     def to_state(self, fingerprint: Fingerprint) -> dict[str, Any]:
         """Returns the position as a state in plain JSON.
@@ -94,13 +100,3 @@ class FeedsPosition(NamedTuple):
     def feed_states(self) -> dict[int, FeedState]:
         """Returns the state of each feed, by the feed's number. Each call returns new copies."""
         return {feed: pickle.loads(state) for feed, state in self.pickled_states.items()}
-
-    def past_end(self, batches: int) -> FeedsPosition:
-        """Returns the position after batches of padding, which follow the end of all the feeds.
-
-        Args:
-            batches: Number of batches of padding.
-        """
-        return FeedsPosition(
-            self.step + batches, dict.fromkeys(self.pickled_states, pickle.dumps(ENDED))
-        )

@@ -76,8 +76,7 @@ class FeedStreams:
         field: it may change, because each feed goes on at its own next row.
         """
         with naming_feed(0, self.num_feeds):
-            feed_0 = self.make(0)
-        return {NUM_FEEDS: self.num_feeds, **pipeline_digests(feed_0)}
+            return {NUM_FEEDS: self.num_feeds, **pipeline_digests(self.make(0))}
 
     def make(self, feed: int) -> grain.IterDataset:
         """Returns the stream of one feed, which the user's function makes.

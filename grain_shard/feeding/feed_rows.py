@@ -19,17 +19,20 @@ from grain_shard.sharding.layout import BatchLayout, round_up
 from grain_shard.trees import Batch
 
 
-def row_stacker(row: Any, feed: int) -> RowStacker:
-    """Returns a stacker for rows with the tree, shapes and dtypes of a given row.
+def row_stacker(turn: FeedTurn) -> RowStacker:
+    """Returns a stacker for rows with the tree, shapes and dtypes of a feed's next row.
 
     Args:
-        row: The row.
-        feed: Number of the feed that gave the row, for messages.
+        turn: The rows of the feed, at least one.
 
     Raises:
         ShardingError: The row cannot be stacked.
     """
-    return RowStacker(row, "a row of feed {}", feed)
+    return RowStacker(turn.rows[0], "a row of feed {}", turn.feed)
+
+
+# The layout of a process that keeps all rows.
+_ALL_ROWS = BatchLayout(divisor=1, shards=(0,))
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class FeedRows:
             >>> FeedRows(4, 8, layout=BatchLayout(divisor=8, shards=(2, 3, 4))).by_feed
             {1: [0, 1], 2: [0]}
         """
-        return self.rows_of(self.layout or BatchLayout(divisor=1, shards=(0,)))
+        return self.rows_of(self.layout or _ALL_ROWS)
 
     def rows_of(self, layout: BatchLayout) -> dict[int, list[int]]:
         """Maps each feed that a host runs to the rows that the host keeps of that feed.
@@ -156,7 +159,5 @@ class FeedRows:
         stack.write(rows, 0, feeds)
         if self.padding is None:
             return stack.batch()
-        size = self._padded_size
-        if self.layout is not None:
-            size = len(self.layout.rows(size))
+        size = len((self.layout or _ALL_ROWS).rows(self._padded_size))
         return pad_batch(stack.batch(), size, self.padding, missing)

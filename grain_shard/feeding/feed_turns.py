@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from grain_shard.feeding.feed_reader import FeedReader, FeedState, FeedStreams, FeedTurn
 from grain_shard.feeding.shared_reads import SharedReads
@@ -13,34 +14,41 @@ from grain_shard.tasks import Producer
 from grain_shard.worker_processes import WorkerProcesses
 
 
+@dataclass(frozen=True)
+class TurnSettings:
+    """The settings with which rows are taken from feeds, in this process or in a worker process.
+
+    Attributes:
+        feeds: The feeds of all hosts.
+        rows_per_feed: Number of rows that each feed gives to a batch.
+        num_threads: Number of threads that read ahead for all feeds of the process together. None
+            adapts the number while they read.
+        faults: Decides on records that cannot be read, and counts them.
+    """
+
+    feeds: FeedStreams
+    rows_per_feed: int
+    num_threads: int | None
+    faults: Faults
+
+
 class FeedTurns(Producer[list[FeedTurn]]):
     """Reads the rows of every feed for the next batch, one feed after the other.
 
     It never ends: a feed that has ended gives no rows.
 
     Args:
-        feeds: The feeds of all hosts.
-        faults: Decides on records that cannot be read, and counts them.
-        rows_per_feed: Number of rows that each feed gives to a batch.
-        num_threads: Number of threads that read ahead for all feeds together. None adapts the
-            number while they read.
+        settings: The settings of the feeds.
         feed_states: The state from which each feed starts, by the feed's number. Only these feeds
             run, in this order.
     """
 
-    def __init__(
-        self,
-        feeds: FeedStreams,
-        faults: Faults,
-        rows_per_feed: int,
-        num_threads: int | None,
-        feed_states: Mapping[int, FeedState],
-    ):
-        self._rows_per_feed = rows_per_feed
-        num_feeds = len(feed_states)
-        self._reads = SharedReads(faults, rows_per_feed * num_feeds, num_threads, num_feeds)
+    def __init__(self, settings: TurnSettings, feed_states: Mapping[int, FeedState]):
+        self._rows_per_feed, num_feeds = settings.rows_per_feed, len(feed_states)
+        num_rows = settings.rows_per_feed * num_feeds
+        self._reads = SharedReads(settings.faults, num_rows, settings.num_threads, num_feeds)
         self._readers = [
-            FeedReader(feeds, feed, at, self._reads) for feed, at in feed_states.items()
+            FeedReader(settings.feeds, feed, at, self._reads) for feed, at in feed_states.items()
         ]
 
     def __next__(self) -> list[FeedTurn]:
@@ -75,9 +83,6 @@ class FeedTurns(Producer[list[FeedTurn]]):
             raise failed
 
 
-OpenTurns = Callable[[Mapping[int, FeedState]], FeedTurns]
-
-
 class FeedWorkers(WorkerProcesses):
     """Reads the rows of every feed for the next batch in worker processes.
 
@@ -85,9 +90,8 @@ class FeedWorkers(WorkerProcesses):
     views of shared memory.
 
     Args:
-        open_turns: Makes the `FeedTurns` of a worker's feeds. It is called in the worker.
-        faults: Adds up the failed reads that the workers count. Each worker counts in a copy of its
-            own, which is pickled together with `open_turns`.
+        settings: The settings of the feeds. `settings.faults` adds up the failed reads that the
+            workers count. Each worker gets a pickled copy, and counts in it.
         feed_states: The state from which each feed starts, by the feed's number.
         num_workers: Number of processes. With fewer feeds than this, each feed has its own process.
         buffer_size: Most batches that wait or are unfinished. Grain keeps at least four.
@@ -95,14 +99,13 @@ class FeedWorkers(WorkerProcesses):
 
     def __init__(
         self,
-        open_turns: OpenTurns,
-        faults: Faults,
+        settings: TurnSettings,
         feed_states: Mapping[int, FeedState],
         num_workers: int,
         buffer_size: int,
     ):
-        self._faults, self._num_workers = faults, min(num_workers, len(feed_states))
-        of_worker = functools.partial(_turns_of_worker, open_turns, faults, feed_states)
+        self._faults, self._num_workers = settings.faults, min(num_workers, len(feed_states))
+        of_worker = functools.partial(_turns_of_worker, settings, feed_states)
         super().__init__(of_worker, self._num_workers, buffer_size=buffer_size * self._num_workers)
 
     def __next__(self) -> list[FeedTurn]:
@@ -115,22 +118,17 @@ class FeedWorkers(WorkerProcesses):
 
 
 def _turns_of_worker(
-    open_turns: OpenTurns,
-    faults: Faults,
-    feed_states: Mapping[int, FeedState],
-    worker: int,
-    num_workers: int,
+    settings: TurnSettings, feed_states: Mapping[int, FeedState], worker: int, num_workers: int
 ) -> Iterator[tuple[list[FeedTurn], FaultCounts]]:
     """Yields the rows of one worker's feeds, batch by batch, with the new counts of failed reads.
 
     Args:
-        open_turns: Makes the `FeedTurns` of the feeds.
-        faults: The worker's copy of the fault counts.
+        settings: The worker's copy of the settings.
         feed_states: The state from which each feed of the host starts.
         worker: Number of this worker.
         num_workers: Number of workers. Each one runs every `num_workers`-th feed.
     """
-    feeds = list(feed_states)[worker::num_workers]
-    with contextlib.closing(open_turns({feed: feed_states[feed] for feed in feeds})) as turns:
+    own = dict(list(feed_states.items())[worker::num_workers])
+    with contextlib.closing(FeedTurns(settings, own)) as turns:
         while True:
-            yield next(turns), faults.taken()
+            yield next(turns), settings.faults.taken()

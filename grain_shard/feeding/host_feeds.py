@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from grain_shard.errors import ShardingError
 from grain_shard.feeding.feed_batches import FeedBatches, FeedIterator, FeedRun
 from grain_shard.feeding.feed_position import REMAINDER, FeedsPosition
-from grain_shard.feeding.feed_reader import naming_feed
+from grain_shard.feeding.feed_reader import ENDED, naming_feed
 from grain_shard.feeding.feed_rows import row_stacker
-from grain_shard.feeding.feed_turns import FeedTurns
+from grain_shard.feeding.feed_turns import FeedTurns, TurnSettings
 from grain_shard.grain_inside.flags import mark_flags_as_parsed
 from grain_shard.grain_inside.read_ahead import begins_with_records
 from grain_shard.hosts.compare import OF_FEEDS
@@ -79,12 +79,12 @@ class HostFeeds(HostBatches):
         Raises:
             ShardingError: No feed has a row.
         """
-        feeds, faults = self._ds.feeds, Faults(self._run.fault_rules)
-        for feed in range(feeds.num_feeds):
-            with contextlib.closing(FeedTurns(feeds, faults, 1, 1, {feed: {}})) as turns:
+        settings = TurnSettings(self._ds.feeds, 1, 1, Faults(self._run.fault_rules))
+        for feed in range(settings.feeds.num_feeds):
+            with contextlib.closing(FeedTurns(settings, {feed: {}})) as turns:
                 (turn,) = next(turns)
             if turn.rows:
-                return self._ds.rows.join((), row_stacker(turn.rows[0], feed))
+                return self._ds.rows.join((), row_stacker(turn))
         raise ShardingError(
             "no feed has a row, so the shapes of a batch are unknown.",
             remedy="check that the source has records, and that a .filter in make_feed keeps some.",
@@ -103,7 +103,7 @@ class HostFeeds(HostBatches):
         )
 
     def past_end(self, position: FeedsPosition, batches: int) -> FeedsPosition:
-        return position.past_end(batches)
+        return FeedsPosition.at(position.step + batches, position.pickled_states, ENDED)
 
     def to_state(self, position: FeedsPosition) -> dict[str, Any]:
         return position.to_state(self.fingerprint)
@@ -162,9 +162,8 @@ def fault_rules_of(
             " return a marker such as None, and .filter the markers out.",
         )
     of_hosts = [ds.rows.rows_of(layout) for layout in layouts.values()]
-    if sum(map(len, of_hosts)) > len(set().union(*of_hosts)):
-        return read_by_several(rules)
-    return rules
+    is_shared = sum(map(len, of_hosts)) > len(set().union(*of_hosts))
+    return read_by_several(rules) if is_shared else rules
 
 
 def warn_of_shared_feeds(ds: FeedBatches, layouts: Mapping[int, BatchLayout]) -> None:

@@ -30,13 +30,7 @@ class RecordStream(grain.IterDataset):
             the number of threads or the buffer size is 0.
     """
 
-    def __init__(
-        self,
-        reads: SharedReads,
-        feed: int,
-        records: grain.MapDataset,
-        options: Any,
-    ):
+    def __init__(self, reads: SharedReads, feed: int, records: grain.MapDataset, options: Any):
         super().__init__(records)
         self.reads: SharedReads = reads
         self.feed: int = feed

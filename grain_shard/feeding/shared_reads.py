@@ -294,10 +294,8 @@ class _Lines(Tasks[None]):
 
     def _drawn(self) -> Part | None:
         with self._lock:
-            for line in sorted(self._lines, key=lambda line: line.ahead):
-                if (part := self._next_part(line)) is not None:
-                    return part
-        return None
+            by_need = sorted(self._lines, key=lambda line: line.ahead)
+            return next(filter(None, map(self._next_part, by_need)), None)
 
     def _next_part(self, line: _Line) -> Part | None:
         """Returns the next part of a line (the records of one stream) for a reader.

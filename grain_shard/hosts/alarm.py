@@ -32,7 +32,7 @@ from typing import Any
 from absl import logging
 
 from grain_shard.errors import AgreementError, describe_error
-from grain_shard.hosts.rounds import Store, runtime_client
+from grain_shard.hosts.rounds import Rounds, Store, runtime_client
 from grain_shard.hosts.slowest import SlowestOf, compare_waits
 
 # Keys of the store: the messages for a host, by the numbers of host and message; and the topic
@@ -60,24 +60,22 @@ class Alarm:
     """Tells other hosts of a failure of one iterator; raises failures of other hosts on this host.
 
     Args:
-        series: The name of the iterator, the same on all hosts.
-        hosts: All hosts that run the same iterator, including this one.
+        rounds: The rounds of the iterator, which have its name and its hosts.
         stop: Ends any wait of the training loop inside the iterator.
         slowest: Learns which host is the slowest.
 
     Attributes:
-        series: The argument `series`.
-        hosts: The argument `hosts`, as a list.
+        series: The name of the iterator, the same on all hosts.
+        others: The other hosts that run the iterator.
         slowest: The argument `slowest`.
         all_know: True once all hosts know that the iterator failed on one of them. It is also True
             once the other hosts cannot be told.
         is_at_end: True once the training loop has got all batches.
     """
 
-    def __init__(
-        self, series: str, hosts: Sequence[int], stop: Callable[[], None], slowest: SlowestOf
-    ):
-        self.series, self.hosts, self.slowest = series, list(hosts), slowest
+    def __init__(self, rounds: Rounds, stop: Callable[[], None], slowest: SlowestOf):
+        self.series, self.slowest = rounds.name, slowest
+        self.others = [host for host in rounds.hosts if host != rounds.host]
         self._stop: Callable[[], None] | None = stop
         self._failure: AgreementError | None = None
         self.is_at_end = self.all_know = False
@@ -85,7 +83,7 @@ class Alarm:
         self._loop = threading.main_thread().ident or 0  # the thread that last asked for a batch
         with _one_asks:
             self._listener = listener_of(runtime_client())
-        self._listener.alarms[series] = self
+        self._listener.alarms[self.series] = self
 
     def sound(self, error: BaseException) -> None:
         """Tells the other hosts of an error that the iterator raises on this host.
@@ -212,9 +210,8 @@ class Listener:
         """
         message = {"series": alarm.series, "host": self._store.host, "text": describe_error(error)}
         try:
-            for host in alarm.hosts:
-                if host != self._store.host:
-                    self._write(host, message)
+            for host in alarm.others:
+                self._write(host, message)
         except AgreementError as failure:
             logging.error("grain_shard: other hosts could not be told of a failure: %s", failure)
 
@@ -247,14 +244,12 @@ class Listener:
 
     def _at_exit(self) -> None:
         unhandled = getattr(sys, "last_value", None)
-        alarms = [alarm for alarm in self.alarms.values() if not alarm.is_at_end]
-        if self.left_last is not None:
-            # Most likely the unhandled error has closed the iterator of this alarm.
-            alarms.append(self.left_last)
+        # Most likely the unhandled error has closed the iterator of `left_last`.
+        known = (*self.alarms.values(), self.left_last)
+        alarms = [alarm for alarm in known if alarm is not None and not alarm.is_at_end]
         if unhandled is not None and alarms:
             for alarm in alarms:
-                if not alarm.all_know:
-                    self.tell(alarm, unhandled)
+                alarm.sound(unhandled)
             if self._store.host == 0:
                 self._wait_for_others(alarms)
             _end()
@@ -271,8 +266,7 @@ class Listener:
         until = time.monotonic() + _HEARD_S
         with contextlib.suppress(AgreementError):
             for alarm in alarms:
-                heard = _HEARD.format(alarm.series)
-                while len(self._store.get_all(heard)) < len(alarm.hosts) - 1:
+                while len(self._store.get_all(_HEARD.format(alarm.series))) < len(alarm.others):
                     if time.monotonic() > until:
                         return
                     time.sleep(_LOOK_AGAIN_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 Answers = Mapping[int, Any]
@@ -53,8 +53,7 @@ def compare(answers: Answers) -> dict[str, Any]:
           seeds: 1 on hosts 0, 1; 7 on host 2
           remedy: run the same script with the same arguments, files and checkpoint on every host.
     """
-    lines = [line for name in _fields(answers) if (line := difference(name, answers))]
-    lines += _wrong_rows(answers)
+    lines = differences(answers) + _wrong_rows(answers)
     whole = {host: answer for host, answer in answers.items() if FIRST_BATCH in answer}
     if whole and difference(FIRST_BATCH, whole):
         lines.append(
@@ -67,11 +66,7 @@ def compare(answers: Answers) -> dict[str, Any]:
     remedy = "run the same script with the same arguments, files and checkpoint on every host."
     if any(difference(name, answers) for name in _OF_THE_PIPELINE):
         remedy += _DIVIDED
-    return {
-        "error": "\n".join(
-            ["the hosts do not run the same pipeline.", *lines, f"  remedy: {remedy}"]
-        )
-    }
+    return {"error": _message("the hosts do not run the same pipeline.", lines, remedy)}
 
 
 def compare_places(answers: Answers) -> dict[str, Any]:
@@ -90,44 +85,52 @@ def compare_places(answers: Answers) -> dict[str, Any]:
           remedy: call next equally often on every host. To look at a batch on one host alone,
           iterate over the dataset before .shard_to.
     """
-    lines = [line for name in _fields(answers) if (line := difference(name, answers))]
-    if not lines:
-        return {}
     problem = "the hosts are not at the same batch, so a global batch had rows of two batches."
     remedy = (
         "call next equally often on every host. To look at a batch on one host alone, iterate"
         " over the dataset before .shard_to."
     )
-    return {"error": "\n".join([problem, *lines, f"  remedy: {remedy}"])}
+    lines = differences(answers)
+    return {"error": _message(problem, lines, remedy)} if lines else {}
 
 
-def _fields(answers: Answers) -> list[str]:
-    names = dict.fromkeys(name for answer in answers.values() for name in answer)
-    return [name for name in names if name not in (*OWN_ROWS.values(), CONTENTS)]
+def _message(problem: str, lines: Iterable[str], remedy: str) -> str:
+    return "\n".join([problem, *lines, f"  remedy: {remedy}"])
 
 
 def _compare_contents(answers: Answers) -> dict[str, Any]:
     found = [(host, answer.get(CONTENTS, {})) for host, answer in answers.items()]
     now = {host: contents[NOW] for host, contents in found if contents.get(NOW)}
-    saved = next((contents[SAVED] for _, contents in found if contents.get(SAVED)), None)
     records = next(iter(now.values()), {})
-    if lines := [line for name in records if (line := difference(name, now))]:
-        of, error = "hosts", "the hosts read different records at the same index of their source."
+    saved = next((contents[SAVED] for _, contents in found if contents.get(SAVED)), records)
+    if lines := differences(now):
+        error = "the hosts read different records at the same index of their source."
         remedy = f"{_SORT} give every host the same files."
-    elif saved not in (None, records) and records:
-        of, error = (
-            "state",
-            "the source has changed since the state was saved: it has other records at the same"
-            " index.",
-        )
-        lines = [f"  {name}: saved {saved.get(name)!r}, now {records[name]!r}" for name in records]
-        remedy = (
-            f"{_SORT} restore with the files of the saved run. If the files were changed on"
-            " purpose, call batches.set_state(batches.get_state()) to go on at the same place."
-        )
-    else:
+        return {"doubt": _message(error, lines, remedy), "of": "hosts"}
+    if saved == records or not records:
         return {CONTENTS: "".join(records.values())} if records else {}
-    return {"doubt": "\n".join([error, *lines, f"  remedy: {remedy}"]), "of": of}
+    error = (
+        "the source has changed since the state was saved: it has other records at the same index."
+    )
+    lines = [f"  {name}: saved {saved.get(name)!r}, now {records[name]!r}" for name in records]
+    remedy = (
+        f"{_SORT} restore with the files of the saved run. If the files were changed on purpose,"
+        " call batches.set_state(batches.get_state()) to go on at the same place."
+    )
+    return {"doubt": _message(error, lines, remedy), "of": "state"}
+
+
+def differences(answers: Answers) -> list[str]:
+    """Returns a line of text for each field that differs between hosts.
+
+    Digests of records are left out, and so are a host's own rows, which may differ.
+
+    Args:
+        answers: The fields of each host, by host.
+    """
+    names = dict.fromkeys(name for answer in answers.values() for name in answer)
+    compared = [name for name in names if name not in (*OWN_ROWS.values(), CONTENTS)]
+    return [line for name in compared if (line := difference(name, answers))]
 
 
 def difference(name: str, answers: Answers) -> str | None:
@@ -161,48 +164,38 @@ def _wrong_rows(answers: Answers) -> list[str]:
     shards must have different rows. A host whose rows are all padding has the digest "", which
     hosts with different shards may share.
     """
+    local, of_feeds = (
+        {host: own[kind] for host, own in answers.items() if kind in own}
+        for kind in (OWN_ROWS[LOCAL], OWN_ROWS[OF_FEEDS])
+    )
+    by_digest = {host: (digest, shards) for host, (shards, digest) in local.items() if digest}
     lines = [
         f"  rows: {hosts} hold the same shards, but their pipelines yield different rows."
         " Shard the source by grain_shard.ShardByMesh(mesh, spec)"
-        for hosts in _differing(_rows_of(answers, LOCAL))
+        for hosts in _differing(local)
     ]
     lines += [
         f"  rows: {hosts} hold different shards, but their pipelines yield the same rows."
         " Shard the source by grain_shard.ShardByMesh(mesh, spec), or pass"
         ' rows="global" if every host reads the whole batch or generates the same data'
-        for hosts in _differing(
-            (host, digest, shards) for host, shards, digest in _rows_of(answers, LOCAL) if digest
-        )
+        for hosts in _differing(by_digest)
     ]
     return lines + [
         f"  feeds: {hosts} run the same feeds, but get different rows. The stream that"
         " make_feed returns must depend on shard_index and shard_count alone"
-        for hosts in _differing(_rows_of(answers, OF_FEEDS))
+        for hosts in _differing(of_feeds)
     ]
 
 
-def _rows_of(answers: Answers, rows: str) -> Iterator[tuple[int, str, str]]:
-    """Yields (host, its shards as text, digest of its rows) for each host with one kind of rows.
-
-    Args:
-        answers: The fields of each host, by host.
-        rows: The kind of rows: `LOCAL` or `OF_FEEDS`.
-    """
-    for host, answer in answers.items():
-        if OWN_ROWS[rows] in answer:
-            shards, digest = answer[OWN_ROWS[rows]]
-            yield host, str(shards), digest
-
-
-def _differing(answers: Iterable[tuple[int, str, str]]) -> Iterator[str]:
+def _differing(answers: Mapping[int, Sequence[Any]]) -> Iterator[str]:
     """Yields a text for each group of hosts with the same first value and different second values.
 
     Args:
-        answers: A tuple (host, first value, second value) for each host.
+        answers: A pair (first value, second value) for each host.
     """
     groups: dict[str, dict[int, str]] = {}
-    for host, first, second in answers:
-        groups.setdefault(first, {})[host] = second
+    for host, (first, second) in answers.items():
+        groups.setdefault(str(first), {})[host] = str(second)
     for seconds in groups.values():
         if len(set(seconds.values())) > 1:
             yield hosts_text(seconds)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -84,8 +83,8 @@ class _Votes(Producer[int]):
     training loop.
 
     Args:
-        placed: This host's batches, on the devices.
-        read: This host's batches in host memory, from which `placed` is made.
+        read: This host's batches in host memory. A batch counts as ready once it is read, even
+            before it is on the devices.
         rounds: The rounds in which the hosts vote.
         decide: Returns the verdict on the votes of all hosts.
 
@@ -96,44 +95,11 @@ class _Votes(Producer[int]):
         absences: Finds the hosts that will not vote.
     """
 
-    def __init__(
-        self,
-        placed: TaskStage[Any],
-        read: TaskStage[Any],
-        rounds: Rounds,
-        decide: Callable[[Answers], Any],
-    ):
-        self._placed, self._read = placed, read
-        self._rounds, self._decide = rounds, decide
+    def __init__(self, read: TaskStage[Any], rounds: Rounds, decide: Callable[[Answers], Any]):
+        self._read, self._rounds, self._decide = read, rounds, decide
         self.absences = Absences(rounds)
         self.agreed = self.handed_out = self.number = 0
         self._stopped = self._is_over = False
-
-    def known(self) -> Known:
-        """Returns the number of batches that this host has ready, and the error or end after them.
-
-        Handed-out batches are included.
-        """
-        placed = self._placed.known()
-        # A batch counts as ready once it is read, even before it is on the devices. But if a batch
-        # cannot be placed on the devices, only the batches before it are ready.
-        failed = placed.end is not None and not isinstance(placed.end, StopIteration)
-        return placed if failed else self._read.known()
-
-    def wait_for_own(self, is_enough: Callable[[Known], bool], wait_s: float) -> bool | None:
-        """Waits until this host has enough batches ready.
-
-        Args:
-            is_enough: Returns True if the batches known by now are enough.
-            wait_s: The longest wait, in seconds.
-
-        Returns:
-            True if there are enough batches; False if the batches were stopped; None after
-            `wait_s`.
-        """
-        # The first batch must be on the devices, because placing it shows if it fits them.
-        stage = self._read if self.agreed else self._placed
-        return stage.wait_for(lambda: is_enough(stage.known()), wait_s)
 
     def loop_waits(self, waits: bool) -> None:
         """Notes that the training loop begins to wait for a vote, or ends its wait.
@@ -177,11 +143,8 @@ class _Votes(Producer[int]):
             return None
         ready = known.results - self.agreed
         if ready <= 0 and known.end is not None and not isinstance(known.end, StopIteration):
-            # If a batch that was agreed on fails, the alarm tells the other hosts, because they
-            # wait for it in a collective and not in a vote.
-            if ready == 0:
-                with contextlib.suppress(AgreementError):  # raised if the store is gone
-                    self._rounds.fail(round_, describe_error(known.end))
+            with contextlib.suppress(AgreementError):  # raised if the store is gone
+                self._rounds.fail(round_, describe_error(known.end))
             raise known.end
         self._rounds.put(round_, max(0, ready))
         more = self._rounds.verdict(
@@ -204,26 +167,21 @@ class _Votes(Producer[int]):
         Returns:
             The batches known by then; None if the iterator was stopped.
         """
-        while True:
-            came = self.wait_for_own(self._is_worth_a_vote, _SLICE_S)
-            known = self.known()
-            if known.end is not None or (came and known.results > self.agreed):
-                return known
+        while not (came := self._read.wait_for(self._is_worth_a_vote, _SLICE_S)):
             if self._stopped or came is False:
                 return None
             self.absences.without_data(round_)
+        return self._read.known()
 
-    def _is_worth_a_vote(self, known: Known) -> bool:
+    def _is_worth_a_vote(self) -> bool:
         """Returns True if a vote about the new batches is due.
 
         It is due once the end is known, or once there are as many new batches as agreed batches
         that the loop has not got yet, and at least one. An earlier vote agrees on fewer batches, so
         more votes are needed. A later vote leaves less time before the training loop needs the
         verdict.
-
-        Args:
-            known: The batches known by now.
         """
+        known = self._read.known()
         new, left = known.results - self.agreed, self.agreed - self.handed_out
         return known.end is not None or new >= max(1, left)
 
@@ -263,8 +221,8 @@ class AgreedEnd(Results[T]):
         padding: Callable[[int], T],
     ):
         decider = functools.partial(decide, remainder, same_rows)
-        self._placed, self._padding, self._counter = placed, padding, counter()
-        self._votes = _Votes(placed, read, rounds, decider)
+        self._placed, self._read, self._padding = placed, read, padding
+        self._counter, self._votes = counter(), _Votes(read, rounds, decider)
         self._agreed = 0
         self._final: Raised | None = None
         self._voting = Background(
@@ -285,7 +243,7 @@ class AgreedEnd(Results[T]):
             self._final.throw()
         if self._agreed <= self.taken:
             self._wait_for_verdict()
-        known, taken = self._votes.known(), self.taken
+        known, taken = self._read.known(), self.taken
         if known.results > taken or not isinstance(known.end, StopIteration):
             return self._placed.peek()
         try:
@@ -296,7 +254,7 @@ class AgreedEnd(Results[T]):
 
     def release(self, taken: int) -> None:
         self._votes.handed_out = taken
-        self._placed.release(min(taken, self._placed.known().results))
+        self._placed.release(min(taken, self._read.known().results))
 
     def _wait_for_verdict(self) -> None:
         """Waits until all hosts have agreed to hand out the next batch.
@@ -311,14 +269,14 @@ class AgreedEnd(Results[T]):
         # An interrupt may have cut short the `release` of the last call. This completes it.
         self._voting.release(self._voting.taken)
 
-        def need_not_wait(own: Known) -> bool:
+        def need_not_wait() -> bool:
             # The votes may end before this host has a batch, if the other hosts stopped waiting.
-            ends = own.end, self._voting.known().end
-            return own.results > taken or ends != (None, None)
+            own, votes = self._read.known(), self._voting.known()
+            return own.results > taken or (own.end, votes.end) != (None, None)
 
         try:
             self._votes.loop_waits(True)
-            self._votes.wait_for_own(need_not_wait, math.inf)
+            self._read.wait_for(need_not_wait)
             # From here on this host waits only for the votes of other hosts.
             with counted_by(self._counter), span(AGREE):
                 while self._agreed <= taken:

@@ -12,12 +12,12 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
 from grain_shard.errors import AgreementError, HostTimeoutError
-from grain_shard.hosts.compare import Answers, difference, hosts_text
+from grain_shard.hosts.compare import Answers, differences, hosts_text
 from grain_shard.hosts.series import Series
 
 # Milliseconds. A long wait is divided into calls of this length, so that it ends soon after the
@@ -37,11 +37,17 @@ _FAILED = "failed"
 
 
 @contextlib.contextmanager
-def _reaching_the_store() -> Iterator[None]:
-    """Turns an error of the runtime into an `AgreementError` with the likely cause and a remedy."""
+def _reaching_the_store(but: str | None = None) -> Iterator[None]:
+    """Turns an error of the runtime into an `AgreementError` with the likely cause and a remedy.
+
+    Args:
+        but: The code of an error that only ends the ``with`` block; None if there is no such code.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        if but is not None and but in str(error):
+            return
         raise AgreementError(
             "this host could not exchange messages with the other hosts, most likely because a"
             " host has ended.\n"
@@ -65,7 +71,6 @@ class Store:
         self.host: int = jax.process_index()
         self.folder = _FOLDER
 
-    @_reaching_the_store()
     def put(self, topic: str, value: Any) -> None:
         """Puts this host's value of a topic. It replaces an earlier value. No host is waited for.
 
@@ -74,16 +79,13 @@ class Store:
             value: The value, as `json.dumps` takes it.
         """
         key, text = f"{self.folder}/{topic}/{self.host}", json.dumps(value)
-        try:
-            self._client.key_value_set(key, text, allow_overwrite=True)
-        except jax.errors.JaxRuntimeError as error:
-            # A store with too many calls at once cancels some of them. So a cancelled call is made
-            # once more. If the first call has put the value after all, a second time does no harm.
-            if "CANCELLED" not in str(error):
-                raise
-            self._client.key_value_set(key, text, allow_overwrite=True)
+        # A store with too many calls at once cancels some of them. So a cancelled call is made once
+        # more. If the first call has put the value after all, a second time does no harm.
+        for may_fail in ("CANCELLED", None):
+            with _reaching_the_store(but=may_fail):
+                self._client.key_value_set(key, text, allow_overwrite=True)
+                break
 
-    @_reaching_the_store()
     def put_once(self, key: str, value: Any) -> bool:
         """Puts a value under a key, unless the key has a value already.
 
@@ -94,13 +96,10 @@ class Store:
         Returns:
             False if the key had a value already.
         """
-        try:
+        with _reaching_the_store(but="ALREADY_EXISTS"):
             self._client.key_value_set(f"{self.folder}/{key}", json.dumps(value))
-        except jax.errors.JaxRuntimeError as error:
-            if "ALREADY_EXISTS" not in str(error):
-                raise
-            return False
-        return True
+            return True
+        return False
 
     @_reaching_the_store()
     def delete(self, key: str) -> None:
@@ -114,7 +113,6 @@ class Store:
         values = {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in entries}
         return dict(sorted(values.items()))
 
-    @_reaching_the_store()
     def wait(self, key: str, wait_ms: int) -> Any:
         """Waits for the value of a key.
 
@@ -125,13 +123,8 @@ class Store:
         Returns:
             The value; None if the key has no value after this time.
         """
-        try:
-            text = self._client.blocking_key_value_get(f"{self.folder}/{key}", wait_ms)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            return None
-        return json.loads(text)
+        with _reaching_the_store(but="DEADLINE_EXCEEDED"):
+            return json.loads(self._client.blocking_key_value_get(f"{self.folder}/{key}", wait_ms))
 
 
 class Rounds(Store):
@@ -234,13 +227,13 @@ class Rounds(Store):
         def late() -> Mapping[int, str]:
             return dict.fromkeys(self.missing(round_), "") if time.monotonic() > until else {}
 
-        verdict = None
-        while verdict is None and not stopped():
+        while not stopped():
             verdict = self._try_verdict(round_, decide)
             if verdict is None and (silent := (absent or late)()):
                 verdict = self._settle(round_, {"silent": silent})
-        self._raise_for(verdict)
-        return verdict
+            if verdict is not None:
+                return self._checked(verdict)
+        return None
 
     def _try_verdict(self, round_: str, decide: Callable[[Answers], Any]) -> Any:
         """Waits for the verdict for half a second at most, or longer with over 500 hosts.
@@ -274,7 +267,7 @@ class Rounds(Store):
         Raises:
             HostTimeoutError: The other hosts have stopped waiting.
         """
-        self._raise_for(self.wait(_verdict(round_), wait_ms=1))
+        self._checked(self.wait(_verdict(round_), wait_ms=1))
 
     def forget(self, round_: str) -> None:
         """Deletes the verdict of a round. Call it only after all hosts have read the verdict.
@@ -296,37 +289,34 @@ class Rounds(Store):
         key = _verdict(round_)
         return verdict if self.put_once(key, verdict) else self.wait(key, _SLICE_MS)
 
-    def _raise_for(self, verdict: Any) -> None:
-        if isinstance(verdict, dict) and "error" in verdict:
-            raise AgreementError(verdict["error"])
-        if isinstance(verdict, dict) and "silent" in verdict:
-            self._raise_silent({int(host): reason for host, reason in verdict["silent"].items()})
-
-    def _raise_silent(self, silent: Mapping[int, str]) -> NoReturn:
-        """Raises the error that hosts did not answer in time.
-
-        The message has the reasons. It also names differences between the iterators that the hosts
-        opened last.
+    def _checked(self, verdict: Any) -> Any:
+        """Returns a verdict, unless it is an error.
 
         Args:
-            silent: The reason of each host that did not answer, by host; "" without a reason.
+            verdict: The verdict. Under "silent" it may have the hosts that did not answer in time,
+                each with the reason, which may be "".
 
         Raises:
-            HostTimeoutError: Always.
+            AgreementError: The verdict is ``{"error": message}``.
+            HostTimeoutError: Hosts did not answer in time. The message has the reasons. It also
+                names differences between the iterators that the hosts opened last.
         """
+        if isinstance(verdict, dict) and "error" in verdict:
+            raise AgreementError(verdict["error"])
+        if not isinstance(verdict, dict) or "silent" not in verdict:
+            return verdict
+        silent = {int(host): reason for host, reason in verdict["silent"].items()}
         of_all = Store().get_all(_OPENED)
-        opened = {host: of_all[host] for host in self.hosts if host in of_all}
-        fields = ("kind", "made at", "iterator")
-        differences = [line for field in fields if (line := difference(field, opened))]
-        if differences:
-            differences.insert(0, "  The iterators that the hosts opened last differ:")
+        differing = differences({host: of_all[host] for host in self.hosts if host in of_all})
+        if differing:
+            differing.insert(0, "  The iterators that the hosts opened last differ:")
         reasons = [
             f"  {hosts_text([host for host, why in silent.items() if why == reason])} {reason}"
             for reason in dict.fromkeys(filter(None, silent.values()))
         ]
         raise HostTimeoutError(
             f"{hosts_text(silent)} did not answer in time (timeout_s={self.timeout_s:g}).\n"
-            + "".join(f"{line}\n" for line in reasons + differences)
+            + "".join(f"{line}\n" for line in reasons + differing)
             + f"  here:   host {self.host} of {len(self.hosts)}\n"
             f"  remedy: look at the log of {hosts_text(silent)}. A host does not answer if it has"
             " failed, takes fewer steps than this host, or opens other iterators. (Every call of"

@@ -126,6 +126,7 @@ class SlowestOf:
         self.hosts: list[int] = list(hosts)
         self.waits: Callable[[float], Waits] = waits
         self.found: SlowestHost | None = None
+        self._last: int | None = None  # the host that delayed the others, by the last comparison
         self._told: int | None = None  # the host that the log named last
 
     def hear(self, found: SlowestHost, this_host: int) -> None:
@@ -139,17 +140,13 @@ class SlowestOf:
             found: The slowest host.
             this_host: Number of this host.
         """
-        before, self.found = self.found, found
-        name, last = _to_be_named(found), _to_be_named(before)
-        if before is None or name != last:
+        name, last = found.host if found.holds_others_up else None, self._last
+        self.found, self._last = found, name
+        if name != last:
             return
         if name not in (None, self._told) and this_host in (self.hosts[0], name):
             logging.warning("grain_shard: %s.", found)
         self._told = name
-
-
-def _to_be_named(found: SlowestHost | None) -> int | None:
-    return found.host if found is not None and found.holds_others_up else None
 
 
 def compare_waits(store: Store, iterators: Mapping[str, SlowestOf], least_s: float) -> None:
@@ -164,12 +161,11 @@ def compare_waits(store: Store, iterators: Mapping[str, SlowestOf], least_s: flo
             counts as this length.
     """
     store.put(_WAITS, {series: one.waits(least_s) for series, one in iterators.items()})
-    own = {series: one.hosts for series, one in iterators.items() if one.hosts[0] == store.host}
-    if own:
+    led = {series: one.hosts for series, one in iterators.items() if one.hosts[0] == store.host}
+    if led:
         of_all, verdicts = store.get_all(_WAITS), {}
-        for series, hosts in own.items():
-            of_hosts = {host: of_all.get(host, {}).get(series) for host in hosts}
-            waits = {host: Waits(*own) for host, own in of_hosts.items() if own is not None}
+        for series, hosts in led.items():
+            waits = {h: Waits(*of_all[h][series]) for h in hosts if series in of_all.get(h, {})}
             # If a host has not posted its waits yet, the hosts of this iterator are compared at the
             # next call of this function.
             if len(waits) == len(hosts) and (found := slowest(waits)) is not None:

@@ -16,13 +16,7 @@ import jax
 from etils import epath
 
 from grain_shard.errors import StateError
-from grain_shard.hosts.feed_files import (
-    FeedFile,
-    OwnFeeds,
-    read_feeds,
-    read_object,
-    write_feeds,
-)
+from grain_shard.hosts.feed_files import FeedFile, OwnFeeds, read_feeds, read_object, write_feeds
 
 # The key of a state for the kind of its pipeline, and the three kinds.
 KIND = "kind"
@@ -33,7 +27,6 @@ PROCESSES = "processes"
 
 _SHARED = "state.json"
 _OF_GRAIN = re.compile(r"process_0-of-(\d+)\.json")  # Grain writes one such file for each process
-_OWN = "state-{host}-of-{hosts}.json"
 _NO_FEEDS = OwnFeeds()
 
 
@@ -99,4 +92,4 @@ def is_shared(state: dict[str, Any]) -> bool:
 
 
 def _own_name() -> str:
-    return _OWN.format(host=jax.process_index(), hosts=jax.process_count())
+    return f"state-{jax.process_index()}-of-{jax.process_count()}.json"

@@ -103,7 +103,7 @@ class Together:
         if self._rounds is not None and self._alarm is None:
             self._rounds.begin(kind)
             self.slowest = SlowestOf(self._rounds.hosts, waits)
-            self._alarm = Alarm(self._rounds.name, self._rounds.hosts, stop, self.slowest)
+            self._alarm = Alarm(self._rounds, stop, self.slowest)
 
     def check(self) -> None:
         """Raises an error if another host has failed. Each ``next`` of the iterator calls this.
