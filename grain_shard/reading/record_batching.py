@@ -110,7 +110,7 @@ class RecordBatching(Batching):
                 way.part(stop - len(records), stop),
                 self.template,
                 faults,
-                self.host_batch_size_of(cut.size),
+                len(self.kept[cut.size]),
                 self.padding,
             )
             for index, cut, records, stop in zip(indices, cuts, of_batches, stops, strict=True)
@@ -119,5 +119,5 @@ class RecordBatching(Batching):
     def _records_of(self, cut: Cut) -> np.ndarray:
         """Returns int64[n], the indices of the records of the rows to keep, without padding."""
         epoch, record, existing, size = cut
-        start, rows = epoch * self.by_record.records + record, self.rows_of(size)
-        return start + (np.arange(existing) if rows is None else rows[rows < existing])
+        rows = self.kept[size]
+        return epoch * self.by_record.records + record + rows[rows < existing]

@@ -106,7 +106,7 @@ class _WholeBatch(BatchBuilder):
         # batch.
         padded = 0
         if batching.padding is not None:
-            padded = batching.host_batch_size_of(batching.batches.size)
+            padded = len(batching.kept[batching.batches.size])
         template = RowTemplate(ds)
         super().__init__(index, below, Route(ds, below), template, faults, padded, batching.padding)
         self._batching, self._batch = batching, None
@@ -130,9 +130,9 @@ class _WholeBatch(BatchBuilder):
                     " .to_iter_dataset().batch(B).map(...). The first batch of a stream sets the"
                     " batch size.",
                 )
-        if batching.rows is not None:
+        if batching.layout is not None:
             size = batching.batches.size
-            rows = batching.rows_of(size)
+            rows = batching.kept[size]
             if flat.rows > size:
                 flat.refuse(
                     f"batch {self._index} has {flat.rows} rows, more than the {size} of a full"
