@@ -213,7 +213,11 @@ class Route:
         return self._many(read, self.indices, recovery) if len(self.indices) else []
 
     def finish(
-        self, elements: Sequence[Any], until: float = NEVER, recovery: Recovery = AT_ONCE
+        self,
+        elements: Sequence[Any],
+        until: float = NEVER,
+        recovery: Recovery = AT_ONCE,
+        start: int = 0,
     ) -> Elements:
         """Applies the functions of the route to elements that `read` returned.
 
@@ -222,13 +226,14 @@ class Route:
             until: The time, by `time.perf_counter`, after which no further element is finished. At
                 least one is finished.
             recovery: The rules for functions that fail.
+            start: Position of the first element among the elements of the route.
 
         Returns:
             The finished elements; only the first ones if the time is over or a function failed.
         """
         if isinstance(elements, ArrayRows) and not self.steps:
             return elements
-        return _taken(self._up(elements, recovery), until, recovery)
+        return _taken(self._up(elements, recovery, start, start + len(elements)), until, recovery)
 
     def each(self, recovery: Recovery = AT_ONCE) -> Iterator[Any] | ArrayRows:
         """Returns the elements with the functions applied, each made only when it is asked for.
@@ -241,8 +246,10 @@ class Route:
             return elements
         return self._up(_let_go(elements) if isinstance(elements, list) else elements, recovery)
 
-    def _up(self, elements: Iterable[Any], recovery: Recovery) -> Iterator[Any]:
-        steps = [(apply, None if i is None else i.tolist()) for apply, i in self.steps]
+    def _up(
+        self, elements: Iterable[Any], recovery: Recovery, start: int = 0, stop: int | None = None
+    ) -> Iterator[Any]:
+        steps = [(apply, None if i is None else i[start:stop].tolist()) for apply, i in self.steps]
         failures: list[Exception] = []
         for i, element in enumerate(elements):
             if type(element) is Unreadable:
@@ -258,7 +265,7 @@ class Route:
                 continue
             # The error gets no name here, because its traceback refers to this frame. With a name,
             # frame and error would keep each other in memory.
-            again = functools.partial(self._anew, i, recovery)
+            again = functools.partial(self._anew, start + i, recovery)
             yield recovery.recovered(failures.pop(), again, in_function=True)
 
     def _anew(self, i: int, recovery: Recovery) -> Any:

@@ -68,7 +68,7 @@ class RecordBatching(Batching):
         return self.by_record.sizes
 
     def cut(self, index: int) -> Cut:
-        """Returns the records of a batch.
+        """Returns the records of a batch, and the position after it.
 
         The epoch in the result is an epoch of the records. A ``.repeat`` of the batches may read
         the same epoch of the records several times.
@@ -76,7 +76,8 @@ class RecordBatching(Batching):
         if self.node is None:
             return self.cuts.cut(index)
         if self.sliced is not None:
-            return self.sliced.cut(self.node.batch_index(index))
+            cut = self.sliced.cut(self.node.batch_index(index))
+            return cut._replace(after=self.cuts.progress(index + 1))
         cut = self.cuts.cut(index)
         return cut._replace(epoch=self.node.epoch_below(cut.epoch))
 
@@ -106,6 +107,7 @@ class RecordBatching(Batching):
         return [
             BatchBuilder(
                 index,
+                cut.after,
                 records,
                 way.part(stop - len(records), stop),
                 self.template,
@@ -118,6 +120,6 @@ class RecordBatching(Batching):
 
     def _records_of(self, cut: Cut) -> np.ndarray:
         """Returns int64[n], the indices of the records of the rows to keep, without padding."""
-        epoch, record, existing, size = cut
+        epoch, record, existing, size, _ = cut
         rows = self.kept[size]
         return epoch * self.by_record.records + record + rows[rows < existing]
