@@ -16,8 +16,8 @@ from absl import logging
 
 from grain_shard.digest import DIGITS, element_digest
 from grain_shard.grain_inside import nodes
+from grain_shard.grain_inside.nodes import RANGE, SOURCE
 from grain_shard.grain_inside.routes import Route
-from grain_shard.grain_inside.source_reads import RANGE, SOURCE
 from grain_shard.tasks import Task
 
 # A random source may by chance give the same two records again. So both are read this many more
