@@ -75,8 +75,8 @@ class BatchBuilder:
         Returns:
             The number of elements written, at least one.
         """
-        first = 0
-        while first < len(elements) and (not first or time.perf_counter() < until):
+        first, count = 0, len(elements)
+        while first < count and (not first or time.perf_counter() < until):
             # `rows_at_a_time` follows from the size of a row. It is 1 until a first row is known.
             some, begin = elements[first : first + self.template.rows_at_a_time], start + first
             with span(READ, part=MAP if self.route.runs_no_function else None):
@@ -172,13 +172,11 @@ class BatchBuilder:
             self.faults.count(FaultCounts(records=len(rows)))
         if not bad:
             return
-        good = (i for i, row in enumerate(listed) if type(row) is not Unreadable)
-        known = next(((listed[i], self.records[start + i]) for i in good), None)
-        empty = self.template.stacker(self.faults, known).empty_row
+        # No row here can tell the structure. Several rows are made at a time only once it is known.
+        empty = self.template.stacker(self.faults).empty_row
         for i in bad:
             record = int(self.records[start + i])
-            origin = Origin.of(self.template.records, record)
-            self.faults.leave_out(listed[i], record, origin=origin)
+            self.faults.leave_out(listed[i], self.template.records, record)
             self._bad_rows.append(start + i)
             listed[i] = empty
 
