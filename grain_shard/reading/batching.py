@@ -226,9 +226,7 @@ class Batching(ABC):
     def read_batch(self, index: int, faults: Faults) -> Batch:
         """Reads and returns one host batch, in the calling thread."""
         (builder,) = self.begin([index], faults)
-        done = 0
-        while done < builder.size:
-            with span(READ):
-                elements = builder.way(done, builder.size).read(NEVER, faults)
-            done += builder.write(elements, done, NEVER)
-        return builder.finish()
+        with span(READ):
+            elements = builder.route.read(NEVER, faults)
+        [(_, (batch, _))] = builder.wrote(builder.write(elements, 0, NEVER))
+        return batch

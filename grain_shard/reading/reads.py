@@ -55,7 +55,7 @@ class Reads(Tasks[tuple[Batch, Progress]]):
     ):
         self._batching, self._indices, self._faults = batching, indices, faults
         self._buffer_size, self._pace = buffer_size, pace
-        self._contents = None if contents.is_read else contents
+        self._contents = None if contents.is_read else ContentsRead(contents)
         self._reads_many = batching.reads_many
         self._batch_size = max(1, batching.records_per_batch)
         self._batches_in_a_call = 1  # starts at 1 for a fast first batch, then doubles
@@ -74,7 +74,7 @@ class Reads(Tasks[tuple[Batch, Progress]]):
 
     @property
     def room_wanted(self) -> int:
-        if self._draws_contents or self._left or (self._next and not self._has_ended):
+        if self._left or (self._contents and self._begun) or (self._next and not self._has_ended):
             return 0
         batches_left = 0 if self._has_ended else len(self._indices) - self._begun
         if not batches_left:
@@ -91,14 +91,10 @@ class Reads(Tasks[tuple[Batch, Progress]]):
         batches = self._records_at_a_time() // self._batch_size
         return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
-    @property
-    def _draws_contents(self) -> bool:
-        return self._contents is not None and self._begun > 0
-
     def draw(self, room: int) -> Read | ContentsRead:
-        if self._contents is not None and self._draws_contents:
-            contents, self._contents = self._contents, None
-            return ContentsRead(contents)
+        if (contents := self._contents) and self._begun:
+            self._contents = None
+            return contents
         with self._lock:
             parts = self._draw_left()
         begun = self._begun
@@ -184,21 +180,15 @@ class Reads(Tasks[tuple[Batch, Progress]]):
 
     def _begin(self) -> Part:
         if not self._ahead:
-            self._ahead.extend(self._found())
+            most = min(_RECORDS_AHEAD // self._batch_size, self._begun)
+            indices = self._indices[self._begun :][: max(1, most)]
+            if len(indices) > 1:
+                # If an error is raised for several batches together, only the first one is begun.
+                with contextlib.suppress(Exception):
+                    self._ahead.extend(self._batching.begin(indices, self._faults))
+            if not self._ahead:
+                self._ahead.extend(self._batching.begin(indices[:1], self._faults))
         builder = self._ahead.popleft()
         builder.number, self._begun = self._begun, self._begun + 1
         self._most_at_a_time = builder.template.rows_at_a_time
         return Part(builder, 0, builder.size)
-
-    def _found(self) -> list[BatchBuilder]:
-        """Returns builders of the next few batches.
-
-        If an error is raised for several batches together, only the first of them is begun.
-        """
-        most = _RECORDS_AHEAD // max(1, self._batching.records_per_batch)
-        count = max(1, min(most, self._begun))
-        indices = self._indices[self._begun :][:count]
-        if len(indices) > 1:
-            with contextlib.suppress(Exception):
-                return self._batching.begin(indices, self._faults)
-        return self._batching.begin(indices[:1], self._faults)
