@@ -94,7 +94,8 @@ class IterableBatches(grain.IterDataset):
 
     def __init__(self, source: Any, rows: Rows | None):
         super().__init__()
-        self._source, self.rows = source, rows
+        self._source = source
+        self.rows: Rows | None = rows
         self.has_begun: bool = False
         self.in_use: threading.Lock = threading.Lock()
         self.has_one_pass: bool = isinstance(source, Iterator)
@@ -195,8 +196,9 @@ def said_rows(ds: grain.MapDataset | grain.IterDataset) -> Rows | None:
     Returns:
         "global" or "local"; None unless every source is from `from_iterable` and has the same rows.
     """
-    found = (s.rows if isinstance(s, IterableBatches) else None for s in nodes.sources(ds))
-    said = set[Rows | None](found)
+    said: set[Rows | None] = {
+        source.rows if isinstance(source, IterableBatches) else None for source in nodes.sources(ds)
+    }
     return said.pop() if len(said) == 1 else None
 
 

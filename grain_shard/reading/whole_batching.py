@@ -102,11 +102,8 @@ class _WholeBatch(BatchBuilder):
         ds, (epoch, record, _, size, after) = batching.batches.ds, batching.cuts.cut(index)
         # The index of the batch in the dataset, which also counts batches that the chain drops.
         below = np.array([epoch * batching.batches.per_epoch + record // size])
-        # Without padding this is unused. It is not computed then, because `batches.size` may read a
-        # batch.
-        padded = 0
-        if batching.padding is not None:
-            padded = len(batching.kept[batching.batches.size])
+        # Without padding this is unused. It is not computed then, because it may read a batch.
+        padded = 0 if batching.padding is None else batching.host_batch_sizes[0]
         way, template = Route(ds, below), RowTemplate(ds)
         super().__init__(index, after, below, way, template, faults, padded, batching.padding)
         self._batching, self._batch = batching, None
@@ -131,8 +128,7 @@ class _WholeBatch(BatchBuilder):
                     " batch size.",
                 )
         if batching.layout is not None:
-            size = batching.batches.size
-            rows = batching.kept[size]
+            ((size, rows),) = batching.kept.items()
             if flat.rows > size:
                 flat.refuse(
                     f"batch {self.index} has {flat.rows} rows, more than the {size} of a full"
