@@ -128,7 +128,7 @@ class Cuts:
         return any(cut.num_records < cut.size for cut in last)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Stretch:
     """A part of a run in which the batch size stays the same.
 
@@ -144,16 +144,10 @@ class _Stretch:
     start: Progress
     size: int
 
-    def _batches(self, records: int) -> int:
-        return records // self.size if self.drop_remainder else -(-records // self.size)
-
-    @functools.cached_property
-    def _first_epoch(self) -> int:
-        return self._batches(self.records - self.start.record)
-
-    @functools.cached_property
-    def _each_epoch(self) -> int:
-        return self._batches(self.records)
+    def __post_init__(self) -> None:
+        short = 0 if self.drop_remainder else self.size - 1
+        self._first_epoch = (self.records - self.start.record + short) // self.size
+        self._each_epoch = (self.records + short) // self.size
 
     def cut(self, step: int) -> Cut:
         epoch, record, batch = self.start.epoch, self.start.record, step - self.start.step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -102,24 +101,20 @@ class RecordBatching(Batching):
     def begin(self, indices: Sequence[int], faults: Faults) -> list[BatchBuilder]:
         cuts = [self.cut(index) for index in indices]
         of_batches = [self._records_of(cut) for cut in cuts]
-        stops = itertools.accumulate(map(len, of_batches))
-        way = route(self.template.records, np.concatenate(of_batches))
-        return [
-            BatchBuilder(
-                index,
-                cut.after,
-                records,
-                way.part(stop - len(records), stop),
-                self.template,
-                faults,
-                len(self.kept[cut.size]),
-                self.padding,
+        way, stop = route(self.template.records, np.concatenate(of_batches)), 0
+        builders: list[BatchBuilder] = []
+        for index, cut, records in zip(indices, cuts, of_batches, strict=True):
+            start, stop = stop, stop + len(records)
+            part, num_rows = way.part(start, stop), len(self.kept[cut.size])
+            builders.append(
+                BatchBuilder(
+                    index, cut.after, records, part, self.template, faults, num_rows, self.padding
+                )
             )
-            for index, cut, records, stop in zip(indices, cuts, of_batches, stops, strict=True)
-        ]
+        return builders
 
     def _records_of(self, cut: Cut) -> np.ndarray:
         """Returns int64[n], the indices of the records of the rows to keep, without padding."""
-        epoch, record, existing, size, _ = cut
-        rows = self.kept[size]
-        return epoch * self.by_record.records + record + rows[rows < existing]
+        rows = self.kept[cut.size]
+        start = cut.epoch * self.by_record.records + cut.record
+        return start + rows[rows < cut.num_records]

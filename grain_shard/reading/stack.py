@@ -60,6 +60,7 @@ class RowStacker:
         _refuse_lists(row)
         # Copies, because a row may be a view, which would keep a much larger array in memory.
         self.likes: list[np.ndarray] = [np.array(like) for like in as_arrays(self.paths, leaves)]
+        self._kinds = [(like.shape, like.dtype) for like in self.likes]
         self.is_text: list[bool] = [is_text(like) for like in self.likes]
         row_bytes = sum(like.nbytes for like in self.likes)
         self.rows_at_a_time: int = max(1, _BYTES_AT_A_TIME // max(1, row_bytes))
@@ -105,7 +106,7 @@ class RowStacker:
         # The dtype of text has a width, which may differ between rows.
         like, text = self.likes[i], self.is_text[i]
         kinds = {(np.shape(value), getattr(value, "dtype", None)) for value in column}
-        if not text and kinds == {(like.shape, like.dtype)}:
+        if not text and kinds == {self._kinds[i]}:
             return
         for value, origin in zip(column, origins, strict=True):
             array = np.asarray(value)
@@ -130,11 +131,8 @@ class RowStacker:
             ShardingError: The rows of a source have another structure, shape or dtype.
         """
         for arrays, structure in columns:
-            same = structure == self.structure and all(
-                (array.shape[1:], array.dtype) == (like.shape, like.dtype)
-                for array, like in zip(arrays, self.likes, strict=True)
-            )
-            if not same:
+            same = [(array.shape[1:], array.dtype) for array in arrays] == self._kinds
+            if not same or structure != self.structure:
                 rows = ArrayRows.of(Columns(arrays, structure), np.arange(1))
                 origins = ["0 of another array source"]
                 leaves = self.leaves_of(rows, origins)
