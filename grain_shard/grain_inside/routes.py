@@ -198,11 +198,7 @@ class Route:
         return self._many(read, self.indices, recovery) if len(self.indices) else []
 
     def finish(
-        self,
-        elements: Sequence[Any],
-        until: float = NEVER,
-        recovery: Recovery = AT_ONCE,
-        start: int = 0,
+        self, elements: Elements, until: float = NEVER, recovery: Recovery = AT_ONCE, start: int = 0
     ) -> Elements:
         """Applies the functions of the route to elements that `read` returned.
 
