@@ -15,7 +15,7 @@ from collections import deque
 from grain_shard.pace import ReadPace
 from grain_shard.reading.batch_builder import BatchBuilder
 from grain_shard.reading.batching import Batching
-from grain_shard.reading.contents import Contents, ContentsRead
+from grain_shard.reading.contents import Contents
 from grain_shard.reading.cuts import Progress
 from grain_shard.reading.faults import Faults
 from grain_shard.reading.read import Part, Read, records_in_time
@@ -55,7 +55,7 @@ class Reads(Tasks[tuple[Batch, Progress]]):
     ):
         self._batching, self._indices, self._faults = batching, indices, faults
         self._buffer_size, self._pace = buffer_size, pace
-        self._contents = None if contents.is_read else ContentsRead(contents)
+        self._contents = None if contents.is_read else contents
         self._reads_many = batching.reads_many
         self._batch_size = max(1, batching.records_per_batch)
         self._batches_in_a_call = 1  # starts at 1 for a fast first batch, then doubles
@@ -91,7 +91,7 @@ class Reads(Tasks[tuple[Batch, Progress]]):
         batches = self._records_at_a_time() // self._batch_size
         return min(batches_left, max(1, min(batches, 3 * self._buffer_size // 4)))
 
-    def draw(self, room: int) -> Read | ContentsRead:
+    def draw(self, room: int) -> Read | Contents:
         if (contents := self._contents) and self._begun:
             self._contents = None
             return contents
@@ -105,8 +105,8 @@ class Reads(Tasks[tuple[Batch, Progress]]):
             self._under_way += 1
         return Read(parts, self._reads_many, self._begun - begun)
 
-    def done(self, task: Read | ContentsRead) -> bool:
-        if isinstance(task, ContentsRead):
+    def done(self, task: Read | Contents) -> bool:
+        if isinstance(task, Contents):
             return False
         with self._lock:
             self._left += task.left
